@@ -1,0 +1,36 @@
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: help demo test lint wheel clean
+
+help:
+	@echo "make demo   set up .venv and compare optimizers on a small network"
+	@echo "make test   set up .venv and run the tests"
+	@echo "make lint   ruff and mypy"
+	@echo "make wheel  build the wheel, install it alone, run the README there"
+
+.venv/%.stamp: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[$*]"
+	touch $@
+
+demo: .venv/lab.stamp
+	$(BIN)/python examples/compare.py
+
+test: .venv/dev.stamp
+	$(BIN)/python -m pytest
+
+lint: .venv/dev.stamp
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+wheel: .venv/dev.stamp
+	rm -rf dist .venv-wheel
+	$(BIN)/python -m build --wheel
+	$(PYTHON) -m venv .venv-wheel
+	.venv-wheel/bin/python -m pip install --quiet --constraint constraints.txt dist/*.whl
+	.venv-wheel/bin/python tests/markdown.py README.md
+
+clean:
+	rm -rf .venv .venv-wheel dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

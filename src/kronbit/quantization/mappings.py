@@ -1,0 +1,65 @@
+"""Quantisation mappings R: the codebook of values that a code stands for, on [-1, 1]."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+MAPPINGS = ("linear2", "dt", "linear")
+
+
+def _linear(bits: int) -> list[float]:
+    """Evenly spaced x_j = -1 + 2j / (2^b - 1), with the code below the middle set to exactly 0."""
+    x = [-1 + 2 * j / (2**bits - 1) for j in range(2**bits)]
+    x[2 ** (bits - 1) - 1] = 0.0
+    return x
+
+
+def _linear2(bits: int) -> list[float]:
+    """Linear square: sign(x_j) x_j²."""
+    return [x * abs(x) for x in _linear(bits)]
+
+
+def _dynamic_tree(bits: int) -> list[float]:
+    """Dynamic tree: {0, 1} and ±q_k 10^-E for every split b = 2 + E + F."""
+    values = [0.0, 1.0]
+    for E in range(bits - 1):
+        F = bits - 2 - E
+        p = [0.9 * j / 2**F + 0.1 for j in range(2**F + 1)]
+        q = [(p[k] + p[k + 1]) / 2 * 10.0**-E for k in range(2**F)]
+        values += q + [-value for value in q]
+    return sorted(values)
+
+
+@lru_cache(maxsize=64)
+def codebook(mapping: str, bits: int, device: torch.device | str = "cpu") -> Tensor:
+    """The 2^bits values of a mapping, ascending, in float32.
+
+    Args:
+        mapping: R of the paper: ``"linear2"``, ``"dt"`` (dynamic tree) or ``"linear"``.
+        bits: b of the paper.
+        device: Where the codebook lives; one copy per device is kept.
+
+    Returns:
+        A tensor of shape (2^bits,). It is shared: do not write to it.
+    """
+    make = {"linear2": _linear2, "dt": _dynamic_tree, "linear": _linear}[mapping]
+    return torch.tensor(make(bits), dtype=torch.float32, device=device)
+
+
+@lru_cache(maxsize=64)
+def thresholds(mapping: str, bits: int, device: torch.device | str = "cpu") -> Tensor:
+    """The 2^bits - 1 borders between neighbouring codes, in float32.
+
+    The nearest code of a float32 x is the number of thresholds below x; on a tie that is the
+    lower index. The exact midpoint of two float32 numbers may not be a float32. Rounding it
+    *down* keeps the rule exact: a float32 lies above the midpoint if and only if it lies above
+    the largest float32 that is not above the midpoint.
+    """
+    values = codebook(mapping, bits).double()
+    middle = (values[1:] + values[:-1]) / 2
+    rounded = middle.float()
+    down = torch.nextafter(rounded, torch.full_like(rounded, -torch.inf))
+    return torch.where(rounded.double() > middle, down, rounded).to(device)

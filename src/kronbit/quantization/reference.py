@@ -1,0 +1,108 @@
+"""Block-wise quantisation in pure torch: the specification that every kernel must match.
+
+Everything acts along the last axis, so slicing, batching and sharding of leading axes commute
+with it. No function loops over rows, and none makes a temporary larger than twice its float32
+input.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from kronbit.quantization.mappings import codebook, thresholds
+
+# Codes are packed as a little-endian bit stream. A word is the shortest run of codes that fills
+# whole bytes: bits -> (codes in a word, bytes in a word).
+_WORD = {8: (1, 1), 6: (4, 3), 4: (2, 1), 3: (8, 3)}
+
+
+def packed_length(length: int, bits: int) -> int:
+    """Bytes that a row of ``length`` codes takes: each row is padded to whole bytes."""
+    return -(-length * bits // 8)
+
+
+def block_count(length: int, block_size: int) -> int:
+    """Blocks, and so scales, of a row; the last block may be short."""
+    return -(-length // block_size)
+
+
+def _padded(x: Tensor, multiple: int) -> Tensor:
+    missing = -x.shape[-1] % multiple
+    return functional.pad(x, (0, missing)) if missing else x
+
+
+def pack(codes: Tensor, bits: int) -> Tensor:
+    """Pack int32 codes of the last axis into bytes; of two 4-bit codes the even one is low."""
+    per_word, width = _WORD[bits]
+    length = packed_length(codes.shape[-1], bits)
+    parts = _padded(codes, per_word).unflatten(-1, (-1, per_word))
+    word = parts[..., 0]
+    for i in range(1, per_word):
+        word = word | (parts[..., i] << (bits * i))
+    # A cast to uint8 keeps the lowest byte.
+    packed = torch.stack([(word >> (8 * k)).to(torch.uint8) for k in range(width)], dim=-1)
+    return packed.flatten(-2)[..., :length].contiguous()
+
+
+def unpack(packed: Tensor, bits: int, length: int) -> Tensor:
+    """The int32 codes of a packed last axis."""
+    per_word, width = _WORD[bits]
+    parts = _padded(packed, width).unflatten(-1, (-1, width))
+    word = parts[..., 0].to(torch.int32)
+    for k in range(1, width):
+        word |= parts[..., k].to(torch.int32) << (8 * k)
+    codes = word.new_empty(*word.shape, per_word)
+    for i in range(per_word):
+        codes[..., i] = (word >> (bits * i)) & (2**bits - 1)
+    return codes.flatten(-2)[..., :length]
+
+
+def _blocks(x: Tensor, block_size: int) -> list[Tensor]:
+    """Views of the last axis as (..., blocks, elements): the whole blocks, then a short one."""
+    whole = x.shape[-1] // block_size * block_size
+    parts = (x[..., :whole].unflatten(-1, (-1, block_size)), x[..., whole:].unsqueeze(-2))
+    return [part for part in parts if part.shape[-1] * part.shape[-2]]
+
+
+def quantize(x: Tensor, bits: int, mapping: str, block_size: int) -> tuple[Tensor, Tensor]:
+    """Q: normalise each block by its largest absolute value, take the nearest code, pack.
+
+    Args:
+        x: float32 values (..., n).
+        bits: b, below 32.
+        mapping: R.
+        block_size: Elements that share one scale.
+
+    Returns:
+        codes: uint8 (..., ceil(n bits / 8)).
+        scales: float32 (..., ceil(n / block_size)).
+    """
+    length = x.shape[-1]
+    if x.numel() == 0:
+        codes = x.new_empty(*x.shape[:-1], packed_length(length, bits), dtype=torch.uint8)
+        return codes, x.new_empty(*x.shape[:-1], block_count(length, block_size))
+    x = x.clone(memory_format=torch.contiguous_format)
+    scales = []
+    for block in _blocks(x, block_size):
+        scale = torch.linalg.vector_norm(block, ord=torch.inf, dim=-1)
+        block.div_(torch.where(scale == 0, 1.0, scale).unsqueeze(-1))
+        scales.append(scale)
+    codes = torch.bucketize(x, thresholds(mapping, bits, x.device), out_int32=True)
+    return pack(codes, bits), torch.cat(scales, dim=-1)
+
+
+def dequantize(
+    codes: Tensor, scales: Tensor, bits: int, mapping: str, block_size: int, length: int
+) -> Tensor:
+    """D: look the codes up and multiply each block by its scale; float32 (..., length)."""
+    index = unpack(codes, bits, length)
+    table = codebook(mapping, bits, codes.device)
+    values = table.index_select(0, index.reshape(-1)).view(index.shape)
+    start = 0
+    for block in _blocks(values, block_size):
+        scale = scales[..., start : start + block.shape[-2]]
+        block.mul_(scale.unsqueeze(-1))
+        start += block.shape[-2]
+    return values

@@ -1,0 +1,289 @@
+"""The paper's algorithms, one matrix at a time: literal, slow, in float64 or float32.
+
+Written from the paper and nothing else: no line of kronbit is used here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+PAPER_CODEBOOKS = {
+    ("dt", 4): "-0.8875 -0.6625 -0.4375 -0.2125 -0.0775 -0.0325 -0.0055 0.0000 "
+    "0.0055 0.0325 0.0775 0.2125 0.4375 0.6625 0.8875 1.0000",
+    ("dt", 3): "-0.7750 -0.3250 -0.0550 0.0000 0.0550 0.3250 0.7750 1.0000",
+    ("linear2", 4): "-1.0000 -0.7511 -0.5378 -0.3600 -0.2178 -0.1111 -0.0400 0.0000 "
+    "0.0044 0.0400 0.1111 0.2178 0.3600 0.5378 0.7511 1.0000",
+    ("linear2", 3): "-1.0000 -0.5102 -0.1837 0.0000 0.0204 0.1837 0.5102 1.0000",
+}
+
+
+def codebook(mapping: str, bits: int) -> list[float]:
+    """R(0), ..., R(2^b - 1)."""
+    count = 2**bits
+    if mapping == "dt":
+        values = {0.0, 1.0}
+        for exponent in range(bits - 1):
+            fraction = bits - 2 - exponent
+            for k in range(2**fraction):
+                p = [0.9 * j / 2**fraction + 0.1 for j in (k, k + 1)]
+                q = (p[0] + p[1]) / 2 * 10.0**-exponent
+                values |= {q, -q}
+        return sorted(values)
+    power = {"linear": 1, "linear2": 2}[mapping]
+    out = []
+    for j in range(count):
+        x = -1 + 2 * j / (count - 1)
+        if j < count // 2 - 1:
+            out.append(-(abs(x) ** power))
+        elif j == count // 2 - 1:
+            out.append(0.0)
+        else:
+            out.append(x**power)
+    return out
+
+
+def quantize_row(
+    row: Tensor, bits: int, mapping: str, block: int
+) -> tuple[list[int], list[Tensor]]:
+    """Codes and scales of one vector."""
+    book = torch.tensor(codebook(mapping, bits), dtype=torch.float32).double()
+    codes: list[int] = []
+    scales: list[Tensor] = []
+    for start in range(0, len(row), block):
+        piece = row[start : start + block]
+        scale = piece.abs().max()
+        scales.append(scale)
+        normalized = piece / scale if scale > 0 else piece * 0
+        # argmin returns the first of equal distances
+        codes += (normalized.double()[:, None] - book).abs().argmin(1).tolist()
+    return codes, scales
+
+
+def dequantize_row(
+    codes: list[int], scales: list[Tensor], bits: int, mapping: str, block: int, dtype: torch.dtype
+) -> Tensor:
+    book = torch.tensor(codebook(mapping, bits), dtype=torch.float32).to(dtype)
+    values = book[torch.tensor(codes)]
+    return torch.cat([piece * scales[i] for i, piece in enumerate(values.split(block))])
+
+
+def bjorck(V: Tensor, steps: int) -> Tensor:
+    for _ in range(steps):
+        V = 1.5 * V - 0.5 * V @ V.T @ V
+    return V
+
+
+def qr(X: Tensor) -> Tensor:
+    """Householder's Q, signed so that R has a non-negative diagonal."""
+    Q, R = torch.linalg.qr(X)
+    return Q * torch.where(R.diagonal() < 0, -1, 1)
+
+
+def power_iteration(A: Tensor, steps: int = 10) -> Tensor:
+    x = torch.zeros(len(A), dtype=A.dtype)
+    x[A.diagonal().argmax()] = 1
+    for _ in range(steps):
+        x = A @ x
+        if x.norm() > 0:
+            x = x / x.norm()
+    return (x @ A @ x).abs()
+
+
+def schur_newton(A: Tensor, p: int, ridge: float, steps: int) -> Tensor:
+    """(A + λmax ε I)^(-1/p) by the coupled Newton iteration."""
+    n = len(A)
+    eye = torch.eye(n, dtype=A.dtype)
+    damped = A + power_iteration(A) * ridge * eye
+    z = (1 + p) / (2 * damped.norm())
+    M, H = z * damped, z ** (1 / p) * eye
+    error = (M - eye).abs().max()
+    for _ in range(steps):
+        if error < 1e-6:
+            break
+        T = ((p + 1) * eye - M) / p
+        M_next = torch.linalg.matrix_power(T, p) @ M
+        error_next = (M_next - eye).abs().max()
+        if not error_next <= 1.2 * error:
+            break
+        H, M, error = H @ T, M_next, error_next
+    return H
+
+
+@dataclass
+class Options:
+    """The options that the oracle knows, with the paper's defaults."""
+
+    bits: int = 4
+    root_bits: int | None = None
+    method: str = "eigen"
+    mapping: str = "linear2"
+    block_size: int = 64
+    min_quantized_numel: int = 4096
+    beta: float = 0.95
+    damping: float = 1e-6
+    update_every: int = 100
+    refresh_every: int = 500
+    update_rectify: int = 1
+    refresh_rectify: int = 4
+    qr_iterations: int = 1
+    newton_steps: int = 10
+    root: str = "eigen"
+    max_order: int = 1200
+    split: str = "greedy"
+
+
+@dataclass
+class Kept:
+    """A matrix as it is kept: plain, or row by row in codes, the diagonal apart or not."""
+
+    plain: Tensor | None = None
+    diagonal: Tensor | None = None
+    rows: list[tuple[list[int], list[Tensor]]] = field(default_factory=list)
+
+
+class Factor:
+    """One preconditioner A and its inverse 4th root."""
+
+    def __init__(self, n: int, options: Options, dtype: torch.dtype) -> None:
+        self.n, self.o, self.dtype = n, options, dtype
+        small = n * n < options.min_quantized_numel
+        self.bits = 32 if small else options.bits
+        self.root_bits = 32 if small else (options.root_bits or options.bits)
+        eye = torch.eye(n, dtype=dtype)
+        if options.method == "eigen":
+            self.lam = torch.full((n,), options.damping, dtype=dtype)
+            self.kept = self.keep(eye, self.bits, diagonal=False)
+        else:
+            self.kept = self.keep(options.damping * eye, self.bits, diagonal=True)
+        self.root = self.keep(eye, self.root_bits, diagonal=True)
+
+    def keep(self, X: Tensor, bits: int, diagonal: bool) -> Kept:
+        if bits == 32:
+            return Kept(plain=X.clone())
+        apart = X.diagonal().clone() if diagonal else None
+        X = X - torch.diag(apart) if apart is not None else X
+        o = self.o
+        rows = [quantize_row(row, bits, o.mapping, o.block_size) for row in X]
+        return Kept(diagonal=apart, rows=rows)
+
+    def restore(self, kept: Kept, bits: int) -> Tensor:
+        if kept.plain is not None:
+            return kept.plain
+        o = self.o
+        X = torch.stack(
+            [
+                dequantize_row(codes, scales, bits, o.mapping, o.block_size, self.dtype)
+                for codes, scales in kept.rows
+            ]
+        )
+        return X if kept.diagonal is None else X + torch.diag(kept.diagonal)
+
+    def vectors(self, steps: int) -> Tensor:
+        """V with eigenvectors as columns; a kept row is an eigenvector."""
+        V = self.restore(self.kept, self.bits).T
+        return bjorck(V, 0 if self.bits == 32 else steps)
+
+    def matrix(self) -> Tensor:
+        if self.o.method == "eigen":
+            V = self.vectors(self.o.update_rectify)
+            return V @ torch.diag(self.lam) @ V.T
+        return self.restore(self.kept, self.bits)
+
+    def update(self, M: Tensor) -> None:
+        """PU."""
+        o = self.o
+        A = self.matrix() + M if o.beta == 1 else o.beta * self.matrix() + (1 - o.beta) * M
+        if o.method != "eigen":
+            self.kept = self.keep(A, self.bits, diagonal=True)
+            return
+        P = self.vectors(o.update_rectify)
+        for _ in range(o.qr_iterations):
+            P = qr(A @ P)
+        self.lam = (P.T @ A @ P).diagonal().clamp(min=0)
+        self.kept = self.keep(P.T.contiguous(), self.bits, diagonal=False)
+
+    def refresh(self) -> None:
+        """PIRU."""
+        o = self.o
+        if o.method == "eigen" and o.root == "eigen":
+            V = self.vectors(o.refresh_rectify)
+            root = V @ torch.diag((self.lam + self.lam.max() * o.damping) ** -0.25) @ V.T
+        else:
+            root = schur_newton(self.matrix(), 4, o.damping, o.newton_steps)
+        self.root = self.keep(root, self.root_bits, diagonal=True)
+
+    def inverse_root(self) -> Tensor:
+        return self.restore(self.root, self.root_bits)
+
+
+def pieces(length: int, max_order: int, split: str) -> list[tuple[int, int]]:
+    """(start, stop) of the pieces of a side."""
+    size = max_order
+    if split == "even" and length > max_order:
+        number = 1
+        while number * max_order < length:
+            number += 1
+        size = (length + number - 1) // number
+        while size % 64:
+            size += 1
+        size = min(size, max_order)
+    return [(start, min(start + size, length)) for start in range(0, length, size)]
+
+
+class Shampoo:
+    """Algorithm "Practical 4-bit Shampoo" (or CASPR, or 32-bit), parameter by parameter."""
+
+    def __init__(
+        self,
+        params: list[Tensor],
+        first_order: torch.optim.Optimizer,
+        options: Options,
+        rule: str = "shampoo",
+    ) -> None:
+        self.params, self.first_order, self.o, self.rule = params, first_order, options, rule
+        self.t = 0
+        self.refreshed = False
+        self.factors: dict[tuple[int, int], tuple[Factor, Factor]] = {}
+
+    @staticmethod
+    def as_matrix(G: Tensor) -> Tensor | None:
+        sides = [side for side in G.shape if side > 1]
+        return G.reshape(sides[0], -1) if len(sides) > 1 else None
+
+    def blocks(self, G: Tensor) -> list[tuple[slice, slice]]:
+        rows = pieces(G.shape[0], self.o.max_order, self.o.split)
+        columns = pieces(G.shape[1], self.o.max_order, self.o.split)
+        return [(slice(*r), slice(*c)) for r in rows for c in columns]
+
+    def step(self) -> None:
+        self.t += 1
+        o = self.o
+        self.refreshed |= self.t % o.refresh_every == 0
+        for index, p in enumerate(self.params):
+            if p.grad is None or (G := self.as_matrix(p.grad)) is None:
+                continue
+            Ghat = torch.zeros_like(G)
+            for number, block in enumerate(self.blocks(G)):
+                g = G[block]
+                if (index, number) not in self.factors:
+                    pair = tuple(Factor(n, o, g.dtype) for n in g.shape)
+                    self.factors[index, number] = pair  # type: ignore[assignment]
+                left, right = self.factors[index, number]
+                if self.t % o.update_every == 0:
+                    left.update(g @ g.T)
+                    right.update(g.T @ g)
+                if self.t % o.refresh_every == 0:
+                    left.refresh()
+                    right.refresh()
+                L, R = left.inverse_root(), right.inverse_root()
+                if self.rule == "shampoo":
+                    Ghat[block] = L @ g @ R
+                else:
+                    J = L @ g + g @ R
+                    Ghat[block] = L @ J + J @ R
+            if self.refreshed:
+                p.grad = (Ghat * (G.norm() / (Ghat.norm() + 1e-12))).reshape(p.shape)
+        self.first_order.step()

@@ -1,0 +1,32 @@
+"""Full float32 arithmetic around factor math, whatever the user's settings are.
+
+TF32 keeps 10 bits of mantissa. The eigenvalues of a preconditioner span six orders of magnitude
+and more, so a product in TF32 (or in bf16, under autocast) buries the small ones, which are those
+that the inverse root makes large.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+import torch
+
+# Where a float32 matrix product may be lowered: cuBLAS, and oneDNN on the CPU.
+_BACKENDS = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # type: ignore[attr-defined]
+_AUTOCAST_DEVICES = ("cpu", "cuda")
+
+
+@contextmanager
+def full_precision() -> Iterator[None]:
+    """Run float32 matrix products as IEEE float32, outside autocast; restores every setting."""
+    with ExitStack() as stack:
+        for device in _AUTOCAST_DEVICES:
+            if torch.is_autocast_enabled(device):
+                stack.enter_context(torch.autocast(device, enabled=False))
+        for backend in _BACKENDS:
+            precision = backend.fp32_precision
+            if precision in ("tf32", "bf16"):
+                stack.callback(setattr, backend, "fp32_precision", precision)
+                backend.fp32_precision = "ieee"
+        yield

@@ -1,0 +1,255 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import oracle
+import pytest
+import torch
+from conftest import orthogonal, relative_error, spd
+from torch import Tensor
+
+from kronbit import linalg
+from kronbit.precision import full_precision
+from kronbit.quantization import Quantizer
+
+ORDERS = pytest.mark.parametrize("n", [1, 5, 64, 97])
+
+
+def quantised(U: Tensor, bits: int = 4) -> Tensor:
+    quantizer = Quantizer(bits)
+    return quantizer.dequantize(quantizer.quantize(U.float()), U.shape[-1])
+
+
+@ORDERS
+@pytest.mark.parametrize("steps", [0, 1, 4])
+def test_bjorck_is_the_formula(n: int, steps: int, device: torch.device) -> None:
+    V = quantised(orthogonal(3, n, n))
+    expected = torch.stack([oracle.bjorck(v.double(), steps) for v in V])
+    assert relative_error(linalg.bjorck(V.to(device), steps), expected) < 1e-6
+
+
+def test_bjorck_repairs_quantised_eigenvectors() -> None:
+    V = quantised(orthogonal(2, 128, 128))
+    errors = [float(linalg.orthogonality_error(linalg.bjorck(V, t)).max()) for t in range(5)]
+    assert errors == sorted(errors, reverse=True)
+    assert errors[0] > 0.02
+    assert errors[4] < 1e-5
+
+
+@ORDERS
+@pytest.mark.parametrize("condition", [1.0, 1e3])
+def test_orthonormalize_is_qr(n: int, condition: float, device: torch.device) -> None:
+    """Float64 Householder, up to signs: ours are those of a non-negative diagonal of R."""
+    X = spd(4, n, condition) @ orthogonal(4, n, n)
+    fallbacks = torch.zeros((), dtype=torch.int64, device=device)
+    Q = linalg.orthonormalize(X.float().to(device), fallbacks)
+    expected = torch.stack([oracle.qr(x) for x in X])
+    assert (Q.cpu() - expected).abs().max() < 1e-4
+    assert linalg.orthogonality_error(Q).max() < 1e-5
+    assert int(fallbacks) == 0
+
+
+def test_orthonormalize_takes_tall_matrices() -> None:
+    X = torch.randn(2, 50, 20)
+    Q = linalg.orthonormalize(X)
+    assert (Q - torch.stack([oracle.qr(x.double()) for x in X])).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("kind", ["ill-conditioned", "rank one", "zero", "zero column"])
+def test_orthonormalize_falls_back_for_single_matrices(kind: str, device: torch.device) -> None:
+    n = 40
+    good = spd(1, n, 10.0)[0]
+    bad = {
+        "ill-conditioned": spd(1, n, 1e9)[0] @ orthogonal(n, n),
+        "rank one": torch.ones(n, n).double(),
+        "zero": torch.zeros(n, n).double(),
+        "zero column": good * (torch.arange(n) > 0),
+    }[kind]
+    fallbacks = torch.zeros((), dtype=torch.int64, device=device)
+    X = torch.stack([good, bad, good]).float().to(device)
+    Q = linalg.orthonormalize(X, fallbacks)
+    assert int(fallbacks) == 1
+    assert linalg.orthogonality_error(Q).max() < 1e-5
+    alone = linalg.orthonormalize(X[:1])
+    assert (Q[0] - alone[0]).abs().max() < 1e-6
+    assert (Q[2] - alone[0]).abs().max() < 1e-6
+
+
+def test_orthonormalize_lets_nan_through_alone() -> None:
+    X = torch.randn(2, 6, 6)
+    X[1, 0, 0] = torch.nan
+    Q = linalg.orthonormalize(X)
+    assert torch.isfinite(Q[0]).all()
+    assert not torch.isfinite(Q[1]).all()
+
+
+def test_subspace_iteration_finds_eigenvectors(device: torch.device) -> None:
+    A = spd(2, 20, 1e3)
+    P = linalg.subspace_iteration(
+        A.float().to(device), torch.eye(20).to(device).repeat(2, 1, 1), 60
+    )
+    rotated = P.cpu().double().mT @ A @ P.cpu().double()
+    off = rotated - torch.diag_embed(rotated.diagonal(dim1=-2, dim2=-1))
+    assert relative_error(off + A, A) < 1e-4
+    one = linalg.subspace_iteration(A.float(), torch.eye(20).repeat(2, 1, 1), 1)
+    assert (one - torch.stack([oracle.qr(a) for a in A])).abs().max() < 1e-4
+
+
+@ORDERS
+def test_power_iteration_is_the_oracles_and_bounds_the_largest(
+    n: int, device: torch.device
+) -> None:
+    A = spd(3, n, 1e4)
+    found = linalg.power_iteration(A.float().to(device)).cpu()
+    expected = torch.stack([oracle.power_iteration(a) for a in A])
+    assert torch.allclose(found.double(), expected, rtol=1e-4)
+    assert (found <= 1 + 1e-5).all()
+    assert (found >= 0.8).all()
+
+
+@pytest.mark.parametrize("scale", [0.0, 1e-38, 1e-25, 1.0, 1e25])
+def test_power_iteration_at_any_scale(scale: float) -> None:
+    A = (spd(1, 10, 10.0) * scale).float()
+    assert torch.allclose(linalg.power_iteration(A, 200), torch.tensor([scale]), rtol=1e-3, atol=0)
+
+
+@ORDERS
+@pytest.mark.parametrize("p", [1, 2, 4])
+@pytest.mark.parametrize("steps", [1, 10, 40])
+def test_inverse_root_is_the_coupled_newton_iteration(
+    n: int, p: int, steps: int, device: torch.device
+) -> None:
+    A = spd(3, n, 1e2)
+    found = linalg.inverse_root(A.float().to(device), p, 1e-3, steps)
+    expected = torch.stack([oracle.schur_newton(a, p, 1e-3, steps) for a in A])
+    assert relative_error(found, expected) < 1e-4
+
+
+@pytest.mark.parametrize("p", [1, 2, 4])
+def test_inverse_root_converges_to_the_eigendecomposition(p: int, device: torch.device) -> None:
+    A = spd(3, 60, 1e4)
+    ridge = torch.stack([oracle.power_iteration(a) for a in A]) * 1e-5
+    lam, U = torch.linalg.eigh(A)
+    expected = (U * (lam + ridge[:, None]).pow(-1 / p)[:, None, :]) @ U.mT
+    found = linalg.inverse_root(A.float().to(device), p, 1e-5, 60)
+    assert relative_error(found, expected) < 5e-3
+
+
+def test_ten_newton_steps_do_not_converge_at_high_condition() -> None:
+    """Why `newton_steps` is an option, and why the docs speak of an effective damping."""
+    A = spd(1, 60, 1e6)
+    lam, U = torch.linalg.eigh(A)
+    expected = (U * (lam + 1e-6).pow(-0.25)[:, None, :]) @ U.mT
+    ten, forty = (linalg.inverse_root(A.float(), 4, 1e-6, steps) for steps in (10, 40))
+    assert relative_error(ten, expected) > 0.2
+    assert relative_error(forty, expected) < 0.02
+
+
+@pytest.mark.parametrize("p", [1, 2, 4])
+@pytest.mark.parametrize(
+    "name",
+    ["zero", "rank one", "rank half", "order 1", "condition 1e12", "huge", "tiny", "indefinite"],
+)
+def test_inverse_root_stays_finite(name: str, p: int, device: torch.device) -> None:
+    n = 64
+    A = {
+        "zero": torch.zeros(1, n, n),
+        "rank one": torch.ones(1, n, n),
+        "rank half": orthogonal(1, n, n)[..., : n // 2] @ orthogonal(1, n, n)[..., : n // 2].mT,
+        "order 1": torch.full((1, 1, 1), 3.0),
+        "condition 1e12": spd(1, n, 1e12),
+        "huge": spd(1, n, 1e3) * 1e30,
+        "tiny": spd(1, n, 1e3) * 1e-30,
+        "indefinite": spd(1, n, 1e3) - 1e-2 * torch.eye(n),
+    }[name]
+    A = (A @ A.mT if name == "rank half" else A).float().to(device)
+    before = A.clone()
+    for damping in (0.0, 1e-6):
+        root = linalg.inverse_root(A, p, damping, 10)
+        assert torch.isfinite(root).all()
+        assert torch.equal(A, before), "the input is never written to"
+    if name == "zero":
+        assert torch.equal(root, torch.eye(n, device=device)[None])
+
+
+def test_inverse_root_freezes_each_matrix_by_itself() -> None:
+    A = torch.cat([spd(1, 30, 10.0), spd(1, 30, 1e5), torch.zeros(1, 30, 30)]).float()
+    A = torch.cat([A, torch.full((1, 30, 30), torch.nan)])
+    together = linalg.inverse_root(A, 4, 1e-6, 15)
+    for i in range(3):
+        assert relative_error(together[i], linalg.inverse_root(A[i : i + 1], 4, 1e-6, 15)[0]) < 1e-5
+    assert torch.isnan(together[3]).all()
+
+
+def test_inverse_root_refuses_other_roots() -> None:
+    with pytest.raises(ValueError, match="p must be 1, 2 or 4; got 3"):
+        linalg.inverse_root(torch.eye(3)[None], 3, 0.0, 10)
+
+
+@pytest.mark.gpu
+def test_nothing_waits_for_the_host_but_the_householder_flag() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("needs CUDA")
+    A = spd(3, 64, 1e3).float().cuda()
+    V = orthogonal(3, 64, 64).float().cuda()
+    linalg.inverse_root(A, 4, 1e-6, 10)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        linalg.inverse_root(A, 4, 1e-6, 10)
+        linalg.power_iteration(A)
+        linalg.bjorck(V, 4)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def precisions() -> tuple[str, ...]:
+    return torch.backends.cuda.matmul.fp32_precision, torch.backends.mkldnn.matmul.fp32_precision
+
+
+@pytest.fixture(params=["legacy high", "legacy medium", "cuda tf32", "all tf32"])
+def _reduced(request: pytest.FixtureRequest) -> Iterator[None]:
+    """The ways in which users allow less than float32."""
+    before = precisions(), torch.backends.fp32_precision
+    if request.param.startswith("legacy"):
+        torch.set_float32_matmul_precision(request.param.split()[1])
+    elif request.param == "cuda tf32":
+        torch.backends.cuda.matmul.fp32_precision = "tf32"
+    else:
+        torch.backends.fp32_precision = "tf32"
+    yield
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cuda.matmul.fp32_precision, torch.backends.mkldnn.matmul.fp32_precision = before[
+        0
+    ]
+    torch.backends.fp32_precision = before[1]
+
+
+@pytest.mark.usefixtures("_reduced")
+def test_precision_is_full_inside_and_restored_after(device: torch.device) -> None:
+    before = precisions()
+    assert {"tf32", "bf16"} & set(before)
+    A = spd(2, 96, 1e3)
+    # 1e-6 is out of reach for TF32 (3e-4) and bf16 (3e-3)
+    V = orthogonal(2, 96, 96)
+    assert relative_error(linalg.bjorck(V.float().to(device), 1), oracle_bjorck(V)) < 1e-6
+    root = linalg.inverse_root(A.float().to(device), 4, 0.0, 40)
+    lam, U = torch.linalg.eigh(A)
+    assert relative_error(root, (U * lam.pow(-0.25)[:, None, :]) @ U.mT) < 1e-4
+    assert precisions() == before
+    with pytest.raises(RuntimeError, match="inside"), full_precision():
+        assert not {"tf32", "bf16"} & set(precisions())
+        raise RuntimeError("inside")
+    assert precisions() == before
+
+
+def oracle_bjorck(V: Tensor) -> Tensor:
+    return torch.stack([oracle.bjorck(v, 1) for v in V])
+
+
+def test_autocast_does_not_reach_factor_math(device: torch.device) -> None:
+    V = orthogonal(2, 96, 96)
+    with torch.autocast(device.type, dtype=torch.bfloat16):
+        found = linalg.bjorck(V.float().to(device), 1)
+        assert torch.is_autocast_enabled(device.type)
+    assert found.dtype == torch.float32
+    assert relative_error(found, oracle_bjorck(V)) < 1e-6

@@ -1,0 +1,205 @@
+"""Parameter -> matrices -> blocks: pure descriptions, no tensor is touched.
+
+A parameter is seen as a stack of ``E`` matrices of M rows and N columns. Rows and columns are cut
+so that no side of a block exceeds ``max_order``. Blocks are numbered row by row; the number is the
+block's key in the optimizer's state. Equal blocks that lie in a regular grid are handled as one
+strided view, so the cost of gathering grows with the number of grids, not of blocks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import groupby
+
+from torch import Tensor
+
+from kronbit.config import Config
+
+
+@dataclass(frozen=True)
+class Block:
+    """One piece of a parameter's matrix: rows [row, row + m), columns [column, column + n)."""
+
+    index: int
+    batch: int
+    row: int
+    column: int
+    m: int
+    n: int
+
+
+@dataclass(frozen=True)
+class Run:
+    """``count`` neighbouring pieces of one size along a side, the first being piece ``piece``."""
+
+    piece: int
+    start: int
+    size: int
+    count: int
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Equal blocks in a regular grid: ``matrices`` x ``rows.count`` x ``columns.count``.
+
+    Attributes:
+        matrices: E, the number of stacked matrices.
+        rows: The cut of the rows.
+        columns: The cut of the columns.
+        pieces: How many pieces the rows and the columns of the whole matrix are cut into.
+    """
+
+    matrices: int
+    rows: Run
+    columns: Run
+    pieces: tuple[int, int]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(m, n) of each block."""
+        return self.rows.size, self.columns.size
+
+    @property
+    def dims(self) -> tuple[int, int, int]:
+        """The grid's extent: matrices, block rows, block columns."""
+        return self.matrices, self.rows.count, self.columns.count
+
+    def __len__(self) -> int:
+        return math.prod(self.dims)
+
+    def blocks(self) -> Iterator[Block]:
+        """The blocks in the order in which ``view`` counts them."""
+        m, n = self.shape
+        for e in range(self.matrices):
+            for i in range(self.rows.count):
+                for j in range(self.columns.count):
+                    line = e * self.pieces[0] + self.rows.piece + i
+                    index = line * self.pieces[1] + self.columns.piece + j
+                    row, column = self.rows.start + i * m, self.columns.start + j * n
+                    yield Block(index, e, row, column, m, n)
+
+    def view(self, matrices: Tensor) -> Tensor:
+        """The blocks of an (E, M, N) tensor, as a view (*dims, m, n)."""
+        rows, columns = self.rows, self.columns
+        piece = matrices[:, rows.start : rows.start + rows.count * rows.size]
+        piece = piece[:, :, columns.start : columns.start + columns.count * columns.size]
+        piece = piece.unflatten(2, (columns.count, columns.size))
+        view: Tensor = piece.unflatten(1, (rows.count, rows.size)).transpose(2, 3)
+        return view
+
+
+@dataclass(frozen=True)
+class Blocking:
+    """How one parameter is cut.
+
+    Attributes:
+        matrices: (E, M, N), the parameter seen as a stack of matrices.
+        grids: Its blocks, in grids of equal ones.
+    """
+
+    matrices: tuple[int, int, int]
+    grids: tuple[Grid, ...]
+
+    def __len__(self) -> int:
+        return sum(map(len, self.grids))
+
+
+def cut(length: int, max_order: int, split: str) -> list[int]:
+    """Sizes of the pieces of a side, none above ``max_order``.
+
+    Greedy (the paper's): max_order, max_order, ..., remainder. Even: equal pieces, rounded up to a
+    multiple of 64; the last may be shorter.
+    """
+    if length <= max_order:
+        return [length]
+    size = max_order
+    if split == "even":
+        count = -(-length // max_order)
+        size = min(max_order, -(-length // count // 64) * 64)
+    whole, rest = divmod(length, size)
+    return [size] * whole + ([rest] if rest else [])
+
+
+def _runs(sizes: Sequence[int]) -> list[Run]:
+    runs, piece, start = [], 0, 0
+    for size, group in groupby(sizes):
+        count = len(list(group))
+        runs.append(Run(piece, start, size, count))
+        piece, start = piece + count, start + count * size
+    return runs
+
+
+@lru_cache(maxsize=4096)
+def block(shape: tuple[int, ...], config: Config) -> Blocking | str:
+    """Cut a parameter of this shape, or say why it is left to the base optimizer.
+
+    Args:
+        shape: The parameter's shape.
+        config: ``precondition``, ``batch_dims``, ``split_sizes``, ``max_order`` and ``split``.
+
+    Returns:
+        The blocking, or the reason why there is none.
+
+    Raises:
+        ValueError: If ``split_sizes`` sums up to neither side of the matrix.
+    """
+    if not config.precondition:
+        return "precondition=False"
+    if math.prod(shape) == 0:
+        return "empty"
+    if len(shape) < config.batch_dims:
+        return f"fewer than batch_dims={config.batch_dims} axes"
+    E = math.prod(shape[: config.batch_dims])
+    sides = [size for size in shape[config.batch_dims :] if size > 1]
+    if len(sides) < 2:
+        return "not a matrix"
+    M, N = sides[0], math.prod(sides[1:])
+    parts = {"rows": [M], "columns": [N]}
+    if config.split_sizes is not None:
+        total = sum(config.split_sizes)
+        if total not in (M, N):
+            raise ValueError(
+                f"split_sizes {config.split_sizes} sums up to {total}, but a parameter of shape "
+                f"{shape} is a matrix of {M} rows and {N} columns: put parameters that are not "
+                "stacked into a group of their own"
+            )
+        parts["rows" if total == M else "columns"] = list(config.split_sizes)
+    rows, columns = (
+        [size for part in side for size in cut(part, config.max_order, config.split)]
+        for side in parts.values()
+    )
+    pieces = len(rows), len(columns)
+    return Blocking(
+        (E, M, N),
+        tuple(Grid(E, r, c, pieces) for r in _runs(rows) for c in _runs(columns)),
+    )
+
+
+@lru_cache(maxsize=65536)
+def boxes(dims: tuple[int, ...], start: int, stop: int) -> tuple[tuple[slice, ...], ...]:
+    """Cover the flat range [start, stop) of a row-major grid by boxes, in order.
+
+    A chunk of a group may begin and end in the middle of a grid; each box is one strided view.
+    """
+    if start >= stop:
+        return ()
+    if len(dims) == 1:
+        return ((slice(start, stop),),)
+    inner = math.prod(dims[1:])
+    first, offset = divmod(start, inner)
+    last, rest = divmod(stop, inner)
+    if first == last:
+        return _under(first, boxes(dims[1:], offset, rest))
+    head = _under(first, boxes(dims[1:], offset, inner)) if offset else ()
+    body_start = first + 1 if offset else first
+    body = (
+        ((slice(body_start, last), *(slice(0, d) for d in dims[1:])),) if body_start < last else ()
+    )
+    return (*head, *body, *_under(last, boxes(dims[1:], 0, rest)))
+
+
+def _under(line: int, inner: tuple[tuple[slice, ...], ...]) -> tuple[tuple[slice, ...], ...]:
+    return tuple((slice(line, line + 1), *box) for box in inner)

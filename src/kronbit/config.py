@@ -1,0 +1,238 @@
+"""The options: one frozen dataclass, every bad value refused here by name."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any, NamedTuple
+
+from kronbit.quantization.quantizer import BITS, Quantizer
+
+METHODS = ("dense", "eigen", "naive")
+
+# Version of the state's layout, kept in every param group.
+FORMAT = 1
+FORMAT_KEY = "kronbit_format"
+
+
+class Format(NamedTuple):
+    """How the factors of one order are stored. Equal formats hold interchangeable tensors."""
+
+    method: str
+    statistic: Quantizer
+    root: Quantizer
+
+
+_FLOAT32 = Quantizer(bits=32)
+
+
+@dataclass(frozen=True)
+class Config:
+    """Options of a second-order optimizer; the paper's symbol stands first where it has one.
+
+    All but the last three may also be given per param group.
+
+    Attributes:
+        bits: b. Width of the stored statistics: 3, 4, 6, 8 or 32.
+        root_bits: Width of the stored inverse roots; ``None``: the same as ``bits``.
+        method: ``"eigen"`` stores eigenvalues and quantised eigenvectors (the paper's method),
+            ``"naive"`` quantises the preconditioner itself (its baseline), ``"dense"`` keeps
+            float32. ``None``: ``"dense"`` at 32 bits, else ``"eigen"``.
+        mapping: R. ``"linear2"``, ``"dt"`` or ``"linear"``.
+        block_size: Elements that share one scale.
+        min_quantized_numel: A matrix with fewer elements stays in 32 bits.
+        storage: ``"paper"``: the paper's layout, to the bit.
+        beta: β. Decay of the statistics; 1 sums them up.
+        damping: ε. Start value of the statistics, and ridge of the root relative to the largest
+            eigenvalue. (Not ``eps``, which belongs to the base optimizer.)
+        update_every: T1. Steps between updates of the statistics.
+        refresh_every: T2. Steps between refreshes of the inverse roots.
+        first_refresh: ``None``: the first refresh is at T2. An integer k: update and refresh at
+            k, 2k, 4k, ... while below T2; from T2 on, T1 and T2 rule.
+        update_rectify: t1. Björck steps on the dequantised eigenvectors before an update.
+        refresh_rectify: t2. Björck steps before a refresh.
+        qr_iterations: QR iterations of the randomized SVD in each update.
+        root: How ``"eigen"`` takes the root: ``"eigen"``, by powers of the eigenvalues, or
+            ``"schur_newton"``, as the dense method does.
+        newton_steps: Schur-Newton iterations. Ten, the paper's number, do not converge at high
+            condition: they act like a damping of 1e-5 to 1e-4.
+        max_order: Largest side of a block; larger matrices are cut.
+        split: ``"greedy"``: max_order, max_order, ..., remainder (the paper's); ``"even"``: equal
+            pieces, rounded up to multiples of 64.
+        batch_dims: Leading axes that count matrices: 1 for stacked experts (E, m, n).
+        split_sizes: Rows of matrices stacked in one parameter, such as a fused QKV; each is cut
+            on its own. Where the rows do not sum up but the columns do, the columns are split.
+        precondition: False leaves the parameters to the base optimizer.
+        workspace_mb: Bound of transient memory, in MiB.
+        keep_gradients: True gives the gradients back unchanged after the step, for one copy.
+        nonfinite: What becomes of a parameter's non-finite gradient: ``"zero"``, ``"pass"`` (the
+            base optimizer sees it) or ``"raise"`` (waits for the device at every step).
+    """
+
+    bits: int = 4
+    root_bits: int | None = None
+    method: str | None = None
+    mapping: str = "linear2"
+    block_size: int = 64
+    min_quantized_numel: int = 4096
+    storage: str = "paper"
+    beta: float = 0.95
+    damping: float = 1e-6
+    update_every: int = 100
+    refresh_every: int = 500
+    first_refresh: int | None = None
+    update_rectify: int = 1
+    refresh_rectify: int = 4
+    qr_iterations: int = 1
+    root: str = "eigen"
+    newton_steps: int = 10
+    max_order: int = 1200
+    split: str = "greedy"
+    batch_dims: int = 0
+    split_sizes: tuple[int, ...] | None = None
+    precondition: bool = True
+    workspace_mb: float = 256
+    keep_gradients: bool = False
+    nonfinite: str = "zero"
+
+    def __post_init__(self) -> None:
+        _choice("bits", self.bits, BITS)
+        if self.root_bits is not None:
+            _choice("root_bits", self.root_bits, BITS)
+        if self.method is not None:
+            _choice("method", self.method, METHODS)
+        _integer("block_size", self.block_size, 16)
+        Quantizer(self.bits, self.mapping, self.block_size)
+        _integer("min_quantized_numel", self.min_quantized_numel, 0)
+        _choice("storage", self.storage, ("paper",))
+        _number("beta", self.beta, 0, 1)
+        _number("damping", self.damping, 0, math.inf)
+        _integer("update_every", self.update_every, 1)
+        _integer("refresh_every", self.refresh_every, 1)
+        if self.first_refresh is not None:
+            _integer("first_refresh", self.first_refresh, 1)
+        _integer("update_rectify", self.update_rectify, 0)
+        _integer("refresh_rectify", self.refresh_rectify, 0)
+        _integer("qr_iterations", self.qr_iterations, 1)
+        _choice("root", self.root, ("eigen", "schur_newton"))
+        _integer("newton_steps", self.newton_steps, 1)
+        _integer("max_order", self.max_order, 1)
+        _choice("split", self.split, ("greedy", "even"))
+        _integer("batch_dims", self.batch_dims, 0)
+        if self.split_sizes is not None:
+            if isinstance(self.split_sizes, (str, int)) or not self.split_sizes:
+                raise TypeError(
+                    f"split_sizes must be a tuple of positive integers; got {self.split_sizes!r}"
+                )
+            for size in self.split_sizes:
+                _integer("split_sizes", size, 1)
+            object.__setattr__(self, "split_sizes", tuple(self.split_sizes))
+        _choice("precondition", self.precondition, (True, False))
+        _number("workspace_mb", self.workspace_mb, 0, math.inf)
+        _choice("keep_gradients", self.keep_gradients, (True, False))
+        _choice("nonfinite", self.nonfinite, ("zero", "pass", "raise"))
+        self._check_combinations()
+
+    def _check_combinations(self) -> None:
+        if self.method == "dense" and (self.bits, self.root_bits or 32) != (32, 32):
+            raise ValueError(
+                f"method='dense' keeps 32 bits, but bits={self.bits}, root_bits={self.root_bits}: "
+                "give bits=32, or method='eigen' or 'naive'"
+            )
+        if self.method == "naive" and self.bits == 32:
+            raise ValueError("method='naive' with bits=32 is method='dense': ask for that")
+        if self.method is None and self.bits == 32 and self.root_bits not in (None, 32):
+            raise ValueError(
+                f"bits=32 with root_bits={self.root_bits} needs method='eigen': "
+                "'dense', the default at 32 bits, keeps float32 roots"
+            )
+        if self.first_refresh is not None and self.first_refresh >= self.refresh_every:
+            raise ValueError(
+                f"first_refresh must be below refresh_every={self.refresh_every} to bring the "
+                f"first refresh forward; got {self.first_refresh}"
+            )
+
+    def for_group(self, group: Mapping[str, Any]) -> Config:
+        """This configuration with what a param group says otherwise."""
+        forbidden = sorted(GLOBAL_OPTIONS & group.keys())
+        if forbidden:
+            raise ValueError(
+                f"{forbidden[0]} holds for the whole optimizer and cannot be set in a param group; "
+                "give it to the constructor"
+            )
+        return replace(self, **{name: group[name] for name in GROUP_OPTIONS if name in group})
+
+    def format(self, order: int) -> Format:
+        """How factors of this order are stored; small ones keep 32 bits."""
+        method = self.method or ("dense" if self.bits == 32 else "eigen")
+        if order * order < self.min_quantized_numel:
+            return Format("dense" if method == "naive" else method, _FLOAT32, _FLOAT32)
+        return Format(method, self._quantizer(self.bits), self._quantizer(self.root_bits))
+
+    def _quantizer(self, bits: int | None) -> Quantizer:
+        bits = self.bits if bits is None else bits
+        return _FLOAT32 if bits == 32 else Quantizer(bits, self.mapping, self.block_size)
+
+    def updates_at(self, t: int) -> bool:
+        """Whether the statistics are updated at step t (counted from 1)."""
+        return self._doubles_at(t) if self._early(t) else t % self.update_every == 0
+
+    def refreshes_at(self, t: int) -> bool:
+        """Whether the inverse roots are refreshed at step t (counted from 1)."""
+        return self._doubles_at(t) if self._early(t) else t % self.refresh_every == 0
+
+    def _early(self, t: int) -> bool:
+        return self.first_refresh is not None and t < self.refresh_every
+
+    def _doubles_at(self, t: int) -> bool:
+        """Whether t is k, 2k, 4k, ..."""
+        times, rest = divmod(t, self.first_refresh or 1)
+        return rest == 0 and times > 0 and times & (times - 1) == 0
+
+    def first_preconditioned_step(self) -> int:
+        """The first step whose gradient is preconditioned: a refresh at or after an update."""
+        if self.first_refresh is not None:
+            return self.first_refresh
+        return -(-self.update_every // self.refresh_every) * self.refresh_every
+
+
+GLOBAL_OPTIONS = frozenset({"workspace_mb", "keep_gradients", "nonfinite"})
+OPTIONS = tuple(field.name for field in fields(Config))
+GROUP_OPTIONS = tuple(name for name in OPTIONS if name not in GLOBAL_OPTIONS)
+# Options that decide what is stored and where: fixed once a parameter has state.
+STRUCTURAL_OPTIONS = (
+    "bits",
+    "root_bits",
+    "method",
+    "mapping",
+    "block_size",
+    "min_quantized_numel",
+    "storage",
+    "max_order",
+    "split",
+    "batch_dims",
+    "split_sizes",
+    "precondition",
+)
+
+
+def _choice(name: str, value: object, allowed: Collection[object]) -> None:
+    # By type too: 4.0 == 4 and True == 1, but neither is a bit width.
+    if not any(type(value) is type(choice) and value == choice for choice in allowed):
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}; got {value!r}")
+
+
+def _integer(name: str, value: object, least: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{name} must be an integer >= {least}; got {value!r}")
+    if value < least:
+        raise ValueError(f"{name} must be an integer >= {least}; got {value!r}")
+
+
+def _number(name: str, value: object, least: float, most: float) -> None:
+    allowed = f"a number in [{least}, {most}]" if most < math.inf else f"a finite number >= {least}"
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        raise TypeError(f"{name} must be {allowed}; got {value!r}")
+    if not (least <= value <= most and math.isfinite(value)):
+        raise ValueError(f"{name} must be {allowed}; got {value!r}")

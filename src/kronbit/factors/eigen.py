@@ -1,0 +1,88 @@
+"""The paper's method: eigenvalues in float32, eigenvectors quantised."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from kronbit.config import Config, Format
+from kronbit.factors.dense import condition
+from kronbit.factors.storage import Layout, Leaves, MatrixStorage, decay_weights, root_storage
+from kronbit.linalg import bjorck, inverse_root, orthogonality_error, subspace_iteration
+
+
+class Eigen:
+    """A = V Λ Vᵀ as (λ, Ū): Algorithms PU and PIRU.
+
+    U is stored transposed: a row is an eigenvector, so that a quantisation block never leaves it.
+    Float32 eigenvectors (32 bits, or a small order) are orthogonal and are not rectified.
+    """
+
+    def __init__(self, format: Format, p: int) -> None:
+        self.p = p
+        self.vectors = MatrixStorage(format.statistic, plain="eigenvectors", diagonal=False)
+        self.root = root_storage(format.root)
+
+    def layout(self, order: int) -> Layout:
+        """Tensors of one preconditioner and its root."""
+        eigenvalues: Layout = {"eigenvalues": ((order,), torch.float32)}
+        return eigenvalues | self.vectors.layout(order) | self.root.layout(order)
+
+    def start(self, eye: Tensor, value: float) -> Leaves:
+        """A0 = value I as λ = value, U = I."""
+        return self._encode(torch.full_like(eye[..., 0], value), eye)
+
+    def update(
+        self, leaves: Mapping[str, Tensor], M: Tensor, config: Config, fallbacks: Tensor
+    ) -> Leaves:
+        """PU: rectify, average M in, one or more QR iterations, quantise the eigenvectors."""
+        lam, V = leaves["eigenvalues"], self._rectified(leaves, config.update_rectify)
+        decay, weight = decay_weights(config.beta)
+        # A = β V Λ Vᵀ + (1 - β) M
+        A = torch.baddbmm(M, V * lam.unsqueeze(-2), V.mT, beta=weight, alpha=decay)
+        P = subspace_iteration(A, V, config.qr_iterations, fallbacks)
+        return self._encode(lam=(P * (A @ P)).sum(-2), P=P)  # λ = diag(Pᵀ A P)
+
+    def refresh(self, leaves: Mapping[str, Tensor], config: Config) -> Leaves:
+        """PIRU: Â = V (Λ + max(λ) ε I)^(-1/p) Vᵀ, or by Schur-Newton from A."""
+        if config.root == "schur_newton":
+            A = self._matrix(leaves, config.update_rectify)
+            return self.root.encode(inverse_root(A, self.p, config.damping, config.newton_steps))
+        lam, V = leaves["eigenvalues"], self._rectified(leaves, config.refresh_rectify)
+        largest = lam.amax(-1, keepdim=True)
+        # A zero statistic has no inverse root; 1 in its place gives the identity.
+        damped = torch.where(largest == 0, 1.0, lam + largest * config.damping)
+        return self.root.encode((V * damped.pow(-1 / self.p).unsqueeze(-2)) @ V.mT)
+
+    def matrix(self, leaves: Mapping[str, Tensor]) -> Tensor:
+        """A = V Λ Vᵀ, float32, from eigenvectors rectified to full orthogonality."""
+        return self._matrix(leaves, rectify=4)
+
+    def encode_matrix(self, A: Tensor) -> Leaves:
+        """The statistic that stands for a given A."""
+        lam, U = torch.linalg.eigh(A.double())
+        return self._encode(lam.float(), U.float())
+
+    def figures(self, leaves: Mapping[str, Tensor]) -> dict[str, float]:
+        """Condition of A and orthogonality of the stored eigenvectors for ``diagnostics``."""
+        V = self.vectors.decode(leaves).mT
+        return {
+            "condition": condition(leaves["eigenvalues"]),
+            "orthogonality_error": float(orthogonality_error(V).amax()),
+            "rectified_orthogonality_error": float(orthogonality_error(bjorck(V, 1)).amax()),
+        }
+
+    def _rectified(self, leaves: Mapping[str, Tensor], steps: int) -> Tensor:
+        """V, eigenvectors as columns, after Björck's steps if they were quantised."""
+        rows = self.vectors.decode(leaves)
+        return bjorck(rows, 0 if self.vectors.quantizer.bits == 32 else steps).mT
+
+    def _matrix(self, leaves: Mapping[str, Tensor], rectify: int) -> Tensor:
+        V = self._rectified(leaves, rectify)
+        return (V * leaves["eigenvalues"].unsqueeze(-2)) @ V.mT
+
+    def _encode(self, lam: Tensor, P: Tensor) -> Leaves:
+        """(λ, Q(P)), with λ clamped at 0: a negative one would have no root."""
+        return {"eigenvalues": lam.clamp(min=0)} | self.vectors.encode(P.mT.contiguous())

@@ -1,0 +1,86 @@
+"""How a stack of square matrices is kept: float32, or quantised rows with the diagonal apart."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from kronbit.quantization import Quantized, Quantizer
+
+# The tensors of a stack by name. Every one has the rows of the stack as its first axis.
+Leaves: TypeAlias = dict[str, Tensor]
+# Name -> (shape without the row axis, dtype).
+Layout: TypeAlias = dict[str, tuple[tuple[int, ...], torch.dtype]]
+
+
+@dataclass(frozen=True)
+class MatrixStorage:
+    """Names and layout of one matrix per row of the stack.
+
+    Attributes:
+        quantizer: Q and D; at 32 bits the matrix is one float32 tensor.
+        plain: That tensor's name.
+        prefix: What the names ``codes``, ``scales`` and ``diagonal`` begin with.
+        diagonal: Whether the diagonal stays float32 and only the rest is quantised, as the paper
+            does for matrices whose diagonal dominates.
+    """
+
+    quantizer: Quantizer
+    plain: str
+    prefix: str = ""
+    diagonal: bool = True
+
+    def layout(self, order: int) -> Layout:
+        """Shapes and dtypes of the tensors for matrices of this order."""
+        if self.quantizer.bits == 32:
+            return {self.plain: ((order, order), torch.float32)}
+        codes, scales = self.quantizer.lengths(order)
+        layout: Layout = {}
+        if self.diagonal:
+            layout[f"{self.prefix}diagonal"] = ((order,), torch.float32)
+        layout[f"{self.prefix}codes"] = ((order, codes), torch.uint8)
+        layout[f"{self.prefix}scales"] = ((order, scales), torch.float32)
+        return layout
+
+    def encode(self, X: Tensor) -> Leaves:
+        """Q(X) for a float32 stack (k, n, n) that the caller gives away: it may be written to."""
+        if self.quantizer.bits == 32:
+            return {self.plain: X}
+        leaves: Leaves = {}
+        if self.diagonal:
+            diagonal = X.diagonal(dim1=-2, dim2=-1)
+            leaves[f"{self.prefix}diagonal"] = diagonal.clone()
+            diagonal.zero_()
+        codes, scales = self.quantizer.encode(X)
+        leaves[f"{self.prefix}codes"] = codes
+        leaves[f"{self.prefix}scales"] = scales
+        return leaves
+
+    def decode(self, leaves: Mapping[str, Tensor]) -> Tensor:
+        """D: the float32 stack (k, n, n); at 32 bits the stored one, not to be written to."""
+        if self.quantizer.bits == 32:
+            return leaves[self.plain]
+        codes, scales = leaves[f"{self.prefix}codes"], leaves[f"{self.prefix}scales"]
+        X = self.quantizer.decode(Quantized(codes, scales), codes.shape[-2])
+        if self.diagonal:
+            X.diagonal(dim1=-2, dim2=-1).copy_(leaves[f"{self.prefix}diagonal"])
+        return X
+
+
+def root_storage(quantizer: Quantizer) -> MatrixStorage:
+    """Where every method keeps its inverse roots."""
+    return MatrixStorage(quantizer, plain="root", prefix="root_")
+
+
+def is_root(name: str) -> bool:
+    """Whether a tensor belongs to the inverse root, not to the statistic."""
+    return name.startswith("root")
+
+
+def decay_weights(beta: float) -> tuple[float, float]:
+    """Weights of the old statistic and of M: (β, 1 - β), or a plain sum for β = 1."""
+    return (1.0, 1.0) if beta == 1 else (beta, 1 - beta)

@@ -1,0 +1,10 @@
+"""Second-order optimizers for PyTorch whose state takes 4 bits."""
+
+from kronbit.algorithms import CASPR, Shampoo
+from kronbit.config import Config
+from kronbit.estimate import estimate_memory
+from kronbit.quantization import Quantized, Quantizer
+
+__version__ = "0.1.0.dev0"
+
+__all__ = ["CASPR", "Config", "Quantized", "Quantizer", "Shampoo", "estimate_memory"]

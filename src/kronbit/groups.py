@@ -1,0 +1,133 @@
+"""All blocks of one shape form a group: row i of every stack is one block."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kronbit.blocking import Blocking, Grid, boxes
+from kronbit.config import Config, Format
+from kronbit.factors import Factors
+
+
+@dataclass(frozen=True)
+class Member:
+    """A parameter as the preconditioner sees it.
+
+    Attributes:
+        blocking: How it is cut.
+        config: Its options when its state is made; the formats and the start value are taken
+            from here, everything else from the options of the step.
+    """
+
+    blocking: Blocking
+    config: Config
+
+
+@dataclass(frozen=True)
+class Span:
+    """The rows of a group that hold one grid of one member, from row ``start`` on."""
+
+    member: int
+    grid: Grid
+    start: int
+
+    @property
+    def stop(self) -> int:
+        """One past the last row."""
+        return self.start + len(self.grid)
+
+
+@dataclass
+class Group:
+    """Blocks of one shape (m, n) and one format.
+
+    Attributes:
+        shape: (m, n).
+        left: L and L̂, order m.
+        right: R and R̂, order n.
+        spans: Which rows belong to whom, in row order.
+        owner: The member of each row, on the device.
+        number: The number of each row's block within its member, on the device.
+    """
+
+    shape: tuple[int, int]
+    left: Factors
+    right: Factors
+    spans: tuple[Span, ...]
+    owner: Tensor
+    number: Tensor
+
+    def runs(self, wanted: Mapping[int, Config]) -> Iterator[tuple[slice, Config]]:
+        """Maximal ranges of neighbouring rows whose members are wanted with equal options."""
+        start, current = 0, None
+        for span in self.spans:
+            config = wanted.get(span.member)
+            if config == current:
+                continue
+            if current is not None:
+                yield slice(start, span.start), current
+            start, current = span.start, config
+        if current is not None:
+            yield slice(start, self.spans[-1].stop), current
+
+    def pieces(self, rows: slice) -> Iterator[tuple[Span, tuple[slice, ...], slice, list[int]]]:
+        """What makes up a range of rows.
+
+        Yields:
+            The span, a box of its grid, the place in a stack of just these rows, and the box's
+            extent in grid axes.
+        """
+        for span in self.spans:
+            start, stop = max(rows.start, span.start), min(rows.stop, span.stop)
+            place = start - rows.start
+            for box in boxes(span.grid.dims, start - span.start, stop - span.start):
+                dims = [side.stop - side.start for side in box]
+                count = math.prod(dims)
+                yield span, box, slice(place, place + count), dims
+                place += count
+
+
+def chunks(rows: slice, size: int) -> Iterator[slice]:
+    """Cut a range of rows into ranges of at most ``size``."""
+    for start in range(rows.start, rows.stop, size):
+        yield slice(start, min(start + size, rows.stop))
+
+
+def make_groups(
+    members: Sequence[Member], p: int, start: float | None, device: torch.device
+) -> list[Group]:
+    """Group the blocks of all members and allocate their factors.
+
+    Args:
+        members: The parameters, in order; rows follow that order.
+        p: The roots are L^(-1/p) and R^(-1/p).
+        start: Start value of the statistics; ``None``: ε of each member.
+        device: Where the parameters live.
+    """
+    spans: dict[tuple[tuple[int, int], Format, Format, float], list[Span]] = {}
+    for index, member in enumerate(members):
+        value = member.config.damping if start is None else start
+        for grid in member.blocking.grids:
+            left, right = map(member.config.format, grid.shape)
+            row = spans.setdefault((grid.shape, left, right, value), [])
+            row.append(Span(index, grid, row[-1].stop if row else 0))
+    groups = []
+    for ((m, n), left, right, value), row in spans.items():
+        owner = [span.member for span in row for _ in span.grid.blocks()]
+        number = [block.index for span in row for block in span.grid.blocks()]
+        groups.append(
+            Group(
+                shape=(m, n),
+                left=Factors(m, len(owner), left, p, value, device),
+                right=Factors(n, len(owner), right, p, value, device),
+                spans=tuple(row),
+                owner=torch.tensor(owner, device=device),
+                number=torch.tensor(number, device=device),
+            )
+        )
+    return groups

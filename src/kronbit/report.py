@@ -1,0 +1,148 @@
+"""What an optimizer says of itself: the summary's table, and the diagnostics."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from kronbit.config import Config
+from kronbit.factors import Factors
+from kronbit.groups import Group
+from kronbit.memory import state_bytes
+from kronbit.plan import Plan, route
+from kronbit.preconditioner import UPDATE
+
+_COLUMNS = ("parameter", "shape", "blocks", "method", "bits", "bytes", "left to the base because")
+_NUMERIC = (False, False, True, False, True, True, False)
+
+
+def parameter_name(group: Mapping[str, Any], index: int, number: int) -> str:
+    """The name that the parameter was given with, or its place in the param groups."""
+    names = group.get("param_names")
+    return names[number] if names else f"group {index}, parameter {number}"
+
+
+def summary(
+    title: str,
+    params: Sequence[tuple[str, Tensor, Config]],
+    base: Optimizer,
+    config: Config,
+    p_root: int,
+) -> str:
+    """The table of ``SecondOrder.summary``."""
+    rows: list[tuple[str, ...]] = []
+    total, elements, preconditioned = 0, 0, 0
+    steps = set()
+    orders = [1]
+    for name, p, own in params:
+        shape = " x ".join(map(str, p.shape)) or "scalar"
+        elements += p.numel()
+        way = route(p, own) if p.requires_grad else "frozen: requires_grad=False"
+        if isinstance(way, str):
+            rows.append((name, shape, "", "", "", "", way))
+            continue
+        formats = [own.format(order) for grid in way.grids for order in grid.shape]
+        methods = sorted({format.method for format in formats})
+        bits = sorted({quantizer.bits for format in formats for quantizer in format[1:]})
+        size = sum(state_bytes(way, own, p_root).values())
+        total, preconditioned = total + size, preconditioned + p.numel()
+        steps.add(own.first_preconditioned_step())
+        orders += [order for grid in way.grids for order in grid.shape]
+        rows.append(
+            (
+                name,
+                shape,
+                f"{len(way)}",
+                "/".join(methods),
+                "/".join(map(str, bits)),
+                f"{size:,}",
+                "",
+            )
+        )
+    share = 100 * preconditioned / max(elements, 1)
+    one = UPDATE.square * 4 * max(orders) ** 2 / 2**20
+    footer = [
+        f"{preconditioned:,} of {elements:,} elements ({share:.1f} %) are preconditioned",
+        f"second-order state: {total:,} bytes ({total / 2**20:.1f} MiB)",
+        f"first preconditioned step: {', '.join(map(str, sorted(steps))) or 'never'}",
+        f"workspace: {config.workspace_mb:g} MiB; an update at the largest order, {max(orders)}, "
+        f"needs about {one:.1f} MiB",
+    ]
+    return "\n".join([_table(f"{title} around {type(base).__name__}", rows), *footer])
+
+
+def _table(title: str, rows: Sequence[Sequence[str]]) -> str:
+    """A rich table where rich is installed, plain text otherwise."""
+    if importlib.util.find_spec("rich") is None:
+        return _plain_table(title, rows)
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left")
+    for column, numeric in zip(_COLUMNS, _NUMERIC, strict=True):
+        table.add_column(column, justify="right" if numeric else "left")
+    for row in rows:
+        table.add_row(*row)
+    console = Console(width=160)
+    with console.capture() as capture:
+        console.print(table)
+    return "\n".join(line.rstrip() for line in capture.get().splitlines())
+
+
+def _plain_table(title: str, rows: Sequence[Sequence[str]]) -> str:
+    lines = [_COLUMNS, *rows]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(_COLUMNS))]
+    cells = [
+        [
+            cell.rjust(width) if numeric else cell.ljust(width)
+            for cell, width, numeric in zip(line, widths, _NUMERIC, strict=True)
+        ]
+        for line in lines
+    ]
+    cells.insert(1, ["-" * width for width in widths])
+    return "\n".join([title, *("  ".join(line).rstrip() for line in cells)])
+
+
+def fallback_counts(plan: Plan | None) -> dict[str, int]:
+    """How often something was refused or repaired, over all groups. Waits for the device."""
+    counts = dict.fromkeys((*Factors.COUNTERS, "ungrafted"), 0)
+    for preconditioner in plan.preconditioners.values() if plan else ():
+        counts["ungrafted"] += int(preconditioner.ungrafted)
+        for group in preconditioner.groups:
+            for name, count in _counts(group).items():
+                counts[name] += count
+    return counts
+
+
+def _counts(group: Group) -> dict[str, int]:
+    sides = (group.left, group.right)
+    return {name: sum(int(side.counters[name]) for side in sides) for name in Factors.COUNTERS}
+
+
+def group_figures(plan: Plan | None) -> list[dict[str, Any]]:
+    """Figures of every group of blocks. Waits for the device."""
+    figures = []
+    for device, preconditioner in plan.preconditioners.items() if plan else ():
+        for group in preconditioner.groups:
+            ratio = preconditioner.graft_ratio[group.owner]
+            figures.append(
+                {
+                    "device": str(device),
+                    "shape": group.shape,
+                    "blocks": len(group.owner),
+                    "left": _side(group.left),
+                    "right": _side(group.right),
+                    "graft_ratio": (float(ratio.min()), float(ratio.max())),
+                    **_counts(group),
+                }
+            )
+    return figures
+
+
+def _side(factors: Factors) -> dict[str, Any]:
+    format = factors.format
+    return {"method": format.method, "bits": format.statistic.bits, **factors.figures()}

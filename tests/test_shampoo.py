@@ -1,0 +1,120 @@
+"""Whole runs of the optimizers against the oracle."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import oracle
+import pytest
+import torch
+from conftest import relative_error
+from torch import nn
+
+from kronbit import CASPR, Shampoo
+
+# matrix, several blocks, convolution, an axis of size 1, a vector, a scalar
+SHAPES = [(70, 65), (130, 64), (66, 5, 3, 3), (2, 1, 80, 3), (9,), ()]
+METHODS = [("dense", 32), ("eigen", 32), ("eigen", 8), ("eigen", 4), ("eigen", 3), ("naive", 4)]
+RULES = {"shampoo": Shampoo, "caspr": CASPR}
+BASES: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
+    "sgd": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 1e-2}),
+    "adamw": (torch.optim.AdamW, {"lr": 0.01, "weight_decay": 0.1}),
+}
+
+
+def run_both(
+    rule: str, base: str, device: torch.device, steps: int, gradient_scale: float, **options: Any
+) -> list[float]:
+    """Relative difference of each parameter's whole movement, float32 against float64."""
+    generator = torch.Generator().manual_seed(0)
+    start = [torch.randn(s, generator=generator, dtype=torch.float64) for s in SHAPES]
+    ours = [nn.Parameter(w.float().to(device)) for w in start]
+    theirs = [nn.Parameter(w.float().double()) for w in start]
+    make, arguments = BASES[base]
+    optimizer = RULES[rule](make(ours, **arguments), **options)
+    reference = oracle.Shampoo(theirs, make(theirs, **arguments), oracle.Options(**options), rule)
+    for _ in range(steps):
+        for p, q in zip(ours, theirs, strict=True):
+            grad = torch.randn(q.shape, generator=generator).float() * gradient_scale
+            p.grad, q.grad = grad.to(device), grad.double()
+        optimizer.step()
+        reference.step()
+    return [
+        relative_error(p.detach().cpu() - w.float(), q.detach() - w.float())
+        for p, q, w in zip(ours, theirs, start, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("base", BASES)
+@pytest.mark.parametrize(("method", "bits"), METHODS)
+def test_runs_are_the_oracles(
+    rule: str, base: str, method: str, bits: int, device: torch.device
+) -> None:
+    """Updates at 2, 4, 6, 8 and refreshes at 3 and 6, blocks up to 100."""
+    errors = run_both(
+        rule,
+        base,
+        device,
+        steps=8,
+        gradient_scale=0.1,
+        method=method,
+        bits=bits,
+        update_every=2,
+        refresh_every=3,
+        damping=0.1,
+        max_order=100,
+    )
+    assert max(errors) < 1e-3
+
+
+@pytest.mark.parametrize("split", ["greedy", "even"])
+@pytest.mark.parametrize("max_order", [30, 64, 100])
+def test_every_cut_is_the_oracles(split: str, max_order: int) -> None:
+    errors = run_both(
+        "shampoo",
+        "sgd",
+        torch.device("cpu"),
+        steps=4,
+        gradient_scale=0.1,
+        update_every=1,
+        refresh_every=2,
+        damping=0.1,
+        max_order=max_order,
+        split=split,
+        min_quantized_numel=900,
+    )
+    assert max(errors) < 1e-3
+
+
+def test_at_the_papers_damping_the_dense_run_is_still_the_oracles(device: torch.device) -> None:
+    errors = run_both(
+        "shampoo",
+        "sgd",
+        device,
+        steps=8,
+        gradient_scale=1.0,
+        method="dense",
+        bits=32,
+        update_every=2,
+        refresh_every=3,
+    )
+    assert max(errors) < 1e-3
+
+
+def test_at_the_papers_damping_the_eigen_run_agrees_as_far_as_rounding_allows(
+    device: torch.device,
+) -> None:
+    """A gradient of low rank leaves some eigenvectors to rounding, in float32 and in float64."""
+    errors = run_both(
+        "shampoo",
+        "sgd",
+        device,
+        steps=8,
+        gradient_scale=1.0,
+        method="eigen",
+        bits=32,
+        update_every=2,
+        refresh_every=3,
+    )
+    assert max(errors) < 0.05

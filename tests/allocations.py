@@ -39,7 +39,7 @@ class Allocations(TorchDispatchMode):
 
     def _see(self, storage: torch.UntypedStorage, before: set[int]) -> None:
         key = storage._cdata
-        if key in before or key in self._known:
+        if key in before or key in self._known or storage.device.type == "meta":
             return
         size = storage.nbytes()
         self._known.add(key)

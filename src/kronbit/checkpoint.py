@@ -6,7 +6,7 @@ become floats, and float32 scales under bf16 parameters would be rounded. So loa
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,7 +86,8 @@ def read_entries(
     for old, group in zip(saved, groups, strict=True):
         config = Config().for_group(old)
         for key, p in zip(old["params"], group["params"], strict=True):
-            if key in state:
+            # reading optimizer.state[p] of a parameter without state leaves an empty entry
+            if key in state and state[key] != {}:
                 entries[p] = _read_entry(key, state[key], config)
     return entries
 
@@ -128,6 +129,13 @@ def check_base(entry: Entry, p: Tensor, known: Mapping[str, Any]) -> None:
                 f"{entry.path('base', name)} has shape {tuple(value.shape)}; "
                 f"expected {tuple(expected)}"
             )
+
+
+def restore_scalars(entry: Entry, state: MutableMapping[str, Any]) -> None:
+    """Undo F's cast of 0-d tensors to the parameter's dtype: NAdam's products are float32."""
+    for name, value in entry.base.items():
+        if isinstance(value, Tensor) and value.dim() == 0 and isinstance(state[name], Tensor):
+            state[name] = value.to(state[name].device, copy=True)
 
 
 _MOMENTS = frozenset(

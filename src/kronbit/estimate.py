@@ -54,6 +54,8 @@ def estimate_memory(
     for name in _IMPLEMENTATION:
         options.pop(name, None)
     first_order = resolve(params, base, options)
+    if hasattr(first_order, "train"):  # schedule-free
+        first_order.train()
     first_order.step()
     total = {"statistics": 0, "roots": 0, "base": held_bytes(first_order.state)}
     for p in params:

@@ -42,8 +42,11 @@ class NonfiniteGuard:
         if not grads:
             return self._zero.new_empty(0), self._zero.new_empty(0, dtype=torch.bool)
         there = [elements(grad) for grad in grads if grad is not None]
-        found = iter(torch._foreach_norm(there, 2.0, dtype=torch.float32) if there else ())
-        norms = torch.stack([self._zero if grad is None else next(found) for grad in grads])
+        # torch refuses a norm in less than the input's precision
+        wide = any(x.dtype == torch.float64 for x in there)
+        dtype = torch.float64 if wide else torch.float32
+        found = iter(torch._foreach_norm(there, 2.0, dtype=dtype) if there else ())
+        norms = torch.stack([self._zero if g is None else next(found).float() for g in grads])
         finite = torch.isfinite(norms)
         self.skipped += (~finite).sum()
         return norms, finite

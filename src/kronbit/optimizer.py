@@ -266,10 +266,10 @@ class SecondOrder(Optimizer):
 
     def _join_base_state(self, p: Tensor) -> None:
         """Make ``state[p]["base"]`` and F's own dict one, whichever of them was replaced."""
-        held = self.state[p]["base"]
+        held = self.state[p].get("base")
         if held and held is not self._linked.get(p, held):
             self.base.state[p] = held  # replaced in our state: by offloading, a device move, ...
-        if p in self.base.state:
+        if p in self.base.state and "base" in self.state[p]:
             self.state[p]["base"] = self._linked[p] = self.base.state[p]
 
     def state_dict(self) -> dict[str, Any]:
@@ -321,6 +321,7 @@ class SecondOrder(Optimizer):
         self.state = defaultdict(dict)
         self._start_unplanned()
         for p, entry in entries.items():
+            checkpoint.restore_scalars(entry, self.base.state.get(p, {}))
             self.state[p]["step"] = entry.step
             self._start_state(p)
         if entries:

@@ -135,7 +135,7 @@ class Preconditioner:
             zero_nonfinite: Whether a non-finite gradient becomes zero; else it stays as it is.
         """
         blocks = GradientBlocks(self.members, grads)
-        most = max(len(member.blocking) for member in self.members)
+        most = max((len(member.blocking) for member in self.members), default=0)
         squares = norms.new_zeros(len(self.members), most)
         for wave in self._waves(active):
             held = []

@@ -53,7 +53,7 @@ def unpack(packed: Tensor, bits: int, length: int) -> Tensor:
     word = parts[..., 0].to(torch.int32)
     for k in range(1, width):
         word |= parts[..., k].to(torch.int32) << (8 * k)
-    codes = word.new_empty(*word.shape, per_word)
+    codes: Tensor = word.new_empty(*word.shape, per_word)
     for i in range(per_word):
         codes[..., i] = (word >> (bits * i)) & (2**bits - 1)
     return codes.flatten(-2)[..., :length]

@@ -1,0 +1,435 @@
+from __future__ import annotations
+
+import copy
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from conftest import relative_error
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+
+from kronbit import CASPR, Shampoo
+
+FAST: dict[str, Any] = {"update_every": 2, "refresh_every": 3}
+METHODS = [
+    ("dense", 32),
+    ("eigen", 32),
+    ("eigen", 8),
+    ("eigen", 6),
+    ("eigen", 4),
+    ("eigen", 3),
+    ("naive", 8),
+    ("naive", 4),
+]
+BASES: dict[str, dict[str, Any]] = {
+    "sgd": {},
+    "adam": {},
+    "adamw": {},
+    "nadamw": {},
+    "adagrad": {},
+    "rmsprop": {},
+    "adamw8bit": {},
+    "schedulefree-adamw": {},
+    "schedulefree-sgd": {},
+}
+PACKAGES = {"adamw8bit": "bitsandbytes", "schedulefree": "schedulefree"}
+
+
+class Network(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(130, 66)
+        self.second = nn.Linear(66, 5)
+        self.dead = nn.Linear(7, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x).tanh())
+
+
+def network(device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> Network:
+    torch.manual_seed(0)
+    return Network().to(device=device, dtype=dtype)
+
+
+def run(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, first: int = 0) -> None:
+    p = next(model.parameters())
+    for t in range(first, first + steps):
+        x = torch.randn(16, 130, generator=torch.Generator().manual_seed(t)).to(p.device, p.dtype)
+        optimizer.zero_grad()
+        model(x).float().square().mean().backward()
+        optimizer.step()
+
+
+def saved(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Through a file, as untrusted pickles are refused."""
+    buffer = io.BytesIO()
+    torch.save(optimizer.state_dict(), buffer)
+    buffer.seek(0)
+    return torch.load(buffer, map_location="cpu", weights_only=True)
+
+
+def tensors(value: Any, path: str = "") -> dict[str, Tensor]:
+    if isinstance(value, Tensor):
+        return {path: value}
+    items = value.items() if isinstance(value, dict) else ()
+    return {k: t for key, item in items for k, t in tensors(item, f"{path}/{key}").items()}
+
+
+def assert_same_state(left: Any, right: Any) -> None:
+    a, b = tensors(left), tensors(right)
+    assert a.keys() == b.keys()
+    for key, tensor in a.items():
+        assert tensor.dtype == b[key].dtype, key
+        assert torch.equal(tensor.cpu(), b[key].cpu()), key
+
+
+def resume(
+    build: Any, model: nn.Module, optimizer: Any, steps: int, first: int
+) -> tuple[nn.Module, Any]:
+    """A new process: the same weights, a new optimizer, the checkpoint."""
+    twin = copy.deepcopy(model)
+    other = build(twin)
+    other.load_state_dict(saved(optimizer))
+    run(twin, other, steps, first)
+    return twin, other
+
+
+def assert_resumes(build: Any, device: torch.device | str, dtype: torch.dtype) -> None:
+    model = network(device, dtype)
+    optimizer = build(model)
+    optimizer.train()
+    run(model, optimizer, 4)  # past the first refresh, between two updates
+    twin, other = resume(build, model, optimizer, 5, first=4)
+    run(model, optimizer, 5, first=4)
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(p, q)
+    assert_same_state(optimizer.state_dict()["state"], other.state_dict()["state"])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("method", "bits"), METHODS)
+@pytest.mark.parametrize("make", [Shampoo, CASPR])
+def test_resume_is_exact_for_every_method(
+    make: Any, method: str, bits: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    assert_resumes(
+        lambda m: make(m.parameters(), lr=1e-2, method=method, bits=bits, **FAST), device, dtype
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("bits", [32, 4])
+@pytest.mark.parametrize("base", BASES)
+def test_resume_is_exact_for_every_base(
+    base: str, bits: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    for prefix, package in PACKAGES.items():
+        if base.startswith(prefix):
+            pytest.importorskip(package)
+    assert_resumes(
+        lambda m: Shampoo(m.parameters(), base=base, lr=1e-2, bits=bits, **FAST), device, dtype
+    )
+
+
+def test_resume_before_the_first_refresh_is_exact() -> None:
+    """No root has been refreshed: the resumed run must know that too."""
+    assert_resumes(
+        lambda m: Shampoo(m.parameters(), lr=1e-2, update_every=2, refresh_every=7),
+        "cpu",
+        torch.float32,
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("method", "bits"), METHODS)
+def test_checkpoints_move_between_cpu_and_cuda_bit_for_bit(method: str, bits: int) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("needs CUDA")
+
+    def build(m: nn.Module) -> Shampoo:
+        return Shampoo(m.parameters(), lr=1e-2, method=method, bits=bits, **FAST)
+
+    for here, there in (("cpu", "cuda"), ("cuda", "cpu")):
+        model = network(here)
+        optimizer = build(model)
+        run(model, optimizer, 4)
+        other = build(network(there))
+        other.load_state_dict(saved(optimizer))
+        assert_same_state(optimizer.state_dict()["state"], other.state_dict()["state"])
+        back = build(network(here))
+        back.load_state_dict(saved(other))
+        run(other_model := network(there), build(other_model), 1)
+        assert_same_state(optimizer.state_dict()["state"], back.state_dict()["state"])
+
+
+def test_state_dict_is_plain_and_small() -> None:
+    model = network()
+    optimizer = Shampoo(model.parameters(), lr=1e-2, **FAST)
+    run(model, optimizer, 3)
+    state = optimizer.state_dict()
+    assert all(type(tensor) is Tensor for tensor in tensors(state["state"]).values())
+    assert all(isinstance(entry["step"], int) for entry in state["state"].values())
+    assert all(group["kronbit_format"] == 1 for group in state["param_groups"])
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    assert buffer.tell() < 1.2 * optimizer.memory()["total"] + 20_000
+
+
+def test_loading_before_the_first_step_and_loading_nothing() -> None:
+    """As Accelerate does in `prepare`: a round trip of an optimizer that has not stepped."""
+    plain, model = network(), network()
+    run(plain, Shampoo(plain.parameters(), lr=1e-2, **FAST), 5)
+    optimizer = Shampoo(model.parameters(), lr=1e-2, **FAST)
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert optimizer.state == {}
+    run(model, optimizer, 5)
+    for p, q in zip(plain.parameters(), model.parameters(), strict=True):
+        assert torch.equal(p, q)
+
+
+def test_numbers_come_from_the_checkpoint_and_storage_from_the_optimizer() -> None:
+    model = network()
+    optimizer = Shampoo(model.parameters(), lr=1e-2, beta=0.5, damping=1e-3, **FAST)
+    run(model, optimizer, 3)
+    other = Shampoo(network().parameters(), lr=7.0, bits=8, beta=0.9)
+    other.load_state_dict(saved(optimizer))
+    group = other.param_groups[0]
+    assert (group["lr"], group["beta"], group["damping"], group["update_every"]) == (
+        1e-2,
+        0.5,
+        1e-3,
+        2,
+    )
+    assert group["bits"] == 8
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "tolerance"),
+    [
+        ({"bits": 32}, {"bits": 4}, 0.2),
+        ({"bits": 32}, {"bits": 8}, 0.02),
+        ({"bits": 4}, {"bits": 32}, 1e-4),
+        ({"bits": 4}, {"bits": 32, "method": "eigen"}, 1e-4),
+        ({"bits": 4, "method": "naive"}, {"bits": 4}, 0.2),
+        ({"bits": 4}, {"bits": 4, "method": "naive"}, 0.2),
+        ({"bits": 4}, {"bits": 8}, 0.02),
+        ({"bits": 8}, {"bits": 3}, 0.4),
+        ({"bits": 4}, {"bits": 4, "mapping": "dt"}, 0.2),
+        ({"bits": 4}, {"bits": 4, "block_size": 16}, 0.2),
+        ({"bits": 4}, {"bits": 4, "root_bits": 8}, 0.01),
+    ],
+    ids=str,
+)
+def test_other_bits_and_methods_are_converted(
+    source: dict[str, Any], target: dict[str, Any], tolerance: float
+) -> None:
+    model = network()
+    optimizer = Shampoo(model.parameters(), lr=1e-2, damping=1e-3, **FAST, **source)
+    run(model, optimizer, 7)
+    twin = copy.deepcopy(model)
+    other = Shampoo(twin.parameters(), lr=1e-2, damping=1e-3, **FAST, **target)
+    other.load_state_dict(saved(optimizer))
+    params = zip(model.parameters(), twin.parameters(), strict=True)
+    for p, q in params:
+        if p not in optimizer.state:  # the bias of a dead layer
+            continue
+        assert optimizer.state[p]["step"] == other.state[q]["step"]
+        assert_same_state(optimizer.state[p]["base"], other.state[q]["base"])
+    figures = [
+        [
+            (factors.method.matrix(factors.tensors), factors.roots(slice(0, factors.rows)))
+            for preconditioner in o._plan.preconditioners.values()
+            for group in preconditioner.groups
+            for factors in (group.left, group.right)
+        ]
+        for o in (optimizer, other)
+    ]
+    for (A, root), (B, other_root) in zip(*figures, strict=True):
+        assert relative_error(B, A) < tolerance
+        assert relative_error(other_root, root) < tolerance
+    # and it trains on, preconditioned at once
+    other.zero_grad()
+    run(twin, other, 4, first=7)
+    assert all(torch.isfinite(p).all() for p in twin.parameters())
+    assert other.diagnostics()["groups"][0]["graft_ratio"] != (1.0, 1.0)
+
+
+def test_conversion_to_the_same_format_is_the_identity() -> None:
+    """Small orders are float32 under every number of bits: those tensors do not change."""
+    model = network()
+    optimizer = Shampoo(model.parameters(), lr=1e-2, **FAST)
+    run(model, optimizer, 4)
+    other = Shampoo(network().parameters(), lr=1e-2, bits=8, **FAST)
+    other.load_state_dict(saved(optimizer))
+    small = optimizer.state_dict()["state"][2]["block_0"]["left"]
+    assert small["eigenvectors"].shape == (5, 5)
+    assert_same_state(small, other.state_dict()["state"][2]["block_0"]["left"])
+
+
+def damage(state: dict[str, Any], kind: str) -> str:
+    """Break a checkpoint; returns what the error must name."""
+    entry, groups = state["state"][0], state["param_groups"]
+    left = entry["block_0"]["left"]
+    if kind == "missing block":
+        del entry["block_1"]
+        return r"state\[0\]\['block_1'\] is missing.*max_order"
+    if kind == "unknown block":
+        entry["block_7"] = entry["block_0"]
+        return r"state\[0\]\['block_7'\] does not exist here.*max_order"
+    if kind == "missing side":
+        del entry["block_0"]["right"]
+        return r"state\[0\]\['block_0'\]\['right'\]\['eigenvalues'\] is missing"
+    if kind == "missing tensor":
+        del left["root_scales"]
+        return r"state\[0\]\['block_0'\]\['left'\]\['root_scales'\] is missing"
+    if kind == "truncated":
+        left["codes"] = left["codes"][:-1]
+        return r"\['left'\]\['codes'\] has shape \(65, 33\); expected \(66, 33\)"
+    if kind == "dtype":
+        left["codes"] = left["codes"].float()
+        return r"\['left'\]\['codes'\] is torch.float32; expected a tensor of torch.uint8"
+    if kind == "not a tensor":
+        left["scales"] = [1.0]
+        return r"\['left'\]\['scales'\] is list; expected a tensor"
+    if kind == "nan":
+        left["scales"][0, 0] = torch.nan
+        return r"\['left'\]\['scales'\] holds non-finite values"
+    if kind == "base shape":
+        entry["base"]["exp_avg"] = entry["base"]["exp_avg"][:-1]
+        return r"state\[0\]\['base'\]\['exp_avg'\] has shape \(65, 130\); expected \(66, 130\)"
+    if kind == "no base":
+        del entry["base"]
+        return r"state\[0\]\['base'\] is missing"
+    if kind == "base kind":
+        entry["base"] = 3
+        return r"state\[0\]\['base'\] is int; expected a dict"
+    if kind == "step":
+        entry["step"] = -1
+        return r"state\[0\]\['step'\] must be a whole number >= 0; got -1"
+    if kind == "entry":
+        state["state"][0] = None
+        return r"state\[0\] is NoneType; expected a dict"
+    if kind == "groups":
+        groups.append(groups[0])
+        return "has 2 param groups, the optimizer has 1"
+    if kind == "group size":
+        groups[0]["params"] = groups[0]["params"][:-1]
+        return r"param_groups\[0\] has 5 parameters in the checkpoint and 6 in the optimizer"
+    if kind == "later format":
+        groups[0]["kronbit_format"] = 99
+        return "kronbit_format=99; this version of kronbit reads formats 1 to 1"
+    if kind == "bad options":
+        groups[0]["bits"] = 5
+        return "bits must be one of"
+    assert kind == "other cut"
+    groups[0]["max_order"] = 1200
+    entry.clear()
+    entry.update(step=4, base={}, block_0={"left": left, "right": left})
+    return "expected|missing"
+
+
+@pytest.mark.parametrize("fresh", [True, False])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "missing block",
+        "unknown block",
+        "missing side",
+        "missing tensor",
+        "truncated",
+        "dtype",
+        "not a tensor",
+        "nan",
+        "base shape",
+        "no base",
+        "base kind",
+        "step",
+        "entry",
+        "groups",
+        "group size",
+        "later format",
+        "bad options",
+        "other cut",
+    ],
+)
+def test_what_does_not_fit_is_refused_and_nothing_changes(kind: str, fresh: bool) -> None:
+    model = network()
+    optimizer = Shampoo(model.parameters(), lr=1e-2, max_order=70, **FAST)
+    run(model, optimizer, 4)
+    state = copy.deepcopy(saved(optimizer))
+    message = damage(state, kind)
+    twin = network()
+    other = Shampoo(twin.parameters(), lr=3e-2, max_order=70, **FAST)
+    reference_model, reference = network(), None
+    reference = Shampoo(reference_model.parameters(), lr=3e-2, max_order=70, **FAST)
+    if not fresh:
+        run(twin, other, 4)
+        run(reference_model, reference, 4)
+    with pytest.raises(ValueError, match=message):
+        other.load_state_dict(state)
+    assert_same_state(other.state_dict()["state"], reference.state_dict()["state"])
+    run(twin, other, 4, first=4)
+    run(reference_model, reference, 4, first=4)
+    for p, q in zip(twin.parameters(), reference_model.parameters(), strict=True):
+        assert torch.equal(p, q)
+
+
+def test_a_checkpoint_of_the_base_alone_says_where_it_goes() -> None:
+    model = network()
+    base = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    run(model, base, 2)
+    twin = copy.deepcopy(model)
+    optimizer = Shampoo(twin.parameters(), lr=1e-2)
+    with pytest.raises(ValueError, match=r"not a kronbit checkpoint.*base.load_state_dict"):
+        optimizer.load_state_dict(base.state_dict())
+    optimizer.base.load_state_dict(copy.deepcopy(base.state_dict()))
+    optimizer.param_groups = optimizer.base.param_groups
+    run(model, base, 3, first=2)
+    run(twin, optimizer, 3, first=2)
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(p, q)
+    assert optimizer.state_dict()["state"][0]["base"]["step"] == 5
+
+
+def test_load_hooks_run() -> None:
+    model = network()
+    optimizer = Shampoo(model.parameters(), lr=1e-2)
+    run(model, optimizer, 1)
+    seen = []
+    optimizer.register_load_state_dict_pre_hook(lambda o, s: seen.append("pre"))
+    optimizer.register_load_state_dict_post_hook(lambda o: seen.append("post"))
+    optimizer.load_state_dict(state_dict=copy.deepcopy(optimizer.state_dict()))
+    assert seen == ["pre", "post"]
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_distributed_checkpoint_round_trip(flat: bool, tmp_path: Path) -> None:
+    """Including its zero-gradient, zero-lr first step, which must leave weights as they are."""
+    options = StateDictOptions(flatten_optimizer_state_dict=flat)
+    # a layer that never had a gradient has no state in torch's optimizers, but gets one there
+    model = network()
+    del model.dead
+    optimizer = Shampoo(model.parameters(), lr=1e-2, **FAST)
+    run(model, optimizer, 4)
+    state = get_optimizer_state_dict(model, optimizer, options=options)
+    dcp.save({"optimizer": state}, checkpoint_id=tmp_path, no_dist=True)
+
+    twin = copy.deepcopy(model)
+    other = Shampoo(twin.parameters(), lr=1e-2, **FAST)
+    empty = get_optimizer_state_dict(twin, other, options=options)
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(p, q)
+    dcp.load({"optimizer": empty}, checkpoint_id=tmp_path, no_dist=True)
+    set_optimizer_state_dict(twin, other, empty, options=options)
+    run(model, optimizer, 5, first=4)
+    run(twin, other, 5, first=4)
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(p, q)

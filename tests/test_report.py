@@ -1,0 +1,118 @@
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from kronbit import Shampoo
+
+
+def build(**options: Any) -> tuple[nn.Module, Shampoo]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(130, 66), nn.LayerNorm(66), nn.Linear(66, 5))
+    model[2].bias.requires_grad_(False)
+    return model, Shampoo(model.named_parameters(), lr=1e-2, **options)
+
+
+def run(model: nn.Module, optimizer: Shampoo, steps: int) -> None:
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.randn(8, 130)).square().mean().backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("rich", [True, False])
+def test_summary_shows_each_parameter_or_why_not(
+    rich: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not rich:
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    model, optimizer = build(max_order=100, first_refresh=7)
+    text = optimizer.summary()
+    rows = {line.split()[1 if rich else 0]: line for line in text.splitlines() if ".weight" in line}
+    assert ("┃" in text) == rich
+    assert "Shampoo around AdamW" in text
+    run(model, optimizer, 1)
+    sizes = {
+        name: sum(
+            leaf.numel() * leaf.element_size()
+            for key, block in optimizer.state[p].items()
+            if key.startswith("block")
+            for side in block.values()
+            for leaf in side.values()
+        )
+        for name, p in model.named_parameters()
+        if p in optimizer.state
+    }
+    assert "66 x 130" in rows["0.weight"]
+    assert "eigen" in rows["0.weight"]
+    assert "4/32" in rows["0.weight"]  # 130 is cut into 100 and 30; 30 stays in 32 bits
+    assert f"{sizes['0.weight']:,}" in rows["0.weight"]
+    assert "not a matrix" in rows["1.weight"]
+    assert "frozen: requires_grad=False" in text
+    assert "first preconditioned step: 7" in text
+    assert f"second-order state: {sum(sizes.values()):,} bytes" in text
+    total = sum(p.numel() for p in model.parameters())
+    assert f"{66 * 130 + 66 * 5:,} of {total:,} elements" in text
+    assert "workspace: 256 MiB; an update at the largest order, 100" in text
+
+
+def test_summary_names_parameters_by_place_where_they_have_no_name() -> None:
+    optimizer = Shampoo([torch.nn.Parameter(torch.ones(3, 3))], lr=0.1, precondition=False)
+    assert "group 0, parameter 0" in optimizer.summary()
+    assert "precondition=False" in optimizer.summary()
+    assert "first preconditioned step: never" in optimizer.summary()
+
+
+def test_diagnostics_before_during_and_after() -> None:
+    model, optimizer = build(update_every=1, refresh_every=2)
+    counters = (
+        "skipped_gradients",
+        "householder",
+        "discarded_statistics",
+        "discarded_roots",
+        "ungrafted",
+    )
+    empty = optimizer.diagnostics()
+    assert empty == {**dict.fromkeys(counters, 0), "groups": []}
+    run(model, optimizer, 3)
+    found = optimizer.diagnostics()
+    assert [group["shape"] for group in found["groups"]] == [(66, 130), (5, 66)]
+    for group in found["groups"]:
+        assert group["blocks"] == 1
+        assert group["device"] == "cpu"
+        low, high = group["graft_ratio"]
+        assert 0 < low <= high
+        for side in ("left", "right"):
+            assert group[side]["condition"] > 1
+            assert group[side]["orthogonality_error"] < 0.5
+    assert sum(group["householder"] for group in found["groups"]) == found["householder"]
+
+
+def test_graft_ratio_is_that_of_the_last_step() -> None:
+    p = nn.Parameter(torch.zeros(64, 66))
+    optimizer = Shampoo(torch.optim.SGD([p], lr=0.0), update_every=1, refresh_every=1)
+    G = torch.randn(64, 66)
+    p.grad = G.clone()
+    optimizer.step()
+    (group,) = optimizer._plan.preconditioners[p.device].groups
+    L, R = (factors.roots(slice(0, 1))[0] for factors in (group.left, group.right))
+    expected = float(G.norm() / (L @ G @ R).norm())
+    low, high = optimizer.diagnostics()["groups"][0]["graft_ratio"]
+    assert low == high == pytest.approx(expected, rel=1e-5)
+
+
+def test_counts_survive_a_new_plan() -> None:
+    p = nn.Parameter(torch.zeros(64, 66))
+    optimizer = Shampoo([p], base="sgd", lr=0.1, update_every=1, refresh_every=1)
+    p.grad = torch.randn(64, 1) @ torch.randn(1, 66)
+    optimizer.step()
+    before = optimizer.diagnostics()["householder"]
+    assert before > 0
+    optimizer.add_param_group({"params": [q := nn.Parameter(torch.zeros(64, 66))]})
+    p.grad, q.grad = None, torch.diag(torch.arange(1.0, 65.0)) @ torch.eye(64, 66)
+    optimizer.step()
+    assert optimizer.diagnostics()["householder"] >= before

@@ -145,6 +145,37 @@ def test_the_peak_stays_within_the_workspace(make: Any, options: dict[str, Any])
         assert used.peak < 1.1 * workspace, t
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "options", [{"bits": 4}, {"bits": 32}, {"bits": 4, "method": "naive"}, {"bits": 3}], ids=str
+)
+def test_the_peak_stays_within_the_workspace_on_the_gpu(options: dict[str, Any]) -> None:
+    """As the allocator sees it, cuSOLVER's scratch included."""
+    if not torch.cuda.is_available():
+        pytest.skip("needs CUDA")
+    workspace = 64 * 2**20
+    shapes = [(512, 512)] * 30 + [(512, 256)] * 30 + [(300, 700)] * 10 + [(2000, 768)]
+    params = [nn.Parameter(torch.randn(shape, device="cuda")) for shape in shapes]
+    optimizer = Shampoo(
+        torch.optim.SGD(params, lr=0.0),
+        workspace_mb=workspace / 2**20,
+        max_order=512,
+        update_every=2,
+        refresh_every=4,
+        **options,
+    )
+    for t in range(1, 14):
+        for p in params:
+            p.grad = torch.randn_like(p)
+        torch.cuda.synchronize()
+        rest = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        optimizer.step()
+        peak = torch.cuda.max_memory_allocated() - rest
+        if t > 4:  # the first steps allocate state and library workspaces
+            assert peak < 1.1 * workspace, t
+
+
 def test_state_bytes_of_a_layout_are_those_of_the_stack() -> None:
     optimizer = stepped(network(), lr=1e-2, max_order=70)
     for preconditioner in optimizer._plan.preconditioners.values():

@@ -722,3 +722,50 @@ def test_step_hooks_and_warnings() -> None:
         warnings.simplefilter("error")
         optimizer.step()
     assert seen == ["pre", "post"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fused", [True, False])
+def test_grad_scaler_and_fused_bases(fused: bool) -> None:
+    """The scaler unscales before our step and skips it on overflow; t does not advance then."""
+    if not torch.cuda.is_available():
+        pytest.skip("needs CUDA")
+    model = network("cuda")
+    optimizer = Shampoo(torch.optim.AdamW(model.parameters(), lr=1e-3, fused=fused), **FAST)
+    scaler = torch.amp.GradScaler("cuda", init_scale=2.0**40, growth_interval=2)
+    taken = 0
+    for t in range(60):
+        optimizer.zero_grad()
+        with torch.autocast("cuda", dtype=torch.float16):
+            x = torch.randn(4, 3, 6, 6, generator=torch.Generator().manual_seed(t)).cuda()
+            loss = model(x).float().square().mean()
+        before = scaler.get_scale()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        taken += scaler.get_scale() >= before
+    assert 0 < taken < 60
+    assert optimizer.state[model.linear.weight]["step"] == taken
+    assert optimizer.diagnostics()["skipped_gradients"] == 0
+    assert all(torch.isfinite(p).all() for p in model.parameters())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_ordinary_step_never_waits_for_the_device(dtype: torch.dtype) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("needs CUDA")
+    model = network("cuda", dtype)
+    base = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    optimizer = Shampoo(base, update_every=3, refresh_every=3)
+    run(model, optimizer, 4)
+    for t in (4, 6):  # steps 5 and 7; step 6 updates and refreshes
+        optimizer.zero_grad()
+        backward(model, t)
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            optimizer.step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        run(model, optimizer, 1, first=t + 1)

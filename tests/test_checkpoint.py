@@ -399,6 +399,24 @@ def test_a_checkpoint_of_the_base_alone_says_where_it_goes() -> None:
     assert optimizer.state_dict()["state"][0]["base"]["step"] == 5
 
 
+def test_preconditioning_may_begin_with_a_checkpoint_that_had_none() -> None:
+    model = network()
+    optimizer = Shampoo(model.parameters(), lr=1e-2, precondition=False)
+    run(model, optimizer, 3)
+    other = Shampoo(network().parameters(), lr=1e-2)
+    other.load_state_dict(saved(optimizer))
+    entry = other.state_dict()["state"][0]
+    assert entry["step"] == 3
+    assert torch.equal(
+        entry["base"]["exp_avg"], optimizer.state_dict()["state"][0]["base"]["exp_avg"]
+    )
+    assert (entry["block_0"]["left"]["eigenvalues"] == 1e-6).all()
+    run(network(), optimizer, 1)
+    switched_off = Shampoo(network().parameters(), lr=1e-2, precondition=False)
+    with pytest.raises(ValueError, match=r"\['block_0'\] does not exist here.*precondition"):
+        switched_off.load_state_dict(saved(other))
+
+
 def test_load_hooks_run() -> None:
     model = network()
     optimizer = Shampoo(model.parameters(), lr=1e-2)

@@ -383,7 +383,7 @@ def test_unfreezing_and_freezing() -> None:
     assert set(optimizer.state[model[0].weight]) == {"step", "base", "block_0"}
 
 
-def test_precondition_may_be_switched_at_any_time() -> None:
+def test_precondition_may_be_switched_on_later_but_not_off() -> None:
     p, q = nn.Parameter(torch.ones(64, 66)), nn.Parameter(torch.ones(64, 66))
     optimizer = Shampoo(torch.optim.SGD([p], lr=0.1), update_every=1, refresh_every=1)
     plain = torch.optim.SGD([q], lr=0.1)
@@ -397,6 +397,34 @@ def test_precondition_may_be_switched_at_any_time() -> None:
     p.grad = torch.randn(64, 66)
     optimizer.step()
     assert "block_0" in optimizer.state[p]
+    optimizer.param_groups[0]["precondition"] = False
+    with pytest.raises(ValueError, match="precondition was changed from True to False"):
+        optimizer.step()
+
+
+def test_a_reset_state_is_a_fresh_start() -> None:
+    """`optimizer.state.clear()` and the like: F's moments and ours are gone, times start at 1."""
+    model, twin = network(), network()
+    optimizer = Shampoo(model.parameters(), lr=1e-2, **FAST)
+    run(model, optimizer, 5)
+    twin.load_state_dict(model.state_dict())
+    optimizer.state.clear()
+    fresh = Shampoo(twin.parameters(), lr=1e-2, **FAST)
+    run(model, optimizer, 5, first=5)
+    run(twin, fresh, 5, first=5)
+    assert same(weights(model), weights(twin))
+
+
+def test_options_that_do_not_suit_a_parameter_are_refused_at_once() -> None:
+    p = nn.Parameter(torch.ones(64, 66))
+    with pytest.raises(ValueError, match=r"split_sizes \(3, 3\) sums up to 6"):
+        Shampoo([{"params": [p], "split_sizes": (3, 3)}], lr=0.1)
+    optimizer = Shampoo([nn.Parameter(torch.ones(4, 4))], lr=0.1)
+    with pytest.raises(ValueError, match=r"split_sizes"):
+        optimizer.add_param_group({"params": p, "split_sizes": (3, 3)})
+    assert len(optimizer.param_groups) == 1
+    optimizer.add_param_group({"params": (q for q in [p])})
+    assert optimizer.param_groups[1]["params"] == [p]
 
 
 def test_group_numbers_are_read_at_every_step() -> None:

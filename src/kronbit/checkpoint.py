@@ -155,8 +155,8 @@ def fill(plan: Plan, entries: Mapping[Tensor, Entry], p_root: int) -> None:
     work = []
     for p, key, views, formats in plan.blocks():
         entry = entries.get(p)
-        if entry is None:
-            continue
+        if entry is None or not (entry.blocks or entry.config.precondition):
+            continue  # it was not preconditioned: its statistics start now
         left_over[p].discard(key)
         for side, leaves in views.items():
             order = next(iter(leaves.values())).shape[0]
@@ -172,8 +172,8 @@ def fill(plan: Plan, entries: Mapping[Tensor, Entry], p_root: int) -> None:
 
 
 _HINT = (
-    "the checkpoint was cut into other blocks; use the max_order, split, batch_dims and "
-    "split_sizes that it was written with"
+    "the checkpoint was cut into other blocks; use the precondition, max_order, split, batch_dims "
+    "and split_sizes that it was written with"
 )
 
 

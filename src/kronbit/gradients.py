@@ -2,12 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from kronbit.groups import Group, Member
+
+
+def check_supported(grad: Tensor, name: Callable[[Tensor], str], p: Tensor) -> None:
+    """Refuse gradients that are not strided real tensors, and say what to do.
+
+    Args:
+        grad: The gradient.
+        name: Tells a parameter's name; it is looked up only for the message.
+        p: The parameter.
+    """
+    if grad.layout != torch.strided:
+        raise RuntimeError(
+            f"the gradient of {name(p)} is sparse ({grad.layout}): build the embedding with "
+            "sparse=False, or put the parameter into a group with precondition=False and use a "
+            "base that takes sparse gradients, such as SGD or Adagrad"
+        )
+    if grad.is_complex():
+        raise RuntimeError(
+            f"the gradient of {name(p)} is complex ({grad.dtype}): optimize torch.view_as_real of "
+            "the parameter, or put it into a group with precondition=False"
+        )
 
 
 class GradientBlocks:

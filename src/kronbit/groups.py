@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -82,7 +83,10 @@ class Group:
             The span, a box of its grid, the place in a stack of just these rows, and the box's
             extent in grid axes.
         """
-        for span in self.spans:
+        first = bisect_right(self.spans, rows.start, key=lambda span: span.start) - 1
+        for span in self.spans[first:]:
+            if span.start >= rows.stop:
+                break
             start, stop = max(rows.start, span.start), min(rows.stop, span.stop)
             place = start - rows.start
             for box in boxes(span.grid.dims, start - span.start, stop - span.start):

@@ -16,12 +16,11 @@ from kronbit import checkpoint, first_order, memory, report
 from kronbit.blocking import Blocking
 from kronbit.config import FORMAT, FORMAT_KEY, GROUP_OPTIONS, OPTIONS, Config
 from kronbit.first_order import BaseFactory
+from kronbit.gradients import check_supported
 from kronbit.nonfinite import NonfiniteGuard, zero_where_nonfinite
 from kronbit.plan import Algorithm, Binding, Plan, route, structural_changes
 from kronbit.precision import full_precision
 from kronbit.work import Work, sort_by_device
-
-_MISSING = object()
 
 
 class SecondOrder(Optimizer):
@@ -47,7 +46,7 @@ class SecondOrder(Optimizer):
         self.config = replace(self.preset, **own)
         self.base = first_order.resolve(params, base, options)
         for group in self.base.param_groups:
-            self.config.for_group(group)  # refuses bad values before anything is changed
+            self._check_group(group)  # before anything is changed
         self._group_defaults = {
             **{name: getattr(self.config, name) for name in GROUP_OPTIONS},
             FORMAT_KEY: FORMAT,
@@ -72,10 +71,21 @@ class SecondOrder(Optimizer):
         if any(param_group is group for group in self.base.param_groups):
             super().add_param_group(param_group)  # construction: F has the group already
             return
-        self.config.for_group(param_group)
+        if isinstance(param_group["params"], Iterator):
+            param_group["params"] = list(param_group["params"])  # to be read twice
+        self._check_group(param_group)
         self.base.add_param_group(param_group)
         for name, value in self._group_defaults.items():
             self.base.param_groups[-1].setdefault(name, value)
+
+    def _check_group(self, group: Mapping[str, Any]) -> None:
+        """Refuse bad options, and options that do not suit the group's parameters."""
+        config = self.config.for_group(group)
+        params = group["params"]
+        for item in [params] if isinstance(params, Tensor) else params:
+            p = item[1] if isinstance(item, tuple) else item  # named or not
+            if isinstance(p, Tensor):
+                route(p, config)
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -136,51 +146,35 @@ class SecondOrder(Optimizer):
                 if p.grad is None:
                     continue
                 if config.precondition:
-                    self._check_gradient(p, p.grad)
+                    check_supported(p.grad, self._name, p)
                 present[p] = config
         return present
 
     def _config_of(self, group: Mapping[str, Any]) -> Config:
         """The options of a group; the same object as long as they are equal."""
-        values = (group.get(name, _MISSING) for name in GROUP_OPTIONS)
+        values = (group.get(name, getattr(self.config, name)) for name in GROUP_OPTIONS)
         key = tuple(tuple(value) if isinstance(value, list) else value for value in values)
         if key not in self._configs:
             self._configs[key] = self.config.for_group(group)
         return self._configs[key]
 
-    def _check_gradient(self, p: Tensor, grad: Tensor) -> None:
-        if grad.layout != torch.strided:
-            raise RuntimeError(
-                f"the gradient of {self._name(p)} is sparse ({grad.layout}): build the embedding "
-                "with sparse=False, or put the parameter into a group with precondition=False and "
-                "use a base that takes sparse gradients, such as SGD or Adagrad"
-            )
-        if grad.is_complex():
-            raise RuntimeError(
-                f"the gradient of {self._name(p)} is complex ({grad.dtype}): optimize "
-                "torch.view_as_real of the parameter, or put it into a group with "
-                "precondition=False"
-            )
-
     def _prepare(self, present: Mapping[Tensor, Config]) -> Plan:
-        """Plan parameters that are new, take over state that was replaced from outside."""
+        """Plan parameters that are new, and anew where the state was changed from outside."""
         if self.param_groups is not self.base.param_groups:  # somebody assigned a new list
             self.base.param_groups = self.param_groups
         for guard in self._guards.values():
             guard.warn_once()
+        routed = {p: (config, p.device, p.shape) for p, config in present.items()}
         unplanned = [
             p
             for p, config in present.items()
-            if self._routed.get(p) != (config, p.device, p.shape) and self._is_unplanned(p, config)
+            if self._routed.get(p) != routed[p] and self._is_unplanned(p, config)
         ]
+        if self._plan is None or unplanned or not self._binding.intact():
+            self._plan = self._replanned(present)
         for p in present:
             self._start_state(p)
-        if unplanned or self._plan is None:
-            self._replan(present)
-        elif not self._binding.intact():
-            self._binding.bind(self._plan, self.state)
-        assert self._plan is not None
-        self._routed = {p: (config, p.device, p.shape) for p, config in present.items()}
+        self._routed = routed
         return self._plan
 
     def _is_unplanned(self, p: Tensor, config: Config) -> bool:
@@ -203,10 +197,8 @@ class SecondOrder(Optimizer):
             )
         return place.device != p.device
 
-    def _replan(self, present: Mapping[Tensor, Config]) -> None:
-        """Lay all state out anew; what the state holds already is copied over."""
-        if self._plan is not None:
-            self._past_counts.update(report.fallback_counts(self._plan))
+    def _replanned(self, present: Mapping[Tensor, Config]) -> Plan:
+        """Lay all state out anew. What the state holds is copied over; the rest starts fresh."""
         plan = self._make_plan(
             (p, self._config_of(group))
             for group in self.param_groups
@@ -216,7 +208,10 @@ class SecondOrder(Optimizer):
         for p in plan.places:
             self._start_state(p)
         held = self._binding.bind(plan, self.state)
-        self._plan, self._refreshed = plan, plan.refreshed() if held else set()
+        self._refreshed = plan.refreshed() if held else set()
+        if self._plan is not None:
+            self._past_counts.update(report.fallback_counts(self._plan))
+        return plan
 
     def _make_plan(self, params: Iterable[tuple[Tensor, Config]]) -> Plan:
         return Plan(params, self.algorithm, workspace=int(self.config.workspace_mb * 2**20))
@@ -260,6 +255,10 @@ class SecondOrder(Optimizer):
     # ---------------------------------------------------------------------------------- state
 
     def _start_state(self, p: Tensor) -> None:
+        if "base" not in self.state[p] and p in self._linked:
+            # somebody reset our state: F's part of it goes, too
+            del self._linked[p]
+            self.base.state.pop(p, None)
         self.state[p].setdefault("step", 0)
         self.state[p].setdefault("base", {})
         self._join_base_state(p)

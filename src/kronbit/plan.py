@@ -51,12 +51,8 @@ def route(p: Tensor, config: Config) -> Blocking | str:
 
 
 def structural_changes(old: Config, new: Config) -> list[str]:
-    """What was changed of the options that decide what is stored, in words.
-
-    ``precondition`` is not among them: it may be switched at will.
-    """
-    names = (name for name in STRUCTURAL_OPTIONS if name != "precondition")
-    values = ((name, getattr(old, name), getattr(new, name)) for name in names)
+    """What was changed of the options that decide what is stored, in words."""
+    values = ((name, getattr(old, name), getattr(new, name)) for name in STRUCTURAL_OPTIONS)
     return [f"{name} was changed from {a!r} to {b!r}" for name, a, b in values if a != b]
 
 
@@ -87,10 +83,6 @@ class Plan:
             )
             for device, row in members.items()
         }
-
-    def has(self, p: Tensor, config: Config) -> bool:
-        """Whether a parameter is preconditioned; it may be switched off after it was planned."""
-        return config.precondition and p in self.places
 
     def blocks(self) -> Iterator[tuple[Tensor, str, BlockState, dict[str, Format]]]:
         """Every block: its parameter, its key, its state as views, and the sides' formats."""

@@ -73,7 +73,7 @@ def sort_by_device(
         if device not in guards:
             guards[device] = NonfiniteGuard(device)
         preconditioner = plan.preconditioners[device]
-        places = {p: plan.places[p].index for p in params if plan.has(p, present[p])}
+        places = {p: plan.places[p].index for p in params if p in plan.places}
         members = {index: p for p, index in places.items()}
         rest = [p for p in params if p not in places]
         grads = [

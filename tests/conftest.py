@@ -2,24 +2,56 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
 from torch import Tensor
 
+# Every way to keep a preconditioner, with every number of bits that it takes.
+METHODS = [
+    ("dense", 32),
+    ("eigen", 32),
+    ("eigen", 8),
+    ("eigen", 6),
+    ("eigen", 4),
+    ("eigen", 3),
+    ("naive", 8),
+    ("naive", 6),
+    ("naive", 4),
+    ("naive", 3),
+]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what is marked ``gpu`` where there is none."""
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs CUDA"))
+
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest) -> torch.device:
     """Every test that takes it runs on the CPU, and on a GPU where there is one."""
-    if request.param == "cuda" and not torch.cuda.is_available():
-        pytest.skip("needs CUDA")
     return torch.device(request.param)
 
 
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
+
+
+@contextmanager
+def no_host_sync() -> Iterator[None]:
+    """An error for whatever waits for the GPU inside."""
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 def orthogonal(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -45,14 +77,3 @@ def angle(x: Tensor, reference: Tensor) -> float:
     x, reference = x.detach().cpu().double().flatten(), reference.detach().cpu().double().flatten()
     cosine = x @ reference / (x.norm() * reference.norm())
     return float(torch.rad2deg(torch.arccos(cosine.clamp(-1, 1))))
-
-
-def train(
-    optimizer: torch.optim.Optimizer, grads: Callable[[int], list[Tensor | None]], steps: int
-) -> None:
-    """Feed given gradients: step t gets ``grads(t)``, one per parameter in order."""
-    params = [p for group in optimizer.param_groups for p in group["params"]]
-    for t in range(steps):
-        for p, grad in zip(params, grads(t), strict=True):
-            p.grad = None if grad is None else grad.to(p.dtype).to(p.device)
-        optimizer.step()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from conftest import relative_error
+from conftest import METHODS, relative_error
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -19,16 +19,6 @@ from torch.distributed.checkpoint.state_dict import (
 from kronbit import CASPR, Shampoo
 
 FAST: dict[str, Any] = {"update_every": 2, "refresh_every": 3}
-METHODS = [
-    ("dense", 32),
-    ("eigen", 32),
-    ("eigen", 8),
-    ("eigen", 6),
-    ("eigen", 4),
-    ("eigen", 3),
-    ("naive", 8),
-    ("naive", 4),
-]
 BASES: dict[str, dict[str, Any]] = {
     "sgd": {},
     "adam": {},
@@ -151,8 +141,6 @@ def test_resume_before_the_first_refresh_is_exact() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize(("method", "bits"), METHODS)
 def test_checkpoints_move_between_cpu_and_cuda_bit_for_bit(method: str, bits: int) -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("needs CUDA")
 
     def build(m: nn.Module) -> Shampoo:
         return Shampoo(m.parameters(), lr=1e-2, method=method, bits=bits, **FAST)

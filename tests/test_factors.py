@@ -7,25 +7,12 @@ from typing import Any
 import oracle
 import pytest
 import torch
-from conftest import relative_error
+from conftest import METHODS, relative_error
 from torch import Tensor
 
 from kronbit.config import Config
 from kronbit.factors import Factors
 from kronbit.quantization.reference import unpack
-
-METHODS = [
-    ("dense", 32),
-    ("eigen", 32),
-    ("eigen", 8),
-    ("eigen", 6),
-    ("eigen", 4),
-    ("eigen", 3),
-    ("naive", 8),
-    ("naive", 6),
-    ("naive", 4),
-    ("naive", 3),
-]
 
 
 def stack(n: int, rows: int, config: Config, device: torch.device | str = "cpu") -> Factors:

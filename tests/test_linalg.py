@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import oracle
 import pytest
 import torch
-from conftest import orthogonal, relative_error, spd
+from conftest import no_host_sync, orthogonal, relative_error, spd
 from torch import Tensor
 
 from kronbit import linalg
@@ -189,18 +189,13 @@ def test_inverse_root_refuses_other_roots() -> None:
 
 @pytest.mark.gpu
 def test_nothing_waits_for_the_host_but_the_householder_flag() -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("needs CUDA")
     A = spd(3, 64, 1e3).float().cuda()
     V = orthogonal(3, 64, 64).float().cuda()
     linalg.inverse_root(A, 4, 1e-6, 10)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_host_sync():
         linalg.inverse_root(A, 4, 1e-6, 10)
         linalg.power_iteration(A)
         linalg.bjorck(V, 4)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def precisions() -> tuple[str, ...]:

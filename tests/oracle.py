@@ -1,6 +1,8 @@
 """The paper's algorithms, one matrix at a time: literal, slow, in float64 or float32.
 
-Written from the paper and nothing else: no line of kronbit is used here.
+Written from the paper; no line of kronbit is used here. Where the paper is silent the oracle makes
+the choices that kronbit documents: signs of QR, the start of the power iteration, when a Newton
+iteration is stopped.
 """
 
 from __future__ import annotations

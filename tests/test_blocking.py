@@ -8,12 +8,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kronbit.blocking import Blocking, block, boxes, cut
+from kronbit.blocking import Blocking, boxes, cut, route
 from kronbit.config import Config
 
 
 def blocking(shape: tuple[int, ...], **options: object) -> Blocking:
-    found = block(shape, Config(**options))
+    found = route(shape, Config(**options))
     assert isinstance(found, Blocking)
     return found
 
@@ -53,7 +53,7 @@ def test_blocks_tile_every_matrix_once(
     config = Config(
         max_order=max_order, split=split, batch_dims=batch_dims, split_sizes=split_sizes
     )
-    found = block(tuple(shape), config)
+    found = route(tuple(shape), config)
     if len(sides) < 2:
         assert found == "not a matrix"
         return
@@ -107,11 +107,11 @@ def test_shapes_become_matrices_as_in_the_paper() -> None:
     assert len(blocking((8, 30, 20), batch_dims=1)) == 8
     assert blocking((8, 30, 20)).matrices == (1, 8, 600)
     for shape in [(), (5,), (1, 1, 384), (1, 5), (7, 1, 1)]:
-        assert block(shape, Config()) == "not a matrix"
-    assert block((3, 4), Config(batch_dims=1)) == "not a matrix"
-    assert block((3,), Config(batch_dims=2)) == "fewer than batch_dims=2 axes"
-    assert block((0, 4), Config()) == "empty"
-    assert block((3, 4), Config(precondition=False)) == "precondition=False"
+        assert route(shape, Config()) == "not a matrix"
+    assert route((3, 4), Config(batch_dims=1)) == "not a matrix"
+    assert route((3,), Config(batch_dims=2)) == "fewer than batch_dims=2 axes"
+    assert route((0, 4), Config()) == "empty"
+    assert route((3, 4), Config(precondition=False)) == "precondition=False"
 
 
 def test_split_sizes_take_rows_or_else_columns() -> None:
@@ -123,4 +123,4 @@ def test_split_sizes_take_rows_or_else_columns() -> None:
     grouped_query = blocking((8, 5), split_sizes=(4, 2, 2), max_order=3)
     assert [piece.m for grid in grouped_query.grids for piece in grid.blocks()][::2] == [3, 1, 2, 2]
     with pytest.raises(ValueError, match=r"split_sizes \(4, 4\) sums up to 8.*12 rows and 5 col"):
-        block((12, 5), Config(split_sizes=(4, 4)))
+        route((12, 5), Config(split_sizes=(4, 4)))

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from conftest import METHODS, relative_error
+from networks import assert_same_state, tensors
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -19,17 +20,17 @@ from torch.distributed.checkpoint.state_dict import (
 from kronbit import CASPR, Shampoo
 
 FAST: dict[str, Any] = {"update_every": 2, "refresh_every": 3}
-BASES: dict[str, dict[str, Any]] = {
-    "sgd": {},
-    "adam": {},
-    "adamw": {},
-    "nadamw": {},
-    "adagrad": {},
-    "rmsprop": {},
-    "adamw8bit": {},
-    "schedulefree-adamw": {},
-    "schedulefree-sgd": {},
-}
+BASES = [
+    "sgd",
+    "adam",
+    "adamw",
+    "nadamw",
+    "adagrad",
+    "rmsprop",
+    "adamw8bit",
+    "schedulefree-adamw",
+    "schedulefree-sgd",
+]
 PACKAGES = {"adamw8bit": "bitsandbytes", "schedulefree": "schedulefree"}
 
 
@@ -64,21 +65,6 @@ def saved(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     torch.save(optimizer.state_dict(), buffer)
     buffer.seek(0)
     return torch.load(buffer, map_location="cpu", weights_only=True)
-
-
-def tensors(value: Any, path: str = "") -> dict[str, Tensor]:
-    if isinstance(value, Tensor):
-        return {path: value}
-    items = value.items() if isinstance(value, dict) else ()
-    return {k: t for key, item in items for k, t in tensors(item, f"{path}/{key}").items()}
-
-
-def assert_same_state(left: Any, right: Any) -> None:
-    a, b = tensors(left), tensors(right)
-    assert a.keys() == b.keys()
-    for key, tensor in a.items():
-        assert tensor.dtype == b[key].dtype, key
-        assert torch.equal(tensor.cpu(), b[key].cpu()), key
 
 
 def resume(
@@ -154,7 +140,6 @@ def test_checkpoints_move_between_cpu_and_cuda_bit_for_bit(method: str, bits: in
         assert_same_state(optimizer.state_dict()["state"], other.state_dict()["state"])
         back = build(network(here))
         back.load_state_dict(saved(other))
-        run(other_model := network(there), build(other_model), 1)
         assert_same_state(optimizer.state_dict()["state"], back.state_dict()["state"])
 
 
@@ -274,7 +259,7 @@ def damage(state: dict[str, Any], kind: str) -> str:
         return r"state\[0\]\['block_7'\] does not exist here.*max_order"
     if kind == "missing side":
         del entry["block_0"]["right"]
-        return r"state\[0\]\['block_0'\]\['right'\]\['eigenvalues'\] is missing"
+        return r"state\[0\]\['block_0'\]\['right'\] is missing or not a dict"
     if kind == "missing tensor":
         del left["root_scales"]
         return r"state\[0\]\['block_0'\]\['left'\]\['root_scales'\] is missing"
@@ -290,6 +275,27 @@ def damage(state: dict[str, Any], kind: str) -> str:
     if kind == "nan":
         left["scales"][0, 0] = torch.nan
         return r"\['left'\]\['scales'\] holds non-finite values"
+    if kind == "negative scale":
+        left["scales"][0, 0] = -1.0
+        return r"\['left'\]\['scales'\] holds negative values"
+    if kind == "unknown tensor":
+        left["extra"] = torch.zeros(3)
+        return r"\['left'\]\['extra'\] is unknown; expected eigenvalues, codes"
+    if kind == "base tensor missing":
+        del entry["base"]["exp_avg_sq"]
+        return r"state\[0\]\['base'\]\['exp_avg_sq'\] is missing: AdamW needs it"
+    if kind == "base step missing":
+        del entry["base"]["step"]
+        return r"state\[0\]\['base'\]\['step'\] is missing: AdamW needs it"
+    if kind == "unknown parameter":
+        state["state"][77] = entry
+        return r"state\[77\] belongs to no parameter"
+    if kind == "no groups":
+        del state["param_groups"]
+        return "'param_groups' is missing: this is not a state dict"
+    if kind == "no params":
+        del groups[0]["params"]
+        return r"param_groups\[0\]\['params'\] is missing"
     if kind == "base shape":
         entry["base"]["exp_avg"] = entry["base"]["exp_avg"][:-1]
         return r"state\[0\]\['base'\]\['exp_avg'\] has shape \(65, 130\); expected \(66, 130\)"
@@ -336,7 +342,14 @@ def damage(state: dict[str, Any], kind: str) -> str:
         "dtype",
         "not a tensor",
         "nan",
+        "negative scale",
+        "unknown tensor",
+        "unknown parameter",
+        "no groups",
+        "no params",
         "base shape",
+        "base tensor missing",
+        "base step missing",
         "no base",
         "base kind",
         "step",
@@ -356,7 +369,7 @@ def test_what_does_not_fit_is_refused_and_nothing_changes(kind: str, fresh: bool
     message = damage(state, kind)
     twin = network()
     other = Shampoo(twin.parameters(), lr=3e-2, max_order=70, **FAST)
-    reference_model, reference = network(), None
+    reference_model = network()
     reference = Shampoo(reference_model.parameters(), lr=3e-2, max_order=70, **FAST)
     if not fresh:
         run(twin, other, 4)
@@ -370,21 +383,111 @@ def test_what_does_not_fit_is_refused_and_nothing_changes(kind: str, fresh: bool
         assert torch.equal(p, q)
 
 
-def test_a_checkpoint_of_the_base_alone_says_where_it_goes() -> None:
+@pytest.mark.parametrize("stepped", [False, True])
+def test_a_checkpoint_of_the_base_alone_goes_to_the_base(stepped: bool) -> None:
+    """From AdamW to Shampoo in the middle of a run: F goes on, the statistics start fresh."""
     model = network()
     base = torch.optim.AdamW(model.parameters(), lr=1e-2)
     run(model, base, 2)
     twin = copy.deepcopy(model)
-    optimizer = Shampoo(twin.parameters(), lr=1e-2)
-    with pytest.raises(ValueError, match=r"not a kronbit checkpoint.*base.load_state_dict"):
-        optimizer.load_state_dict(base.state_dict())
-    optimizer.base.load_state_dict(copy.deepcopy(base.state_dict()))
-    optimizer.param_groups = optimizer.base.param_groups
-    run(model, base, 3, first=2)
-    run(twin, optimizer, 3, first=2)
+    groups = [
+        {"params": [twin.first.weight], "precondition": False},
+        {"params": [p for p in twin.parameters() if p is not twin.first.weight]},
+    ]
+    optimizer = Shampoo(groups, lr=7.0, update_every=1, refresh_every=3)
+    if stepped:
+        for p in twin.parameters():
+            p.grad = torch.zeros_like(p)
+        optimizer.step()
+    plain = copy.deepcopy(base.state_dict())
+    first, *others = plain["param_groups"][0]["params"]
+    plain["param_groups"] = [
+        {**plain["param_groups"][0], "params": [first]},
+        {**plain["param_groups"][0], "params": others},
+    ]
+    optimizer.load_state_dict(plain)
+    assert [group["lr"] for group in optimizer.param_groups] == [1e-2, 1e-2]
+    assert [group["precondition"] for group in optimizer.param_groups] == [False, True]
+    twin.load_state_dict(model.state_dict())
+    run(model, base, 2, first=2)
+    run(twin, optimizer, 2, first=2)  # before our first refresh: the same run
     for p, q in zip(model.parameters(), twin.parameters(), strict=True):
         assert torch.equal(p, q)
-    assert optimizer.state_dict()["state"][0]["base"]["step"] == 5
+    assert optimizer.state[twin.second.weight]["step"] == 2
+    assert optimizer.state[twin.second.weight]["base"]["step"] == 4
+    optimizer.load_state_dict(saved(optimizer))
+
+
+def test_the_state_of_another_cut_starts_fresh_but_keeps_the_base() -> None:
+    """What the error of a changed `max_order` advises."""
+    model = network()
+    optimizer = Shampoo(model.parameters(), lr=1e-2, max_order=70, **FAST)
+    run(model, optimizer, 4)
+    optimizer.param_groups[0]["max_order"] = 100
+    with pytest.raises(ValueError, match=r"max_order was changed.*load base.state_dict\(\)"):
+        run(model, optimizer, 1)
+    other = Shampoo(model.parameters(), lr=1e-2, max_order=100, **FAST)
+    other.load_state_dict(copy.deepcopy(optimizer.base.state_dict()))
+    assert other.param_groups[0]["max_order"] == 100
+    assert other.state[model.first.weight]["step"] == 0
+    run(model, other, 4)
+
+
+@pytest.mark.parametrize("fresh", [True, False])
+@pytest.mark.parametrize("other_base", ["adagrad", "nadamw", "rmsprop", "schedulefree-adamw"])
+def test_the_state_of_another_base_is_refused(other_base: str, fresh: bool) -> None:
+    model, twin = network(), network()
+    optimizer = Shampoo(model.parameters(), base="sgd", lr=1e-2)
+    run(model, optimizer, 2)
+    if other_base.startswith("schedulefree"):
+        pytest.importorskip("schedulefree")
+    other = Shampoo(twin.parameters(), base=other_base, lr=1e-2)
+    other.train()
+    if not fresh:
+        run(twin, other, 1)
+    before = copy.deepcopy(other.state_dict())
+    with pytest.raises(ValueError, match=r"\['base'\]\['\w+'\] is missing: .* another base\?"):
+        other.load_state_dict(saved(optimizer))
+    assert_same_state(before["state"], other.state_dict()["state"])
+    assert before["param_groups"] == other.state_dict()["param_groups"]
+    run(twin, other, 2)
+
+
+def test_a_base_that_fails_to_load_changes_nothing() -> None:
+    class Picky(torch.optim.SGD):
+        def load_state_dict(self, state_dict: Any) -> None:
+            self.param_groups, self.state = [], {}
+            raise RuntimeError("no")
+
+    model = network()
+    optimizer = Shampoo(Picky(model.parameters(), lr=1e-2))
+    run(model, optimizer, 2)
+    before = copy.deepcopy(optimizer.state_dict())
+    with pytest.raises(RuntimeError, match="no"):
+        optimizer.load_state_dict(saved(optimizer))
+    assert_same_state(before["state"], optimizer.state_dict()["state"])
+    assert before["param_groups"] == optimizer.state_dict()["param_groups"]
+
+
+def test_state_that_is_wider_than_the_parameter_is_not_rounded() -> None:
+    """A base that keeps float32 momentum of bf16 parameters: torch's loader would cast it."""
+
+    class Wide(torch.optim.Optimizer):
+        def __init__(self, params: Any, lr: float = 0.1) -> None:
+            super().__init__(params, {"lr": lr})
+
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:
+            for group in self.param_groups:
+                for p in group["params"]:
+                    if p.grad is not None:
+                        state = self.state[p]
+                        if not state:
+                            state["momentum"] = torch.zeros_like(p, dtype=torch.float32)
+                        state["momentum"].mul_(0.9).add_(p.grad.float())
+                        p.sub_((group["lr"] * state["momentum"]).to(p.dtype))
+
+    assert_resumes(lambda m: Shampoo(Wide(m.parameters(), lr=1e-2), **FAST), "cpu", torch.bfloat16)
 
 
 def test_preconditioning_may_begin_with_a_checkpoint_that_had_none() -> None:
@@ -399,10 +502,24 @@ def test_preconditioning_may_begin_with_a_checkpoint_that_had_none() -> None:
         entry["base"]["exp_avg"], optimizer.state_dict()["state"][0]["base"]["exp_avg"]
     )
     assert (entry["block_0"]["left"]["eigenvalues"] == 1e-6).all()
-    run(network(), optimizer, 1)
     switched_off = Shampoo(network().parameters(), lr=1e-2, precondition=False)
     with pytest.raises(ValueError, match=r"\['block_0'\] does not exist here.*precondition"):
         switched_off.load_state_dict(saved(other))
+
+
+def test_parameters_that_the_checkpoint_does_not_know_start_fresh_with_a_warning() -> None:
+    model = network()
+    model.second.weight.requires_grad_(False)
+    optimizer = Shampoo(model.parameters(), lr=1e-2, **FAST)
+    run(model, optimizer, 4)
+    state = saved(optimizer)
+    twin = network()
+    other = Shampoo(twin.named_parameters(), lr=1e-2, **FAST)
+    with pytest.warns(RuntimeWarning, match=r"no state of 1 preconditioned.*second.weight: they"):
+        other.load_state_dict(state)
+    run(twin, other, 1, first=4)
+    assert other.state[twin.second.weight]["step"] == 1
+    assert other.state[twin.first.weight]["step"] == 5
 
 
 def test_load_hooks_run() -> None:

@@ -62,6 +62,27 @@ def test_classes_paths_and_factories() -> None:
     assert type(Shampoo([parameter()]).base) is torch.optim.AdamW
 
 
+def test_a_ready_base_is_taken_with_or_without_its_parameters() -> None:
+    p = parameter()
+    for arguments in ((), ([p],), ([{"params": p}],), ([("weight", p)],)):
+        base = torch.optim.SGD([p], lr=0.1)
+        assert Shampoo(*arguments, base=base).base is base
+    with pytest.raises(TypeError, match="base=SGD optimizes other parameters"):
+        Shampoo([parameter()], base=torch.optim.SGD([p], lr=0.1))
+    with pytest.raises(TypeError, match="give parameters, or an optimizer"):
+        Shampoo(base="adamw")
+
+
+def test_an_option_of_the_base_that_has_the_name_of_ours_is_refused() -> None:
+    class Lion(torch.optim.SGD):
+        def __init__(self, params: Any, lr: float = 0.1) -> None:
+            super().__init__(params, lr=lr)
+            self.defaults["beta"] = 0.5
+
+    with pytest.raises(TypeError, match="Lion keeps an option 'beta' of its own"):
+        Shampoo(Lion([parameter()]))
+
+
 def test_groups_and_names_reach_the_base() -> None:
     model = nn.Linear(4, 3)
     optimizer = Shampoo(model.named_parameters(), lr=1e-2)
@@ -78,8 +99,10 @@ def test_groups_and_names_reach_the_base() -> None:
         ({"base": "adanw"}, ValueError, "base must be one of sgd.*'adanw'; did you mean 'adamw'"),
         ({"base": "nowhere.Thing"}, ImportError, "cannot import 'nowhere.Thing'"),
         ({"base": "torch.optim.Nothing"}, ImportError, "cannot import 'torch.optim.Nothing'"),
-        ({"base": 3}, TypeError, "base must be a name, an import path or a class; got 3"),
-        ({"base": "builtins.list"}, TypeError, "does not make a torch.optim.Optimizer"),
+        ({"base": 3}, TypeError, "a name, an import path, a class or an optimizer; got 3"),
+        ({"base": "."}, ImportError, r"cannot import '\.'"),
+        ({"base": "torch.nn.Linear"}, TypeError, "is not a torch.optim.Optimizer"),
+        ({"base": "builtins.sorted"}, TypeError, "does not make a torch.optim.Optimizer"),
         ({"lr": 1e-2, "weigth_decay": 0.1}, TypeError, "'weigth_decay'; did you mean 'weight_dec"),
         ({"bit": 4}, TypeError, "neither kronbit nor AdamW has an option 'bit'; did you mean 'bi"),
         ({"eps": 1e-8, "bits": 5}, ValueError, "bits must be one of .* got 5"),
@@ -156,6 +179,16 @@ def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
         Shampoo([parameter()], base="adamw8bit", lr=0.1)
     with pytest.raises(ImportError, match="pip install schedulefree"):
         Shampoo([parameter()], base="schedulefree-adamw", lr=0.1)
+
+
+def test_a_broken_package_is_reported_and_the_other_one_tried(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: object())
+    for package in ("bitsandbytes", "bitsandbytes.optim", "torchao", "torchao.optim"):
+        monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ImportError, match=r"bitsandbytes cannot be imported.*torchao cannot be"):
+        Shampoo([parameter()], base="adamw8bit", lr=0.1)
 
 
 def test_torchao_is_taken_where_bitsandbytes_is_not(monkeypatch: pytest.MonkeyPatch) -> None:

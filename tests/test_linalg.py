@@ -240,6 +240,23 @@ def test_precision_is_full_inside_and_restored_after(device: torch.device) -> No
     assert precisions() == before
 
 
+def test_an_inherited_precision_stays_inherited() -> None:
+    before = precisions(), torch.backends.fp32_precision
+    torch.backends.cuda.matmul.fp32_precision = "none"
+    torch.backends.mkldnn.matmul.fp32_precision = "none"
+    try:
+        torch.backends.fp32_precision = "tf32"
+        with full_precision():
+            assert precisions() == ("ieee", "ieee")
+        assert precisions() == ("tf32", "tf32")
+        torch.backends.fp32_precision = "ieee"
+        assert precisions() == ("ieee", "ieee")
+    finally:
+        torch.backends.fp32_precision = before[1]
+        torch.backends.cuda.matmul.fp32_precision = before[0][0]
+        torch.backends.mkldnn.matmul.fp32_precision = before[0][1]
+
+
 def oracle_bjorck(V: Tensor) -> Tensor:
     return torch.stack([oracle.bjorck(v, 1) for v in V])
 

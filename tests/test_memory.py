@@ -112,6 +112,33 @@ def test_about_seven_times_smaller_than_32_bits() -> None:
     assert 7.0 <= ratio <= 7.1
 
 
+def test_estimates_of_parameters_pass_over_frozen_ones() -> None:
+    model = network()
+    expected = estimate_memory(model)
+    assert estimate_memory(model.parameters()) == expected
+    assert estimate_memory(model.named_parameters()) == expected
+    alone = estimate_memory(model, base=None)
+    assert alone == {**expected, "base": 0, "total": expected["statistics"] + expected["roots"]}
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        (nn.Parameter(torch.ones(3, 3)), "got one tensor"),
+        ([{"params": []}], "expected a module, parameters or shapes"),
+        ((64, 64), "expected a module, parameters or shapes; got 64"),
+    ],
+)
+def test_estimates_of_something_else_are_refused(what: Any, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        estimate_memory(what)
+
+
+def test_a_base_that_cannot_be_estimated_says_so() -> None:
+    with pytest.raises(ValueError, match=r"Adafactor' cannot be estimated.*base=None"):
+        estimate_memory([(64, 64)], base="torch.optim.Adafactor")
+
+
 def test_memory_before_the_first_step_is_nothing() -> None:
     optimizer = Shampoo(network().parameters(), lr=1e-2)
     assert optimizer.memory() == {"statistics": 0, "roots": 0, "base": 0, "total": 0}
@@ -143,6 +170,29 @@ def test_the_peak_stays_within_the_workspace(make: Any, options: dict[str, Any])
         with Allocations() as used:
             optimizer.step()
         assert used.peak < 1.1 * workspace, t
+
+
+def test_the_peak_stays_within_the_workspace_for_channels_last_convolutions() -> None:
+    """Their gradients are copied to be read as matrices: a few at a time, not all at once."""
+    workspace = 2 * 2**20
+    params = [
+        nn.Parameter(torch.randn(32, 32, 3, 3).to(memory_format=torch.channels_last))
+        for _ in range(120)
+    ]
+    assert sum(4 * p.numel() for p in params) > 2 * workspace
+    optimizer = Shampoo(
+        torch.optim.SGD(params, lr=0.0),
+        workspace_mb=workspace / 2**20,
+        max_order=96,
+        update_every=2,
+        refresh_every=2,
+    )
+    for t in range(4):
+        for p in params:
+            p.grad = torch.randn_like(p)
+        with Allocations() as used:
+            optimizer.step()
+        assert t == 0 or used.peak < 1.1 * workspace, t
 
 
 @pytest.mark.gpu

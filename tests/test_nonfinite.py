@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import no_host_sync
+from networks import assert_same_state
 from torch import Tensor, nn
 
 from kronbit import CASPR, Shampoo
@@ -123,7 +124,8 @@ def test_raise_names_the_parameter_and_changes_nothing(device: torch.device) -> 
     for p, weight, grad in zip(params, weights, grads, strict=True):
         assert torch.equal(p, weight)
         assert torch.equal(p.grad, grad)
-    assert str(state) == str(optimizer.state_dict())
+    assert_same_state(state["state"], optimizer.state_dict()["state"])
+    assert optimizer.diagnostics()["skipped_gradients"] == 0
     params[1].grad[100, 3] = 0.0
     optimizer.step()
 
@@ -137,10 +139,12 @@ def test_one_warning_in_all() -> None:
             if t in (1, 3):
                 params[0].grad[0, 0] = math.nan
             optimizer.step()
-    assert [str(w.message) for w in caught if w.category is RuntimeWarning] == [
+    (warning,) = [w for w in caught if w.category is RuntimeWarning]
+    assert str(warning.message) == (
         "1 non-finite gradient(s) so far: kept out of the statistics; see "
         "diagnostics()['skipped_gradients'] and the option 'nonfinite'"
-    ]
+    )
+    assert warning.filename == __file__  # it points at the caller of step()
 
 
 @pytest.mark.gpu

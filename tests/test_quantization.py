@@ -8,6 +8,7 @@ import torch
 from allocations import Allocations
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._subclasses import FakeTensorMode
 
 from kronbit import Quantized, Quantizer
 from kronbit.quantization import BITS, MAPPINGS, codebook, thresholds
@@ -228,11 +229,34 @@ def test_4_bits_at_block_64_take_4_and_a_half_bits() -> None:
         ((4, "linear2", 8), "block_size must be a multiple of 16 from 16 to 2048; got 8"),
         ((4, "linear2", 100), "got 100"),
         ((4, "linear2", 4096), "got 4096"),
+        ((4.0, "linear2", 64), "bits must be one of .*; got 4.0"),
+        ((4, "linear2", 64.0), "block_size must be a multiple .*; got 64.0"),
     ],
 )
 def test_wrong_options_are_named(arguments: tuple[int, str, int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Quantizer(*arguments)
+
+
+@pytest.mark.parametrize("length", [64, 100])
+def test_gradients_do_not_flow_through_codes(length: int) -> None:
+    x = torch.randn(2, length, requires_grad=True)
+    quantizer = Quantizer(4)
+    quantized = quantizer.quantize(x)
+    assert not quantized.scales.requires_grad
+    assert not quantizer.dequantize(quantized, length).requires_grad
+    scales = quantized.scales.clone().requires_grad_()
+    assert not quantizer.dequantize(Quantized(quantized.codes, scales), length).requires_grad
+
+
+def test_tables_made_under_a_fake_tensor_mode_are_not_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kronbit.quantization.mappings._CACHE", {})
+    quantizer = Quantizer(6, "dt", 32)
+    with FakeTensorMode():
+        quantizer.encode(torch.zeros(3, 32))
+    quantizer.quantize(torch.zeros(3, 32))
 
 
 def test_bad_input_is_refused_with_its_place() -> None:

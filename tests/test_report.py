@@ -67,6 +67,13 @@ def test_summary_names_parameters_by_place_where_they_have_no_name() -> None:
     assert "first preconditioned step: never" in optimizer.summary()
 
 
+def test_names_are_shown_as_they_are() -> None:
+    names = ["[bold]w[/bold]", "a[/b]"]
+    params = [(name, nn.Parameter(torch.ones(3, 3))) for name in names]
+    text = Shampoo(params, lr=0.1).summary()
+    assert all(name in text for name in names)
+
+
 def test_diagnostics_before_during_and_after() -> None:
     model, optimizer = build(update_every=1, refresh_every=2)
     counters = (

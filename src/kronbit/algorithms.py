@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from kronbit.optimizer import SecondOrder
-from kronbit.plan import Algorithm
-from kronbit.rules import caspr, kronecker
+from kronbit.rules import Algorithm, caspr, kronecker
 
 
 class Shampoo(SecondOrder):
@@ -20,14 +19,14 @@ class Shampoo(SecondOrder):
 
     Args:
         params: A ready optimizer, or parameters, param groups or named parameters.
-        base: With parameters: which first-order optimizer to build. A name (``"sgd"``,
-            ``"adam"``, ``"adamw"``, ``"nadamw"``, ``"adagrad"``, ``"rmsprop"``, ``"adamw8bit"``,
-            ``"schedulefree-adamw"``, ``"schedulefree-sgd"``), a class, or an import path.
-            Default: ``"adamw"``.
+        base: The first-order optimizer of those parameters: a name (``"sgd"``, ``"adam"``,
+            ``"adamw"``, ``"nadamw"``, ``"adagrad"``, ``"rmsprop"``, ``"adamw8bit"``,
+            ``"schedulefree-adamw"``, ``"schedulefree-sgd"``), a class, an import path, or a ready
+            optimizer (``params`` may be left out then). Default: ``"adamw"``.
         **options: The fields of ``kronbit.Config``; everything else goes to the base.
     """
 
-    algorithm = Algorithm(rule=kronecker, p=4, start=None)
+    algorithm = Algorithm(rule=kronecker, p=4)
 
 
 class CASPR(SecondOrder):
@@ -36,4 +35,4 @@ class CASPR(SecondOrder):
     Arguments and options are those of ``Shampoo``.
     """
 
-    algorithm = Algorithm(rule=caspr, p=4, start=None)
+    algorithm = Algorithm(rule=caspr, p=4)

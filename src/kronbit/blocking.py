@@ -133,8 +133,8 @@ def _runs(sizes: Sequence[int]) -> list[Run]:
 
 
 @lru_cache(maxsize=4096)
-def block(shape: tuple[int, ...], config: Config) -> Blocking | str:
-    """Cut a parameter of this shape, or say why it is left to the base optimizer.
+def route(shape: tuple[int, ...], config: Config) -> Blocking | str:
+    """How a parameter of this shape is cut, or why it is left to the base optimizer.
 
     Args:
         shape: The parameter's shape.

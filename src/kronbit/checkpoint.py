@@ -6,17 +6,20 @@ become floats, and float32 scales under bf16 parameters would be rounded. So loa
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from kronbit.config import FORMAT, FORMAT_KEY, STRUCTURAL_OPTIONS, Config, Format
 from kronbit.factors import Leaves, is_root, make_method
+from kronbit.first_order import state_on_meta
 from kronbit.plan import Plan
 from kronbit.precision import full_precision
+from kronbit.state import blocks_of, checked_leaves
 
 
 @dataclass(frozen=True)
@@ -25,7 +28,7 @@ class Entry:
 
     Attributes:
         key: Its key in the checkpoint.
-        step: Steps that it has seen.
+        step: Gradients that it has seen.
         base: F's own state.
         blocks: Key -> state of each block.
         config: The options it was written with.
@@ -42,54 +45,88 @@ class Entry:
         return f"state[{self.key!r}]" + "".join(f"[{key!r}]" for key in keys)
 
 
-def check_groups(saved: Sequence[Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]) -> None:
-    """Refuse a checkpoint of other param groups, of F alone, or of a later format."""
+@dataclass(frozen=True)
+class Checkpoint:
+    """A state dict, its outline checked.
+
+    Attributes:
+        groups: The param groups as they will be.
+        entries: Parameter -> what is known of it.
+    """
+
+    groups: list[dict[str, Any]]
+    entries: dict[Tensor, Entry]
+
+
+def read(
+    state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], configs: Sequence[Config]
+) -> Checkpoint:
+    """Match a state dict with the optimizer's groups and check its outline.
+
+    A state dict of F alone is taken, too: the second-order state starts fresh then.
+
+    Args:
+        state_dict: What is to be loaded.
+        groups: The optimizer's param groups.
+        configs: Their options.
+
+    Raises:
+        ValueError: If groups or entries do not match; by key.
+    """
+    for key in ("state", "param_groups"):
+        if key not in state_dict:
+            raise ValueError(f"{key!r} is missing: this is not a state dict of an optimizer")
+    state, saved = state_dict["state"], state_dict["param_groups"]
+    _check_groups(saved, groups)
+    of_base_alone = bool(state) and not any(
+        isinstance(entry, Mapping) and "base" in entry for entry in state.values()
+    )
+    if not of_base_alone:
+        _check_version(saved, state)
+    merged, entries = [], {}
+    for old, group, config in zip(saved, groups, configs, strict=True):
+        # The checkpoint's numbers, as in every torch optimizer, but our own way of storing.
+        own = {name: getattr(config, name) for name in STRUCTURAL_OPTIONS}
+        rest = {name: value for name, value in group.items() if name != "params"}
+        merged.append({**rest, **old, **own, FORMAT_KEY: FORMAT})
+        written = Config().for_group(old)
+        for key, p in zip(old["params"], group["params"], strict=True):
+            # reading optimizer.state[p] of a parameter without state leaves an empty entry
+            if key not in state or state[key] == {}:
+                continue
+            if of_base_alone:
+                entries[p] = Entry(key, 0, state[key], {}, written)
+            else:
+                entries[p] = _read_entry(key, state[key], written)
+    keys = {key for group in saved for key in group["params"]}
+    for key in state.keys() - keys:
+        raise ValueError(f"state[{key!r}] belongs to no parameter of the checkpoint's param_groups")
+    return Checkpoint(merged, entries)
+
+
+def _check_groups(saved: Any, groups: Sequence[Mapping[str, Any]]) -> None:
     if len(saved) != len(groups):
         raise ValueError(
             f"the checkpoint has {len(saved)} param groups, the optimizer has {len(groups)}"
         )
     for index, (old, group) in enumerate(zip(saved, groups, strict=True)):
+        if "params" not in old:
+            raise ValueError(f"param_groups[{index}]['params'] is missing")
         if len(old["params"]) != len(group["params"]):
             raise ValueError(
                 f"param_groups[{index}] has {len(old['params'])} parameters in the checkpoint and "
                 f"{len(group['params'])} in the optimizer"
             )
-        version = old.get(FORMAT_KEY)
-        if version is None:
-            raise ValueError(
-                f"param_groups[{index}] has no {FORMAT_KEY!r}: this is not a kronbit checkpoint. "
-                "A checkpoint of the base optimizer alone goes to optimizer.base.load_state_dict"
-            )
+
+
+def _check_version(saved: Sequence[Mapping[str, Any]], state: Mapping[Any, Any]) -> None:
+    for index, old in enumerate(saved):
+        version = old.get(FORMAT_KEY, 1 if not state else None)
         if version not in range(1, FORMAT + 1):
             raise ValueError(
                 f"param_groups[{index}] has {FORMAT_KEY}={version!r}; this version of kronbit "
                 f"reads formats 1 to {FORMAT}: upgrade kronbit"
             )
-
-
-def merge_group(
-    saved: Mapping[str, Any], group: Mapping[str, Any], config: Config
-) -> dict[str, Any]:
-    """A loaded param group: the checkpoint's numbers, but the optimizer's own way of storing."""
-    own = {name: getattr(config, name) for name in STRUCTURAL_OPTIONS}
-    rest = {name: value for name, value in group.items() if name != "params"}
-    return {**rest, **saved, **own, FORMAT_KEY: FORMAT}
-
-
-def read_entries(
-    state: Mapping[Any, Any],
-    saved: Sequence[Mapping[str, Any]],
-    groups: Sequence[Mapping[str, Any]],
-) -> dict[Tensor, Entry]:
-    """Match the checkpoint's entries with the parameters, in order, and check their outline."""
-    entries = {}
-    for old, group in zip(saved, groups, strict=True):
-        config = Config().for_group(old)
-        for key, p in zip(old["params"], group["params"], strict=True):
-            # reading optimizer.state[p] of a parameter without state leaves an empty entry
-            if key in state and state[key] != {}:
-                entries[p] = _read_entry(key, state[key], config)
-    return entries
 
 
 def _read_entry(key: Any, value: Any, config: Config) -> Entry:
@@ -105,108 +142,61 @@ def _read_entry(key: Any, value: Any, config: Config) -> Entry:
         raise ValueError(f"{label}['step'] must be a whole number >= 0; got {step!r}")
     if not isinstance(value["base"], Mapping):
         raise ValueError(f"{label}['base'] is {type(value['base']).__name__}; expected a dict")
-    blocks = {name: block for name, block in value.items() if name not in ("step", "base")}
-    return Entry(key, int(step), value["base"], blocks, config)
+    return Entry(key, int(step), value["base"], blocks_of(value), config)
 
 
-def check_base(entry: Entry, p: Tensor, known: Mapping[str, Any]) -> None:
-    """Refuse F's tensors of a wrong shape, as far as it can be told.
-
-    Args:
-        entry: The parameter's entry.
-        p: The parameter.
-        known: F's present state of the parameter. Where there is none, the elementwise moments of
-            common optimizers must have the parameter's shape.
-    """
-    for name, value in entry.base.items():
-        if not isinstance(value, Tensor):
-            continue
-        expected = p.shape if name in _MOMENTS else value.shape
-        if isinstance(known.get(name), Tensor):
-            expected = known[name].shape
-        if value.shape != expected:
-            raise ValueError(
-                f"{entry.path('base', name)} has shape {tuple(value.shape)}; "
-                f"expected {tuple(expected)}"
-            )
-
-
-def restore_scalars(entry: Entry, state: MutableMapping[str, Any]) -> None:
-    """Undo F's cast of 0-d tensors to the parameter's dtype: NAdam's products are float32."""
-    for name, value in entry.base.items():
-        if isinstance(value, Tensor) and value.dim() == 0 and isinstance(state[name], Tensor):
-            state[name] = value.to(state[name].device, copy=True)
-
-
-_MOMENTS = frozenset(
-    {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "grad_avg", "sum"}
-    | {"z"}  # schedule-free
-)
-
-
-@full_precision()
-def fill(plan: Plan, entries: Mapping[Tensor, Entry], p_root: int) -> None:
-    """Copy checkpointed blocks into a new plan.
-
-    Raises:
-        ValueError: If a block is missing, left over, truncated, or not finite; by key.
-    """
-    left_over = {p: set(entry.blocks) for p, entry in entries.items()}
-    work = []
-    for p, key, views, formats in plan.blocks():
-        entry = entries.get(p)
-        if entry is None or not (entry.blocks or entry.config.precondition):
-            continue  # it was not preconditioned: its statistics start now
-        left_over[p].discard(key)
-        for side, leaves in views.items():
-            order = next(iter(leaves.values())).shape[0]
-            source = entry.config.format(order)
-            saved = _checked(entry, key, side, source, order, p_root)
-            work.append((leaves, formats[side], saved, source))
-    for p, keys in left_over.items():
-        if keys:
-            raise ValueError(f"{entries[p].path(min(keys))} does not exist here: {_HINT}")
-    for leaves, target, saved, source in work:
-        for name, value in _converted(saved, source, target, p_root, leaves).items():
-            leaves[name].copy_(value)
-
-
-_HINT = (
+_CUT = (
     "the checkpoint was cut into other blocks; use the precondition, max_order, split, batch_dims "
     "and split_sizes that it was written with"
 )
 
 
-def _checked(entry: Entry, key: str, side: str, format: Format, order: int, p_root: int) -> Leaves:
-    """The tensors of one side of a block, if they are what their format says."""
-    if key not in entry.blocks:
-        raise ValueError(f"{entry.path(key)} is missing: {_HINT}")
-    held = entry.blocks[key]
-    leaves: Leaves = {}
-    for name, (shape, dtype) in make_method(format, p_root).layout(order).items():
-        where = entry.path(key, side, name)
-        try:
-            value = held[side][name]
-        except (KeyError, TypeError):
-            raise ValueError(f"{where} is missing") from None
-        if not isinstance(value, Tensor) or value.dtype != dtype:
-            kind = value.dtype if isinstance(value, Tensor) else type(value).__name__
-            raise ValueError(f"{where} is {kind}; expected a tensor of {dtype}")
-        if tuple(value.shape) != shape:
-            raise ValueError(f"{where} has shape {tuple(value.shape)}; expected {shape}: {_HINT}")
-        if value.is_floating_point() and not bool(torch.isfinite(value).all()):
-            raise ValueError(f"{where} holds non-finite values")
-        leaves[name] = value
-    return leaves
+@full_precision()
+def fill(plan: Plan, entries: Mapping[Tensor, Entry], p: int) -> None:
+    """Copy checkpointed blocks into a new plan.
+
+    Args:
+        plan: Freshly made.
+        entries: The checkpoint's parameters.
+        p: The roots are inverse p-th roots.
+
+    Raises:
+        ValueError: If a block is missing, left over, or not what its format says; by key.
+    """
+    left_over = {parameter: set(entry.blocks) for parameter, entry in entries.items()}
+    work = []
+    for block in plan.blocks():
+        entry = entries.get(block.p)
+        if entry is None or not (entry.blocks or (entry.step and entry.config.precondition)):
+            continue  # it was not preconditioned: its statistics start now
+        if block.key not in entry.blocks:
+            raise ValueError(f"{entry.path(block.key)} is missing: {_CUT}")
+        left_over[block.p].discard(block.key)
+        for side, factors in block.sides.items():
+            source = entry.config.format(factors.order)
+            layout = make_method(source, p).layout(factors.order)
+            held = entry.blocks[block.key]
+            leaves = checked_leaves(
+                held.get(side) if isinstance(held, Mapping) else None,
+                layout,
+                entry.path(block.key, side),
+            )
+            work.append((factors.slot(block.row), factors.format, leaves, source))
+    for parameter, keys in left_over.items():
+        if keys:
+            raise ValueError(f"{entries[parameter].path(min(keys))} does not exist here: {_CUT}")
+    for views, target, leaves, source in work:
+        for name, value in _converted(leaves, source, target, p, views).items():
+            views[name].copy_(value)
 
 
-def _converted(saved: Leaves, source: Format, target: Format, p_root: int, views: Leaves) -> Leaves:
+def _converted(leaves: Leaves, source: Format, target: Format, p: int, views: Leaves) -> Leaves:
     """The tensors of one side in the target's format; the same ones where formats are equal."""
     if source == target:
-        return saved
+        return leaves
     device = next(iter(views.values())).device
-    stack = {name: value.to(device).unsqueeze(0) for name, value in saved.items()}
-    old, new = make_method(source, p_root), make_method(target, p_root)
+    stack = {name: value.to(device).unsqueeze(0) for name, value in leaves.items()}
+    old, new = make_method(source, p), make_method(target, p)
     if (source.method, source.statistic) != (target.method, target.statistic):
         statistic = new.encode_matrix(old.matrix(stack).clone())
     else:
@@ -216,3 +206,78 @@ def _converted(saved: Leaves, source: Format, target: Format, p_root: int, views
     else:
         root = {name: value for name, value in stack.items() if is_root(name)}
     return {name: value.squeeze(0) for name, value in (statistic | root).items()}
+
+
+class BaseLoader:
+    """Loads F's part of a checkpoint through F's own ``load_state_dict``, checked and exact.
+
+    What F should hold is learned from a step on the meta device, where F can take one.
+
+    Args:
+        base: F.
+        checkpoint: The checkpoint.
+    """
+
+    def __init__(self, base: Optimizer, checkpoint: Checkpoint) -> None:
+        self._base, self._checkpoint = base, checkpoint
+        own = [p for group in base.param_groups for p in group["params"]]
+        groups = [
+            {**group, "params": old["params"]}
+            for group, old in zip(checkpoint.groups, base.param_groups, strict=True)
+        ]
+        try:
+            states = state_on_meta(type(base), groups)
+        except Exception:  # it does not run there: then nothing can be checked
+            states = {}
+        self._expected = {p: states.get(i, {}) for i, p in enumerate(own)}
+
+    def check(self) -> None:
+        """Refuse a state that F could not work with: a tensor is missing, or of a wrong shape."""
+        for p, entry in self._checkpoint.entries.items():
+            for name, expected in self._expected[p].items() if entry.base else ():
+                if name not in entry.base:
+                    raise ValueError(
+                        f"{entry.path('base', name)} is missing: {type(self._base).__name__} needs "
+                        "it; was the checkpoint written around another base?"
+                    )
+                value = entry.base[name]
+                tensors = isinstance(value, Tensor) and isinstance(expected, Tensor)
+                if tensors and value.shape != expected.shape:
+                    raise ValueError(
+                        f"{entry.path('base', name)} has shape {tuple(value.shape)}; expected "
+                        f"{tuple(expected.shape)}"
+                    )
+
+    def load(self) -> None:
+        """Let F load; undo its cast to the parameter's dtype where F itself holds another."""
+        state = {e.key: dict(e.base) for e in self._checkpoint.entries.values() if e.base}
+        with _restored_on_error(self._base):
+            self._base.load_state_dict({"state": state, "param_groups": self._checkpoint.groups})
+            for p, entry in self._checkpoint.entries.items():
+                if entry.base:
+                    self._undo_cast(entry, self._expected[p], self._base.state[p])
+
+    def _undo_cast(
+        self, entry: Entry, expected: Mapping[str, Any], state: MutableMapping[str, Any]
+    ) -> None:
+        for name, value in entry.base.items():
+            loaded, own = state.get(name), expected.get(name)
+            if type(value) is not Tensor or type(loaded) is not Tensor:
+                continue
+            if isinstance(own, Tensor):
+                dtype = own.dtype
+            else:  # unknown: counters and products keep their dtype, moments take the parameter's
+                dtype = value.dtype if value.dim() == 0 else loaded.dtype
+            if loaded.dtype != dtype:
+                state[name] = value.to(device=loaded.device, dtype=dtype, copy=True)
+
+
+@contextmanager
+def _restored_on_error(base: Optimizer) -> Iterator[None]:
+    before = dict(base.__dict__)
+    try:
+        yield
+    except BaseException:
+        base.__dict__.clear()
+        base.__dict__.update(before)
+        raise

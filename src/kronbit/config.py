@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, MutableMapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
@@ -65,7 +65,8 @@ class Config:
             on its own. Where the rows do not sum up but the columns do, the columns are split.
         precondition: False leaves the parameters to the base optimizer.
         workspace_mb: Bound of transient memory, in MiB.
-        keep_gradients: True gives the gradients back unchanged after the step, for one copy.
+        keep_gradients: True gives the gradients back unchanged after the step, at the price of a
+            copy of them.
         nonfinite: What becomes of a parameter's non-finite gradient: ``"zero"``, ``"pass"`` (the
             base optimizer sees it) or ``"raise"`` (waits for the device at every step).
     """
@@ -102,7 +103,6 @@ class Config:
             _choice("root_bits", self.root_bits, BITS)
         if self.method is not None:
             _choice("method", self.method, METHODS)
-        _integer("block_size", self.block_size, 16)
         Quantizer(self.bits, self.mapping, self.block_size)
         _integer("min_quantized_numel", self.min_quantized_numel, 0)
         _choice("storage", self.storage, ("paper",))
@@ -121,12 +121,12 @@ class Config:
         _choice("split", self.split, ("greedy", "even"))
         _integer("batch_dims", self.batch_dims, 0)
         if self.split_sizes is not None:
-            if isinstance(self.split_sizes, (str, int)) or not self.split_sizes:
+            if not isinstance(self.split_sizes, (tuple, list)) or not self.split_sizes:
                 raise TypeError(
                     f"split_sizes must be a tuple of positive integers; got {self.split_sizes!r}"
                 )
             for size in self.split_sizes:
-                _integer("split_sizes", size, 1)
+                _integer("each of split_sizes", size, 1)
             object.__setattr__(self, "split_sizes", tuple(self.split_sizes))
         _choice("precondition", self.precondition, (True, False))
         _number("workspace_mb", self.workspace_mb, 0, math.inf)
@@ -197,11 +197,16 @@ class Config:
         return -(-self.update_every // self.refresh_every) * self.refresh_every
 
 
+def take_options(keywords: MutableMapping[str, Any]) -> Config:
+    """Take our options out of keywords; what remains is for the base optimizer."""
+    return Config(**{name: keywords.pop(name) for name in OPTIONS if name in keywords})
+
+
 GLOBAL_OPTIONS = frozenset({"workspace_mb", "keep_gradients", "nonfinite"})
 OPTIONS = tuple(field.name for field in fields(Config))
 GROUP_OPTIONS = tuple(name for name in OPTIONS if name not in GLOBAL_OPTIONS)
-# Options that decide what is stored and where: fixed once a parameter has state.
-STRUCTURAL_OPTIONS = (
+# How a matrix is stored: fixed once there is state, but a checkpoint is converted.
+FORMAT_OPTIONS = (
     "bits",
     "root_bits",
     "method",
@@ -209,12 +214,10 @@ STRUCTURAL_OPTIONS = (
     "block_size",
     "min_quantized_numel",
     "storage",
-    "max_order",
-    "split",
-    "batch_dims",
-    "split_sizes",
-    "precondition",
 )
+# Which matrices there are: fixed once there is state, and a checkpoint must agree.
+CUT_OPTIONS = ("max_order", "split", "batch_dims", "split_sizes", "precondition")
+STRUCTURAL_OPTIONS = FORMAT_OPTIONS + CUT_OPTIONS
 
 
 def _choice(name: str, value: object, allowed: Collection[object]) -> None:

@@ -3,64 +3,84 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from kronbit.algorithms import Shampoo
-from kronbit.blocking import Blocking
-from kronbit.config import OPTIONS
-from kronbit.first_order import BaseFactory, resolve
+from kronbit.blocking import Blocking, route
+from kronbit.config import take_options
+from kronbit.first_order import BaseFactory, resolve, state_on_meta
 from kronbit.memory import held_bytes, state_bytes
-from kronbit.plan import route
-
-# How F runs, not what it holds; the meta device knows only the plain way.
-_IMPLEMENTATION = ("fused", "foreach", "capturable")
 
 
 def estimate_memory(
-    model_or_shapes: nn.Module | Iterable[Tensor | Sequence[int]],
+    model_or_shapes: nn.Module | Iterable[Tensor | tuple[str, Tensor] | Sequence[int]],
     *,
-    base: str | BaseFactory = "adamw",
+    base: str | BaseFactory | None = "adamw",
     dtype: torch.dtype = torch.float32,
     **options: Any,
 ) -> dict[str, int]:
     """Bytes that an optimizer will hold after its first step, to the byte.
 
     The second-order state follows from its layout; the base optimizer takes a step on the meta
-    device, where tensors have shapes and no memory.
+    device, where tensors have shapes and no memory. Options hold for all parameters: add up
+    several estimates for several param groups.
 
     Args:
-        model_or_shapes: A module (its parameters that require a gradient), or parameters or
-            shapes.
-        base: The first-order optimizer, as for ``Shampoo``.
+        model_or_shapes: A module, parameters (named or not), or shapes. Parameters that do not
+            require a gradient are passed over.
+        base: The first-order optimizer, as for ``Shampoo``; ``None`` leaves it out.
         dtype: Of the parameters, where only shapes are given.
         **options: As for ``Shampoo``, the base's options included.
 
     Returns:
         ``{"statistics", "roots", "base", "total"}``, as ``opt.memory()``.
+
+    Raises:
+        TypeError: If the first argument is none of these.
+        ValueError: If an option is wrong, or the base cannot run on the meta device.
     """
-    if isinstance(model_or_shapes, nn.Module):
-        model_or_shapes = (p for p in model_or_shapes.parameters() if p.requires_grad)
-    params = []
-    for item in model_or_shapes:
-        own = item.dtype if isinstance(item, Tensor) else dtype
-        shape = item.shape if isinstance(item, Tensor) else torch.Size(item)
-        params.append(nn.Parameter(torch.empty(shape, dtype=own, device="meta")))
-        params[-1].grad = torch.empty_like(params[-1])
-    config = replace(Shampoo.preset, **{k: options.pop(k) for k in OPTIONS if k in options})
-    for name in _IMPLEMENTATION:
-        options.pop(name, None)
-    first_order = resolve(params, base, options)
-    if hasattr(first_order, "train"):  # schedule-free
-        first_order.train()
-    first_order.step()
-    total = {"statistics": 0, "roots": 0, "base": held_bytes(first_order.state)}
+    params = [
+        nn.Parameter(torch.empty(shape, dtype=own, device="meta"))
+        for shape, own in _shapes(model_or_shapes, dtype)
+    ]
+    config = take_options(options)
+    total = {"statistics": 0, "roots": 0, "base": 0}
+    if base is not None and params:
+        optimizer = resolve(params, base, options)
+        try:
+            states = state_on_meta(type(optimizer), optimizer.param_groups)
+        except Exception as error:
+            raise ValueError(
+                f"base={base!r} cannot be estimated: it does not run on the meta device ({error}); "
+                "base=None estimates the second-order state alone"
+            ) from error
+        total["base"] = held_bytes(states)
     for p in params:
-        blocking = route(p, config)
+        blocking = route(tuple(p.shape), config)
         if isinstance(blocking, Blocking):
             for kind, size in state_bytes(blocking, config, Shampoo.algorithm.p).items():
                 total[kind] += size
     return {**total, "total": sum(total.values())}
+
+
+def _shapes(
+    source: nn.Module | Iterable[Any], dtype: torch.dtype
+) -> list[tuple[torch.Size, torch.dtype]]:
+    if isinstance(source, Tensor):
+        raise TypeError("got one tensor: give a list of parameters, or a module")
+    items = source.parameters() if isinstance(source, nn.Module) else source
+    found = []
+    for given in items:
+        item = given[1] if isinstance(given, tuple) and len(given) == 2 else given
+        item = item if isinstance(item, Tensor) else given
+        if isinstance(item, Tensor):
+            if item.requires_grad:
+                found.append((item.shape, item.dtype))
+        elif isinstance(item, (tuple, list)) and all(type(size) is int for size in item):
+            found.append((torch.Size(item), dtype))
+        else:
+            raise TypeError(f"expected a module, parameters or shapes; got {given!r} among them")
+    return found

@@ -6,15 +6,19 @@ import difflib
 import importlib
 import importlib.util
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from kronbit.config import FORMAT_KEY, OPTIONS
 
 BaseFactory: TypeAlias = Callable[..., Optimizer]
+
+# How F runs, not what it holds. The meta device knows only the plain way.
+_IMPLEMENTATION = ("fused", "foreach", "capturable")
 
 
 def _import(path: str, needed_for: str) -> BaseFactory:
@@ -22,7 +26,7 @@ def _import(path: str, needed_for: str) -> BaseFactory:
     module, _, name = path.replace(":", ".").rpartition(".")
     try:
         found = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
+    except (ImportError, AttributeError, ValueError) as error:
         raise ImportError(f"{needed_for}: cannot import {path!r}: {error}") from error
     if not callable(found):
         raise TypeError(f"{needed_for}: {path!r} is not a class; got {found!r}")
@@ -30,13 +34,16 @@ def _import(path: str, needed_for: str) -> BaseFactory:
 
 
 def _adamw8bit() -> BaseFactory:
-    for module in ("bitsandbytes.optim", "torchao.optim"):
-        if importlib.util.find_spec(module.partition(".")[0]) is not None:
-            return _import(f"{module}.AdamW8bit", "base='adamw8bit'")
-    raise ImportError(
-        "base='adamw8bit' needs bitsandbytes or torchao: pip install bitsandbytes "
-        "(or: pip install torchao)"
-    )
+    reasons = []
+    for package in ("bitsandbytes", "torchao"):
+        if importlib.util.find_spec(package) is None:
+            reasons.append(f"{package} is not installed (pip install {package})")
+            continue
+        try:
+            return _import(f"{package}.optim.AdamW8bit", "base='adamw8bit'")
+        except Exception as error:  # a broken installation raises anything
+            reasons.append(f"{package} cannot be imported ({error})")
+    raise ImportError(f"base='adamw8bit' needs bitsandbytes or torchao: {'; '.join(reasons)}")
 
 
 def _schedulefree(name: str) -> BaseFactory:
@@ -60,58 +67,82 @@ NAMES: Mapping[str, tuple[Callable[[], BaseFactory], Mapping[str, Any]]] = {
 
 
 def resolve(
-    params: Optimizer | Iterable[Any], base: str | BaseFactory | None, options: Mapping[str, Any]
+    params: Optimizer | Iterable[Any] | None,
+    base: str | BaseFactory | Optimizer | None,
+    options: Mapping[str, Any],
 ) -> Optimizer:
     """F: the optimizer that was given, or one built of ``base``, by default AdamW.
 
     Args:
         params: An optimizer, or parameters, param groups or named parameters.
-        base: What to build; see ``build``.
+        base: An optimizer (of the same parameters, if those are given), or what to build.
         options: Keywords that are not ours.
 
     Raises:
         TypeError: If the arguments contradict each other, or F cannot work on given gradients.
+        ValueError: If a name is unknown.
+        ImportError: If a package is missing.
     """
-    if not isinstance(params, Optimizer):
-        optimizer = build("adamw" if base is None else base, params, options)
-    elif base is not None:
-        raise TypeError(f"got an optimizer and base={base!r}: give one of them")
-    elif options:
-        raise TypeError(
-            f"kronbit has no option {next(iter(options))!r}{_nearest(next(iter(options)), OPTIONS)}"
-            f" (options of the base belong into the constructor of {type(params).__name__})"
-        )
+    if isinstance(params, Optimizer):
+        if base is not None:
+            raise TypeError(f"got an optimizer and base={base!r}: give one of them")
+        params, base = None, params
+    if isinstance(base, Optimizer):
+        if options:
+            name = next(iter(options))
+            raise TypeError(
+                f"kronbit has no option {name!r}{_nearest(name, OPTIONS)} (options of the base "
+                f"belong in the constructor of {type(base).__name__})"
+            )
+        if params is not None and not _same_parameters(params, base):
+            raise TypeError(
+                f"base={type(base).__name__} optimizes other parameters than those given: "
+                "leave the parameters out"
+            )
+        optimizer = base
+    elif params is None:
+        raise TypeError("give parameters, or an optimizer that has them")
     else:
-        optimizer = params
+        optimizer = _build("adamw" if base is None else base, params, options)
+    _check(optimizer)
+    return optimizer
+
+
+def _same_parameters(params: Iterable[Any], optimizer: Optimizer) -> bool:
+    given = list(params)
+    groups = given if given and isinstance(given[0], dict) else [{"params": given}]
+    tensors = [
+        item[1] if isinstance(item, tuple) else item
+        for group in groups
+        for item in ([group["params"]] if isinstance(group["params"], Tensor) else group["params"])
+    ]
+    own = [p for group in optimizer.param_groups for p in group["params"]]
+    return {id(p) for p in tensors} == {id(p) for p in own}
+
+
+def _check(optimizer: Optimizer) -> None:
+    """Refuse an F that cannot work underneath."""
+    name = type(optimizer).__name__
     if isinstance(optimizer, torch.optim.LBFGS):
         raise TypeError(
             "LBFGS evaluates the closure itself, several times per step, and would not see the "
             "preconditioned gradient: use another base"
         )
-    if FORMAT_KEY in optimizer.param_groups[0]:
+    if any(FORMAT_KEY in group for group in optimizer.param_groups):
         raise TypeError(
-            f"{type(optimizer).__name__} is wrapped in a kronbit optimizer already: "
-            "gradients are preconditioned once"
+            f"{name} is wrapped in a kronbit optimizer already, and gradients are preconditioned "
+            f"once: build a new {name}"
         )
-    return optimizer
+    clash = sorted(set(OPTIONS) & optimizer.defaults.keys())
+    if clash:
+        raise TypeError(
+            f"{name} keeps an option {clash[0]!r} of its own in the param groups, where kronbit "
+            "has one of that name: the two cannot be told apart"
+        )
 
 
-def build(base: str | BaseFactory, params: Iterable[Any], options: Mapping[str, Any]) -> Optimizer:
-    """Build F.
-
-    Args:
-        base: A name of ``NAMES``, an import path such as ``"torch.optim.RAdam"``, or a class.
-        params: Parameters, param groups or named parameters.
-        options: F's keywords: ``lr``, ``weight_decay``, ...
-
-    Returns:
-        The optimizer.
-
-    Raises:
-        ValueError: If a name is unknown.
-        TypeError: If F does not know a keyword, or ``base`` is no optimizer class.
-        ImportError: If a package is missing.
-    """
+def _build(base: str | BaseFactory, params: Iterable[Any], options: Mapping[str, Any]) -> Optimizer:
+    """Build F of a name, an import path such as ``"torch.optim.RAdam"``, or a class."""
     defaults: Mapping[str, Any] = {}
     if isinstance(base, str) and base.lower() in NAMES:
         find, defaults = NAMES[base.lower()]
@@ -126,7 +157,11 @@ def build(base: str | BaseFactory, params: Iterable[Any], options: Mapping[str, 
     elif callable(base):
         factory = base
     else:
-        raise TypeError(f"base must be a name, an import path or a class; got {base!r}")
+        raise TypeError(
+            f"base must be a name, an import path, a class or an optimizer; got {base!r}"
+        )
+    if inspect.isclass(factory) and not issubclass(factory, Optimizer):
+        raise TypeError(f"base={base!r} is not a torch.optim.Optimizer")
     _check_keywords(factory, options)
     optimizer = factory(params, **{**defaults, **options})
     if not isinstance(optimizer, Optimizer):
@@ -149,3 +184,38 @@ def _check_keywords(factory: BaseFactory, options: Mapping[str, Any]) -> None:
 def _nearest(name: str, names: Iterable[str]) -> str:
     found = difflib.get_close_matches(name, list(names), n=1)
     return f"; did you mean {found[0]!r}?" if found else ""
+
+
+def state_on_meta(
+    factory: BaseFactory, groups: Sequence[Mapping[str, Any]]
+) -> dict[int, dict[str, Any]]:
+    """What F will hold of each parameter: it takes a step on the meta device, without memory.
+
+    Args:
+        factory: F's class.
+        groups: Param groups with F's options; parameters may be on any device.
+
+    Returns:
+        The parameters' states by their number in all groups.
+
+    Raises:
+        Exception: Whatever F raises where it cannot run on the meta device.
+    """
+    twins: list[Tensor] = []
+    meta_groups = []
+    for group in groups:
+        params = []
+        for p in group["params"]:
+            params.append(nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=True))
+            params[-1].grad = torch.empty_like(params[-1])
+        twins += params
+        dropped = (*_IMPLEMENTATION, "param_names")
+        plain = {name: value for name, value in group.items() if name not in dropped}
+        if isinstance(plain.get("lr"), Tensor):
+            plain["lr"] = 1e-3
+        meta_groups.append({**plain, "params": params})
+    optimizer = factory(meta_groups)
+    if hasattr(optimizer, "train"):  # schedule-free
+        optimizer.train()
+    optimizer.step()
+    return {i: dict(optimizer.state.get(p, {})) for i, p in enumerate(twins)}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -10,32 +10,34 @@ from torch import Tensor
 from kronbit.groups import Group, Member
 
 
-def check_supported(grad: Tensor, name: Callable[[Tensor], str], p: Tensor) -> None:
-    """Refuse gradients that are not strided real tensors, and say what to do.
-
-    Args:
-        grad: The gradient.
-        name: Tells a parameter's name; it is looked up only for the message.
-        p: The parameter.
-    """
+def problem(grad: Tensor) -> str | None:
+    """Why a gradient cannot be preconditioned, and what to do; ``None`` if it can."""
     if grad.layout != torch.strided:
-        raise RuntimeError(
-            f"the gradient of {name(p)} is sparse ({grad.layout}): build the embedding with "
-            "sparse=False, or put the parameter into a group with precondition=False and use a "
-            "base that takes sparse gradients, such as SGD or Adagrad"
+        return (
+            f"is sparse ({grad.layout}): build the embedding with sparse=False, or put the "
+            "parameter into a group with precondition=False and use a base that takes sparse "
+            "gradients, such as SGD or Adagrad"
         )
     if grad.is_complex():
-        raise RuntimeError(
-            f"the gradient of {name(p)} is complex ({grad.dtype}): optimize torch.view_as_real of "
-            "the parameter, or put it into a group with precondition=False"
+        return (
+            f"is complex ({grad.dtype}): optimize torch.view_as_real of the parameter, or put it "
+            "into a group with precondition=False"
         )
+    return None
+
+
+def overlaps_itself(grad: Tensor) -> bool:
+    """Whether elements share memory, as those of an expanded tensor do: not to be written to."""
+    return any(
+        stride == 0 and size > 1 for size, stride in zip(grad.shape, grad.stride(), strict=True)
+    )
 
 
 class GradientBlocks:
     """Reads and writes blocks of the gradients of one step.
 
-    A gradient that is not laid out as a matrix (a channels-last convolution, say) is copied, and
-    the copy is written back by ``flush``.
+    A gradient that is not laid out as a matrix (a channels-last convolution, say) is copied for
+    each reading; writing goes to a copy, too, which ``flush`` writes back.
 
     Args:
         members: The parameters.
@@ -44,7 +46,7 @@ class GradientBlocks:
 
     def __init__(self, members: Sequence[Member], grads: Sequence[Tensor | None]) -> None:
         self._members, self._grads = members, grads
-        self._copies: dict[int, Tensor] = {}
+        self._written: dict[int, Tensor] = {}
 
     def gather(self, group: Group, rows: slice) -> Tensor:
         """G: the blocks of some rows as a new float32 stack (rows, m, n)."""
@@ -58,28 +60,34 @@ class GradientBlocks:
     def scatter(self, group: Group, rows: slice, stack: Tensor) -> None:
         """Write a stack back into the gradients, in their dtype."""
         for span, box, place, dims in group.pieces(rows):
-            view = span.grid.view(self._matrices(span.member))[box]
-            view.copy_(stack[place].view(*dims, *group.shape))
+            view = span.grid.view(self._matrices(span.member, to_write=True))[box]
+            values = stack[place].view(*dims, *group.shape)
+            if view.dtype == torch.float16:
+                # The norm is that of G, but one element may exceed what G's had: saturate.
+                values = values.clamp(-65504.0, 65504.0)
+            view.copy_(values)
 
     def flush(self) -> None:
-        """Write copies back to gradients that are not matrices in memory."""
-        for member, copy in self._copies.items():
+        """Write what was scattered to gradients that are not matrices in memory."""
+        for member, copy in self._written.items():
             grad = self._grad(member)
             grad.copy_(copy.view(grad.shape))
-        self._copies.clear()
+        self._written.clear()
 
     def _grad(self, member: int) -> Tensor:
         grad = self._grads[member]
         assert grad is not None, "rows of a parameter without gradient are never asked for"
         return grad
 
-    def _matrices(self, member: int) -> Tensor:
+    def _matrices(self, member: int, to_write: bool = False) -> Tensor:
         """A gradient as (E, M, N)."""
+        if member in self._written:
+            return self._written[member]
         grad, shape = self._grad(member), self._members[member].blocking.matrices
-        if member in self._copies:
-            return self._copies[member]
         try:
             return grad.view(shape)
         except RuntimeError:  # its strides do not allow that view
-            self._copies[member] = grad.reshape(shape)
-            return self._copies[member]
+            copy = grad.reshape(shape)
+            if to_write:
+                self._written[member] = copy
+            return copy

@@ -1,4 +1,7 @@
-"""All blocks of one shape form a group: row i of every stack is one block."""
+"""Blocks of one shape form a group: row i of every stack is one block.
+
+(Of one shape, one format and one start value, to be exact: what a single tensor can hold.)
+"""
 
 from __future__ import annotations
 
@@ -53,7 +56,8 @@ class Group:
         right: R and R̂, order n.
         spans: Which rows belong to whom, in row order.
         owner: The member of each row, on the device.
-        number: The number of each row's block within its member, on the device.
+        number: The number of each row's block among all blocks of all members, on the device:
+            members in order, and within a member the blocks in order.
     """
 
     shape: tuple[int, int]
@@ -77,11 +81,11 @@ class Group:
             yield slice(start, self.spans[-1].stop), current
 
     def pieces(self, rows: slice) -> Iterator[tuple[Span, tuple[slice, ...], slice, list[int]]]:
-        """What makes up a range of rows.
+        """Cut a range of rows into boxes, each of which is one strided view of a gradient.
 
         Yields:
-            The span, a box of its grid, the place in a stack of just these rows, and the box's
-            extent in grid axes.
+            The span that a box belongs to; the box as slices of the span's grid; where its blocks
+            are in a stack of just these rows; and how many blocks it has along each grid axis.
         """
         first = bisect_right(self.spans, rows.start, key=lambda span: span.start) - 1
         for span in self.spans[first:]:
@@ -102,36 +106,34 @@ def chunks(rows: slice, size: int) -> Iterator[slice]:
         yield slice(start, min(start + size, rows.stop))
 
 
-def make_groups(
-    members: Sequence[Member], p: int, start: float | None, device: torch.device
-) -> list[Group]:
+def make_groups(members: Sequence[Member], p: int, device: torch.device) -> list[Group]:
     """Group the blocks of all members and allocate their factors.
 
     Args:
         members: The parameters, in order; rows follow that order.
         p: The roots are L^(-1/p) and R^(-1/p).
-        start: Start value of the statistics; ``None``: ε of each member.
         device: Where the parameters live.
     """
     spans: dict[tuple[tuple[int, int], Format, Format, float], list[Span]] = {}
+    first_number = [0]
     for index, member in enumerate(members):
-        value = member.config.damping if start is None else start
+        first_number.append(first_number[-1] + len(member.blocking))
         for grid in member.blocking.grids:
             left, right = map(member.config.format, grid.shape)
-            row = spans.setdefault((grid.shape, left, right, value), [])
-            row.append(Span(index, grid, row[-1].stop if row else 0))
+            key = (grid.shape, left, right, member.config.damping)
+            earlier = spans.setdefault(key, [])
+            earlier.append(Span(index, grid, earlier[-1].stop if earlier else 0))
     groups = []
-    for ((m, n), left, right, value), row in spans.items():
-        owner = [span.member for span in row for _ in span.grid.blocks()]
-        number = [block.index for span in row for block in span.grid.blocks()]
+    for ((m, n), left, right, start), own in spans.items():
+        blocks = [(span.member, block.index) for span in own for block in span.grid.blocks()]
         groups.append(
             Group(
                 shape=(m, n),
-                left=Factors(m, len(owner), left, p, value, device),
-                right=Factors(n, len(owner), right, p, value, device),
-                spans=tuple(row),
-                owner=torch.tensor(owner, device=device),
-                number=torch.tensor(number, device=device),
+                left=Factors(m, len(blocks), left, p, start, device),
+                right=Factors(n, len(blocks), right, p, start, device),
+                spans=tuple(own),
+                owner=torch.tensor([member for member, _ in blocks], device=device),
+                number=torch.tensor([first_number[i] + j for i, j in blocks], device=device),
             )
         )
     return groups

@@ -11,6 +11,7 @@ from torch import Tensor
 from kronbit.blocking import Blocking
 from kronbit.config import Config
 from kronbit.factors import is_root, make_method
+from kronbit.state import blocks_of
 
 
 def account(state: Mapping[Tensor, Mapping[str, Any]], base: Mapping[Any, Any]) -> dict[str, int]:
@@ -25,11 +26,10 @@ def account(state: Mapping[Tensor, Mapping[str, Any]], base: Mapping[Any, Any]) 
     """
     total = {"statistics": 0, "roots": 0, "base": held_bytes(base)}
     for entry in state.values():
-        for key, block in entry.items():
-            if key not in ("step", "base"):
-                for leaves in block.values():
-                    for name, tensor in leaves.items():
-                        total[_kind(name)] += _tensor_bytes(tensor)
+        for block in blocks_of(entry).values():
+            for leaves in block.values():
+                for name, tensor in leaves.items():
+                    total[_kind(name)] += _tensor_bytes(tensor)
     return {**total, "total": sum(total.values())}
 
 

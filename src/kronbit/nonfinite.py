@@ -8,9 +8,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+# warn_once <- _prepare <- step <- torch's two wrappers <- the user
+_TO_THE_USER = 6
+
 
 def elements(grad: Tensor) -> Tensor:
-    """A strided real tensor with the gradient's stored numbers: sparse and complex ones have it."""
+    """A real strided view of the numbers that a gradient stores, be it sparse or complex."""
     if grad.layout == torch.sparse_coo:
         grad = grad._values()
     elif grad.layout != torch.strided:
@@ -34,22 +37,22 @@ class NonfiniteGuard:
         self._warned = False
         self._copy: tuple[Tensor, torch.cuda.Event] | None = None
 
-    def measure(self, grads: Sequence[Tensor | None]) -> tuple[Tensor, Tensor]:
-        """‖G‖_F of each gradient in float32, and whether it is finite; 0 where there is none.
+    def norms(self, grads: Sequence[Tensor | None]) -> Tensor:
+        """‖G‖_F of each gradient in float32; 0 where there is none.
 
-        A norm that overflows float32 counts as non-finite.
+        Not finite where G is not, or where the sum of squares overflows float32.
         """
-        if not grads:
-            return self._zero.new_empty(0), self._zero.new_empty(0, dtype=torch.bool)
         there = [elements(grad) for grad in grads if grad is not None]
         # torch refuses a norm in less than the input's precision
         wide = any(x.dtype == torch.float64 for x in there)
         dtype = torch.float64 if wide else torch.float32
         found = iter(torch._foreach_norm(there, 2.0, dtype=dtype) if there else ())
-        norms = torch.stack([self._zero if g is None else next(found).float() for g in grads])
-        finite = torch.isfinite(norms)
+        norms = [self._zero if grad is None else next(found).float() for grad in grads]
+        return torch.stack(norms) if norms else self._zero.new_empty(0)
+
+    def count(self, finite: Tensor) -> None:
+        """Count a step's gradients that are not finite."""
         self.skipped += (~finite).sum()
-        return norms, finite
 
     def warn_once(self) -> None:
         """Warn if an earlier step is known to have seen a non-finite gradient."""
@@ -62,7 +65,7 @@ class NonfiniteGuard:
                 f"{seen} non-finite gradient(s) so far: kept out of the statistics; see "
                 "diagnostics()['skipped_gradients'] and the option 'nonfinite'",
                 RuntimeWarning,
-                stacklevel=2,
+                stacklevel=_TO_THE_USER,
             )
 
     def _arrived(self) -> int:
@@ -74,7 +77,8 @@ class NonfiniteGuard:
             return 0  # the count is in diagnostics()
         seen = 0
         if self._copy is None:
-            self._copy = torch.zeros((), dtype=torch.int64, pin_memory=True), torch.cuda.Event()
+            count = torch.zeros((), dtype=torch.int64, device="cpu", pin_memory=True)
+            self._copy = count, torch.cuda.Event()
         elif not self._copy[1].query():
             return 0
         else:
@@ -84,7 +88,7 @@ class NonfiniteGuard:
         return seen
 
 
-def zero_where_nonfinite(grads: Sequence[Tensor], finite: Sequence[Tensor]) -> None:
+def zero_where_nonfinite(grads: Sequence[Tensor], finite: Tensor) -> None:
     """Replace non-finite gradients by zero, decided on the device; finite ones keep their bits."""
-    for grad, good in zip(grads, finite, strict=True):
-        elements(grad).masked_fill_(~good, 0)
+    for grad, bad in zip(grads, (~finite).unbind(), strict=True):
+        elements(grad).masked_fill_(bad, 0)

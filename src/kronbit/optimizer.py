@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any, ClassVar, overload
 
 import torch
@@ -13,14 +13,16 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from kronbit import checkpoint, first_order, memory, report
-from kronbit.blocking import Blocking
-from kronbit.config import FORMAT, FORMAT_KEY, GROUP_OPTIONS, OPTIONS, Config
+from kronbit.blocking import Blocking, route
+from kronbit.config import FORMAT, FORMAT_KEY, GROUP_OPTIONS, Config, take_options
 from kronbit.first_order import BaseFactory
-from kronbit.gradients import check_supported
-from kronbit.nonfinite import NonfiniteGuard, zero_where_nonfinite
-from kronbit.plan import Algorithm, Binding, Plan, route, structural_changes
+from kronbit.gradients import overlaps_itself, problem
+from kronbit.nonfinite import NonfiniteGuard
+from kronbit.plan import Plan, forbidden_change
 from kronbit.precision import full_precision
-from kronbit.work import Work, sort_by_device
+from kronbit.rules import Algorithm
+from kronbit.state import BaseLink, Binding, blocks_of
+from kronbit.work import Turn, Work, measure
 
 
 class SecondOrder(Optimizer):
@@ -34,58 +36,71 @@ class SecondOrder(Optimizer):
     """
 
     algorithm: ClassVar[Algorithm]
-    preset: ClassVar[Config] = Config()
 
     def __init__(
         self,
-        params: Optimizer | Iterable[Any],
-        base: str | BaseFactory | None = None,
+        params: Optimizer | Iterable[Any] | None = None,
+        base: str | BaseFactory | Optimizer | None = None,
         **options: Any,
     ) -> None:
-        own = {name: options.pop(name) for name in OPTIONS if name in options}
-        self.config = replace(self.preset, **own)
+        self.config = take_options(options)
         self.base = first_order.resolve(params, base, options)
-        for group in self.base.param_groups:
-            self._check_group(group)  # before anything is changed
         self._group_defaults = {
             **{name: getattr(self.config, name) for name in GROUP_OPTIONS},
             FORMAT_KEY: FORMAT,
         }
+        for group in self.base.param_groups:
+            self._check_group(group)  # before anything is changed
         super().__init__(self.base.param_groups, {**self.base.defaults, **self._group_defaults})
-        self.param_groups = self.base.param_groups
         self._start_unplanned()
+        self._join_base_states()
+
+    # The attribute of torch's optimizers, here F's: schedulers, scalers and trainers may read it,
+    # write to it and replace it on either of the two.
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """F's own list of param groups."""
+        return self.base.param_groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self.base.param_groups = groups
 
     def _start_unplanned(self) -> None:
         """Nothing derived is known: the next step plans from ``param_groups`` and ``state``."""
         self._plan: Plan | None = None
         self._binding = Binding()
         self._routed: dict[Tensor, tuple[Config, torch.device, torch.Size]] = {}
-        self._refreshed: set[Tensor] = set()
-        self._linked: dict[Tensor, Any] = {}
+        self._base_link = BaseLink()
         self._guards: dict[torch.device, NonfiniteGuard] = {}
         self._configs: dict[tuple[Any, ...], Config] = {}
         self._past_counts: Counter[str] = Counter()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group to F's list; it may override our options for its parameters."""
-        if any(param_group is group for group in self.base.param_groups):
-            super().add_param_group(param_group)  # construction: F has the group already
-            return
-        if isinstance(param_group["params"], Iterator):
+        """Add a group to F; it may override our options for its parameters."""
+        if isinstance(param_group, dict) and isinstance(param_group["params"], Iterator):
             param_group["params"] = list(param_group["params"])  # to be read twice
         self._check_group(param_group)
         self.base.add_param_group(param_group)
-        for name, value in self._group_defaults.items():
-            self.base.param_groups[-1].setdefault(name, value)
+        self._complete_groups()
 
     def _check_group(self, group: Mapping[str, Any]) -> None:
         """Refuse bad options, and options that do not suit the group's parameters."""
+        if not isinstance(group, Mapping):
+            raise TypeError(f"a param group must be a dict; got {type(group).__name__}")
         config = self.config.for_group(group)
         params = group["params"]
         for item in [params] if isinstance(params, Tensor) else params:
             p = item[1] if isinstance(item, tuple) else item  # named or not
             if isinstance(p, Tensor):
-                route(p, config)
+                route(tuple(p.shape), config)
+
+    def _complete_groups(self) -> None:
+        """Put our options into groups that lack them: new ones, or such that F has loaded."""
+        for group in self.param_groups:
+            if FORMAT_KEY not in group:
+                for name, value in self._group_defaults.items():
+                    group.setdefault(name, value)
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -118,35 +133,36 @@ class SecondOrder(Optimizer):
                     # t % T1 = 0: L ← PU(L, G Gᵀ), R ← PU(R, Gᵀ G)
                     preconditioner.update(work.grads, work.finite, work.due(Config.updates_at))
                     # t % T2 = 0: L̂ ← PIRU(L), R̂ ← PIRU(R)
-                    due = work.due(Config.refreshes_at)
-                    preconditioner.refresh(due)
-                    self._refreshed.update(work.params[i] for i in due)
-                    # Ĝ = L̂ G R̂ and G̃ = Ĝ ‖G‖ / ‖Ĝ‖ in the place of G. While L̂ = R̂ = I, G̃ is G:
-                    # nothing is computed, and the run is F's to the bit.
-                    active = tuple(i for i, p in work.params.items() if p in self._refreshed)
+                    preconditioner.refresh(work.due(Config.refreshes_at))
+                    # Ĝ = L̂ G R̂, and G̃ = Ĝ ‖G‖ / ‖Ĝ‖ in the place of G. While L̂ = R̂ = I, G̃ is G.
                     zero = self.config.nonfinite == "zero"
-                    preconditioner.precondition(work.grads, work.norms, work.finite, active, zero)
+                    preconditioner.precondition(work.grads, work.norms, work.finite, zero)
                     if zero:
-                        self._zero_nonfinite(work, active)
+                        work.zero_untouched()
+            for p in present:
+                self.state[p]["step"] += 1
             # W, s ← F(W, s, G̃)
             self.base.step()
-        for p in present:
-            self.state[p]["step"] += 1
-            self._join_base_state(p)
+        self._join_base_states()
         return loss
 
     # ----------------------------------------------------------------- what a step starts from
 
     def _present(self) -> dict[Tensor, Config]:
         """The parameters that have a gradient, with their options."""
+        self._complete_groups()
         present = {}
         for group in self.param_groups:
             config = self._config_of(group)
             for p in group["params"]:
                 if p.grad is None:
                     continue
-                if config.precondition:
-                    check_supported(p.grad, self._name, p)
+                fault = problem(p.grad)
+                if fault is None:
+                    if overlaps_itself(p.grad):
+                        p.grad = p.grad.clone(memory_format=torch.contiguous_format)
+                elif isinstance(route(tuple(p.shape), config), Blocking):
+                    raise RuntimeError(f"the gradient of {self._name(p)} {fault}")
                 present[p] = config
         return present
 
@@ -154,14 +170,18 @@ class SecondOrder(Optimizer):
         """The options of a group; the same object as long as they are equal."""
         values = (group.get(name, getattr(self.config, name)) for name in GROUP_OPTIONS)
         key = tuple(tuple(value) if isinstance(value, list) else value for value in values)
-        if key not in self._configs:
-            self._configs[key] = self.config.for_group(group)
+        try:
+            if key in self._configs:
+                return self._configs[key]
+        except TypeError:  # a value cannot be hashed: for_group says which
+            return self.config.for_group(group)
+        if len(self._configs) > 2 * len(self.param_groups):
+            self._configs.clear()  # of numbers that a schedule has left behind
+        self._configs[key] = self.config.for_group(group)
         return self._configs[key]
 
     def _prepare(self, present: Mapping[Tensor, Config]) -> Plan:
         """Plan parameters that are new, and anew where the state was changed from outside."""
-        if self.param_groups is not self.base.param_groups:  # somebody assigned a new list
-            self.base.param_groups = self.param_groups
         for guard in self._guards.values():
             guard.warn_once()
         routed = {p: (config, p.device, p.shape) for p, config in present.items()}
@@ -170,7 +190,7 @@ class SecondOrder(Optimizer):
             for p, config in present.items()
             if self._routed.get(p) != routed[p] and self._is_unplanned(p, config)
         ]
-        if self._plan is None or unplanned or not self._binding.intact():
+        if self._plan is None or unplanned or not self._binding.intact(self.state):
             self._plan = self._replanned(present)
         for p in present:
             self._start_state(p)
@@ -183,18 +203,15 @@ class SecondOrder(Optimizer):
             return True
         place = self._plan.places.get(p)
         if place is None:
-            return isinstance(route(p, config), Blocking)
+            return isinstance(route(tuple(p.shape), config), Blocking)
         if place.shape != p.shape:
             raise ValueError(
                 f"the shape of {self._name(p)} has changed from {tuple(place.shape)} to "
                 f"{tuple(p.shape)} and its state does not fit: build a new optimizer"
             )
-        changes = structural_changes(place.config, config)
-        if changes:
-            raise ValueError(
-                f"{changes[0]} in the group of {self._name(p)}, but its state was made already: "
-                "save state_dict(), build an optimizer with the new value and load it there"
-            )
+        change = forbidden_change(place.config, config)
+        if change:
+            raise ValueError(f"group of {self._name(p)}: {change}")
         return place.device != p.device
 
     def _replanned(self, present: Mapping[Tensor, Config]) -> Plan:
@@ -203,12 +220,12 @@ class SecondOrder(Optimizer):
             (p, self._config_of(group))
             for group in self.param_groups
             for p in group["params"]
-            if p.requires_grad or p in present or p in self.state
+            if p.requires_grad or p in present or blocks_of(self.state.get(p, {}))
         )
         for p in plan.places:
             self._start_state(p)
-        held = self._binding.bind(plan, self.state)
-        self._refreshed = plan.refreshed() if held else set()
+        if self._binding.bind(plan, self.state):
+            plan.find_refreshed()
         if self._plan is not None:
             self._past_counts.update(report.fallback_counts(self._plan))
         return plan
@@ -216,26 +233,21 @@ class SecondOrder(Optimizer):
     def _make_plan(self, params: Iterable[tuple[Tensor, Config]]) -> Plan:
         return Plan(params, self.algorithm, workspace=int(self.config.workspace_mb * 2**20))
 
-    def _measured(self, present: Mapping[Tensor, Config], plan: Plan) -> list[Work]:
+    def _measured(self, present: Mapping[Tensor, Config], plan: Plan) -> Sequence[Work]:
         """Norms and finiteness of all gradients, by device; raises if the user wants that."""
-        times = {p: self.state[p]["step"] + 1 for p in present}
-        works = sort_by_device(present, times, plan, self._guards)
+        turns = [Turn(p, config, self.state[p]["step"] + 1) for p, config in present.items()]
+        works = measure(turns, plan, self._guards)
         if self.config.nonfinite == "raise":
             bad = [p for work in works for p in work.nonfinite()]
             if bad:
                 raise FloatingPointError(
                     f"{len(bad)} gradient(s) are not finite, that of {self._name(bad[0])} first, "
-                    f"at its step {times[bad[0]]}; nothing was changed. With nonfinite='zero' the "
-                    "step would go on without them"
+                    f"at its step {self.state[bad[0]]['step'] + 1}; nothing was changed. With "
+                    "nonfinite='zero' the step would go on without them"
                 )
+        for work in works:
+            self._guards[work.norms.device].count(torch.cat([work.finite, work.rest_finite]))
         return works
-
-    def _zero_nonfinite(self, work: Work, active: tuple[int, ...]) -> None:
-        """Zero what ``precondition`` did not write: identity roots, and what is left to F."""
-        waiting = [i for i in work.params if i not in set(active)]
-        params = [*(work.params[i] for i in waiting), *work.rest]
-        finite = [*(work.finite[i] for i in waiting), *work.rest_finite]
-        zero_where_nonfinite([p.grad for p in params if p.grad is not None], finite)
 
     @contextmanager
     def _kept_gradients(self, present: Iterable[Tensor]) -> Iterator[None]:
@@ -255,26 +267,15 @@ class SecondOrder(Optimizer):
     # ---------------------------------------------------------------------------------- state
 
     def _start_state(self, p: Tensor) -> None:
-        if "base" not in self.state[p] and p in self._linked:
-            # somebody reset our state: F's part of it goes, too
-            del self._linked[p]
-            self.base.state.pop(p, None)
-        self.state[p].setdefault("step", 0)
-        self.state[p].setdefault("base", {})
-        self._join_base_state(p)
+        self._base_link.start(p, self.state, self.base.state)
 
-    def _join_base_state(self, p: Tensor) -> None:
-        """Make ``state[p]["base"]`` and F's own dict one, whichever of them was replaced."""
-        held = self.state[p].get("base")
-        if held and held is not self._linked.get(p, held):
-            self.base.state[p] = held  # replaced in our state: by offloading, a device move, ...
-        if p in self.base.state and "base" in self.state[p]:
-            self.state[p]["base"] = self._linked[p] = self.base.state[p]
+    def _join_base_states(self) -> None:
+        self._base_link.join(self.state, self.base.state)
 
     def state_dict(self) -> dict[str, Any]:
         """The state: plain tensors keyed by parameter and block, and F's own under ``"base"``."""
-        for p in self.state:
-            self._join_base_state(p)
+        self._complete_groups()
+        self._join_base_states()
         return super().state_dict()
 
     @torch.no_grad()
@@ -283,6 +284,7 @@ class SecondOrder(Optimizer):
 
         Numbers of the param groups (``lr``, ``beta``, ``damping``, intervals, ...) are taken from
         the checkpoint, as in every torch optimizer; how the state is stored stays as it is here.
+        A checkpoint of F alone is taken, too: the second-order state starts fresh then.
 
         Args:
             state_dict: What ``state_dict()`` returned.
@@ -294,44 +296,53 @@ class SecondOrder(Optimizer):
         state_dict = dict(state_dict)
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = pre_hook(self, state_dict) or state_dict
-        saved_groups = state_dict["param_groups"]
-        checkpoint.check_groups(saved_groups, self.param_groups)
-        groups = [
-            checkpoint.merge_group(saved, group, self._config_of(group))
-            for saved, group in zip(saved_groups, self.param_groups, strict=True)
-        ]
-        entries = checkpoint.read_entries(state_dict["state"], saved_groups, self.param_groups)
-        for p, entry in entries.items():
-            checkpoint.check_base(entry, p, self.base.state.get(p, {}))
+        configs = [self._config_of(group) for group in self.param_groups]
+        loaded = checkpoint.read(state_dict, self.param_groups, configs)
+        base = checkpoint.BaseLoader(self.base, loaded)
+        base.check()
         plan = self._make_plan(
-            (p, self._config_of(group))
-            for group, own in zip(groups, self.param_groups, strict=True)
+            (p, self.config.for_group(group))
+            for group, own in zip(loaded.groups, self.param_groups, strict=True)
             for p in own["params"]
-            if p in entries
+            if p in loaded.entries
         )
-        checkpoint.fill(plan, entries, self.algorithm.p)
-        self.base.load_state_dict(
-            {
-                "state": {entry.key: dict(entry.base) for entry in entries.values() if entry.base},
-                "param_groups": groups,
-            }
-        )
-        self.param_groups = self.base.param_groups
+        checkpoint.fill(plan, loaded.entries, self.algorithm.p)
+        plan.find_refreshed()
+        base.load()
         self.state = defaultdict(dict)
         self._start_unplanned()
-        for p, entry in entries.items():
-            checkpoint.restore_scalars(entry, self.base.state.get(p, {}))
+        for p, entry in loaded.entries.items():
             self.state[p]["step"] = entry.step
             self._start_state(p)
-        if entries:
+        self._join_base_states()
+        if loaded.entries:
             self._binding.bind(plan, self.state)
-            self._plan, self._refreshed = plan, plan.refreshed()
+            self._plan = plan
+        if any(entry.blocks for entry in loaded.entries.values()):
+            self._warn_of_fresh_starts()
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
+    def _warn_of_fresh_starts(self) -> None:
+        fresh = [
+            p
+            for group in self.param_groups
+            for p in group["params"]
+            if p.requires_grad
+            and p not in self.state
+            and isinstance(route(tuple(p.shape), self._config_of(group)), Blocking)
+        ]
+        if fresh:
+            warnings.warn(
+                f"the checkpoint has no state of {len(fresh)} preconditioned parameter(s), such as "
+                f"{self._name(fresh[0])}: they start fresh",
+                RuntimeWarning,
+                stacklevel=4,
+            )
+
     def __getstate__(self) -> dict[str, Any]:
-        own = ("base", "config", "_group_defaults")
-        return {**super().__getstate__(), **{name: getattr(self, name) for name in own}}
+        kept = ("defaults", "state", "base", "config", "_group_defaults")
+        return {name: getattr(self, name) for name in kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

@@ -12,8 +12,12 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 
-# Where a float32 matrix product may be lowered: cuBLAS, and oneDNN on the CPU.
-_BACKENDS = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # type: ignore[attr-defined]
+# Where a float32 matrix product may be lowered (cuBLAS, and oneDNN on the CPU), with the setting
+# that it inherits while its own is "none".
+_BACKENDS = (
+    (torch.backends.cuda.matmul, torch.backends.cudnn),
+    (torch.backends.mkldnn.matmul, torch.backends.mkldnn),  # type: ignore[attr-defined]
+)
 _AUTOCAST_DEVICES = ("cpu", "cuda")
 
 
@@ -24,9 +28,12 @@ def full_precision() -> Iterator[None]:
         for device in _AUTOCAST_DEVICES:
             if torch.is_autocast_enabled(device):
                 stack.enter_context(torch.autocast(device, enabled=False))
-        for backend in _BACKENDS:
+        for backend, parent in _BACKENDS:
             precision = backend.fp32_precision
             if precision in ("tf32", "bf16"):
-                stack.callback(setattr, backend, "fp32_precision", precision)
+                inherited = parent.fp32_precision == precision
+                stack.callback(
+                    setattr, backend, "fp32_precision", "none" if inherited else precision
+                )
                 backend.fp32_precision = "ieee"
         yield

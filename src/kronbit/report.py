@@ -9,11 +9,12 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+from kronbit.blocking import route
 from kronbit.config import Config
 from kronbit.factors import Factors
 from kronbit.groups import Group
 from kronbit.memory import state_bytes
-from kronbit.plan import Plan, route
+from kronbit.plan import Plan
 from kronbit.preconditioner import UPDATE
 
 _COLUMNS = ("parameter", "shape", "blocks", "method", "bits", "bytes", "left to the base because")
@@ -31,9 +32,9 @@ def summary(
     params: Sequence[tuple[str, Tensor, Config]],
     base: Optimizer,
     config: Config,
-    p_root: int,
+    root: int,
 ) -> str:
-    """The table of ``SecondOrder.summary``."""
+    """The table of ``SecondOrder.summary``; the roots are inverse ``root``-th ones."""
     rows: list[tuple[str, ...]] = []
     total, elements, preconditioned = 0, 0, 0
     steps = set()
@@ -41,14 +42,14 @@ def summary(
     for name, p, own in params:
         shape = " x ".join(map(str, p.shape)) or "scalar"
         elements += p.numel()
-        way = route(p, own) if p.requires_grad else "frozen: requires_grad=False"
+        way = route(tuple(p.shape), own) if p.requires_grad else "frozen: requires_grad=False"
         if isinstance(way, str):
             rows.append((name, shape, "", "", "", "", way))
             continue
         formats = [own.format(order) for grid in way.grids for order in grid.shape]
         methods = sorted({format.method for format in formats})
         bits = sorted({quantizer.bits for format in formats for quantizer in format[1:]})
-        size = sum(state_bytes(way, own, p_root).values())
+        size = sum(state_bytes(way, own, root).values())
         total, preconditioned = total + size, preconditioned + p.numel()
         steps.add(own.first_preconditioned_step())
         orders += [order for grid in way.grids for order in grid.shape]
@@ -81,12 +82,13 @@ def _table(title: str, rows: Sequence[Sequence[str]]) -> str:
         return _plain_table(title, rows)
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     table = Table(title=title, title_justify="left")
     for column, numeric in zip(_COLUMNS, _NUMERIC, strict=True):
         table.add_column(column, justify="right" if numeric else "left")
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*map(Text, row))  # names are text, not markup
     console = Console(width=160)
     with console.capture() as capture:
         console.print(table)

@@ -1,8 +1,9 @@
-"""From a gradient and two roots to the preconditioned gradient; grafting."""
+"""What tells the algorithms apart: how a gradient and two roots combine; and grafting."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
@@ -12,6 +13,19 @@ from torch import Tensor
 Rule: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 _GRAFT_FLOOR = 1e-12
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """A second-order method.
+
+    Attributes:
+        rule: (L̂, G, R̂) -> Ĝ.
+        p: L̂ = L^(-1/p) and R̂ = R^(-1/p).
+    """
+
+    rule: Rule
+    p: int
 
 
 def kronecker(L: Tensor, G: Tensor, R: Tensor) -> Tensor:

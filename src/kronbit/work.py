@@ -2,16 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from kronbit.config import Config
-from kronbit.nonfinite import NonfiniteGuard
+from kronbit.nonfinite import NonfiniteGuard, zero_where_nonfinite
 from kronbit.plan import Plan
 from kronbit.preconditioner import Preconditioner
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A parameter that has a gradient at this step.
+
+    Attributes:
+        p: The parameter.
+        config: Its options.
+        t: The number of this step, counted from 1 for each parameter.
+    """
+
+    p: Tensor
+    config: Config
+    t: int
 
 
 @dataclass(frozen=True)
@@ -20,9 +35,7 @@ class Work:
 
     Attributes:
         preconditioner: The state of the device's matrices, its members.
-        params: Member -> parameter, for members that have a gradient.
-        configs: Member -> options, for the same.
-        times: Member -> t, the number of this step, for the same.
+        turns: Member -> its turn, for members that have a gradient.
         grads: The gradient of every member, ``None`` where there is none.
         norms: ‖G‖_F of every member.
         finite: bool, whether the gradient of every member is finite.
@@ -31,9 +44,7 @@ class Work:
     """
 
     preconditioner: Preconditioner
-    params: Mapping[int, Tensor]
-    configs: Mapping[int, Config]
-    times: Mapping[int, int]
+    turns: Mapping[int, Turn]
     grads: list[Tensor | None]
     norms: Tensor
     finite: Tensor
@@ -41,57 +52,56 @@ class Work:
     rest_finite: Tensor
 
     def due(self, scheduled: Callable[[Config, int], bool]) -> dict[int, Config]:
-        """Members whose turn it is at this step, with their options."""
-        return {i: c for i, c in self.configs.items() if scheduled(c, self.times[i])}
+        """Members whose update or refresh falls on this step, with their options."""
+        return {i: turn.config for i, turn in self.turns.items() if scheduled(turn.config, turn.t)}
 
     def nonfinite(self) -> list[Tensor]:
         """Parameters with a non-finite gradient. Waits for the device."""
-        finite = [*self.finite.tolist(), *self.rest_finite.tolist()]
-        owners = [*(self.params.get(i) for i in range(len(self.grads))), *self.rest]
-        return [p for p, good in zip(owners, finite, strict=True) if p is not None and not good]
+        members = [self.turns[i].p for i, good in enumerate(self.finite.tolist()) if not good]
+        others = zip(self.rest, self.rest_finite.tolist(), strict=True)
+        return members + [p for p, good in others if not good]
+
+    def zero_untouched(self) -> None:
+        """Zero non-finite gradients that ``precondition`` leaves alone."""
+        waiting = [i for i in self.turns if i not in self.preconditioner.refreshed]
+        grads = [self.turns[i].p.grad for i in waiting] + [p.grad for p in self.rest]
+        finite = torch.cat([*(self.finite[i : i + 1] for i in waiting), self.rest_finite])
+        zero_where_nonfinite([grad for grad in grads if grad is not None], finite)
 
 
-def sort_by_device(
-    present: Mapping[Tensor, Config],
-    times: Mapping[Tensor, int],
-    plan: Plan,
-    guards: dict[torch.device, NonfiniteGuard],
+def measure(
+    turns: Sequence[Turn], plan: Plan, guards: dict[torch.device, NonfiniteGuard]
 ) -> list[Work]:
-    """Measure all gradients and lay them out for the preconditioners.
+    """Sort a step's gradients by device and measure them.
 
     Args:
-        present: Parameters that have a gradient, with their options.
-        times: t of each.
+        turns: Parameters that have a gradient.
         plan: Where each matrix has its state.
         guards: The devices' guards; missing ones are added.
     """
-    by_device: dict[torch.device, list[Tensor]] = {}
-    for p in present:
-        by_device.setdefault(p.device, []).append(p)
+    by_device: dict[torch.device, list[Turn]] = {}
+    for turn in turns:
+        by_device.setdefault(turn.p.device, []).append(turn)
     works = []
-    for device, params in by_device.items():
+    for device, there in by_device.items():
         if device not in guards:
             guards[device] = NonfiniteGuard(device)
         preconditioner = plan.preconditioners[device]
-        places = {p: plan.places[p].index for p in params if p in plan.places}
-        members = {index: p for p, index in places.items()}
-        rest = [p for p in params if p not in places]
-        grads = [
-            members[index].grad if index in members else None
-            for index in range(len(preconditioner.members))
-        ]
-        norms, finite = guards[device].measure(grads)
+        members = {plan.places[turn.p].index: turn for turn in there if turn.p in plan.places}
+        rest = [turn.p for turn in there if turn.p not in plan.places]
+        count = len(preconditioner.members)
+        grads = [members[i].p.grad if i in members else None for i in range(count)]
+        norms = guards[device].norms([*grads, *(p.grad for p in rest)])
+        finite = torch.isfinite(norms)
         works.append(
             Work(
-                preconditioner=preconditioner,
-                params=members,
-                configs={index: present[p] for index, p in members.items()},
-                times={index: times[p] for index, p in members.items()},
+                preconditioner,
+                turns=members,
                 grads=grads,
-                norms=norms,
-                finite=finite,
+                norms=norms[:count],
+                finite=finite[:count],
                 rest=rest,
-                rest_finite=guards[device].measure([p.grad for p in rest])[1],
+                rest_finite=finite[count:],
             )
         )
     return works

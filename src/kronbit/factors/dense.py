@@ -38,7 +38,7 @@ class Dense:
         """PU: the statistic with M averaged in."""
         decay, weight = decay_weights(config.beta)
         A = self.statistic.decode(leaves)
-        return self.statistic.encode(torch.add(A * decay, M, alpha=weight))
+        return self.statistic.encode((A * decay).add_(M, alpha=weight))
 
     def refresh(self, leaves: Mapping[str, Tensor], config: Config) -> Leaves:
         """PIRU: the root of the statistic."""

@@ -12,6 +12,8 @@ from kronbit.factors.dense import condition
 from kronbit.factors.storage import Layout, Leaves, MatrixStorage, decay_weights, root_storage
 from kronbit.linalg import bjorck, inverse_root, orthogonality_error, subspace_iteration
 
+_TO_THE_END = 4  # Björck steps after which 4-bit eigenvectors are orthogonal to float32
+
 
 class Eigen:
     """A = V Λ Vᵀ as (λ, Ū): Algorithms PU and PIRU.
@@ -58,7 +60,7 @@ class Eigen:
 
     def matrix(self, leaves: Mapping[str, Tensor]) -> Tensor:
         """A = V Λ Vᵀ, float32, from eigenvectors rectified to full orthogonality."""
-        return self._matrix(leaves, rectify=4)
+        return self._matrix(leaves, rectify=_TO_THE_END)
 
     def encode_matrix(self, A: Tensor) -> Leaves:
         """The statistic that stands for a given A."""
@@ -85,4 +87,4 @@ class Eigen:
 
     def _encode(self, lam: Tensor, P: Tensor) -> Leaves:
         """(λ, Q(P)), with λ clamped at 0: a negative one would have no root."""
-        return {"eigenvalues": lam.clamp(min=0)} | self.vectors.encode(P.mT.contiguous())
+        return {"eigenvalues": lam.clamp(min=0)} | self.vectors.encode(P.mT)

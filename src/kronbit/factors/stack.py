@@ -21,7 +21,7 @@ class Method(Protocol):
     root: MatrixStorage
 
     def layout(self, order: int) -> Layout:
-        """Names, shapes and dtypes of one matrix and its root; those of the root begin with it."""
+        """Shapes and dtypes of one matrix and its root by name; a root's names begin "root"."""
 
     def start(self, eye: Tensor, value: float) -> Leaves:
         """A0 = value I; ``eye`` is (1, n, n)."""
@@ -56,6 +56,7 @@ class Factors:
     state.
 
     Attributes:
+        layout: Name -> (shape, dtype) of one row.
         tensors: Name -> tensor with one row per block.
         counters: On the stack's device, how often something was refused or repaired.
     """
@@ -79,9 +80,10 @@ class Factors:
         # The identity is exact in every format, so Â0 = I is too.
         eye = torch.eye(order, device=device, dtype=torch.float32).unsqueeze(0)
         first = self.method.start(eye, start) | self.method.root.encode(eye.clone())
+        self.layout = self.method.layout(order)
         self.tensors = {
             name: torch.empty((rows, *shape), dtype=dtype, device=device).copy_(first[name])
-            for name, (shape, dtype) in self.method.layout(order).items()
+            for name, (shape, dtype) in self.layout.items()
         }
 
     def update(self, rows: slice, M: Tensor, trusted: Tensor, config: Config) -> None:

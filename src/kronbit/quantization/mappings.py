@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 from torch import Tensor
 
@@ -33,7 +31,34 @@ def _dynamic_tree(bits: int) -> list[float]:
     return sorted(values)
 
 
-@lru_cache(maxsize=64)
+_CACHE: dict[tuple[str, str, int, torch.device], Tensor] = {}
+
+
+def _cached(kind: str, mapping: str, bits: int, device: torch.device | str) -> Tensor:
+    """One tensor per device: a copy from the host at every use would be a synchronisation."""
+    device = torch.device(device)
+    key = (kind, mapping, bits, device)
+    if key not in _CACHE:
+        table = {"codebook": _values, "thresholds": _borders}[kind](mapping, bits).to(device)
+        if type(table) is not Tensor:  # under a tracing or fake-tensor mode
+            return table
+        _CACHE[key] = table
+    return _CACHE[key]
+
+
+def _values(mapping: str, bits: int) -> Tensor:
+    make = {"linear2": _linear2, "dt": _dynamic_tree, "linear": _linear}[mapping]
+    return torch.tensor(make(bits), dtype=torch.float32, device="cpu")
+
+
+def _borders(mapping: str, bits: int) -> Tensor:
+    values = _values(mapping, bits).double()
+    middle = (values[1:] + values[:-1]) / 2
+    rounded = middle.float()
+    down = torch.nextafter(rounded, torch.full_like(rounded, -torch.inf))
+    return torch.where(rounded.double() > middle, down, rounded)
+
+
 def codebook(mapping: str, bits: int, device: torch.device | str = "cpu") -> Tensor:
     """The 2^bits values of a mapping, ascending, in float32.
 
@@ -45,21 +70,15 @@ def codebook(mapping: str, bits: int, device: torch.device | str = "cpu") -> Ten
     Returns:
         A tensor of shape (2^bits,). It is shared: do not write to it.
     """
-    make = {"linear2": _linear2, "dt": _dynamic_tree, "linear": _linear}[mapping]
-    return torch.tensor(make(bits), dtype=torch.float32, device=device)
+    return _cached("codebook", mapping, bits, device)
 
 
-@lru_cache(maxsize=64)
 def thresholds(mapping: str, bits: int, device: torch.device | str = "cpu") -> Tensor:
-    """The 2^bits - 1 borders between neighbouring codes, in float32.
+    """The 2^bits - 1 borders between neighbouring codes, in float32; shared as the codebook is.
 
     The nearest code of a float32 x is the number of thresholds below x; on a tie that is the
     lower index. The exact midpoint of two float32 numbers may not be a float32. Rounding it
     *down* keeps the rule exact: a float32 lies above the midpoint if and only if it lies above
     the largest float32 that is not above the midpoint.
     """
-    values = codebook(mapping, bits).double()
-    middle = (values[1:] + values[:-1]) / 2
-    rounded = middle.float()
-    down = torch.nextafter(rounded, torch.full_like(rounded, -torch.inf))
-    return torch.where(rounded.double() > middle, down, rounded).to(device)
+    return _cached("thresholds", mapping, bits, device)

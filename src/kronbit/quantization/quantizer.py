@@ -43,11 +43,12 @@ class Quantizer:
     block_size: int = 64
 
     def __post_init__(self) -> None:
-        if self.bits not in BITS:
+        # By type, too: 4.0 == 4 and True == 1.
+        if type(self.bits) is not int or self.bits not in BITS:
             raise ValueError(f"bits must be one of {BITS}; got {self.bits!r}")
         if self.mapping not in MAPPINGS:
             raise ValueError(f"mapping must be one of {MAPPINGS}; got {self.mapping!r}")
-        if self.block_size not in BLOCK_SIZES:
+        if type(self.block_size) is not int or self.block_size not in BLOCK_SIZES:
             raise ValueError(
                 f"block_size must be a multiple of 16 from 16 to 2048; got {self.block_size!r}"
             )
@@ -70,7 +71,7 @@ class Quantizer:
             raise TypeError(f"quantize needs a real floating-point tensor; got {kind}")
         if x.dim() == 0:
             raise ValueError("quantize needs at least one axis; got a 0-d tensor: use x[None]")
-        x = x.to(torch.float32)
+        x = x.detach().to(torch.float32)
         finite = torch.isfinite(x)
         if not finite.all():
             first = tuple((~finite).nonzero()[0].tolist())
@@ -80,6 +81,7 @@ class Quantizer:
             )
         return self.encode(x)
 
+    @torch.no_grad()
     def dequantize(self, q: Quantized, length: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """Restore the values of ``quantize``.
 

@@ -383,7 +383,10 @@ class SecondOrder(Optimizer):
         return report.summary(type(self).__name__, rows, self.base, self.config, self.algorithm.p)
 
     def diagnostics(self) -> dict[str, Any]:
-        """Counters of every fallback, and figures per group. Waits for the device."""
+        """Counters of every fallback, and figures per group. Waits for the device.
+
+        The counters run from construction, or from the last ``load_state_dict``.
+        """
         skipped = sum(int(guard.skipped) for guard in self._guards.values())
         counts = {"skipped_gradients": skipped, **report.fallback_counts(self._plan)}
         for name, count in self._past_counts.items():

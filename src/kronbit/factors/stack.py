@@ -134,7 +134,7 @@ class Factors:
         self, rows: slice, leaves: Leaves, counter: str, trusted: Tensor | None = None
     ) -> None:
         """Copy new tensors in where they are trusted and finite; elsewhere the old ones stay."""
-        finite = finite_rows(leaves)
+        finite = _finite_rows(leaves)
         trusted = torch.ones_like(finite) if trusted is None else trusted
         self.counters[counter] += (trusted & ~finite).sum()
         accepted = trusted & finite
@@ -143,7 +143,7 @@ class Factors:
             target.copy_(torch.where(accepted.view(-1, *[1] * (new.dim() - 1)), new, target))
 
 
-def finite_rows(leaves: Mapping[str, Tensor]) -> Tensor:
+def _finite_rows(leaves: Mapping[str, Tensor]) -> Tensor:
     """Which rows hold finite numbers only. A non-finite element shows in its block's scale."""
     checks = [
         torch.isfinite(torch.linalg.vector_norm(leaf.flatten(1), ord=torch.inf, dim=1))

@@ -15,7 +15,7 @@ from kronbit.quantization.mappings import codebook, thresholds
 
 # Codes are packed as a little-endian bit stream. A word is the shortest run of codes that fills
 # whole bytes: bits -> (codes in a word, bytes in a word).
-_WORD = {8: (1, 1), 6: (4, 3), 4: (2, 1), 3: (8, 3)}
+WORD = {8: (1, 1), 6: (4, 3), 4: (2, 1), 3: (8, 3)}
 
 
 def packed_length(length: int, bits: int) -> int:
@@ -35,7 +35,7 @@ def _padded(x: Tensor, multiple: int) -> Tensor:
 
 def pack(codes: Tensor, bits: int) -> Tensor:
     """Pack int32 codes of the last axis into bytes; of two 4-bit codes the even one is low."""
-    per_word, width = _WORD[bits]
+    per_word, width = WORD[bits]
     length = packed_length(codes.shape[-1], bits)
     parts = _padded(codes, per_word).unflatten(-1, (-1, per_word))
     word = parts[..., 0]
@@ -48,7 +48,7 @@ def pack(codes: Tensor, bits: int) -> Tensor:
 
 def unpack(packed: Tensor, bits: int, length: int) -> Tensor:
     """The int32 codes of a packed last axis."""
-    per_word, width = _WORD[bits]
+    per_word, width = WORD[bits]
     parts = _padded(packed, width).unflatten(-1, (-1, width))
     word = parts[..., 0].to(torch.int32)
     for k in range(1, width):

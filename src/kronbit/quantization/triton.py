@@ -1,0 +1,198 @@
+"""The quantiser as Triton kernels: one pass each, the same codes and scales as ``reference``.
+
+A stack of square matrices is quantised or restored row by row. Rows lie anywhere (strides are
+given), so eigenvectors, which are columns, are quantised without a transposed copy.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kronbit.kernels.launch import launch
+from kronbit.quantization.mappings import codebook, thresholds
+from kronbit.quantization.reference import WORD, block_count, packed_length
+
+_ROWS = 16  # of a matrix, per program
+
+
+@triton.jit
+def restore(codes, scales, table, columns, mask, BITS: tl.constexpr, BLOCK: tl.constexpr):
+    """D for some elements of rows: ``codes`` and ``scales`` point at the rows' first ones."""
+    bit = columns * BITS
+    word = tl.load(codes + bit // 8, mask=mask, other=0).to(tl.int32)
+    shift = bit % 8
+    if 8 % BITS != 0:  # a code may reach into the next byte
+        more = mask & (shift + BITS > 8)
+        word |= tl.load(codes + bit // 8 + 1, mask=more, other=0).to(tl.int32) << 8
+    code = (word >> shift) & (2**BITS - 1)
+    scale = tl.load(scales + columns // BLOCK, mask=mask, other=0.0)
+    return tl.load(table + code) * scale
+
+
+@triton.jit(do_not_specialize=["n", "code_length", "scale_length"])
+def _decode_kernel(
+    codes,
+    scales,
+    diagonal,
+    table,
+    out,
+    n,
+    code_length,
+    scale_length,
+    BITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    DIAGONAL: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    matrix = tl.program_id(2).to(tl.int64)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    mask = (row < n) & (column < n)
+    line = matrix * n + row
+    x = restore(
+        codes + line * code_length, scales + line * scale_length, table, column, mask, BITS, BLOCK
+    )
+    if DIAGONAL:
+        x = tl.where(row == column, tl.load(diagonal + line, mask=row < n, other=0.0), x)
+    tl.store(out + line * n + column, x, mask=mask)
+
+
+@triton.jit(do_not_specialize=["n", "code_length", "scale_length", "matrix_stride", "long_stride"])
+def _encode_kernel(
+    x,
+    codes,
+    scales,
+    diagonal,
+    borders,
+    n,
+    code_length,
+    scale_length,
+    matrix_stride,
+    long_stride,
+    TRANSPOSED: tl.constexpr,
+    BITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WIDE: tl.constexpr,
+    PER_WORD: tl.constexpr,
+    WORD_BYTES: tl.constexpr,
+    DIAGONAL: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    matrix = tl.program_id(2).to(tl.int64)
+    block = tl.program_id(1)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    place = tl.arange(0, WIDE)
+    column = block * BLOCK + place
+    mask = (row < n)[:, None] & ((place < BLOCK) & (column < n))[None, :]
+    if TRANSPOSED:
+        offset = row[:, None] + column[None, :] * long_stride
+    else:
+        offset = row[:, None] * long_stride + column[None, :]
+    value = tl.load(x + matrix * matrix_stride + offset, mask=mask, other=0.0)
+    line = matrix * n + row
+    if DIAGONAL:
+        on = row[:, None] == column[None, :]
+        tl.store(diagonal + line[:, None] + 0 * column[None, :], value, mask=on & mask)
+        value = tl.where(on, 0.0, value)
+    # tl.max passes NaN over; infinity in its place makes the scale non-finite, too
+    magnitude = tl.where(value == value, tl.abs(value), float("inf"))
+    scale = tl.max(magnitude, axis=1)
+    tl.store(scales + line * scale_length + block, scale, mask=row < n)
+    # The division is IEEE's: an approximate one would move values over a border.
+    value = tl.div_rn(value, tl.where(scale == 0.0, 1.0, scale)[:, None] + tl.zeros_like(value))
+    code = tl.zeros((ROWS, WIDE), dtype=tl.int32)
+    for i in tl.static_range(BITS):  # bisection: how many borders lie below the value
+        border = tl.load(borders + code + (2 ** (BITS - 1 - i) - 1))
+        code = tl.where(value > border, code + 2 ** (BITS - 1 - i), code)
+    code = tl.where(mask, code, 0)
+    part = tl.arange(0, PER_WORD)[None, None, :]
+    word = tl.sum(tl.reshape(code, (ROWS, WIDE // PER_WORD, PER_WORD)) << (part * BITS), axis=2)
+    number = tl.arange(0, WIDE // PER_WORD)
+    for k in tl.static_range(WORD_BYTES):
+        inside = number * WORD_BYTES + k
+        byte = block * (BLOCK * BITS // 8) + inside
+        here = (row < n)[:, None] & ((inside < BLOCK * BITS // 8) & (byte < code_length))[None, :]
+        target = codes + line[:, None] * code_length + byte[None, :]
+        tl.store(target, ((word >> (8 * k)) & 255).to(tl.uint8), mask=here)
+
+
+def decode(
+    codes: Tensor, scales: Tensor, diagonal: Tensor | None, bits: int, mapping: str, block_size: int
+) -> Tensor:
+    """D on a stack: (k, n, ...) contiguous codes and scales -> (k, n, n) float32.
+
+    Args:
+        codes: Packed codes.
+        scales: Block scales.
+        diagonal: (k, n), what stands on the diagonals instead; ``None``: what the codes say.
+        bits: b, below 32.
+        mapping: R.
+        block_size: Elements that share one scale.
+    """
+    k, n = codes.shape[:2]
+    out = torch.empty(k, n, n, dtype=torch.float32, device=codes.device)
+    columns = 256
+    launch(
+        _decode_kernel,
+        (triton.cdiv(n, _ROWS), triton.cdiv(n, columns), k),
+        codes,
+        scales,
+        scales if diagonal is None else diagonal,
+        codebook(mapping, bits, codes.device),
+        out,
+        n,
+        codes.shape[-1],
+        scales.shape[-1],
+        BITS=bits,
+        BLOCK=block_size,
+        DIAGONAL=diagonal is not None,
+        ROWS=_ROWS,
+        COLUMNS=columns,
+    )
+    return out
+
+
+def encode(
+    X: Tensor, diagonal: bool, bits: int, mapping: str, block_size: int
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Q on a stack (k, n, n) of float32, maybe transposed: codes, scales, and the diagonal apart.
+
+    Args:
+        X: The matrices; not written to.
+        diagonal: Whether the diagonal is taken out and counts as zero.
+        bits: b, below 32.
+        mapping: R.
+        block_size: Elements that share one scale.
+    """
+    k, n, _ = X.shape
+    codes = torch.empty(k, n, packed_length(n, bits), dtype=torch.uint8, device=X.device)
+    scales = torch.empty(k, n, block_count(n, block_size), device=X.device)
+    apart = torch.empty(k, n, device=X.device) if diagonal else None
+    per_word, word_bytes = WORD[bits]
+    launch(
+        _encode_kernel,
+        (triton.cdiv(n, _ROWS), scales.shape[-1], k),
+        X,
+        codes,
+        scales,
+        scales if apart is None else apart,
+        thresholds(mapping, bits, X.device),
+        n,
+        codes.shape[-1],
+        scales.shape[-1],
+        X.stride(0),
+        X.stride(1) if X.stride(2) == 1 else X.stride(2),
+        TRANSPOSED=X.stride(2) != 1,
+        BITS=bits,
+        BLOCK=block_size,
+        WIDE=max(16, triton.next_power_of_2(block_size)),
+        PER_WORD=per_word,
+        WORD_BYTES=word_bytes,
+        DIAGONAL=diagonal,
+        ROWS=_ROWS,
+    )
+    return codes, scales, apart

@@ -1,15 +1,19 @@
-"""Batched linear algebra of the factors: (k, n, n) stacks, float32, full precision, no host sync.
-
-The one exception to "no host sync" is ``orthonormalize``: it reads one flag per call to decide
-whether some matrix needs the Householder fallback.
-"""
+"""Batched linear algebra of the factors: (k, n, n) stacks, full float32, no host sync."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
+from kronbit.acceleration import has_kernels
 from kronbit.precision import full_precision
+from kronbit.products import Operand, multiply, operand
+
+# X -> an orthonormal basis of its columns, and of which matrices it can be trusted.
+QR: TypeAlias = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 _ORTHOGONALITY_TOLERANCE = 1e-4
 _NEWTON_TOLERANCE = 1e-6
@@ -36,82 +40,101 @@ def bjorck(V: Tensor, steps: int) -> Tensor:
     """
     V = V.float()
     for _ in range(steps):
-        V = torch.baddbmm(V, V @ V.mT, V, beta=1.5, alpha=-0.5)
+        v = operand(V, bounded=True)
+        S = operand(multiply(v, v.mT, symmetric=True), bounded=True)
+        V = multiply(S, v, C=V, alpha=-0.5, beta=1.5)
     return V
 
 
 @full_precision()
 def orthogonality_error(Q: Tensor) -> Tensor:
     """The largest |Qᵀ Q - I| of each matrix, (k,)."""
-    gram = Q.mT @ Q
+    q = operand(Q.float(), bounded=True)
+    gram = multiply(q.mT, q, symmetric=True)
     gram.diagonal(dim1=-2, dim2=-1).sub_(1)
     error: Tensor = torch.linalg.vector_norm(gram, ord=torch.inf, dim=(-2, -1))
     return error
 
 
-def _cholesky_qr(X: Tensor) -> tuple[Tensor, Tensor]:
-    """Q = X R⁻¹ with Rᵀ R = Xᵀ X, and whether Cholesky succeeded."""
-    lower, info = torch.linalg.cholesky_ex(X.mT @ X)
-    Q = torch.linalg.solve_triangular(lower.mT, X, upper=True, left=False)
-    return Q, info == 0
+def _cholesky_qr_once(X: Tensor) -> tuple[Tensor, Tensor]:
+    """Q = X R⁻¹ with Rᵀ R = Xᵀ X in the place of X, and whether Cholesky succeeded.
+
+    The columns of X have length 1.
+    """
+    x = operand(X, bounded=True)
+    S = multiply(x.mT, x, symmetric=True)
+    if has_kernels(X.device):
+        from kronbit.kernels.cholesky import inverse_factor_
+
+        W, succeeded = inverse_factor_(S)
+        del S
+        w = operand(W)
+        del W
+        return multiply(x, w, out=X), succeeded
+    lower, info = torch.linalg.cholesky_ex(S)
+    del S
+    return torch.linalg.solve_triangular(lower.mT, X, upper=True, left=False), info == 0
 
 
-def _householder(X: Tensor) -> Tensor:
-    """Q of Householder's QR, with the signs that Cholesky-QR gives: R has diagonal >= 0."""
-    Q, R = torch.linalg.qr(X)
-    signs = torch.where(R.diagonal(dim1=-2, dim2=-1) < 0, -1.0, 1.0).to(X.dtype)
-    signed: Tensor = Q * signs.unsqueeze(-2)
-    return signed
-
-
-@full_precision()
-def orthonormalize(X: Tensor, fallbacks: Tensor | None = None) -> Tensor:
-    """QR(X): an orthonormal basis of the columns, R having a non-negative diagonal.
-
-    Cholesky-QR, twice, on normalised columns; it is all matrix products. Where Cholesky fails or
-    the result is less orthogonal than 1e-4, that matrix alone is done again by Householder.
+def cholesky_qr(X: Tensor) -> tuple[Tensor, Tensor]:
+    """QR(X) by Cholesky-QR, twice, on normalised columns: all matrix products.
 
     Args:
-        X: (k, m, n) with m >= n.
-        fallbacks: A counter (an integer tensor of one element on X's device) that is increased
-            by the number of matrices that needed Householder.
+        X: (k, m, n) with m >= n, float32; given away: it may be overwritten.
 
     Returns:
-        Q, (k, m, n).
+        Q: (k, m, n), with R's diagonal non-negative.
+        good: bool (k,): False where X is too ill-conditioned for it: Cholesky failed, or Q is less
+            orthogonal than 1e-4. That Q is worthless; ``householder_qr`` is for such X.
     """
-    X = X.float()
-    norms = torch.linalg.vector_norm(X, dim=-2, keepdim=True)
-    X = X / _nonzero(norms)
-    Q, first = _cholesky_qr(X)
-    Q, second = _cholesky_qr(Q)
-    # A comparison with NaN is False, so a broken matrix counts as bad.
-    good = first & second & (orthogonality_error(Q) <= _ORTHOGONALITY_TOLERANCE)
-    if not good.all():
-        bad = ~good
-        Q[bad] = _householder(X[bad])
-        if fallbacks is not None:
-            fallbacks += bad.sum()
-    return Q
+    with full_precision():
+        X = X.contiguous()
+        X /= _nonzero(torch.linalg.vector_norm(X, dim=-2, keepdim=True))
+        X, first = _cholesky_qr_once(X)
+        X, second = _cholesky_qr_once(X)
+        # A comparison with NaN is False, so a broken matrix counts as bad.
+        return X, first & second & (orthogonality_error(X) <= _ORTHOGONALITY_TOLERANCE)
 
 
-def subspace_iteration(A: Tensor, V: Tensor, steps: int, fallbacks: Tensor | None = None) -> Tensor:
+def householder_qr(X: Tensor) -> tuple[Tensor, Tensor]:
+    """QR(X) by Householder, with the signs that Cholesky-QR gives: R has diagonal >= 0.
+
+    Args:
+        X: (k, m, n) with m >= n, float32; given away: it is overwritten.
+
+    Returns:
+        Q: (k, m, n).
+        good: bool (k,), True.
+    """
+    X /= _nonzero(torch.linalg.vector_norm(X, dim=-2, keepdim=True))
+    good = torch.ones(X.shape[:1], dtype=torch.bool, device=X.device)
+    # One by one: CUDA's batched QR of a singular matrix is not orthogonal.
+    return torch.stack([_signed_q(*torch.linalg.qr(x)) for x in X]), good
+
+
+def _signed_q(Q: Tensor, R: Tensor) -> Tensor:
+    return Q * torch.where(R.diagonal() < 0, -1.0, 1.0).to(Q.dtype)
+
+
+def subspace_iteration(A: Operand, AV: Tensor, steps: int, qr: QR) -> tuple[Tensor, Tensor]:
     """The paper's randomized SVD: ``steps`` times P ← QR(A P), from P = V.
 
     Args:
         A: (k, n, n), symmetric.
-        V: (k, n, n), the start: eigenvectors of an earlier A as columns.
-        steps: Number of QR iterations.
-        fallbacks: See ``orthonormalize``.
+        AV: A V with V the start, eigenvectors of an earlier A as columns; given away.
+        steps: Number of QR iterations, at least 1.
+        qr: ``cholesky_qr`` or ``householder_qr``.
 
     Returns:
-        P, (k, n, n): approximate eigenvectors of A as columns.
+        P: (k, n, n), approximate eigenvectors of A as columns.
+        good: bool (k,): whether every QR could be trusted.
     """
-    P = V
-    for _ in range(steps):
-        with full_precision():
-            P = A.float() @ P.float()
-        P = orthonormalize(P, fallbacks)
-    return P
+    with full_precision():
+        P, good = qr(AV)
+        for _ in range(steps - 1):
+            P, again = qr(multiply(A, operand(P, bounded=True)))
+            good = good & again
+    return P, good
 
 
 @full_precision()
@@ -178,12 +201,14 @@ def inverse_root(A: Tensor, p: int, damping: float, steps: int) -> Tensor:
     for _ in range(steps):
         T = M * (-1 / p)
         T.diagonal(dim1=-2, dim2=-1).add_((p + 1) / p)
-        H_next = H @ T
+        t = operand(T)
+        # Not symmetric products: a naively quantised A is not quite symmetric.
+        H_next = multiply(operand(H), t)
         power = p
         while power > 1:
-            T = T @ T
+            t = operand(multiply(t, t))
             power //= 2
-        M_next = T @ M
+        M_next = multiply(t, operand(M))
         error_next = torch.linalg.vector_norm(
             M_next - eye, ord=torch.inf, dim=(-2, -1), keepdim=True
         )

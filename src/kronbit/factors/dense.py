@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kronbit.config import Config, Format
 from kronbit.factors.storage import Layout, Leaves, MatrixStorage, decay_weights, root_storage
-from kronbit.linalg import inverse_root
+from kronbit.linalg import QR, inverse_root
 
 
 class Dense:
@@ -18,6 +18,8 @@ class Dense:
     With a 32-bit quantiser this is the method ``"dense"``. With fewer bits it is ``"naive"``, the
     paper's baseline: the same on the dequantised A, whose diagonal stays float32.
     """
+
+    takes_qr = False
 
     def __init__(self, format: Format, p: int) -> None:
         self.p = p
@@ -33,12 +35,13 @@ class Dense:
         return self.statistic.encode(eye * value)
 
     def update(
-        self, leaves: Mapping[str, Tensor], M: Tensor, config: Config, fallbacks: Tensor
-    ) -> Leaves:
+        self, leaves: Mapping[str, Tensor], M: Tensor, config: Config, qr: QR
+    ) -> tuple[Leaves, Tensor]:
         """PU: the statistic with M averaged in."""
         decay, weight = decay_weights(config.beta)
-        A = self.statistic.decode(leaves)
-        return self.statistic.encode((A * decay).add_(M, alpha=weight))
+        A = (self.statistic.decode(leaves) * decay).add_(M, alpha=weight)
+        good = torch.ones(len(M), dtype=torch.bool, device=M.device)
+        return self.statistic.encode(A), good
 
     def refresh(self, leaves: Mapping[str, Tensor], config: Config) -> Leaves:
         """PIRU: the root of the statistic."""

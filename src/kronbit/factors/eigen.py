@@ -10,7 +10,8 @@ from torch import Tensor
 from kronbit.config import Config, Format
 from kronbit.factors.dense import condition
 from kronbit.factors.storage import Layout, Leaves, MatrixStorage, decay_weights, root_storage
-from kronbit.linalg import bjorck, inverse_root, orthogonality_error, subspace_iteration
+from kronbit.linalg import QR, bjorck, inverse_root, orthogonality_error, subspace_iteration
+from kronbit.products import multiply, operand
 
 _TO_THE_END = 4  # Björck steps after which 4-bit eigenvectors are orthogonal to float32
 
@@ -21,6 +22,8 @@ class Eigen:
     U is stored transposed: a row is an eigenvector, so that a quantisation block never leaves it.
     Float32 eigenvectors (32 bits, or a small order) are orthogonal and are not rectified.
     """
+
+    takes_qr = True
 
     def __init__(self, format: Format, p: int) -> None:
         self.p = p
@@ -37,15 +40,22 @@ class Eigen:
         return self._encode(torch.full_like(eye[..., 0], value), eye)
 
     def update(
-        self, leaves: Mapping[str, Tensor], M: Tensor, config: Config, fallbacks: Tensor
-    ) -> Leaves:
+        self, leaves: Mapping[str, Tensor], M: Tensor, config: Config, qr: QR
+    ) -> tuple[Leaves, Tensor]:
         """PU: rectify, average M in, one or more QR iterations, quantise the eigenvectors."""
         lam, V = leaves["eigenvalues"], self._rectified(leaves, config.update_rectify)
         decay, weight = decay_weights(config.beta)
-        # A = β V Λ Vᵀ + (1 - β) M
-        A = torch.baddbmm(M, V * lam.unsqueeze(-2), V.mT, beta=weight, alpha=decay)
-        P = subspace_iteration(A, V, config.qr_iterations, fallbacks)
-        return self._encode(lam=(P * (A @ P)).sum(-2), P=P)  # λ = diag(Pᵀ A P)
+        v, scaled = operand(V, bounded=True), operand(V * lam.unsqueeze(-2))
+        # A = β V Λ Vᵀ + (1 - β) M, and then A V, in the place of M
+        multiply(scaled, v.mT, C=M, alpha=decay, beta=weight, symmetric=True, out=M)
+        del V, scaled
+        A = operand(M.clone() if isinstance(v, Tensor) else M)
+        AV = multiply(A, v, out=M)
+        del v
+        P, good = subspace_iteration(A, AV, config.qr_iterations, qr)
+        # λ = diag(Pᵀ A P)
+        lam = multiply(A, operand(P, bounded=True)).mul_(P).sum(-2)
+        return self._encode(lam, P), good
 
     def refresh(self, leaves: Mapping[str, Tensor], config: Config) -> Leaves:
         """PIRU: Â = V (Λ + max(λ) ε I)^(-1/p) Vᵀ, or by Schur-Newton from A."""
@@ -56,7 +66,8 @@ class Eigen:
         largest = lam.amax(-1, keepdim=True)
         # A zero statistic has no inverse root; 1 in its place gives the identity.
         damped = torch.where(largest == 0, 1.0, lam + largest * config.damping)
-        return self.root.encode((V * damped.pow(-1 / self.p).unsqueeze(-2)) @ V.mT)
+        scaled = operand(V * damped.pow(-1 / self.p).unsqueeze(-2))
+        return self.root.encode(multiply(scaled, operand(V, bounded=True).mT, symmetric=True))
 
     def matrix(self, leaves: Mapping[str, Tensor]) -> Tensor:
         """A = V Λ Vᵀ, float32, from eigenvectors rectified to full orthogonality."""
@@ -83,7 +94,8 @@ class Eigen:
 
     def _matrix(self, leaves: Mapping[str, Tensor], rectify: int) -> Tensor:
         V = self._rectified(leaves, rectify)
-        return (V * leaves["eigenvalues"].unsqueeze(-2)) @ V.mT
+        scaled = operand(V * leaves["eigenvalues"].unsqueeze(-2))
+        return multiply(scaled, operand(V, bounded=True).mT, symmetric=True)
 
     def _encode(self, lam: Tensor, P: Tensor) -> Leaves:
         """(λ, Q(P)), with λ clamped at 0: a negative one would have no root."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -12,6 +13,7 @@ from kronbit.config import Config, Format
 from kronbit.factors.dense import Dense
 from kronbit.factors.eigen import Eigen
 from kronbit.factors.storage import Layout, Leaves, MatrixStorage
+from kronbit.linalg import QR, cholesky_qr
 
 
 class Method(Protocol):
@@ -19,6 +21,7 @@ class Method(Protocol):
 
     p: int
     root: MatrixStorage
+    takes_qr: bool
 
     def layout(self, order: int) -> Layout:
         """Shapes and dtypes of one matrix and its root by name; a root's names begin "root"."""
@@ -27,9 +30,9 @@ class Method(Protocol):
         """A0 = value I; ``eye`` is (1, n, n)."""
 
     def update(
-        self, leaves: Mapping[str, Tensor], M: Tensor, config: Config, fallbacks: Tensor
-    ) -> Leaves:
-        """PU: the new statistic."""
+        self, leaves: Mapping[str, Tensor], M: Tensor, config: Config, qr: QR
+    ) -> tuple[Leaves, Tensor]:
+        """PU: the new statistic, and whose can be trusted, bool (k,). M may be written to."""
 
     def refresh(self, leaves: Mapping[str, Tensor], config: Config) -> Leaves:
         """PIRU: the new root."""
@@ -86,28 +89,9 @@ class Factors:
             for name, (shape, dtype) in self.layout.items()
         }
 
-    def update(self, rows: slice, M: Tensor, trusted: Tensor, config: Config) -> None:
-        """PU on some rows.
-
-        Args:
-            rows: Which.
-            M: Their new G Gᵀ or Gᵀ G, (len(rows), n, n), finite.
-            trusted: bool (len(rows),): False leaves the row as it is, whatever M says.
-            config: β, t1 and the number of QR iterations.
-        """
-        leaves = self.method.update(
-            self._slices(rows), M, config, fallbacks=self.counters["householder"]
-        )
-        self._keep(rows, leaves, "discarded_statistics", trusted)
-
-    def refresh(self, rows: slice, config: Config) -> None:
-        """PIRU on some rows: ε, t2 and the number of Newton steps come from ``config``."""
-        leaves = self.method.refresh(self._slices(rows), config)
-        self._keep(rows, leaves, "discarded_roots")
-
     def roots(self, rows: slice) -> Tensor:
         """Â of some rows, float32: do not write to it."""
-        return self.method.root.decode(self._slices(rows))
+        return self.method.root.decode(self.leaves(rows))
 
     def is_identity(self, rows: slice) -> Tensor:
         """Whose root is still exactly I, as bool (len(rows),)."""
@@ -119,7 +103,7 @@ class Factors:
         """The worst of each figure over all rows, for ``diagnostics``. Waits for the device."""
         worst: dict[str, float] = {}
         for row in range(self.rows):
-            for name, value in self.method.figures(self._slices(slice(row, row + 1))).items():
+            for name, value in self.method.figures(self.leaves(slice(row, row + 1))).items():
                 worst[name] = max(value, worst.get(name, value))
         return worst
 
@@ -127,20 +111,72 @@ class Factors:
         """The state of one row: views, in the order of the layout."""
         return {name: tensor[row] for name, tensor in self.tensors.items()}
 
-    def _slices(self, rows: slice) -> Leaves:
+    def leaves(self, rows: slice) -> Leaves:
+        """The tensors of some rows: views."""
         return {name: tensor[rows] for name, tensor in self.tensors.items()}
 
-    def _keep(
-        self, rows: slice, leaves: Leaves, counter: str, trusted: Tensor | None = None
-    ) -> None:
+
+@dataclass(frozen=True)
+class Batch:
+    """Rows of several stacks of one order and one format, handled as one.
+
+    Attributes:
+        parts: (stack, rows) in order.
+    """
+
+    parts: tuple[tuple[Factors, slice], ...]
+
+    @property
+    def method(self) -> Method:
+        """The method of all parts."""
+        return self.parts[0][0].method
+
+    def update(self, M: Tensor, finite: Tensor, config: Config, qr: QR = cholesky_qr) -> Tensor:
+        """PU. Where the QR fails, a row stays as it is.
+
+        Args:
+            M: The new G Gᵀ or Gᵀ G, (rows, n, n), finite; written to.
+            finite: bool (rows,): False leaves the row as it is, whatever M says.
+            config: β, t1 and the number of QR iterations.
+            qr: ``cholesky_qr``, or ``householder_qr`` for rows where that has failed.
+
+        Returns:
+            bool (rows,): whose QR has failed.
+        """
+        old = self._leaves()
+        new, good = self.method.update(old, M, config, qr)
+        self._keep(old, new, "discarded_statistics", finite & good)
+        return finite & ~good
+
+    def refresh(self, config: Config) -> None:
+        """PIRU: ε, t2 and the number of Newton steps come from ``config``."""
+        old = self._leaves()
+        new = self.method.refresh(old, config)
+        rows = sum(rows.stop - rows.start for _, rows in self.parts)
+        trusted = torch.ones(rows, dtype=torch.bool, device=next(iter(old.values())).device)
+        self._keep(old, new, "discarded_roots", trusted)
+
+    def _leaves(self) -> Leaves:
+        slices = [factors.leaves(rows) for factors, rows in self.parts]
+        if len(slices) == 1:
+            return slices[0]
+        return {name: torch.cat([leaves[name] for leaves in slices]) for name in slices[0]}
+
+    def _keep(self, old: Mapping[str, Tensor], new: Leaves, counter: str, trusted: Tensor) -> None:
         """Copy new tensors in where they are trusted and finite; elsewhere the old ones stay."""
-        finite = _finite_rows(leaves)
-        trusted = torch.ones_like(finite) if trusted is None else trusted
-        self.counters[counter] += (trusted & ~finite).sum()
-        accepted = trusted & finite
-        for name, new in leaves.items():
-            target = self.tensors[name][rows]
-            target.copy_(torch.where(accepted.view(-1, *[1] * (new.dim() - 1)), new, target))
+        finite = _finite_rows(new)
+        refused, accepted = trusted & ~finite, trusted & finite
+        chosen = {
+            name: torch.where(accepted.view(-1, *[1] * (leaf.dim() - 1)), leaf, old[name])
+            for name, leaf in new.items()
+        }
+        start = 0
+        for factors, rows in self.parts:
+            here = slice(start, start + rows.stop - rows.start)
+            start = here.stop
+            factors.counters[counter] += refused[here].sum()
+            for name, leaf in chosen.items():
+                factors.tensors[name][rows].copy_(leaf[here])
 
 
 def _finite_rows(leaves: Mapping[str, Tensor]) -> Tensor:

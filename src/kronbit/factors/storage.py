@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import ModuleType
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
+from kronbit.acceleration import has_kernels
 from kronbit.quantization import Quantized, Quantizer
 
 # The tensors of a stack by name. Every one has the rows of the stack as its first axis.
@@ -50,25 +53,38 @@ class MatrixStorage:
         """Q(X) for a float32 stack (k, n, n) that the caller gives away: it may be written to."""
         if self.quantizer.bits == 32:
             return {self.plain: X}
-        leaves: Leaves = {}
-        if self.diagonal:
-            diagonal = X.diagonal(dim1=-2, dim2=-1)
-            leaves[f"{self.prefix}diagonal"] = diagonal.clone()
-            diagonal.zero_()
-        codes, scales = self.quantizer.encode(X)
-        leaves[f"{self.prefix}codes"] = codes
-        leaves[f"{self.prefix}scales"] = scales
-        return leaves
+        diagonal: Tensor | None = None
+        if has_kernels(X.device):
+            codes, scales, diagonal = self._kernels().encode(X, self.diagonal, *self._parameters)
+        else:
+            if self.diagonal:
+                diagonal = X.diagonal(dim1=-2, dim2=-1).clone()
+                X.diagonal(dim1=-2, dim2=-1).zero_()
+            codes, scales = self.quantizer.encode(X)
+        leaves = {} if diagonal is None else {f"{self.prefix}diagonal": diagonal}
+        return leaves | {f"{self.prefix}codes": codes, f"{self.prefix}scales": scales}
 
     def decode(self, leaves: Mapping[str, Tensor]) -> Tensor:
         """D: the float32 stack (k, n, n); at 32 bits the stored one, not to be written to."""
         if self.quantizer.bits == 32:
             return leaves[self.plain]
         codes, scales = leaves[f"{self.prefix}codes"], leaves[f"{self.prefix}scales"]
+        diagonal = leaves[f"{self.prefix}diagonal"] if self.diagonal else None
+        if has_kernels(codes.device):
+            decoded: Tensor = self._kernels().decode(codes, scales, diagonal, *self._parameters)
+            return decoded
         X = self.quantizer.decode(Quantized(codes, scales), codes.shape[-2])
-        if self.diagonal:
-            X.diagonal(dim1=-2, dim2=-1).copy_(leaves[f"{self.prefix}diagonal"])
+        if diagonal is not None:
+            X.diagonal(dim1=-2, dim2=-1).copy_(diagonal)
         return X
+
+    @property
+    def _parameters(self) -> tuple[int, str, int]:
+        return self.quantizer.bits, self.quantizer.mapping, self.quantizer.block_size
+
+    def _kernels(self) -> ModuleType:
+        """The quantiser's kernels, which agree with it bit for bit."""
+        return importlib.import_module("kronbit.quantization.triton")
 
 
 def root_storage(quantizer: Quantizer) -> MatrixStorage:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from kronbit import rules
 from kronbit.optimizer import SecondOrder
-from kronbit.rules import Algorithm, caspr, kronecker
+from kronbit.rules import Algorithm
 
 
 class Shampoo(SecondOrder):
@@ -26,7 +27,7 @@ class Shampoo(SecondOrder):
         **options: The fields of ``kronbit.Config``; everything else goes to the base.
     """
 
-    algorithm = Algorithm(rule=kronecker, p=4)
+    algorithm = Algorithm(rule=rules.KRONECKER, p=4)
 
 
 class CASPR(SecondOrder):
@@ -35,4 +36,4 @@ class CASPR(SecondOrder):
     Arguments and options are those of ``Shampoo``.
     """
 
-    algorithm = Algorithm(rule=caspr, p=4)
+    algorithm = Algorithm(rule=rules.CASPR, p=4)

@@ -17,6 +17,8 @@ from kronbit.blocking import Blocking, Grid, boxes
 from kronbit.config import Config, Format
 from kronbit.factors import Factors
 
+_BATCH = 2**23  # elements of the larger sides of blocks that are staggered together
+
 
 @dataclass(frozen=True)
 class Member:
@@ -46,6 +48,29 @@ class Span:
         return self.start + len(self.grid)
 
 
+@dataclass(frozen=True)
+class Due:
+    """Which blocks of a member have something to do at a step.
+
+    Attributes:
+        config: The member's options at this step.
+        phases: Those of the blocks; ``None``: all blocks.
+    """
+
+    config: Config
+    phases: frozenset[float] | None = None
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Rows [start, stop) of a group that belong to one member and have one phase."""
+
+    start: int
+    stop: int
+    member: int
+    phase: float
+
+
 @dataclass
 class Group:
     """Blocks of one shape (m, n) and one format.
@@ -58,6 +83,7 @@ class Group:
         owner: The member of each row, on the device.
         number: The number of each row's block among all blocks of all members, on the device:
             members in order, and within a member the blocks in order.
+        segments: The rows by member and phase, in row order.
     """
 
     shape: tuple[int, int]
@@ -66,19 +92,22 @@ class Group:
     spans: tuple[Span, ...]
     owner: Tensor
     number: Tensor
+    segments: tuple[Segment, ...]
 
-    def runs(self, wanted: Mapping[int, Config]) -> Iterator[tuple[slice, Config]]:
-        """Maximal ranges of neighbouring rows whose members are wanted with equal options."""
+    def runs(self, wanted: Mapping[int, Due]) -> Iterator[tuple[slice, Config]]:
+        """Maximal ranges of neighbouring rows that are wanted with equal options."""
         start, current = 0, None
-        for span in self.spans:
-            config = wanted.get(span.member)
+        for segment in self.segments:
+            due = wanted.get(segment.member)
+            here = due is not None and (due.phases is None or segment.phase in due.phases)
+            config = due.config if due is not None and here else None
             if config == current:
                 continue
             if current is not None:
-                yield slice(start, span.start), current
-            start, current = span.start, config
+                yield slice(start, segment.start), current
+            start, current = segment.start, config
         if current is not None:
-            yield slice(start, self.spans[-1].stop), current
+            yield slice(start, self.segments[-1].stop), current
 
     def pieces(self, rows: slice) -> Iterator[tuple[Span, tuple[slice, ...], slice, list[int]]]:
         """Cut a range of rows into boxes, each of which is one strided view of a gradient.
@@ -124,7 +153,14 @@ def make_groups(members: Sequence[Member], p: int, device: torch.device) -> list
             earlier = spans.setdefault(key, [])
             earlier.append(Span(index, grid, earlier[-1].stop if earlier else 0))
     groups = []
-    for ((m, n), left, right, start), own in spans.items():
+    # Staggered blocks go in batches of one group, large enough to keep a GPU busy.
+    batches = {key: max(1, _BATCH // max(key[0]) ** 2) for key in spans}
+    units = sum(-(-own[-1].stop // batches[key]) for key, own in spans.items())
+    unit = 0
+    for key, own in spans.items():
+        (m, n), left, right, start = key
+        segments = tuple(_segments(own, batches[key], unit, units))
+        unit += -(-own[-1].stop // batches[key])
         blocks = [(span.member, block.index) for span in own for block in span.grid.blocks()]
         groups.append(
             Group(
@@ -134,6 +170,18 @@ def make_groups(members: Sequence[Member], p: int, device: torch.device) -> list
                 spans=tuple(own),
                 owner=torch.tensor([member for member, _ in blocks], device=device),
                 number=torch.tensor([first_number[i] + j for i, j in blocks], device=device),
+                segments=segments,
             )
         )
     return groups
+
+
+def _segments(spans: Sequence[Span], batch: int, unit: int, units: int) -> Iterator[Segment]:
+    """Cut the rows of a group where the member or the batch changes."""
+    for span in spans:
+        start = span.start
+        while start < span.stop:
+            number = start // batch
+            stop = min(span.stop, (number + 1) * batch)
+            yield Segment(start, stop, span.member, (unit + number) / units)
+            start = stop

@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+
+from kronbit.acceleration import has_kernels
+
+if TYPE_CHECKING:
+    from kronbit.norms import KernelNorms
 
 # warn_once <- _prepare <- step <- torch's two wrappers <- the user
 _TO_THE_USER = 6
@@ -19,6 +26,37 @@ def elements(grad: Tensor) -> Tensor:
     elif grad.layout != torch.strided:
         grad = grad.values()
     return torch.view_as_real(grad) if grad.is_complex() else grad
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The gradients of a step.
+
+    Attributes:
+        grads: The gradients; ``None`` where there is none.
+        norms: ‖G‖_F of each in float32; 0 where there is none. Not finite where G is not, or where
+            the sum of squares overflows float32.
+        finite: bool, whether each norm is finite.
+        kernel: What measured them, if it was a kernel.
+    """
+
+    grads: Sequence[Tensor | None]
+    norms: Tensor
+    finite: Tensor
+    kernel: KernelNorms | None
+
+    def zero_nonfinite(self, but: Collection[int]) -> None:
+        """Replace non-finite gradients by zero, decided on the device; others keep their bits.
+
+        Args:
+            but: Gradients that need not be looked at, because that has been done.
+        """
+        if self.kernel is not None:
+            self.kernel.zero_where_not(self.finite)
+            return
+        for i, (grad, bad) in enumerate(zip(self.grads, (~self.finite).unbind(), strict=True)):
+            if grad is not None and i not in but:
+                elements(grad).masked_fill_(bad, 0)
 
 
 class NonfiniteGuard:
@@ -36,12 +74,29 @@ class NonfiniteGuard:
         self._zero = torch.zeros((), dtype=torch.float32, device=device)
         self._warned = False
         self._copy: tuple[Tensor, torch.cuda.Event] | None = None
+        self._kernel: KernelNorms | None = None
 
-    def norms(self, grads: Sequence[Tensor | None]) -> Tensor:
-        """‖G‖_F of each gradient in float32; 0 where there is none.
+    def measure(self, grads: Sequence[Tensor | None]) -> Measured:
+        """Norms and finiteness of a step's gradients."""
+        kernel = self._kernel_for(grads)
+        norms = self._norms(grads) if kernel is None else kernel.norms()
+        return Measured(grads, norms, torch.isfinite(norms), kernel)
 
-        Not finite where G is not, or where the sum of squares overflows float32.
-        """
+    def _kernel_for(self, grads: Sequence[Tensor | None]) -> KernelNorms | None:
+        if not has_kernels(self.skipped.device):
+            return None
+        from kronbit.addresses import take
+        from kronbit.norms import KernelNorms
+
+        if not take([grad for grad in grads if grad is not None]):
+            return None
+        sizes = [0 if grad is None else grad.numel() for grad in grads]
+        if self._kernel is None or self._kernel.sizes != sizes:
+            self._kernel = KernelNorms(sizes, self.skipped.device)
+        self._kernel.fill(grads)
+        return self._kernel
+
+    def _norms(self, grads: Sequence[Tensor | None]) -> Tensor:
         there = [elements(grad) for grad in grads if grad is not None]
         # torch refuses a norm in less than the input's precision
         wide = any(x.dtype == torch.float64 for x in there)
@@ -86,9 +141,3 @@ class NonfiniteGuard:
         self._copy[0].copy_(self.skipped, non_blocking=True)
         self._copy[1].record(torch.cuda.current_stream(device))
         return seen
-
-
-def zero_where_nonfinite(grads: Sequence[Tensor], finite: Tensor) -> None:
-    """Replace non-finite gradients by zero, decided on the device; finite ones keep their bits."""
-    for grad, bad in zip(grads, (~finite).unbind(), strict=True):
-        elements(grad).masked_fill_(bad, 0)

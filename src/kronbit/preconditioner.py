@@ -7,15 +7,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from kronbit.config import Config
+from kronbit.config import Config, Format
+from kronbit.factors import Batch, Factors
 from kronbit.gradients import GradientBlocks
-from kronbit.groups import Group, Member, chunks, make_groups
-from kronbit.rules import Algorithm, graft_scale
+from kronbit.groups import Due, Group, Member, chunks, make_groups
+from kronbit.kernel_products import KernelProducts
+from kronbit.linalg import QR, cholesky_qr, householder_qr
+from kronbit.products import multiply, operand
+from kronbit.rules import Algorithm, combine, graft_scale
 
 
 @dataclass(frozen=True)
@@ -23,22 +27,23 @@ class Cost:
     """Float32 matrices that one row of a chunk needs at the peak.
 
     Attributes:
-        square: Of the larger order, n x n.
+        square: Of the order, n x n (of the larger one, where both sides are at work).
         block: Of the gradient's shape, m x n.
     """
 
     square: int
     block: int
 
-    def rows(self, group: Group, workspace: int) -> int:
+    def rows(self, order: int, shape: tuple[int, int], workspace: int) -> int:
         """Rows of a chunk that stays within the workspace; a single row may exceed it."""
-        m, n = group.shape
-        return max(1, workspace // (4 * (self.square * max(m, n) ** 2 + self.block * m * n)))
+        one = 4 * (self.square * order**2 + self.block * math.prod(shape))
+        return max(1, workspace // one)
 
 
 # Counted over all methods and widths; tests/test_memory.py counts again.
-UPDATE = Cost(square=10, block=1)
-REFRESH = Cost(square=9, block=0)
+UPDATE = Cost(square=7, block=2)
+REFRESH = Cost(square=7, block=0)
+NEWTON = Cost(square=10, block=0)
 PRECONDITION = Cost(square=4, block=4)
 
 _REMEMBERED_WAVES = 16
@@ -63,6 +68,33 @@ class Wave:
     fits: bool
 
 
+@dataclass(frozen=True)
+class Part:
+    """Rows of one side of a group."""
+
+    group: Group
+    factors: Factors
+    rows: slice
+
+
+def _cut(parts: Sequence[Part], size: int) -> Iterator[list[Part]]:
+    """Cut parts, and divide them where needed, into lists of at most ``size`` rows."""
+    batch: list[Part] = []
+    room = size
+    for part in parts:
+        start = part.rows.start
+        while start < part.rows.stop:
+            stop = min(part.rows.stop, start + room)
+            batch.append(replace(part, rows=slice(start, stop)))
+            room -= stop - start
+            start = stop
+            if room == 0:
+                yield batch
+                batch, room = [], size
+    if batch:
+        yield batch
+
+
 class Preconditioner:
     """Second-order state of the parameters on one device, its members.
 
@@ -70,11 +102,14 @@ class Preconditioner:
         members: The parameters, in order.
         algorithm: Rule and root.
         workspace: Bound of transient memory in bytes.
+        graphs: Whether the ordinary step may be a CUDA graph.
         device: Where the parameters live.
 
     Attributes:
         refreshed: Members with a root that is not the identity. The others' G̃ is G, to the bit:
             ``precondition`` does not touch them.
+        products: How the members' products are taken, by kernels where there are some.
+        phases: Of each member's blocks, ascending: when they have their turn, if staggered.
         ungrafted: On the device, how often F got G itself because Ĝ had overflowed.
         graft_ratio: On the device, ‖G‖ / ‖Ĝ‖ of each member when it was last preconditioned.
     """
@@ -84,6 +119,7 @@ class Preconditioner:
         members: Sequence[Member],
         algorithm: Algorithm,
         workspace: int,
+        graphs: bool,
         device: torch.device,
     ) -> None:
         self.members, self.rule, self.workspace = tuple(members), algorithm.rule, workspace
@@ -91,42 +127,136 @@ class Preconditioner:
         self.refreshed: set[int] = set()
         self.ungrafted = torch.zeros((), dtype=torch.int64, device=device)
         self.graft_ratio = torch.ones(len(members), dtype=torch.float32, device=device)
+        self.products = KernelProducts(self, graphs)
+        self._device = device
+        self.phases = self._phases()
         self._blocks = [len(member.blocking) for member in members]
         self._lengths = torch.tensor(self._blocks, dtype=torch.int64, device=device)
         self._waves: dict[tuple[int, ...], list[Wave]] = {}
 
+    def _phases(self) -> list[tuple[float, ...]]:
+        found: list[set[float]] = [set() for _ in self.members]
+        for group in self.groups:
+            for segment in group.segments:
+                found[segment.member].add(segment.phase)
+        return [tuple(sorted(own)) for own in found]
+
+    # ------------------------------------------------------------------------ statistics, roots
+
     def update(
-        self, grads: Sequence[Tensor | None], finite: Tensor, due: Mapping[int, Config]
+        self, grads: Sequence[Tensor | None], finite: Tensor, due: Mapping[int, Due]
     ) -> None:
         """PU for L with M = G Gᵀ and for R with M = Gᵀ G.
 
         Args:
             grads: The members' gradients.
             finite: bool (members,): whose gradient is finite. The others' statistics stay.
-            due: Members to update, with their options.
+            due: Members to update, with their options and blocks.
         """
         blocks = GradientBlocks(self.members, grads)
-        for group, rows, config in self._chunks(due, UPDATE):
-            trusted = finite[group.owner[rows]]
-            G = blocks.gather(group, rows)
-            # where, not a product: 0 times NaN is NaN
-            G = torch.where(_per_row(trusted), G, 0.0)
-            group.left.update(rows, G @ G.mT, trusted, config)
-            group.right.update(rows, G.mT @ G, trusted, config)
+        checks = []
+        for parts, config in self._batches(due, UPDATE):
+            failed = self._update_parts(blocks, finite, parts, config)
+            if parts[0].factors.method.takes_qr:
+                checks.append((parts, config, failed))
+        if checks:
+            self._redo_failed(blocks, finite, checks)
 
-    def refresh(self, due: Mapping[int, Config]) -> None:
-        """PIRU for L̂ and R̂ of the members that are due."""
-        for group, rows, config in self._chunks(due, REFRESH):
-            group.left.refresh(rows, config)
-            group.right.refresh(rows, config)
-        self.find_refreshed(due.keys() - self.refreshed)
+    def _update_parts(
+        self,
+        blocks: GradientBlocks,
+        finite: Tensor,
+        parts: Sequence[Part],
+        config: Config,
+        qr: QR = cholesky_qr,
+    ) -> Tensor:
+        """PU of rows of one order; returns whose QR has failed."""
+        n = parts[0].factors.order
+        trusted = torch.cat([finite[part.group.owner[part.rows]] for part in parts])
+        M = torch.empty(len(trusted), n, n, dtype=torch.float32, device=self._device)
+        start = 0
+        for part in parts:
+            here = slice(start, start + part.rows.stop - part.rows.start)
+            start = here.stop
+            G = blocks.gather(part.group, part.rows)
+            # where, not a product: 0 times NaN is NaN
+            g = operand(torch.where(_per_row(trusted[here]), G, 0.0))
+            left, right = (g, g.mT) if part.factors is part.group.left else (g.mT, g)
+            multiply(left, right, symmetric=True, out=M[here])
+        batch = Batch(tuple((part.factors, part.rows) for part in parts))
+        return batch.update(M, trusted, config, qr)
+
+    def _redo_failed(
+        self,
+        blocks: GradientBlocks,
+        finite: Tensor,
+        checks: Sequence[tuple[Sequence[Part], Config, Tensor]],
+    ) -> None:
+        """Update rows whose Cholesky-QR failed again, by Householder. Waits for the device once."""
+        failed = iter(torch.cat([flags for _, _, flags in checks]).tolist())
+        for parts, config, _ in checks:
+            for part in parts:
+                for row in range(part.rows.start, part.rows.stop):
+                    if next(failed):
+                        one = [replace(part, rows=slice(row, row + 1))]
+                        self._update_parts(blocks, finite, one, config, householder_qr)
+                        part.factors.counters["householder"] += 1
+
+    def refresh(self, grads: Sequence[Tensor | None], due: Mapping[int, Due]) -> None:
+        """PIRU for L̂ and R̂ of the blocks that are due.
+
+        A member counts as refreshed once all its blocks are; staggered ones are not at once.
+
+        Args:
+            grads: The members' gradients, on which products in bf16 are tried.
+            due: Members to refresh, with their options and blocks.
+        """
+        for parts, config in self._batches(due, REFRESH, NEWTON):
+            Batch(tuple((part.factors, part.rows) for part in parts)).refresh(config)
+        complete = [
+            i for i, own in due.items() if own.phases is None or self.phases[i][-1] in own.phases
+        ]
+        self.find_refreshed(complete)
+        self.products.choose(grads, complete)
 
     def find_refreshed(self, candidates: Collection[int]) -> None:
         """Note which candidates have left the identity. Waits for the device."""
-        wanted = {index: self.members[index].config for index in candidates}
-        for group, rows, _ in self._chunks(wanted, PRECONDITION):
-            same = group.left.is_identity(rows) & group.right.is_identity(rows)
-            self.refreshed.update(group.owner[rows][~same].tolist())
+        wanted = {i: Due(self.members[i].config) for i in candidates if i not in self.refreshed}
+        found = [
+            part.group.owner[part.rows][~part.factors.is_identity(part.rows)]
+            for parts, _ in self._batches(wanted, PRECONDITION)
+            for part in parts
+        ]
+        if found:
+            self.refreshed.update(torch.cat(found).tolist())
+
+    def _batches(
+        self, due: Mapping[int, Due], cost: Cost, newton: Cost | None = None
+    ) -> Iterator[tuple[list[Part], Config]]:
+        """Rows of equal order, format and options, from all groups, as many as the workspace takes.
+
+        Few large batches: the time of an update is that of its launches, where matrices are small.
+
+        Args:
+            due: The members.
+            cost: What a row needs.
+            newton: What it needs where roots are taken by Schur-Newton.
+        """
+        found: dict[tuple[int, Format, Config], list[Part]] = {}
+        for group in self.groups if due else ():
+            for run, config in group.runs(due):
+                for factors in (group.left, group.right):
+                    key = (factors.order, factors.format, config)
+                    found.setdefault(key, []).append(Part(group, factors, run))
+        for (order, format, config), parts in found.items():
+            largest = max((part.group.shape for part in parts), key=math.prod)
+            by_newton = format.method != "eigen" or config.root == "schur_newton"
+            own = newton if newton is not None and by_newton else cost
+            size = own.rows(order, largest, self.workspace)
+            for batch in _cut(parts, size):
+                yield batch, config
+
+    # -------------------------------------------------------------------------------- gradients
 
     def precondition(
         self,
@@ -143,9 +273,21 @@ class Preconditioner:
             finite: bool (members,): whose gradient is finite.
             zero_nonfinite: Whether a non-finite gradient becomes zero; else it stays as it is.
         """
-        active = tuple(i for i, g in enumerate(grads) if g is not None and i in self.refreshed)
-        if not active:
-            return
+        active = {i: g for i, g in enumerate(grads) if g is not None and i in self.refreshed}
+        taken = self.products.precondition(active, norms, zero_nonfinite)
+        exact = tuple(i for i in active if i not in taken)
+        if exact:
+            self._precondition_exactly(exact, grads, norms, finite, zero_nonfinite)
+
+    def _precondition_exactly(
+        self,
+        active: tuple[int, ...],
+        grads: Sequence[Tensor | None],
+        norms: Tensor,
+        finite: Tensor,
+        zero_nonfinite: bool,
+    ) -> None:
+        """``precondition`` in float32, group by group: the contract."""
         blocks = GradientBlocks(self.members, grads)
         # ‖Ĝ‖² of every block, in the members' order, and then in the order of their blocks: summed
         # in this order whatever the chunks are, for the same bits every time.
@@ -153,7 +295,7 @@ class Preconditioner:
         for wave in self._waves_of(active):
             held = []
             for group, rows in wave.parts:
-                G, Ghat = self._product(blocks, group, rows)
+                G, Ghat = self.product(blocks, group, rows)
                 squares[group.number[rows]] = torch.linalg.vector_norm(Ghat, dim=(-2, -1)).square()
                 held.append((G, Ghat) if wave.fits else None)
             Ghat_norms = torch.segment_reduce(
@@ -163,29 +305,20 @@ class Preconditioner:
             # Where Ĝ overflowed although G is finite, F gets G itself.
             usable = finite & torch.isfinite(Ghat_norms) & torch.isfinite(scale)
             self.ungrafted += (wave.mask & finite & ~usable).sum()
-            self.graft_ratio = torch.where(wave.mask, scale, self.graft_ratio)
+            self.graft_ratio.copy_(torch.where(wave.mask, scale, self.graft_ratio))
             for (group, rows), pair in zip(wave.parts, held, strict=True):
                 owner = group.owner[rows]
-                G, Ghat = self._product(blocks, group, rows) if pair is None else pair
+                G, Ghat = self.product(blocks, group, rows) if pair is None else pair
                 if zero_nonfinite:
                     G = torch.where(_per_row(finite[owner]), G, 0.0)
                 Gtilde = torch.where(_per_row(usable[owner]), Ghat * _per_row(scale[owner]), G)
                 blocks.scatter(group, rows, Gtilde)
             blocks.flush()
 
-    def _chunks(
-        self, due: Mapping[int, Config], cost: Cost
-    ) -> Iterator[tuple[Group, slice, Config]]:
-        """The rows of the members that are due, in chunks that fit into the workspace."""
-        for group in self.groups if due else ():
-            for run, config in group.runs(due):
-                for rows in chunks(run, cost.rows(group, self.workspace)):
-                    yield group, rows, config
-
-    def _product(self, blocks: GradientBlocks, group: Group, rows: slice) -> tuple[Tensor, Tensor]:
+    def product(self, blocks: GradientBlocks, group: Group, rows: slice) -> tuple[Tensor, Tensor]:
         """G and Ĝ of some rows."""
         G = blocks.gather(group, rows)
-        return G, self.rule(group.left.roots(rows), G, group.right.roots(rows))
+        return G, combine(self.rule, group.left.roots(rows), G, group.right.roots(rows))
 
     def _waves_of(self, active: tuple[int, ...]) -> list[Wave]:
         """Cut the active members into waves. Recent cuts are remembered."""
@@ -210,12 +343,12 @@ class Preconditioner:
         yield self._make_wave(wave, budget, fits=total <= budget)
 
     def _make_wave(self, wave: list[int], budget: int, fits: bool) -> Wave:
-        wanted = dict.fromkeys(wave, self.members[wave[0]].config)
+        wanted = dict.fromkeys(wave, Due(self.members[wave[0]].config))
         parts = tuple(
             (group, rows)
             for group in self.groups
             for run, _ in group.runs(wanted)
-            for rows in chunks(run, PRECONDITION.rows(group, budget))
+            for rows in chunks(run, PRECONDITION.rows(max(group.shape), group.shape, budget))
         )
         mask = torch.zeros_like(self.graft_ratio, dtype=torch.bool)
         for index in wave:

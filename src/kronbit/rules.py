@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
-# (L̂, G, R̂) -> Ĝ on stacks (k, m, m), (k, m, n), (k, n, n).
-Rule: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
-
 _GRAFT_FLOOR = 1e-12
+
+
+class Pass(NamedTuple):
+    """X ← L̂ X, X ← X R̂, or both added up: X ← L̂ X + X R̂."""
+
+    left: bool
+    right: bool
+
+
+# From X = G, pass by pass, to X = Ĝ. Data, not a function: kernels read it, too.
+Rule: TypeAlias = tuple[Pass, ...]
+
+# Shampoo: Ĝ = L̂ G R̂.
+KRONECKER: Rule = (Pass(left=True, right=False), Pass(left=False, right=True))
+# CASPR: J = L̂ G + G R̂, Ĝ = L̂ J + J R̂.
+CASPR: Rule = (Pass(left=True, right=True), Pass(left=True, right=True))
 
 
 @dataclass(frozen=True)
@@ -28,15 +40,12 @@ class Algorithm:
     p: int
 
 
-def kronecker(L: Tensor, G: Tensor, R: Tensor) -> Tensor:
-    """Shampoo: Ĝ = L̂ G R̂."""
-    return L @ G @ R
-
-
-def caspr(L: Tensor, G: Tensor, R: Tensor) -> Tensor:
-    """CASPR: J = L̂ G + G R̂, Ĝ = L̂ J + J R̂."""
-    J = torch.baddbmm(L @ G, G, R)
-    return torch.baddbmm(L @ J, J, R)
+def combine(rule: Rule, L: Tensor, G: Tensor, R: Tensor) -> Tensor:
+    """Ĝ on stacks L̂ (k, m, m), G (k, m, n), R̂ (k, n, n)."""
+    X = G
+    for by in rule:
+        X = torch.baddbmm(L @ X, X, R) if by == (True, True) else L @ X if by.left else X @ R
+    return X
 
 
 def graft_scale(G_norm: Tensor, Ghat_norm: Tensor) -> Tensor:

@@ -1,0 +1,311 @@
+"""Tables that tell the grouped kernels which blocks there are, and which program does what.
+
+They depend on the plan alone, so they are made once. Gradients move from step to step: their
+addresses are a small table of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from kronbit.addresses import to_device
+from kronbit.factors import Factors
+from kronbit.groups import Group, Member
+from kronbit.kernels.grouped import COUNT, OTHER_SIDE, PAD, STRIP, Field
+from kronbit.quantization import Quantizer
+
+if TYPE_CHECKING:
+    from kronbit.preconditioner import Preconditioner
+
+LANES = 2  # chunks that are under way at the same time, each in a scratch of its own
+
+
+@dataclass(frozen=True)
+class Precision:
+    """How products are taken.
+
+    Attributes:
+        half: Gradients, X and Y are kept in bf16 alone, not as a sum of two.
+        precise: The roots are a sum of two as well, and both parts are multiplied.
+    """
+
+    half: bool
+    precise: bool
+
+    @property
+    def parts(self) -> int:
+        """Bf16 numbers that make up an element of X and Y."""
+        return 1 if self.half else 2
+
+    @property
+    def root_parts(self) -> int:
+        """Bf16 numbers that make up an element of a root."""
+        return 2 if self.precise else 1
+
+    @property
+    def tile(self) -> tuple[int, int]:
+        """What a program of a product computes: as much as fits into the registers of 4 warps."""
+        return (128, 128) if self.half else (64, 128)
+
+
+@dataclass(frozen=True, eq=False)  # two blocks are never the same
+class TableBlock:
+    """A block, and where its gradient is: from ``first`` on, ``stride`` elements per row."""
+
+    member: int
+    number: int
+    group: Group
+    row: int
+    first: int
+    stride: int
+
+    def scratch(self, precision: Precision) -> int:
+        """Elements of bf16 scratch: two roots, X and Y."""
+        m, n = map(padded, self.group.shape)
+        return precision.root_parts * (m * m + n * n) + 2 * precision.parts * m * n
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Blocks that go through the scratch together.
+
+    Attributes:
+        blocks: The blocks.
+        members: Whose they are.
+        roots: Root format -> (block, side, first row) of each program that restores.
+        strips: (block, first row) of each program that gathers or scatters.
+        tiles: (block, first row, first column) of each program of a product.
+        square: Where its programs' sums of squares begin among the wave's.
+        lane: Whose scratch it uses.
+    """
+
+    blocks: tuple[TableBlock, ...]
+    members: frozenset[int]
+    roots: tuple[tuple[Quantizer, Tensor], ...]
+    strips: Tensor
+    tiles: Tensor
+    square: int
+    lane: int
+
+
+@dataclass(frozen=True)
+class TableWave:
+    """Members that are grafted together.
+
+    Attributes:
+        lines: The blocks' lines of integers.
+        members: (member, first, one past the last of its squares) of each.
+        chunks: Its blocks in order.
+        squares: How many programs compute products.
+        held: Elements of Ĝ that are held at once: all, or, where that does not fit, a chunk's.
+        scratch: Elements of all lanes' scratch.
+        fits: Whether Ĝ of the wave is held until it is grafted; else it is computed twice.
+        offsets: Where Ĝ of each block begins in the held stack.
+    """
+
+    lines: Tensor
+    members: Tensor
+    chunks: tuple[Chunk, ...]
+    squares: int
+    held: int
+    scratch: int
+    fits: bool
+    offsets: dict[TableBlock, int]
+
+
+def padded(size: int) -> int:
+    """The size of scratch for a side."""
+    return -(-size // PAD) * PAD
+
+
+def make_waves(
+    preconditioner: Preconditioner,
+    wanted: Collection[int],
+    precision: Precision,
+    device: torch.device,
+) -> list[TableWave]:
+    """Cut members into waves whose Ĝ, and whose chunks' scratch, fit into the workspace.
+
+    Args:
+        preconditioner: Members, blocks and workspace: three eighths of that are scratch; the rest
+            holds Ĝ.
+        wanted: Which of the members.
+        precision: How much scratch they need.
+        device: Where the tables go.
+    """
+    members, groups = preconditioner.members, preconditioner.groups
+    workspace = preconditioner.workspace
+    blocks = [block for block in _blocks(members, groups) if block.member in wanted]
+    blocks.sort(key=lambda block: (block.member, block.number))
+    scratch = workspace * 3 // 8 // 2 // LANES
+    hold = workspace * 5 // 8 // (2 * precision.parts)
+    waves: list[list[TableBlock]] = []
+    total = 0
+    for own in _runs(blocks):
+        size = sum(block_size(block) for block in own)
+        if not waves or total + size > hold:
+            waves.append([])
+            total = 0
+        waves[-1] += own
+        total += size
+    return [_make_wave(wave, precision, hold, scratch, device) for wave in waves]
+
+
+def _blocks(members: Sequence[Member], groups: Iterable[Group]) -> Iterator[TableBlock]:
+    for group in groups:
+        for span in group.spans:
+            _, M, N = members[span.member].blocking.matrices
+            for row, block in enumerate(span.grid.blocks(), span.start):
+                first = (block.batch * M + block.row) * N + block.column
+                yield TableBlock(span.member, block.index, group, row, first, N)
+
+
+def _runs(blocks: Sequence[TableBlock]) -> Iterator[list[TableBlock]]:
+    """The blocks of each member."""
+    own: list[TableBlock] = []
+    for block in blocks:
+        if own and own[0].member != block.member:
+            yield own
+            own = []
+        own.append(block)
+    if own:
+        yield own
+
+
+def block_size(block: TableBlock) -> int:
+    """Elements of a block."""
+    m, n = block.group.shape
+    return m * n
+
+
+def _make_wave(
+    blocks: Sequence[TableBlock],
+    precision: Precision,
+    hold: int,
+    scratch: int,
+    device: torch.device,
+) -> TableWave:
+    fits = sum(map(block_size, blocks)) <= hold
+    hold = hold // LANES  # of a chunk, where the wave does not fit
+    pieces = list(_pieces(blocks, precision, scratch, hold if not fits else None))
+    lines, chunks, offsets = [], [], {}
+    segments: dict[int, list[int]] = {}
+    squares = held = largest_held = 0
+    lane_size = max(sum(block.scratch(precision) for block in piece) for piece in pieces)
+    for number, piece in enumerate(pieces):
+        if not fits:
+            held = number % LANES * hold
+        tiles: list[tuple[int, int, int]] = []
+        place = number % LANES * lane_size
+        for block in piece:
+            offsets[block] = held
+            lines.append(_line(block, precision, place, held))
+            place += block.scratch(precision)
+            held += block_size(block)
+            own = list(_tiles(len(lines) - 1, block.group.shape, precision.tile))
+            segment = segments.setdefault(block.member, [squares + len(tiles), 0])
+            tiles += own
+            segment[1] = squares + len(tiles)
+        chunks.append(
+            _make_chunk(piece, len(lines) - len(piece), tiles, squares, number % LANES, device)
+        )
+        squares += len(tiles)
+        largest_held = max(largest_held, held)
+    return TableWave(
+        lines=to_device(lines, device, torch.int64),
+        members=to_device([[i, *ends] for i, ends in segments.items()], device, torch.int32),
+        chunks=tuple(chunks),
+        squares=squares,
+        held=largest_held,
+        scratch=min(LANES, len(pieces)) * lane_size,
+        fits=fits,
+        offsets=offsets,
+    )
+
+
+def _pieces(
+    blocks: Sequence[TableBlock], precision: Precision, scratch: int, hold: int | None
+) -> Iterator[list[TableBlock]]:
+    """Cut the blocks of a wave into chunks; one block may exceed the scratch."""
+    piece: list[TableBlock] = []
+    used = kept = 0
+    for block in blocks:
+        full = used + block.scratch(precision) > scratch
+        full = full or (hold is not None and kept + block_size(block) > hold)
+        if piece and full:
+            yield piece
+            piece, used, kept = [], 0, 0
+        piece.append(block)
+        used, kept = used + block.scratch(precision), kept + block_size(block)
+    yield piece
+
+
+def _make_chunk(
+    piece: Sequence[TableBlock],
+    first_line: int,
+    tiles: list[tuple[int, int, int]],
+    square: int,
+    lane: int,
+    device: torch.device,
+) -> Chunk:
+    roots: dict[Quantizer, list[tuple[int, int, int]]] = {}
+    strips = []
+    for line, block in enumerate(piece, first_line):
+        m, n = block.group.shape
+        strips += [(line, row) for row in range(0, padded(m), STRIP)]
+        for side, (order, factors) in enumerate(((m, block.group.left), (n, block.group.right))):
+            own = roots.setdefault(factors.format.root, [])
+            own += [(line, side, row) for row in range(0, padded(order), STRIP)]
+    return Chunk(
+        blocks=tuple(piece),
+        members=frozenset(block.member for block in piece),
+        roots=tuple((q, to_device(list_, device, torch.int32)) for q, list_ in roots.items()),
+        strips=to_device(strips, device, torch.int32),
+        tiles=to_device(tiles, device, torch.int32),
+        square=square,
+        lane=lane,
+    )
+
+
+def _tiles(
+    line: int, shape: tuple[int, int], tile: tuple[int, int]
+) -> Iterator[tuple[int, int, int]]:
+    for row in range(0, shape[0], tile[0]):
+        for column in range(0, shape[1], tile[1]):
+            yield line, row, column
+
+
+def _line(block: TableBlock, precision: Precision, place: int, held: int) -> list[int]:
+    m, n = block.group.shape
+    pm, pn = padded(m), padded(n)
+    line = [0] * COUNT
+    line[Field.MEMBER], line[Field.M], line[Field.N] = block.member, m, n
+    line[Field.GRADIENT], line[Field.STRIDE] = block.first, block.stride
+    line[Field.LEFT] = place
+    line[Field.RIGHT] = place + precision.root_parts * pm * pm
+    line[Field.X] = line[Field.RIGHT] + precision.root_parts * pn * pn
+    line[Field.Y] = line[Field.X] + precision.parts * pm * pn
+    line[Field.HELD] = held
+    for side, factors in enumerate((block.group.left, block.group.right)):
+        for field, value in _root(factors, block.row).items():
+            line[field + side * OTHER_SIDE] = value
+    return line
+
+
+def _root(factors: Factors, row: int) -> dict[Field, int]:
+    """Addresses of a root. A 32-bit one is its own diagonal, at every (n + 1)-th element."""
+    tensors, n = factors.tensors, factors.order
+    if factors.format.root.bits == 32:
+        address = tensors["root"][row].data_ptr()
+        return {Field.CODES: address, Field.DIAGONAL: address, Field.DIAGONAL_STRIDE: n + 1}
+    return {
+        Field.CODES: tensors["root_codes"][row].data_ptr(),
+        Field.SCALES: tensors["root_scales"][row].data_ptr(),
+        Field.DIAGONAL: tensors["root_diagonal"][row].data_ptr(),
+        Field.DIAGONAL_STRIDE: 1,
+    }

@@ -31,7 +31,7 @@ _FLOAT32 = Quantizer(bits=32)
 class Config:
     """Options of a second-order optimizer; the paper's symbol stands first where it has one.
 
-    All but the last three may also be given per param group.
+    All but the last four may also be given per param group.
 
     Attributes:
         bits: b. Width of the stored statistics: 3, 4, 6, 8 or 32.
@@ -50,6 +50,9 @@ class Config:
         refresh_every: T2. Steps between refreshes of the inverse roots.
         first_refresh: ``None``: the first refresh is at T2. An integer k: update and refresh at
             k, 2k, 4k, ... while below T2; from T2 on, T1 and T2 rule.
+        stagger: True spreads updates and refreshes over their intervals: the blocks run the same
+            schedule, each with a delay of its own below the longer interval, so that no step does
+            the work of all. False: all at the same step, as in the paper.
         update_rectify: t1. Björck steps on the dequantised eigenvectors before an update.
         refresh_rectify: t2. Björck steps before a refresh.
         qr_iterations: QR iterations of the randomized SVD in each update.
@@ -67,6 +70,7 @@ class Config:
         workspace_mb: Bound of transient memory, in MiB.
         keep_gradients: True gives the gradients back unchanged after the step, at the price of a
             copy of them.
+        cuda_graph: Whether the ordinary step on a GPU is captured as a CUDA graph.
         nonfinite: What becomes of a parameter's non-finite gradient: ``"zero"``, ``"pass"`` (the
             base optimizer sees it) or ``"raise"`` (waits for the device at every step).
     """
@@ -83,6 +87,7 @@ class Config:
     update_every: int = 100
     refresh_every: int = 500
     first_refresh: int | None = None
+    stagger: bool = False
     update_rectify: int = 1
     refresh_rectify: int = 4
     qr_iterations: int = 1
@@ -95,6 +100,7 @@ class Config:
     precondition: bool = True
     workspace_mb: float = 256
     keep_gradients: bool = False
+    cuda_graph: bool = True
     nonfinite: str = "zero"
 
     def __post_init__(self) -> None:
@@ -112,6 +118,7 @@ class Config:
         _integer("refresh_every", self.refresh_every, 1)
         if self.first_refresh is not None:
             _integer("first_refresh", self.first_refresh, 1)
+        _choice("stagger", self.stagger, (True, False))
         _integer("update_rectify", self.update_rectify, 0)
         _integer("refresh_rectify", self.refresh_rectify, 0)
         _integer("qr_iterations", self.qr_iterations, 1)
@@ -131,6 +138,7 @@ class Config:
         _choice("precondition", self.precondition, (True, False))
         _number("workspace_mb", self.workspace_mb, 0, math.inf)
         _choice("keep_gradients", self.keep_gradients, (True, False))
+        _choice("cuda_graph", self.cuda_graph, (True, False))
         _choice("nonfinite", self.nonfinite, ("zero", "pass", "raise"))
         self._check_combinations()
 
@@ -174,13 +182,28 @@ class Config:
         bits = self.bits if bits is None else bits
         return _FLOAT32 if bits == 32 else Quantizer(bits, self.mapping, self.block_size)
 
-    def updates_at(self, t: int) -> bool:
-        """Whether the statistics are updated at step t (counted from 1)."""
-        return self._doubles_at(t) if self._early(t) else t % self.update_every == 0
+    def updates_at(self, t: int, phase: float = 0.0) -> bool:
+        """Whether a block's statistics are updated at step t (counted from 1).
 
-    def refreshes_at(self, t: int) -> bool:
-        """Whether the inverse roots are refreshed at step t (counted from 1)."""
-        return self._doubles_at(t) if self._early(t) else t % self.refresh_every == 0
+        Args:
+            t: The step.
+            phase: In [0, 1): the block's place in the interval, if they are staggered.
+        """
+        if self._early(t):
+            return self._doubles_at(t)
+        t -= self.delay(phase)
+        return t > 0 and t % self.update_every == 0
+
+    def refreshes_at(self, t: int, phase: float = 0.0) -> bool:
+        """Whether a block's inverse roots are refreshed at step t; see ``updates_at``."""
+        if self._early(t):
+            return self._doubles_at(t)
+        t -= self.delay(phase)
+        return t > 0 and t % self.refresh_every == 0
+
+    def delay(self, phase: float) -> int:
+        """Steps by which a block with this phase is behind the paper's schedule."""
+        return int(phase * max(self.update_every, self.refresh_every)) if self.stagger else 0
 
     def _early(self, t: int) -> bool:
         return self.first_refresh is not None and t < self.refresh_every
@@ -190,11 +213,20 @@ class Config:
         times, rest = divmod(t, self.first_refresh or 1)
         return rest == 0 and times > 0 and times & (times - 1) == 0
 
-    def first_preconditioned_step(self) -> int:
-        """The first step whose gradient is preconditioned: a refresh at or after an update."""
+    def first_refresh_step(self, phase: float = 0.0) -> int:
+        """The step of a block's first refresh."""
+        return self.first_refresh or self.refresh_every + self.delay(phase)
+
+    def first_preconditioned_step(self, phase: float = 0.0) -> int:
+        """The first step whose gradient is preconditioned: a refresh at or after an update.
+
+        Args:
+            phase: The largest among a parameter's blocks: it waits until all have been refreshed.
+        """
         if self.first_refresh is not None:
             return self.first_refresh
-        return -(-self.update_every // self.refresh_every) * self.refresh_every
+        first = -(-self.update_every // self.refresh_every) * self.refresh_every
+        return first + self.delay(phase)
 
 
 def take_options(keywords: MutableMapping[str, Any]) -> Config:
@@ -202,7 +234,7 @@ def take_options(keywords: MutableMapping[str, Any]) -> Config:
     return Config(**{name: keywords.pop(name) for name in OPTIONS if name in keywords})
 
 
-GLOBAL_OPTIONS = frozenset({"workspace_mb", "keep_gradients", "nonfinite"})
+GLOBAL_OPTIONS = frozenset({"workspace_mb", "keep_gradients", "cuda_graph", "nonfinite"})
 OPTIONS = tuple(field.name for field in fields(Config))
 GROUP_OPTIONS = tuple(name for name in OPTIONS if name not in GLOBAL_OPTIONS)
 # How a matrix is stored: fixed once there is state, but a checkpoint is converted.

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, ClassVar, overload
 
 import torch
@@ -16,13 +16,13 @@ from kronbit import checkpoint, first_order, memory, report
 from kronbit.blocking import Blocking, route
 from kronbit.config import FORMAT, FORMAT_KEY, GROUP_OPTIONS, Config, take_options
 from kronbit.first_order import BaseFactory
-from kronbit.gradients import overlaps_itself, problem
+from kronbit.gradients import are_plain, copied, inspect
 from kronbit.nonfinite import NonfiniteGuard
 from kronbit.plan import Plan, forbidden_change
 from kronbit.precision import full_precision
 from kronbit.rules import Algorithm
 from kronbit.state import BaseLink, Binding, blocks_of
-from kronbit.work import Turn, Work, measure
+from kronbit.work import Itinerary, Work, measure
 
 
 class SecondOrder(Optimizer):
@@ -70,7 +70,7 @@ class SecondOrder(Optimizer):
         """Nothing derived is known: the next step plans from ``param_groups`` and ``state``."""
         self._plan: Plan | None = None
         self._binding = Binding()
-        self._routed: dict[Tensor, tuple[Config, torch.device, torch.Size]] = {}
+        self._itinerary: Itinerary | None = None
         self._base_link = BaseLink()
         self._guards: dict[torch.device, NonfiniteGuard] = {}
         self._configs: dict[tuple[Any, ...], Config] = {}
@@ -124,47 +124,49 @@ class SecondOrder(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        present = self._present()
-        plan = self._prepare(present)
-        with self._kept_gradients(present):
+        itinerary = self._prepare(*self._present())
+        kept = copied(itinerary.params) if self.config.keep_gradients else nullcontext()
+        with kept:
             with full_precision():
-                for work in self._measured(present, plan):
+                for work in self._measured(itinerary):
                     preconditioner = work.preconditioner
                     # t % T1 = 0: L ← PU(L, G Gᵀ), R ← PU(R, Gᵀ G)
                     preconditioner.update(work.grads, work.finite, work.due(Config.updates_at))
                     # t % T2 = 0: L̂ ← PIRU(L), R̂ ← PIRU(R)
-                    preconditioner.refresh(work.due(Config.refreshes_at))
+                    due = work.due(Config.refreshes_at)
+                    if due:
+                        preconditioner.refresh(work.grads, due)
+                        work.note_products(due)
                     # Ĝ = L̂ G R̂, and G̃ = Ĝ ‖G‖ / ‖Ĝ‖ in the place of G. While L̂ = R̂ = I, G̃ is G.
                     zero = self.config.nonfinite == "zero"
                     preconditioner.precondition(work.grads, work.norms, work.finite, zero)
                     if zero:
                         work.zero_untouched()
-            for p in present:
-                self.state[p]["step"] += 1
+            for entry in itinerary.entries:
+                entry["step"] += 1
             # W, s ← F(W, s, G̃)
             self.base.step()
-        self._join_base_states()
+        if not self._base_link.settled(itinerary.params, itinerary.entries, self.base.state):
+            self._join_base_states()
         return loss
 
     # ----------------------------------------------------------------- what a step starts from
 
-    def _present(self) -> dict[Tensor, Config]:
-        """The parameters that have a gradient, with their options."""
+    def _present(self) -> tuple[list[Tensor], list[Config]]:
+        """The parameters that have a gradient, and their options."""
         self._complete_groups()
-        present = {}
+        params: list[Tensor] = []
+        configs: list[Config] = []
         for group in self.param_groups:
             config = self._config_of(group)
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                fault = problem(p.grad)
-                if fault is None:
-                    if overlaps_itself(p.grad):
-                        p.grad = p.grad.clone(memory_format=torch.contiguous_format)
-                elif isinstance(route(tuple(p.shape), config), Blocking):
-                    raise RuntimeError(f"the gradient of {self._name(p)} {fault}")
-                present[p] = config
-        return present
+            present = [p for p in group["params"] if p.grad is not None]
+            if not are_plain([p.grad for p in present]):
+                for p in present:
+                    preconditioned = isinstance(route(tuple(p.shape), config), Blocking)
+                    inspect(p, preconditioned, self._name)
+            params += present
+            configs += [config] * len(present)
+        return params, configs
 
     def _config_of(self, group: Mapping[str, Any]) -> Config:
         """The options of a group; the same object as long as they are equal."""
@@ -180,22 +182,29 @@ class SecondOrder(Optimizer):
         self._configs[key] = self.config.for_group(group)
         return self._configs[key]
 
-    def _prepare(self, present: Mapping[Tensor, Config]) -> Plan:
+    def _prepare(self, params: list[Tensor], configs: list[Config]) -> Itinerary:
         """Plan parameters that are new, and anew where the state was changed from outside."""
         for guard in self._guards.values():
             guard.warn_once()
-        routed = {p: (config, p.device, p.shape) for p, config in present.items()}
+        intact = self._binding.intact(self.state)
+        old = self._itinerary
+        if (
+            old is not None
+            and intact
+            and old.plan is self._plan
+            and old.holds(params, configs)
+            and self._base_link.settled(params, old.entries, self.base.state)
+        ):
+            return old
         unplanned = [
-            p
-            for p, config in present.items()
-            if self._routed.get(p) != routed[p] and self._is_unplanned(p, config)
+            p for p, config in zip(params, configs, strict=True) if self._is_unplanned(p, config)
         ]
-        if self._plan is None or unplanned or not self._binding.intact(self.state):
-            self._plan = self._replanned(present)
-        for p in present:
+        if self._plan is None or unplanned or not intact:
+            self._plan = self._replanned(params)
+        for p in params:
             self._start_state(p)
-        self._routed = routed
-        return self._plan
+        self._itinerary = Itinerary.make(params, configs, self._plan, self.state)
+        return self._itinerary
 
     def _is_unplanned(self, p: Tensor, config: Config) -> bool:
         """Whether a parameter needs a place for its state; refuses one whose state cannot fit."""
@@ -214,8 +223,9 @@ class SecondOrder(Optimizer):
             raise ValueError(f"group of {self._name(p)}: {change}")
         return place.device != p.device
 
-    def _replanned(self, present: Mapping[Tensor, Config]) -> Plan:
+    def _replanned(self, present: Collection[Tensor]) -> Plan:
         """Lay all state out anew. What the state holds is copied over; the rest starts fresh."""
+        present = set(present)
         plan = self._make_plan(
             (p, self._config_of(group))
             for group in self.param_groups
@@ -225,18 +235,17 @@ class SecondOrder(Optimizer):
         for p in plan.places:
             self._start_state(p)
         if self._binding.bind(plan, self.state):
-            plan.find_refreshed()
+            plan.find_refreshed({p: self.state[p]["step"] for p in plan.places})
         if self._plan is not None:
             self._past_counts.update(report.fallback_counts(self._plan))
         return plan
 
     def _make_plan(self, params: Iterable[tuple[Tensor, Config]]) -> Plan:
-        return Plan(params, self.algorithm, workspace=int(self.config.workspace_mb * 2**20))
+        return Plan(params, self.algorithm, self.config)
 
-    def _measured(self, present: Mapping[Tensor, Config], plan: Plan) -> Sequence[Work]:
+    def _measured(self, itinerary: Itinerary) -> Sequence[Work]:
         """Norms and finiteness of all gradients, by device; raises if the user wants that."""
-        turns = [Turn(p, config, self.state[p]["step"] + 1) for p, config in present.items()]
-        works = measure(turns, plan, self._guards)
+        works = measure(itinerary, self._guards)
         if self.config.nonfinite == "raise":
             bad = [p for work in works for p in work.nonfinite()]
             if bad:
@@ -246,23 +255,8 @@ class SecondOrder(Optimizer):
                     "nonfinite='zero' the step would go on without them"
                 )
         for work in works:
-            self._guards[work.norms.device].count(torch.cat([work.finite, work.rest_finite]))
+            self._guards[work.norms.device].count(work.measured.finite)
         return works
-
-    @contextmanager
-    def _kept_gradients(self, present: Iterable[Tensor]) -> Iterator[None]:
-        """With ``keep_gradients``, let the step work on copies and put the originals back."""
-        if not self.config.keep_gradients:
-            yield
-            return
-        originals = [(p, p.grad) for p in present]
-        try:
-            for p, grad in originals:
-                p.grad = None if grad is None else grad.clone()
-            yield
-        finally:
-            for p, grad in originals:
-                p.grad = grad
 
     # ---------------------------------------------------------------------------------- state
 
@@ -307,12 +301,12 @@ class SecondOrder(Optimizer):
             if p in loaded.entries
         )
         checkpoint.fill(plan, loaded.entries, self.algorithm.p)
-        plan.find_refreshed()
+        plan.find_refreshed({p: entry.step for p, entry in loaded.entries.items()})
         base.load()
         self.state = defaultdict(dict)
         self._start_unplanned()
         for p, entry in loaded.entries.items():
-            self.state[p]["step"] = entry.step
+            self.state[p]["step"], self.state[p]["product_bits"] = entry.step, entry.product_bits
             self._start_state(p)
         self._join_base_states()
         if loaded.entries:
@@ -391,4 +385,8 @@ class SecondOrder(Optimizer):
         counts = {"skipped_gradients": skipped, **report.fallback_counts(self._plan)}
         for name, count in self._past_counts.items():
             counts[name] += count
-        return {**counts, "groups": report.group_figures(self._plan)}
+        return {
+            **counts,
+            **report.acceleration_figures(self._plan),
+            "groups": report.group_figures(self._plan),
+        }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -46,11 +46,11 @@ class Plan:
         params: Parameters with their options, in the order of the param groups. Those that are
             left to F get no place.
         algorithm: Rule and root.
-        workspace: Bound of transient memory in bytes.
+        options: ``workspace_mb`` and ``cuda_graph`` hold for all parameters.
     """
 
     def __init__(
-        self, params: Iterable[tuple[Tensor, Config]], algorithm: Algorithm, workspace: int
+        self, params: Iterable[tuple[Tensor, Config]], algorithm: Algorithm, options: Config
     ) -> None:
         members: dict[torch.device, list[Member]] = {}
         self.places: dict[Tensor, Place] = {}
@@ -60,8 +60,9 @@ class Plan:
             if isinstance(blocking, Blocking):
                 self.places[p] = Place(p.device, len(there), p.shape, config)
                 there.append(Member(blocking, config))
+        workspace = int(options.workspace_mb * 2**20)
         self.preconditioners = {
-            device: Preconditioner(there, algorithm, workspace, device)
+            device: Preconditioner(there, algorithm, workspace, options.cuda_graph, device)
             for device, there in members.items()
         }
 
@@ -76,10 +77,20 @@ class Plan:
                     for row, block in enumerate(span.grid.blocks(), span.start):
                         yield PlannedBlock(p, f"block_{block.index}", row, sides)
 
-    def find_refreshed(self) -> None:
-        """Learn from the roots who has been refreshed. Waits for the device."""
-        for preconditioner in self.preconditioners.values():
-            preconditioner.find_refreshed(range(len(preconditioner.members)))
+    def find_refreshed(self, steps: Mapping[Tensor, int]) -> None:
+        """Learn from the roots who is preconditioned. Waits for the device.
+
+        Args:
+            steps: How many steps each parameter has taken: staggered blocks count together, once
+                the last has been refreshed.
+        """
+        ready: dict[torch.device, list[int]] = {}
+        for p, place in self.places.items():
+            last = self.preconditioners[place.device].phases[place.index][-1]
+            if steps[p] >= place.config.first_refresh_step(last):
+                ready.setdefault(place.device, []).append(place.index)
+        for device, members in ready.items():
+            self.preconditioners[device].find_refreshed(members)
 
 
 def forbidden_change(old: Config, new: Config) -> str | None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
 
+from kronbit.acceleration import why_not
 from kronbit.blocking import route
 from kronbit.config import Config
 from kronbit.factors import Factors
@@ -118,6 +120,22 @@ def fallback_counts(plan: Plan | None) -> dict[str, int]:
             for name, count in _counts(group).items():
                 counts[name] += count
     return counts
+
+
+def acceleration_figures(plan: Plan | None) -> dict[str, Any]:
+    """What runs by kernels and graphs, and why not; how many parameters take products how."""
+    preconditioners = plan.preconditioners if plan else {}
+    products: Counter[int] = Counter()
+    for preconditioner in preconditioners.values():
+        products.update(preconditioner.products.ways[i] for i in preconditioner.refreshed)
+    return {
+        "kernels": {str(device): why_not(device) or "used" for device in preconditioners},
+        "cuda_graph": {
+            str(device): preconditioner.products.graph_refused() or "not refused"
+            for device, preconditioner in preconditioners.items()
+        },
+        "products": dict(products),
+    }
 
 
 def _counts(group: Group) -> dict[str, int]:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping, Sequence
+from itertools import chain
+from operator import is_
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from kronbit.factors import Layout, Leaves
+from kronbit.kernel_products import FLOAT32
 from kronbit.plan import Plan
 
 # Names that are not blocks in the state of a parameter.
-OWN_KEYS = ("step", "base")
+OWN_KEYS = ("step", "base", "product_bits")
 
 
 def blocks_of(entry: Mapping[str, Any]) -> dict[str, Any]:
@@ -63,12 +66,21 @@ class Binding:
 
     def __init__(self) -> None:
         self._state: Mapping[Tensor, Any] | None = None
-        self._nodes: list[tuple[Mapping[Any, Any], Any, Any]] = []
+        self._entries: list[tuple[Tensor, dict[str, Any]]] = []
+        self._blocks: list[tuple[dict[str, Any], str, Any]] = []
+        # The dicts below the blocks, and all their values.
+        self._dicts: list[dict[str, Any]] = []
+        self._values: list[Any] = []
 
     def intact(self, state: Mapping[Tensor, Any]) -> bool:
         """Whether every dict and tensor is still the one that was put there."""
-        return state is self._state and all(
-            container.get(key) is value for container, key, value in self._nodes
+        return (
+            state is self._state
+            and all(state.get(p) is entry for p, entry in self._entries)
+            and all(entry.get(key) is views for entry, key, views in self._blocks)
+            # There are thousands of tensors: no loop in Python is fast enough for every step.
+            and sum(map(len, self._dicts)) == len(self._values)
+            and all(map(is_, chain.from_iterable(map(dict.values, self._dicts)), self._values))
         )
 
     def bind(self, plan: Plan, state: MutableMapping[Tensor, dict[str, Any]]) -> bool:
@@ -92,17 +104,20 @@ class Binding:
                 }
             held.append(values)
         self._state = state
-        self._nodes = [(state, p, state[p]) for p in plan.places]
+        self._entries = [(p, state[p]) for p in plan.places]
+        self._blocks, self._dicts = [], []
         for block, values in zip(blocks, held, strict=True):
             views = {side: factors.slot(block.row) for side, factors in block.sides.items()}
             for side, leaves in (values or {}).items():
                 for name, value in leaves.items():
                     views[side][name].copy_(value)
             state[block.p][block.key] = views
-            self._nodes.append((state[block.p], block.key, views))
-            for side, leaves in views.items():
-                self._nodes.append((views, side, leaves))
-                self._nodes += [(leaves, name, tensor) for name, tensor in leaves.items()]
+            self._blocks.append((state[block.p], block.key, views))
+            self._dicts += [views, *views.values()]
+        self._values = [value for own in self._dicts for value in own.values()]
+        for p, place in plan.places.items():
+            way = state[p].setdefault("product_bits", FLOAT32)
+            plan.preconditioners[place.device].products.ways[place.index] = way
         return any(values is not None for values in held)
 
 
@@ -127,6 +142,21 @@ class BaseLink:
         held = state[p].setdefault("base", {})
         if held and held is not self._linked.get(p, held):
             base_state[p] = held  # replaced in our state: by offloading, a device move, ...
+
+    def settled(
+        self,
+        params: Sequence[Tensor],
+        entries: Sequence[Mapping[str, Any]],
+        base_state: Mapping[Tensor, Any],
+    ) -> bool:
+        """Whether F's dicts are those in our entries, or both are empty: nothing to do."""
+        if all(map(is_, map(base_state.get, params), [entry.get("base") for entry in entries])):
+            return True
+        for p, entry in zip(params, entries, strict=True):
+            own, shown = base_state.get(p), entry.get("base")
+            if own is not shown and (own or shown or shown is None):
+                return False
+        return True
 
     def join(
         self,

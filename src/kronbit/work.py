@@ -1,32 +1,97 @@
-"""The gradients of one device at one step, in the preconditioner's order."""
+"""What a step has to do: sorted by device once, measured at every step."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter, is_
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from kronbit.config import Config
-from kronbit.nonfinite import NonfiniteGuard, zero_where_nonfinite
+from kronbit.groups import Due
+from kronbit.nonfinite import Measured, NonfiniteGuard
 from kronbit.plan import Plan
 from kronbit.preconditioner import Preconditioner
 
 
 @dataclass(frozen=True)
-class Turn:
-    """A parameter that has a gradient at this step.
+class Itinerary:
+    """The parameters of a step; it holds for the next one, too, as long as nothing changes.
 
     Attributes:
-        p: The parameter.
-        config: Its options.
-        t: The number of this step, counted from 1 for each parameter.
+        params: Those that have a gradient.
+        configs: Their options.
+        shapes: Their shapes.
+        devices: Their devices.
+        entries: Their states.
+        plan: Where the preconditioned ones have their place.
+        errands: Device -> which parameters it has.
     """
 
-    p: Tensor
-    config: Config
-    t: int
+    params: Sequence[Tensor]
+    configs: Sequence[Config]
+    shapes: list[torch.Size]
+    devices: list[torch.device]
+    entries: Sequence[dict[str, Any]]
+    plan: Plan
+    errands: Mapping[torch.device, Errand]
+
+    @classmethod
+    def make(
+        cls,
+        params: Sequence[Tensor],
+        configs: Sequence[Config],
+        plan: Plan,
+        state: Mapping[Tensor, dict[str, Any]],
+    ) -> Itinerary:
+        """Sort parameters by device and by whether they are preconditioned."""
+        errands: dict[torch.device, Errand] = {}
+        for number, p in enumerate(params):
+            if p.device not in errands:
+                count = len(plan.preconditioners[p.device].members)
+                errands[p.device] = Errand(plan.preconditioners[p.device], [None] * count, [])
+            place = plan.places.get(p)
+            if place is None:
+                errands[p.device].rest.append(number)
+            else:
+                errands[p.device].members[place.index] = number
+        return cls(
+            params,
+            configs,
+            shapes=[p.shape for p in params],
+            devices=[p.device for p in params],
+            entries=[state[p] for p in params],
+            plan=plan,
+            errands=errands,
+        )
+
+    def holds(self, params: Sequence[Tensor], configs: Sequence[Config]) -> bool:
+        """Whether parameters and options are still the same."""
+        return (
+            len(params) == len(self.params)
+            and all(map(is_, params, self.params))
+            and all(map(is_, configs, self.configs))
+            and list(map(attrgetter("shape"), params)) == self.shapes
+            and list(map(attrgetter("device"), params)) == self.devices
+        )
+
+
+@dataclass(frozen=True)
+class Errand:
+    """The parameters of a step on one device, by their number in the itinerary.
+
+    Attributes:
+        preconditioner: The state of the device's matrices, its members.
+        members: Of each member; ``None`` if it has no gradient.
+        rest: Those that are left to F.
+    """
+
+    preconditioner: Preconditioner
+    members: list[int | None]
+    rest: list[int]
 
 
 @dataclass(frozen=True)
@@ -34,74 +99,85 @@ class Work:
     """What a step does on one device.
 
     Attributes:
-        preconditioner: The state of the device's matrices, its members.
-        turns: Member -> its turn, for members that have a gradient.
-        grads: The gradient of every member, ``None`` where there is none.
-        norms: ‖G‖_F of every member.
-        finite: bool, whether the gradient of every member is finite.
-        rest: Parameters that are left to F.
-        rest_finite: bool, whether their gradients are finite.
+        itinerary: The parameters of the step.
+        errand: Those on this device.
+        measured: Their gradients: the members', then those that are left to F.
     """
 
-    preconditioner: Preconditioner
-    turns: Mapping[int, Turn]
-    grads: list[Tensor | None]
-    norms: Tensor
-    finite: Tensor
-    rest: list[Tensor]
-    rest_finite: Tensor
+    itinerary: Itinerary
+    errand: Errand
+    measured: Measured
 
-    def due(self, scheduled: Callable[[Config, int], bool]) -> dict[int, Config]:
-        """Members whose update or refresh falls on this step, with their options."""
-        return {i: turn.config for i, turn in self.turns.items() if scheduled(turn.config, turn.t)}
+    @property
+    def preconditioner(self) -> Preconditioner:
+        """The state of the device's matrices."""
+        return self.errand.preconditioner
+
+    @property
+    def grads(self) -> Sequence[Tensor | None]:
+        """The gradient of every member."""
+        return self.measured.grads[: len(self.errand.members)]
+
+    @property
+    def norms(self) -> Tensor:
+        """‖G‖_F of every member."""
+        return self.measured.norms[: len(self.errand.members)]
+
+    @property
+    def finite(self) -> Tensor:
+        """bool, whether the gradient of every member is finite."""
+        return self.measured.finite[: len(self.errand.members)]
+
+    def due(self, scheduled: Callable[[Config, int, float], bool]) -> dict[int, Due]:
+        """Members whose update or refresh falls on this step, with their options and blocks."""
+        configs, entries = self.itinerary.configs, self.itinerary.entries
+        turns = [(i, number) for i, number in enumerate(self.errand.members) if number is not None]
+        # Most members have the same options and the same t; equal options are the same object.
+        kinds = {(id(configs[n]), entries[n]["step"] + 1): configs[n] for _, n in turns}
+        answers = {
+            key: config.stagger or scheduled(config, key[1], 0.0) for key, config in kinds.items()
+        }
+        if not any(answers.values()):
+            return {}
+        due = {}
+        for i, number in turns:
+            config, t = configs[number], entries[number]["step"] + 1
+            if config.stagger:
+                phases = self.preconditioner.phases[i]
+                now = frozenset(phase for phase in phases if scheduled(config, t, phase))
+                if now:
+                    due[i] = Due(config, None if len(now) == len(phases) else now)
+            elif answers[id(config), t]:
+                due[i] = Due(config)
+        return due
 
     def nonfinite(self) -> list[Tensor]:
         """Parameters with a non-finite gradient. Waits for the device."""
-        members = [self.turns[i].p for i, good in enumerate(self.finite.tolist()) if not good]
-        others = zip(self.rest, self.rest_finite.tolist(), strict=True)
-        return members + [p for p, good in others if not good]
+        numbers = [*self.errand.members, *self.errand.rest]
+        finite = zip(numbers, self.measured.finite.tolist(), strict=True)
+        return [self.itinerary.params[i] for i, good in finite if i is not None and not good]
 
     def zero_untouched(self) -> None:
         """Zero non-finite gradients that ``precondition`` leaves alone."""
-        waiting = [i for i in self.turns if i not in self.preconditioner.refreshed]
-        grads = [self.turns[i].p.grad for i in waiting] + [p.grad for p in self.rest]
-        finite = torch.cat([*(self.finite[i : i + 1] for i in waiting), self.rest_finite])
-        zero_where_nonfinite([grad for grad in grads if grad is not None], finite)
+        self.measured.zero_nonfinite(but=self.preconditioner.refreshed)
+
+    def note_products(self, due: Mapping[int, Due]) -> None:
+        """Write down in the state how products are taken from now on."""
+        ways = self.preconditioner.products.ways
+        for i in due:
+            number = self.errand.members[i]
+            if number is not None:
+                self.itinerary.entries[number]["product_bits"] = ways[i]
 
 
-def measure(
-    turns: Sequence[Turn], plan: Plan, guards: dict[torch.device, NonfiniteGuard]
-) -> list[Work]:
-    """Sort a step's gradients by device and measure them.
-
-    Args:
-        turns: Parameters that have a gradient.
-        plan: Where each matrix has its state.
-        guards: The devices' guards; missing ones are added.
-    """
-    by_device: dict[torch.device, list[Turn]] = {}
-    for turn in turns:
-        by_device.setdefault(turn.p.device, []).append(turn)
+def measure(itinerary: Itinerary, guards: dict[torch.device, NonfiniteGuard]) -> list[Work]:
+    """Measure a step's gradients, device by device; missing guards are added."""
     works = []
-    for device, there in by_device.items():
+    params = itinerary.params
+    for device, errand in itinerary.errands.items():
         if device not in guards:
             guards[device] = NonfiniteGuard(device)
-        preconditioner = plan.preconditioners[device]
-        members = {plan.places[turn.p].index: turn for turn in there if turn.p in plan.places}
-        rest = [turn.p for turn in there if turn.p not in plan.places]
-        count = len(preconditioner.members)
-        grads = [members[i].p.grad if i in members else None for i in range(count)]
-        norms = guards[device].norms([*grads, *(p.grad for p in rest)])
-        finite = torch.isfinite(norms)
-        works.append(
-            Work(
-                preconditioner,
-                turns=members,
-                grads=grads,
-                norms=norms[:count],
-                finite=finite[:count],
-                rest=rest,
-                rest_finite=finite[count:],
-            )
-        )
+        grads = [None if number is None else params[number].grad for number in errand.members]
+        grads += [params[number].grad for number in errand.rest]
+        works.append(Work(itinerary, errand, guards[device].measure(grads)))
     return works

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
 import torch
 from torch import Tensor
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when kernels are defined
+
+from kronbit import acceleration, kernel_products
 
 # Every way to keep a preconditioner, with every number of bits that it takes.
 METHODS = [
@@ -36,6 +42,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def device(request: pytest.FixtureRequest) -> torch.device:
     """Every test that takes it runs on the CPU, and on a GPU where there is one."""
     return torch.device(request.param)
+
+
+@pytest.fixture
+def kernels(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> torch.device:
+    """The device, with kernels in use: on the CPU they are interpreted."""
+    pytest.importorskip("triton")
+    if device.type == "cpu":
+        monkeypatch.setattr(acceleration, "why_not", lambda device: None)
+    return device
+
+
+@pytest.fixture(autouse=True)
+def _float32_products(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Equivalences hold to float32's rounding; products in bf16 have tests of their own."""
+    if not request.node.get_closest_marker("bf16_products"):
+        monkeypatch.setattr(kernel_products, "_BY_KERNELS", ())
 
 
 @pytest.fixture(autouse=True)

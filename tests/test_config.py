@@ -41,6 +41,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"split_sizes": (3, 0)}, "each of split_sizes must be an integer >= 1; got 0"),
     ({"precondition": "no"}, "precondition must be one of True, False; got 'no'"),
     ({"workspace_mb": -1}, "workspace_mb must be a finite number >= 0; got -1"),
+    ({"stagger": "yes"}, "stagger must be one of True, False; got 'yes'"),
+    ({"cuda_graph": None}, "cuda_graph must be one of True, False; got None"),
     ({"keep_gradients": 1}, "keep_gradients must be one of True, False; got 1"),
     ({"nonfinite": "skip"}, "nonfinite must be one of 'zero', 'pass', 'raise'; got 'skip'"),
     ({"method": "dense"}, "method='dense' keeps 32 bits, but bits=4.*give bits=32"),

@@ -11,7 +11,8 @@ from conftest import METHODS, relative_error
 from torch import Tensor
 
 from kronbit.config import Config
-from kronbit.factors import Factors
+from kronbit.factors import Batch, Factors
+from kronbit.linalg import householder_qr
 from kronbit.quantization.reference import unpack
 
 
@@ -27,6 +28,22 @@ def all_trusted(factors: Factors) -> Tensor:
     return torch.ones(
         factors.rows, dtype=torch.bool, device=next(iter(factors.tensors.values())).device
     )
+
+
+def update(
+    factors: Factors, M: Tensor, trusted: Tensor, config: Config, rows: slice | None = None
+) -> None:
+    """As the preconditioner does: what Cholesky-QR cannot do is done again by Householder."""
+    rows = everything(factors) if rows is None else rows
+    failed = Batch(((factors, rows),)).update(M.clone(), trusted, config)
+    for i, again in enumerate(failed.tolist()):
+        if again:
+            one = Batch(((factors, slice(rows.start + i, rows.start + i + 1)),))
+            one.update(M[i : i + 1].clone(), trusted[i : i + 1], config, householder_qr)
+
+
+def refresh(factors: Factors, config: Config, rows: slice | None = None) -> None:
+    Batch(((factors, everything(factors) if rows is None else rows),)).refresh(config)
 
 
 def gram(rows: int, n: int, generator: torch.Generator) -> Tensor:
@@ -49,10 +66,10 @@ def run_both(
     generator = torch.Generator().manual_seed(n)
     for _ in range(updates):
         M = gram(3, n, generator)
-        ours.update(everything(ours), M.to(device), all_trusted(ours), config)
+        update(ours, M.to(device), all_trusted(ours), config)
         for factor, m in zip(theirs, M, strict=True):
             factor.update(m.to(dtype))
-    ours.refresh(everything(ours), config)
+    refresh(ours, config)
     for factor in theirs:
         factor.refresh()
     return ours, theirs
@@ -75,7 +92,8 @@ def test_updates_and_roots_are_the_oracles(
         if "codes" in ours.tensors:
             found = torch.tensor(codes(ours, "codes", row, bits))
             expected = torch.tensor([row_codes for row_codes, _ in factor.kept.rows])
-            assert (found - expected).abs().max() <= 1
+            # kernels multiply with 22 bits, which 8-bit codes of ill-conditioned bases show
+            assert (found - expected).abs().max() <= (1 if device.type == "cpu" else 2)
             assert (found != expected).float().mean() < 0.02
 
 
@@ -117,7 +135,7 @@ def test_codes_are_equal_to_the_bit_where_arithmetic_is_exact(bits: int, n: int)
     ]
     G = torch.randint(-3, 4, (2, n, n)).float()
     M = G @ G.mT
-    ours.update(everything(ours), M, all_trusted(ours), config)
+    update(ours, M, all_trusted(ours), config)
     for row, (factor, m) in enumerate(zip(theirs, M, strict=True)):
         factor.update(m)
         assert codes(ours, "codes", row, bits) == [list(c) for c, _ in factor.kept.rows]
@@ -134,7 +152,7 @@ def test_eigen_codes_are_equal_to_the_bit_for_exact_eigenvectors(bits: int) -> N
     ours = stack(66, 1, config)
     before = {name: tensor.clone() for name, tensor in ours.tensors.items()}
     diagonal = torch.arange(1, 67).float()
-    ours.update(everything(ours), torch.diag(diagonal)[None], all_trusted(ours), config)
+    update(ours, torch.diag(diagonal)[None], all_trusted(ours), config)
     assert torch.equal(ours.tensors["codes"], before["codes"])
     assert torch.equal(ours.tensors["scales"], before["scales"])
     expected = 0.95 * 1e-6 + 0.05 * diagonal
@@ -151,7 +169,11 @@ def test_starts_at_damping_times_identity_exactly(
     assert torch.equal(factors.roots(everything(factors)), eye.expand(2, n, n))
     assert factors.is_identity(everything(factors)).all()
     matrix = factors.method.matrix(factors.tensors)
-    assert torch.equal(matrix, (eye * torch.tensor(1e-3)).expand(2, n, n))
+    start = (eye * torch.tensor(1e-3)).expand(2, n, n)
+    if device.type == "cpu":
+        assert torch.equal(matrix, start)
+    else:  # a kernel multiplies λ with 22 bits
+        assert torch.allclose(matrix, start, rtol=3e-7)
 
 
 @pytest.mark.parametrize(("method", "bits"), METHODS)
@@ -166,12 +188,12 @@ def test_rows_are_independent_of_each_other_and_of_the_chunk(method: str, bits: 
     generator = torch.Generator().manual_seed(0)
     for _ in range(2):
         M = gram(5, 64, generator)
-        whole.update(everything(whole), M, all_trusted(whole), config)
+        update(whole, M, all_trusted(whole), config)
         for rows in (slice(0, 1), slice(1, 4), slice(4, 5)):
-            cut.update(rows, M[rows], all_trusted(cut)[rows], config)
-    whole.refresh(everything(whole), config)
+            update(cut, M[rows], all_trusted(cut)[rows], config, rows)
+    refresh(whole, config)
     for rows in (slice(0, 2), slice(2, 5)):
-        cut.refresh(rows, config)
+        refresh(cut, config, rows)
     for name, tensor in whole.tensors.items():
         assert torch.equal(tensor, cut.tensors[name]), name
 
@@ -184,13 +206,13 @@ def test_what_is_not_trusted_or_not_finite_changes_nothing(
     config = Config(method=method, bits=bits)
     factors = stack(n, 4, config, device)
     M = gram(4, n, torch.Generator().manual_seed(0)).to(device)
-    factors.update(everything(factors), M, all_trusted(factors), config)
-    factors.refresh(everything(factors), config)
+    update(factors, M, all_trusted(factors), config)
+    refresh(factors, config)
     before = {name: tensor.clone() for name, tensor in factors.tensors.items()}
     M[1] = torch.inf
     M[2] = torch.nan
     trusted = torch.tensor([True, True, True, False], device=device)
-    factors.update(everything(factors), M, trusted, config)
+    update(factors, M, trusted, config)
     for name, tensor in factors.tensors.items():
         assert torch.equal(tensor[1:], before[name][1:]), name
     first = next(iter(factors.tensors))
@@ -203,12 +225,12 @@ def test_a_bad_root_never_replaces_a_good_one() -> None:
     config = Config(damping=0.0)
     factors = stack(64, 2, Config())
     M = gram(2, 64, torch.Generator().manual_seed(0))
-    factors.update(everything(factors), M, all_trusted(factors), config)
-    factors.refresh(everything(factors), config)
+    update(factors, M, all_trusted(factors), config)
+    refresh(factors, config)
     before = factors.roots(everything(factors)).clone()
     factors.tensors["eigenvalues"][1, 3] = 0.0  # 0^(-1/4) without damping
     factors.tensors["eigenvalues"][0] *= 2
-    factors.refresh(everything(factors), config)
+    refresh(factors, config)
     after = factors.roots(everything(factors))
     assert torch.equal(after[1], before[1])
     assert not torch.equal(after[0], before[0])
@@ -220,14 +242,14 @@ def test_refresh_without_statistics_gives_the_identity(method: str, bits: int) -
     """As K-FAC starts: A0 = 0."""
     config = Config(method=method, bits=bits)
     factors = Factors(64, 1, config.format(64), 4, 0.0, "cpu")
-    factors.refresh(everything(factors), config)
+    refresh(factors, config)
     assert factors.is_identity(everything(factors)).all()
 
 
 def test_eigenvalues_are_clamped_at_zero() -> None:
     config = Config(bits=32, method="eigen")
     factors = stack(8, 1, config)
-    factors.update(everything(factors), -torch.eye(8)[None], all_trusted(factors), config)
+    update(factors, -torch.eye(8)[None], all_trusted(factors), config)
     assert (factors.tensors["eigenvalues"] == 0).all()
 
 
@@ -235,13 +257,13 @@ def test_figures_for_diagnostics() -> None:
     config = Config()
     factors = stack(64, 2, config)
     M = gram(2, 64, torch.Generator().manual_seed(0))
-    factors.update(everything(factors), M, all_trusted(factors), config)
+    update(factors, M, all_trusted(factors), config)
     figures = factors.figures()
     lam = factors.tensors["eigenvalues"]
     assert figures["condition"] == pytest.approx(float((lam.amax(1) / lam.amin(1)).max()))
     assert 0 < figures["rectified_orthogonality_error"] < figures["orthogonality_error"] < 0.3
     dense = stack(20, 1, Config(bits=32))
-    dense.update(everything(dense), M[:1, :20, :20], all_trusted(dense), Config(bits=32))
+    update(dense, M[:1, :20, :20], all_trusted(dense), Config(bits=32))
     assert dense.figures()["condition"] == pytest.approx(
         float(torch.linalg.cond(dense.tensors["matrix"][0].double())), rel=1e-3
     )

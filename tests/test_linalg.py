@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kronbit import linalg
 from kronbit.precision import full_precision
+from kronbit.products import operand
 from kronbit.quantization import Quantizer
 
 ORDERS = pytest.mark.parametrize("n", [1, 5, 64, 97])
@@ -36,64 +37,63 @@ def test_bjorck_repairs_quantised_eigenvectors() -> None:
     assert errors[4] < 1e-5
 
 
+QRS = pytest.mark.parametrize("qr", [linalg.cholesky_qr, linalg.householder_qr])
+
+
+@QRS
 @ORDERS
 @pytest.mark.parametrize("condition", [1.0, 1e3])
-def test_orthonormalize_is_qr(n: int, condition: float, device: torch.device) -> None:
+def test_qr_is_qr(qr: linalg.QR, n: int, condition: float, device: torch.device) -> None:
     """Float64 Householder, up to signs: ours are those of a non-negative diagonal of R."""
     X = spd(4, n, condition) @ orthogonal(4, n, n)
-    fallbacks = torch.zeros((), dtype=torch.int64, device=device)
-    Q = linalg.orthonormalize(X.float().to(device), fallbacks)
+    Q, good = qr(X.float().to(device))
     expected = torch.stack([oracle.qr(x) for x in X])
     assert (Q.cpu() - expected).abs().max() < 1e-4
     assert linalg.orthogonality_error(Q).max() < 1e-5
-    assert int(fallbacks) == 0
+    assert good.all()
 
 
-def test_orthonormalize_takes_tall_matrices() -> None:
+@QRS
+def test_qr_takes_tall_matrices(qr: linalg.QR, device: torch.device) -> None:
     X = torch.randn(2, 50, 20)
-    Q = linalg.orthonormalize(X)
-    assert (Q - torch.stack([oracle.qr(x.double()) for x in X])).abs().max() < 1e-5
+    Q, good = qr(X.clone().to(device))
+    assert (Q.cpu() - torch.stack([oracle.qr(x.double()) for x in X])).abs().max() < 1e-5
+    assert good.all()
 
 
-@pytest.mark.parametrize("kind", ["ill-conditioned", "rank one", "zero", "zero column"])
-def test_orthonormalize_falls_back_for_single_matrices(kind: str, device: torch.device) -> None:
+@pytest.mark.parametrize("kind", ["ill-conditioned", "rank one", "zero", "zero column", "nan"])
+def test_cholesky_qr_knows_what_it_cannot_do(kind: str, device: torch.device) -> None:
+    """One bad matrix neither passes nor disturbs its neighbours; Householder can do it."""
     n = 40
-    good = spd(1, n, 10.0)[0]
+    fine = spd(1, n, 10.0)[0]
     bad = {
         "ill-conditioned": spd(1, n, 1e9)[0] @ orthogonal(n, n),
         "rank one": torch.ones(n, n).double(),
         "zero": torch.zeros(n, n).double(),
-        "zero column": good * (torch.arange(n) > 0),
+        "zero column": fine * (torch.arange(n) > 0),
+        "nan": torch.where(torch.eye(n) > 0, torch.nan, fine),
     }[kind]
-    fallbacks = torch.zeros((), dtype=torch.int64, device=device)
-    X = torch.stack([good, bad, good]).float().to(device)
-    Q = linalg.orthonormalize(X, fallbacks)
-    assert int(fallbacks) == 1
-    assert linalg.orthogonality_error(Q).max() < 1e-5
-    alone = linalg.orthonormalize(X[:1])
+    X = torch.stack([fine, bad, fine]).float().to(device)
+    Q, good = linalg.cholesky_qr(X.clone())
+    assert good.tolist() == [True, False, True]
+    alone, _ = linalg.cholesky_qr(X[:1].clone())
     assert (Q[0] - alone[0]).abs().max() < 1e-6
     assert (Q[2] - alone[0]).abs().max() < 1e-6
+    if kind != "nan":
+        assert linalg.orthogonality_error(linalg.householder_qr(X)[0]).max() < 1e-5
 
 
-def test_orthonormalize_lets_nan_through_alone() -> None:
-    X = torch.randn(2, 6, 6)
-    X[1, 0, 0] = torch.nan
-    Q = linalg.orthonormalize(X)
-    assert torch.isfinite(Q[0]).all()
-    assert not torch.isfinite(Q[1]).all()
-
-
-def test_subspace_iteration_finds_eigenvectors(device: torch.device) -> None:
+@QRS
+def test_subspace_iteration_finds_eigenvectors(qr: linalg.QR, device: torch.device) -> None:
     A = spd(2, 20, 1e3)
-    P = linalg.subspace_iteration(
-        A.float().to(device), torch.eye(20).to(device).repeat(2, 1, 1), 60
-    )
-    eye = torch.eye(20).repeat(2, 1, 1)
+    single = A.float().to(device)
+    P, good = linalg.subspace_iteration(operand(single), single.clone(), 60, qr)  # from V = I
     rotated = P.cpu().double().mT @ A @ P.cpu().double()
     off = rotated - torch.diag_embed(rotated.diagonal(dim1=-2, dim2=-1))
     assert relative_error(off + A, A) < 1e-4
-    one = linalg.subspace_iteration(A.float(), eye, 1)
-    assert (one - torch.stack([oracle.qr(a) for a in A])).abs().max() < 1e-4
+    one, _ = linalg.subspace_iteration(operand(single), single.clone(), 1, qr)
+    assert (one.cpu() - torch.stack([oracle.qr(a) for a in A])).abs().max() < 1e-4
+    assert good.all()
 
 
 @ORDERS
@@ -188,11 +188,13 @@ def test_inverse_root_refuses_other_roots() -> None:
 
 
 @pytest.mark.gpu
-def test_nothing_waits_for_the_host_but_the_householder_flag() -> None:
+def test_nothing_waits_for_the_host() -> None:
     A = spd(3, 64, 1e3).float().cuda()
     V = orthogonal(3, 64, 64).float().cuda()
     linalg.inverse_root(A, 4, 1e-6, 10)
+    linalg.cholesky_qr(A.clone())
     with no_host_sync():
+        linalg.cholesky_qr(A.clone())
         linalg.inverse_root(A, 4, 1e-6, 10)
         linalg.power_iteration(A)
         linalg.bjorck(V, 4)

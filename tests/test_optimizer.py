@@ -103,7 +103,7 @@ def test_state_keys_are_the_documented_ones() -> None:
         optimizer = Shampoo([p], lr=0.1, method=method, bits=bits, max_order=70)
         p.grad = torch.randn_like(p)
         optimizer.step()
-        assert list(optimizer.state[p]) == ["step", "base", "block_0", "block_1"]
+        assert list(optimizer.state[p]) == ["step", "base", "block_0", "block_1", "product_bits"]
         assert list(optimizer.state[p]["base"]) == ["step", "exp_avg", "exp_avg_sq"]
         for side in ("left", "right"):
             assert list(optimizer.state[p]["block_0"][side]) == names

@@ -53,7 +53,7 @@ def test_unfreezing_and_freezing() -> None:
         optimizer.step()
     assert optimizer.state[model[0].weight]["step"] == 8
     assert optimizer.state[model[1].weight]["step"] == 8
-    assert set(optimizer.state[model[0].weight]) == {"step", "base", "block_0"}
+    assert set(optimizer.state[model[0].weight]) == {"step", "base", "block_0", "product_bits"}
 
 
 def test_precondition_may_be_switched_on_later_but_not_off() -> None:

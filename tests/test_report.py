@@ -84,9 +84,12 @@ def test_diagnostics_before_during_and_after() -> None:
         "ungrafted",
     )
     empty = optimizer.diagnostics()
-    assert empty == {**dict.fromkeys(counters, 0), "groups": []}
+    figures = {"kernels": {}, "cuda_graph": {}, "products": {}, "groups": []}
+    assert empty == {**dict.fromkeys(counters, 0), **figures}
     run(model, optimizer, 3)
     found = optimizer.diagnostics()
+    assert found["kernels"] == {"cpu": "no kernels for cpu"}
+    assert found["products"] == {24: 2}
     assert [group["shape"] for group in found["groups"]] == [(66, 130), (5, 66)]
     for group in found["groups"]:
         assert group["blocks"] == 1

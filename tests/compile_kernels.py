@@ -1,0 +1,94 @@
+"""Compile every kernel for compute capability 9.0, on a machine without a GPU.
+
+Launches are turned into compilations; the host code around them runs as it is.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ.pop("TRITON_INTERPRET", None)
+
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from kronbit import acceleration, rules
+from kronbit.blocking import route
+from kronbit.config import Config
+from kronbit.grouped import GroupedProducts
+from kronbit.groups import Member
+from kronbit.kernels.cholesky import inverse_factor_
+from kronbit.kernels.matmul import multiply, split
+from kronbit.norms import KernelNorms
+from kronbit.preconditioner import Preconditioner
+from kronbit.quantization import triton as quantiser
+
+CPU = torch.device("cpu")
+
+
+class NoDevice:
+    """As much of a driver as the compiler asks for."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int | None = None) -> int:
+        return 0
+
+
+compiled: set[str] = set()
+launch = JITFunction.run
+
+
+def compile_only(self, *args, grid, warmup, **options):  # type: ignore[no-untyped-def]
+    kernel = launch(self, *args, grid=grid, warmup=True, **options)
+    if kernel is not None and kernel.asm["ptx"] not in compiled:
+        compiled.add(kernel.asm["ptx"])
+        units = "wgmma" if "wgmma" in kernel.asm["ptx"] else ""
+        print(self.__name__, units, "shared", kernel.metadata.shared)
+
+
+def main() -> None:
+    driver.set_active(NoDevice())
+    JITFunction.run = compile_only
+    acceleration.why_not = lambda device: None
+    for bits in (3, 4, 6, 8):
+        X = torch.randn(1, 100, 100)
+        codes, scales, diagonal = quantiser.encode(X, True, bits, "linear2", 64)
+        quantiser.decode(codes, scales, diagonal, bits, "linear2", 64)
+        quantiser.encode(X.mT, False, bits, "linear2", 64)
+        quantiser.decode(codes, scales, None, bits, "linear2", 64)
+    for bounded in (True, False):
+        a = split(torch.randn(1, 100, 100), bounded)
+    multiply(a, a)
+    multiply(a, a.mT, symmetric=True)
+    multiply(a.mT, a, symmetric=True)
+    multiply(a, a, C=torch.zeros(1, 100, 100))
+    inverse_factor_(torch.eye(97).unsqueeze(0).contiguous())
+    norms = KernelNorms([10, 5000], CPU)
+    norms.fill([torch.randn(10), torch.randn(5000)])
+    norms.norms()
+    norms.zero_where_not(torch.tensor([True, False]))
+    for rule in (rules.KRONECKER, rules.CASPR):
+        for bits in (4, 3, 32):
+            config = Config(bits=bits, max_order=100)
+            members = [Member(route(shape, config), config) for shape in ((70, 66), (12, 40))]
+            own = Preconditioner(members, rules.Algorithm(rule, 4), 2**20, False, CPU)
+            for dtype, precise in (
+                (torch.float32, False),
+                (torch.bfloat16, False),
+                (torch.float32, True),
+            ):
+                grads = {0: torch.zeros(70, 66, dtype=dtype), 1: torch.zeros(12, 40, dtype=dtype)}
+                for zero in (True, False):
+                    products = GroupedProducts(own, {0, 1}, precise, graphs=False)
+                    products.precondition(grads, torch.ones(2), zero)
+
+
+if __name__ == "__main__":
+    main()

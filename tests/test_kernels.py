@@ -1,0 +1,368 @@
+"""Kernels against the pure-torch contract: interpreted on the CPU, for real on a GPU."""
+
+from __future__ import annotations
+
+import copy
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import angle, no_host_sync, relative_error
+from networks import assert_same_state
+from torch import Tensor, nn
+
+from kronbit import CASPR, Shampoo, acceleration
+from kronbit.blocking import route
+from kronbit.config import Config
+from kronbit.groups import Member
+from kronbit.kernel_products import BF16, BF16X3, FLOAT32
+from kronbit.nonfinite import NonfiniteGuard
+from kronbit.preconditioner import Preconditioner
+from kronbit.products import multiply, operand
+from kronbit.quantization import Quantizer
+
+pytest.importorskip("triton")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning"),
+    pytest.mark.bf16_products,
+]
+
+QUANTISERS = [
+    (4, "linear2", 64, 67),
+    (4, "linear2", 48, 100),
+    (4, "dt", 64, 65),
+    (8, "linear2", 64, 70),
+    (6, "linear", 16, 33),
+    (3, "linear2", 64, 67),
+    (3, "dt", 16, 5),
+]
+
+
+@pytest.mark.parametrize(("bits", "mapping", "block_size", "n"), QUANTISERS)
+def test_codes_and_values_agree_to_the_bit(
+    bits: int, mapping: str, block_size: int, n: int, kernels: torch.device
+) -> None:
+    from kronbit.quantization import triton as quantiser
+
+    X = torch.randn(2, n, n)
+    X[0, 0] = 0
+    X[1, 0, 0] = 1e-40
+    reference = Quantizer(bits, mapping, block_size)
+    for stack in (X, X.mT):
+        expected = reference.encode(stack)
+        found = quantiser.encode(stack.to(kernels), False, bits, mapping, block_size)
+        assert torch.equal(found[0].cpu(), expected.codes)
+        assert torch.equal(found[1].cpu(), expected.scales)
+        back = quantiser.decode(found[0], found[1], None, bits, mapping, block_size)
+        assert torch.equal(back.cpu(), reference.decode(expected, n))
+    apart = X.diagonal(dim1=-2, dim2=-1).clone()
+    codes, scales, diagonal = quantiser.encode(X.to(kernels), True, bits, mapping, block_size)
+    assert torch.equal(diagonal.cpu(), apart)
+    X.diagonal(dim1=-2, dim2=-1).zero_()
+    whole = reference.decode(reference.encode(X), n)
+    whole.diagonal(dim1=-2, dim2=-1).copy_(apart)
+    back = quantiser.decode(codes, scales, diagonal, bits, mapping, block_size)
+    assert torch.equal(back.cpu(), whole)
+
+
+def test_a_nan_makes_a_scale_that_is_refused(kernels: torch.device) -> None:
+    from kronbit.quantization import triton as quantiser
+
+    X = torch.ones(1, 20, 20, device=kernels)
+    X[0, 3, 3] = torch.nan
+    _, scales, _ = quantiser.encode(X, False, 4, "linear2", 64)
+    assert (~torch.isfinite(scales)).sum() == 1
+
+
+@pytest.mark.parametrize("sizes", [(70, 50, 33), (5, 7, 3), (64, 128, 130)])
+def test_products_are_as_accurate_as_float32(
+    sizes: tuple[int, int, int], kernels: torch.device
+) -> None:
+    m, depth, n = sizes
+    A, B = torch.randn(2, m, depth) * 1e-3, torch.randn(2, depth, n) * 1e5
+    exact = A.double() @ B.double()
+    a, b = operand(A.to(kernels)), operand(B.to(kernels))
+    assert relative_error(multiply(a, b), exact) < 5e-7
+    assert relative_error(multiply(b.mT, a.mT), exact.mT) < 5e-7
+    C = torch.randn(2, m, n)
+    out = C.clone().to(kernels)
+    result = multiply(a, b, C=out, alpha=-0.5, beta=1.5, out=out)
+    assert result.data_ptr() == out.data_ptr()
+    assert relative_error(out, 1.5 * C.double() - 0.5 * exact) < 5e-7
+    gram = multiply(a, a.mT, symmetric=True)
+    assert relative_error(gram, A.double() @ A.double().mT) < 5e-7
+
+
+def test_products_of_zero_tiny_huge_and_broken_matrices(kernels: torch.device) -> None:
+    X = torch.stack([torch.zeros(9, 9), torch.full((9, 9), 1e-25), torch.full((9, 9), 1e18)])
+    x = operand(X.to(kernels))
+    eye = operand(torch.eye(9, device=kernels).repeat(3, 1, 1), bounded=True)
+    assert relative_error(multiply(x, eye)[1:], X[1:]) < 1e-6
+    assert torch.equal(multiply(x, eye)[0].cpu(), X[0])
+    X[0, 0, 0] = torch.nan
+    assert not torch.isfinite(multiply(operand(X.to(kernels)), eye)[0]).all()
+    assert torch.isfinite(multiply(operand(X.to(kernels)), eye)[1]).all()
+
+
+@pytest.mark.parametrize("n", [5, 32, 70])
+def test_the_inverse_factor_is_choleskys(n: int, kernels: torch.device) -> None:
+    from kronbit.kernels.cholesky import inverse_factor_
+
+    X = torch.randn(3, n + 20, n, dtype=torch.float64)
+    S = X.mT @ X
+    S[1] -= 1000 * torch.eye(n)
+    inverse, good = inverse_factor_(S.float().to(kernels))
+    assert good.tolist() == [True, False, True]
+    for i in (0, 2):
+        exact = torch.linalg.inv(torch.linalg.cholesky(S[i]).mT)
+        assert relative_error(inverse[i], exact) < 1e-5
+
+
+SHAPES = [(20, 66), (12, 40), (2, 10, 24), (75, 9)]
+
+
+def made(device: torch.device, algorithm: Any = Shampoo, **options: Any) -> Preconditioner:
+    """Members of several shapes and formats, with roots far from the identity."""
+    config = Config(max_order=70, **options)
+    members = [Member(route(shape, config), config) for shape in SHAPES]
+    own = Preconditioner(members, algorithm.algorithm, 2**21, False, device)
+    for group in own.groups:
+        for factors in (group.left, group.right):
+            A = torch.randn(factors.rows, factors.order, factors.order) / factors.order**0.5
+            for name, leaf in factors.method.root.encode(
+                (A @ A.mT + torch.eye(factors.order)).to(device)
+            ).items():
+                factors.tensors[name].copy_(leaf)
+    own.find_refreshed(range(len(SHAPES)))
+    return own
+
+
+def gradients(device: torch.device, dtypes: list[torch.dtype]) -> list[Tensor]:
+    return [
+        torch.randn(shape).to(device=device, dtype=dtype)
+        for shape, dtype in zip(SHAPES, dtypes, strict=True)
+    ]
+
+
+SINGLE = [torch.float32] * 4
+MIXED = [torch.float32, torch.bfloat16, torch.float16, torch.float32]
+HALF = [torch.bfloat16] * 4
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "options", "dtypes", "way"),
+    [
+        (Shampoo, {}, SINGLE, BF16),
+        (Shampoo, {"bits": 3}, MIXED, BF16),
+        (CASPR, {"block_size": 48}, HALF, BF16),
+        (Shampoo, {}, MIXED, BF16X3),
+        (CASPR, {"bits": 32}, SINGLE, BF16X3),
+    ],
+)
+def test_preconditioned_gradients_are_the_contracts(
+    algorithm: Any,
+    options: dict[str, Any],
+    dtypes: list[torch.dtype],
+    way: int,
+    kernels: torch.device,
+) -> None:
+    """Within half a degree, of the same norm; one without gradient, one not finite."""
+    own = made(kernels, algorithm, **options)
+    grads: list[Tensor | None] = list(gradients(kernels, dtypes))
+    grads[2][0, 0, 0] = torch.nan  # type: ignore[index]
+    twins = [grad.clone() for grad in grads if grad is not None]
+    missing, grads[1] = grads[1], None
+    norms = torch.stack([(torch.zeros(9) if g is None else g).float().norm().cpu() for g in grads])
+    norms = norms.to(kernels)
+    exact = tuple(i for i, grad in enumerate(grads) if grad is not None)
+    reference = [None if grads[i] is None else twins[i] for i in range(4)]
+    own._precondition_exactly(exact, reference, norms, torch.isfinite(norms), True)
+    own.products.ways = dict.fromkeys(range(4), way)
+    own.precondition(grads, norms, torch.isfinite(norms), True)
+    for i in (0, 3):
+        assert grads[i] is not None
+        assert angle(grads[i], twins[i]) < 0.5
+        assert float(grads[i].float().norm()) == pytest.approx(float(norms[i]), rel=1e-2)
+    assert torch.equal(grads[2], torch.zeros_like(twins[2]))
+    assert missing is not None
+    assert torch.isfinite(own.graft_ratio[:1]).all()
+
+
+def test_ways_are_chosen_by_the_angle(kernels: torch.device) -> None:
+    """Random gradients bear bf16. One along the smallest gain of dense roots does not."""
+    own = made(kernels, bits=32)
+    grads = gradients(kernels, SINGLE)
+    low = torch.linalg.qr(torch.randn(20, 20))[0][:, :2]
+    L = 300 * torch.eye(20) - (300 - 1e-2) * low @ low.mT
+    for group in own.groups:
+        if group.shape == (20, 66):
+            group.left.tensors["root"][0] = L.to(kernels)
+    grads[0] = (low @ torch.randn(2, 66)).to(kernels)
+    own.products.choose(grads, range(4))
+    assert own.products.ways[0] == FLOAT32
+    assert own.products.ways[3] == BF16
+    grads[3] = grads[3].t().contiguous().t()  # the kernels take plain matrices only
+    own.products.choose(grads, range(4))
+    assert own.products.ways[3] == FLOAT32
+
+
+def test_what_does_not_fit_is_computed_twice_and_is_the_same(kernels: torch.device) -> None:
+    results = []
+    for workspace in (2**21, 2**16):
+        torch.manual_seed(0)
+        own = made(kernels)
+        own.workspace = workspace
+        own.products.ways = dict.fromkeys(range(4), BF16)
+        grads = gradients(kernels, SINGLE)
+        norms = torch.stack([grad.norm() for grad in grads])
+        own.precondition(grads, norms, torch.isfinite(norms), True)
+        results.append(grads)
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_norms_and_zeros(kernels: torch.device) -> None:
+    guard = NonfiniteGuard(kernels)
+    grads: list[Tensor | None] = [
+        torch.randn(40_000, device=kernels),
+        None,
+        torch.randn(3, 5, device=kernels).bfloat16(),
+        torch.full((7,), torch.inf, device=kernels).half(),
+        torch.tensor(2.0, device=kernels),
+    ]
+    measured = guard.measure(grads)
+    assert measured.kernel is not None
+    expected = [0.0 if g is None else float(g.double().norm()) for g in grads]
+    assert measured.norms.tolist() == pytest.approx(expected, rel=1e-6)
+    kept = [None if g is None else g.clone() for g in grads]
+    measured.zero_nonfinite(but=())
+    for i, (grad, before) in enumerate(zip(grads, kept, strict=True)):
+        if grad is not None and before is not None:
+            assert torch.equal(grad, torch.zeros_like(grad) if i == 3 else before)
+
+
+def test_the_environment_turns_kernels_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KRONBIT_KERNELS", "0")
+    device = torch.device("cuda", 7)
+    assert acceleration.why_not.__wrapped__(device) == "KRONBIT_KERNELS=0"
+    monkeypatch.delenv("KRONBIT_KERNELS")
+    assert acceleration.why_not.__wrapped__(torch.device("cpu")) == "no kernels for cpu"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Triton's compiler is for Linux")
+def test_every_kernel_compiles_for_a_gpu_that_is_not_there() -> None:
+    """The interpreter takes programs that the compiler refuses. This needs no GPU."""
+    script = Path(__file__).parent / "compile_kernels.py"
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "pass_kernel" in done.stdout
+    assert "wgmma" in done.stdout
+
+
+def build(graph: bool) -> tuple[list[nn.Parameter], Shampoo]:
+    torch.manual_seed(0)
+    shapes = [(300, 200), (128, 128), (40,), (64, 700)]
+    params = [nn.Parameter(torch.randn(shape, device="cuda")) for shape in shapes]
+    base = torch.optim.AdamW(params, lr=1e-2, fused=True)
+    return params, Shampoo(base, max_order=256, update_every=4, refresh_every=8, cuda_graph=graph)
+
+
+def feed(params: list[nn.Parameter], t: int) -> list[Tensor]:
+    """Fresh gradients at other addresses."""
+    generator = torch.Generator("cuda").manual_seed(t)
+    ballast = [torch.empty(1000 * (t % 3 + 1), device="cuda")]
+    for p in params:
+        p.grad = torch.randn(p.shape, device="cuda", generator=generator)
+    return ballast
+
+
+@pytest.mark.gpu
+def test_a_graph_changes_nothing_although_gradients_move() -> None:
+    (a, with_graph), (b, without) = build(True), build(False)
+    for t in range(30):
+        for params, optimizer in ((a, with_graph), (b, without)):
+            keep = feed(params, t)
+            if t == 20:
+                params[0].grad = None
+            if t == 22:
+                params[1].grad[0, 0] = torch.nan
+            optimizer.step()
+            del keep
+    for p, q in zip(a, b, strict=True):
+        assert torch.equal(p, q)
+    assert_same_state(with_graph.state_dict()["state"], without.state_dict()["state"])
+    found = with_graph.diagnostics()
+    assert found["kernels"] == {"cuda:0": "used"}
+    assert found["cuda_graph"] == {"cuda:0": "not refused"}
+    assert found["products"] == {BF16: 3}
+    (own,) = with_graph._plan.preconditioners.values()
+    graphs = [
+        way.graphs for tables in own.products._grouped.values() for way in tables._ways.values()
+    ]
+    assert any(graph is not None for known in graphs for graph in known.values())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("when", [10, 17])
+def test_resuming_is_exact_with_kernels(when: int) -> None:
+    params, optimizer = build(True)
+    for t in range(26):
+        if t == when:
+            saved = copy.deepcopy(optimizer.state_dict())
+            again, resumed = build(True)
+            with torch.no_grad():
+                for p, q in zip(params, again, strict=True):
+                    q.copy_(p)
+            resumed.load_state_dict(saved)
+        feed(params, t)
+        optimizer.step()
+        if t >= when:
+            feed(again, t)
+            resumed.step()
+    for p, q in zip(params, again, strict=True):
+        assert torch.equal(p, q)
+    assert_same_state(optimizer.state_dict()["state"], resumed.state_dict()["state"])
+
+
+@pytest.mark.gpu
+def test_ordinary_steps_neither_wait_nor_compile() -> None:
+    from kronbit.kernels.launch import _COMPILED
+
+    params, optimizer = build(True)
+    for t in range(20):
+        feed(params, t)
+        optimizer.step()
+    before = len(_COMPILED)
+    for t in range(20, 23):
+        feed(params, t)
+        with no_host_sync():
+            optimizer.step()
+    for t in range(23, 41):
+        feed(params, t)
+        optimizer.step()
+    assert len(_COMPILED) == before
+
+
+@pytest.mark.gpu
+def test_kernels_and_the_contract_train_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """32 bits, where no rounding of codes can tell them apart; half a degree is 0.9 %."""
+    results = []
+    for why in (None, "a test"):
+        monkeypatch.setattr(acceleration, "why_not", lambda device, why=why: why)
+        torch.manual_seed(0)
+        params = [
+            nn.Parameter(torch.randn(shape, device="cuda")) for shape in ((300, 200), (64, 70))
+        ]
+        base = torch.optim.SGD(params, lr=0.1)
+        optimizer = Shampoo(base, bits=32, method="eigen", update_every=2, refresh_every=4)
+        for t in range(12):
+            feed(params, t)
+            optimizer.step()
+        results.append([p.detach().clone() for p in params])
+    for one, other in zip(*results, strict=True):
+        assert relative_error(one, other) < 1e-2
+        assert math.isfinite(float(one.sum()))

@@ -1,0 +1,159 @@
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from networks import assert_same_state
+from torch import Tensor, nn
+
+from kronbit import Shampoo
+from kronbit import groups as grouping
+from kronbit.config import Config
+
+PHASES = [i / 7 for i in range(7)]
+
+
+@pytest.mark.parametrize(("update", "refresh"), [(10, 50), (20, 20), (30, 10)])
+def test_every_block_runs_the_papers_schedule_with_its_own_delay(update: int, refresh: int) -> None:
+    config = Config(update_every=update, refresh_every=refresh, stagger=True)
+    paper = Config(update_every=update, refresh_every=refresh)
+    longest = max(update, refresh)
+    delays = [config.delay(phase) for phase in PHASES]
+    assert delays == sorted(set(delays))
+    assert delays[0] == 0
+    assert delays[-1] < longest
+    for phase, delay in zip(PHASES, delays, strict=True):
+        for t in range(1, 4 * longest):
+            late = t - delay
+            assert config.updates_at(t, phase) == (late > 0 and paper.updates_at(late))
+            assert config.refreshes_at(t, phase) == (late > 0 and paper.refreshes_at(late))
+    assert all(paper.delay(phase) == 0 for phase in PHASES)
+
+
+def test_an_early_first_refresh_is_not_staggered() -> None:
+    config = Config(first_refresh=5, update_every=10, refresh_every=40, stagger=True)
+    for phase in PHASES:
+        early = [t for t in range(1, 40) if config.refreshes_at(t, phase)]
+        assert early == [5, 10, 20]
+    assert config.first_preconditioned_step(PHASES[-1]) == 5
+
+
+@pytest.fixture
+def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of these tests are small: let each have a turn of its own."""
+    monkeypatch.setattr(grouping, "_BATCH", 1)
+
+
+SHAPES = [(66, 70), (140, 64), (9,), (20, 30)]
+
+
+def build(stagger: bool, device: torch.device, **options: Any) -> tuple[list[Tensor], Shampoo]:
+    torch.manual_seed(0)
+    params = [nn.Parameter(torch.randn(shape, device=device)) for shape in SHAPES]
+    base = torch.optim.SGD(params, lr=0.0)
+    every = {"update_every": 4, "refresh_every": 8, **options}
+    return params, Shampoo(base, max_order=70, stagger=stagger, **every)
+
+
+def feed(params: list[Tensor], t: int, only: set[int] | None = None) -> None:
+    for i, p in enumerate(params):
+        generator = torch.Generator().manual_seed(100 * t + i)
+        grad = torch.randn(p.shape, generator=generator).to(p.device)
+        p.grad = grad if only is None or i in only else None
+
+
+@pytest.mark.usefixtures("small_batches")
+def test_statistics_are_those_of_a_run_that_starts_later() -> None:
+    """A block with delay d has the state that an unstaggered one has d steps earlier.
+
+    To the bit on the CPU; sums on a GPU may round differently in another batch.
+    """
+    device = torch.device("cpu")
+    params, optimizer = build(True, device)
+    steps = 27
+    for t in range(steps):
+        feed(params, t)
+        optimizer.step()
+    (own,) = optimizer._plan.preconditioners.values()
+    config = optimizer.config
+    seen = set()
+    for i, number in ((0, 0), (1, 1), (3, 2)):
+        for phase in own.phases[number]:
+            delay = config.delay(phase)
+            seen.add(delay)
+            late, reference = build(False, device)
+            for t in range(delay, steps):
+                feed(late, t, only={i})
+                reference.step()
+            keys = {
+                f"block_{block.index}"
+                for group in own.groups
+                for segment in group.segments
+                if segment.member == number and segment.phase == phase
+                for span in group.spans
+                if span.member == number
+                for row, block in enumerate(span.grid.blocks(), span.start)
+                if segment.start <= row < segment.stop
+            }
+            assert keys
+            for key in keys:
+                mine, theirs = optimizer.state[params[i]][key], reference.state[late[i]][key]
+                assert_same_state({0: mine}, {0: theirs})
+    assert len(seen) == 4
+
+
+@pytest.mark.usefixtures("small_batches")
+def test_a_parameter_waits_until_all_its_blocks_have_been_refreshed(device: torch.device) -> None:
+    params, optimizer = build(True, device)
+    changed: dict[int, int] = {}
+    for t in range(1, 18):
+        feed(params, t)
+        before = [p.grad.clone() for p in params]
+        optimizer.step()
+        for i, p in enumerate(params):
+            if not torch.equal(p.grad, before[i]):
+                changed.setdefault(i, t)
+    (own,) = optimizer._plan.preconditioners.values()
+    expected = {
+        i: optimizer.config.first_preconditioned_step(own.phases[number][-1])
+        for i, number in ((0, 0), (1, 1), (3, 2))
+    }
+    assert changed == expected
+    assert len(own.phases[1]) == 2
+
+
+@pytest.mark.usefixtures("small_batches")
+@pytest.mark.parametrize("when", [5, 9, 11, 15])
+def test_resuming_is_exact_in_the_middle_of_an_interval(when: int, device: torch.device) -> None:
+    params, optimizer = build(True, device)
+    for t in range(22):
+        if t == when:
+            saved = copy.deepcopy(optimizer.state_dict())
+            again, resumed = build(True, device)
+            with torch.no_grad():
+                for p, q in zip(params, again, strict=True):
+                    q.copy_(p)
+            resumed.load_state_dict(saved)
+        feed(params, t)
+        optimizer.step()
+        if t >= when:
+            feed(again, t)
+            resumed.step()
+            for p, q in zip(params, again, strict=True):
+                assert torch.equal(p.grad, q.grad), t
+    assert_same_state(optimizer.state_dict()["state"], resumed.state_dict()["state"])
+
+
+@pytest.mark.usefixtures("small_batches")
+def test_no_step_does_all_the_work() -> None:
+    """Over one interval every block is refreshed once, and never two batches at a step."""
+    params, optimizer = build(True, torch.device("cpu"), update_every=10, refresh_every=10)
+    feed(params, 0)
+    optimizer.step()
+    (own,) = optimizer._plan.preconditioners.values()
+    delay = optimizer.config.delay
+    turns = [delay(segment.phase) for group in own.groups for segment in group.segments]
+    assert sorted(turns) == sorted(set(turns))
+    assert len(turns) == 4

@@ -1,0 +1,83 @@
+"""How even training steps are: all blocks at the same step, or staggered, on one GPU.
+
+Usage::
+
+    python benchmarks/stagger.py --output result.json [--model gpt2-124m] [--steps 1000]
+
+Times whole training steps (forward, backward, optimizer), in a loop that waits for the GPU at the
+end of each step. The first interval, in which kernels are compiled, does not count.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from models import CASES, Case
+from step_time import ADAMW, prepare
+
+import kronbit
+from kronbit import Shampoo
+
+
+def run(case: Case, steps: int, every: int, **options: Any) -> dict[str, float]:
+    model = prepare(case)
+    batches = [case.batch() for _ in range(16)]
+    if options:
+        schedule = {"update_every": every, "refresh_every": every}
+        optimizer: torch.optim.Optimizer = Shampoo(
+            model.parameters(), **ADAMW, **schedule, **options
+        )
+    else:
+        optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
+    times = []
+    for t in range(steps):
+        start = time.perf_counter()
+        optimizer.zero_grad()
+        case.loss(model, batches[t % 16]).backward()
+        optimizer.step()
+        torch.cuda.synchronize()
+        times.append(1e3 * (time.perf_counter() - start))
+    times = times[3 * every :]
+    median = statistics.median(times)
+    return {
+        "median_ms": median,
+        "mean_ms": statistics.mean(times),
+        "slowest_ms": max(times),
+        "slowest_over_median": max(times) / median,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--model", choices=list(CASES), default="gpt2-124m")
+    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--every", type=int, default=200, help="T1 = T2")
+    arguments = parser.parse_args()
+    case = CASES[arguments.model]
+    report: dict[str, Any] = {
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "kronbit": kronbit.__version__,
+        "model": arguments.model,
+        "steps": arguments.steps,
+        "every": arguments.every,
+    }
+    for name, options in (
+        ("adamw", {}),
+        ("together", {"stagger": False}),
+        ("staggered", {"stagger": True}),
+    ):
+        report[name] = run(case, arguments.steps, arguments.every, **options)
+        print(name, report[name], flush=True)
+        arguments.output.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,295 @@
+"""Time and memory of an optimizer step on one GPU: fused AdamW, kronbit, and peers.
+
+Usage::
+
+    python benchmarks/step_time.py --output result.json [--models gpt2-124m ...] [--optimizers ...]
+
+Needs a CUDA device and transformers; peers are measured where they can be imported. Random data, a
+real backward pass, gradients set to None between the steps. The schedule is shortened for the
+measurement (an update every 10 steps, a refresh every 20); "amortised" spreads the medians over
+the paper's T1 and T2, over a training step of forward + backward + fused AdamW.
+
+"floor" is the time of the same batched products alone, in bf16 by torch.bmm, and of the bytes that
+a step must move, over the measured bandwidth: codes and scales of the roots are read, gradients
+are read for the norm, read and written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+import triton
+from models import CASES, Case
+from torch import nn
+
+import kronbit
+from kronbit import CASPR, Shampoo
+
+EVERY = {"update_every": 10, "refresh_every": 20}
+STEPS, SETTLED, BATCHES = (
+    120,
+    41,
+    16,
+)  # the first refreshes come before, and kernels are compiled there
+ADAMW: dict[str, Any] = {"lr": 1e-4, "weight_decay": 0.05, "fused": True}
+
+
+def muon(model: nn.Module) -> torch.optim.Optimizer:
+    """Muon of torch for hidden matrices, fused AdamW for the rest; two steps in one object."""
+    matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "emb" not in n]
+    known = {id(p) for p in matrices}
+    rest = [p for p in model.parameters() if id(p) not in known]
+
+    class Both(torch.optim.Optimizer):
+        def __init__(self) -> None:
+            self.parts = [torch.optim.Muon(matrices, lr=1e-4), torch.optim.AdamW(rest, **ADAMW)]
+            super().__init__([*matrices, *rest], {})
+
+        def step(self, closure: Any = None) -> None:
+            for part in self.parts:
+                part.step()
+
+    return Both()
+
+
+def distributed_shampoo(model: nn.Module) -> torch.optim.Optimizer:
+    from distributed_shampoo import AdamGraftingConfig
+    from distributed_shampoo import DistributedShampoo as Peer
+
+    return Peer(
+        model.parameters(),
+        lr=1e-4,
+        max_preconditioner_dim=1200,
+        precondition_frequency=EVERY["refresh_every"],
+        grafting_config=AdamGraftingConfig(beta2=0.999, epsilon=1e-8),
+    )
+
+
+def heavyball_soap(model: nn.Module) -> torch.optim.Optimizer:
+    import heavyball
+
+    return heavyball.ForeachSOAP(model.parameters(), lr=1e-4)
+
+
+OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
+    "adamw": lambda m: torch.optim.AdamW(m.parameters(), **ADAMW),
+    "shampoo 4-bit": lambda m: Shampoo(m.parameters(), bits=4, **ADAMW, **EVERY),
+    "shampoo 8-bit": lambda m: Shampoo(m.parameters(), bits=8, **ADAMW, **EVERY),
+    "shampoo 32-bit": lambda m: Shampoo(m.parameters(), bits=32, **ADAMW, **EVERY),
+    "caspr 4-bit": lambda m: CASPR(m.parameters(), bits=4, **ADAMW, **EVERY),
+    "muon + adamw": muon,
+    "meta distributed shampoo": distributed_shampoo,
+    "heavyball soap": heavyball_soap,
+}
+
+
+def kind(t: int) -> str:
+    if t % EVERY["refresh_every"] == 0:
+        return "refresh"
+    return "update" if t % EVERY["update_every"] == 0 else "ordinary"
+
+
+def prepare(case: Case) -> nn.Module:
+    torch.manual_seed(0)
+    return case.build().to(device="cuda", dtype=case.dtype)
+
+
+def milliseconds(call: Callable[[], object]) -> float:
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    call()
+    torch.cuda.synchronize()
+    return 1e3 * (time.perf_counter() - start)
+
+
+def forward_backward(case: Case) -> dict[str, float]:
+    """The training step without an optimizer: launched kernel by kernel, and as a graph."""
+    model, batch = prepare(case), case.batch()
+
+    def eager() -> None:
+        model.zero_grad()
+        case.loss(model, batch).backward()
+
+    times = [milliseconds(eager) for _ in range(25)]
+    result = {"eager": statistics.median(times[5:])}
+    try:
+        side = torch.cuda.Stream()
+        with torch.cuda.stream(side):
+            for _ in range(3):
+                eager()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        model.zero_grad()
+        with torch.cuda.graph(graph):
+            case.loss(model, batch).backward()
+        result["graph"] = statistics.median(milliseconds(graph.replay) for _ in range(20))
+    except Exception as error:  # a model that cannot be captured
+        print(f"  not captured: {str(error).splitlines()[0]}")
+    return result
+
+
+def run(case: Case, make: Callable[[nn.Module], torch.optim.Optimizer]) -> dict[str, Any]:
+    """Times by kind of step, and memory."""
+    model = prepare(case)
+    batches = [case.batch() for _ in range(BATCHES)]  # a single one would soon be learnt by heart
+    optimizer = make(model)
+    times: dict[str, list[float]] = {"ordinary": [], "update": [], "refresh": []}
+    above: dict[str, float] = dict.fromkeys(times, 0.0)
+    warm_up = 0.0
+    for t in range(1, STEPS + 1):
+        optimizer.zero_grad()
+        case.loss(model, batches[t % BATCHES]).backward()
+        torch.cuda.synchronize()
+        rest = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        spent = milliseconds(optimizer.step)
+        if t >= SETTLED:
+            times[kind(t)].append(spent)
+            peak = (torch.cuda.max_memory_allocated() - rest) / 2**20
+            above[kind(t)] = max(above[kind(t)], peak)
+        else:
+            warm_up += spent / 1e3
+    optimizer.zero_grad()
+    result: dict[str, Any] = {
+        f"{name}_ms": statistics.median(values) for name, values in times.items()
+    }
+    result["ordinary_p99_ms"] = sorted(times["ordinary"])[int(0.99 * len(times["ordinary"]))]
+    result["peak_above_rest_mib"] = above
+    result["rest_mib"] = torch.cuda.memory_allocated() / 2**20
+    result["first_40_steps_s"] = warm_up
+    if isinstance(optimizer, kronbit.Shampoo | kronbit.CASPR):
+        result["memory"] = optimizer.memory()
+        result["floor_ms"] = floor(optimizer)
+        found = optimizer.diagnostics()
+        result["diagnostics"] = {k: v for k, v in found.items() if k != "groups"}
+    return result
+
+
+def bandwidth() -> float:
+    """Bytes per second of a large copy, read and written."""
+    x, y = (torch.empty(2**29, dtype=torch.uint8, device="cuda") for _ in range(2))
+    seconds = 1e-3 * triton.testing.do_bench(lambda: y.copy_(x), return_mode="median")
+    return 2 * x.numel() / seconds
+
+
+def floor(optimizer: kronbit.Shampoo | kronbit.CASPR) -> dict[str, float]:
+    """The least that an ordinary step can take: its products, and its bytes."""
+    (preconditioner,) = optimizer._plan.preconditioners.values()
+    products = bytes_moved = 0.0
+    element = next(p for g in optimizer.param_groups for p in g["params"]).element_size()
+    for group in preconditioner.groups:
+        (m, n), k = group.shape, group.left.rows
+        G, L, R = (
+            torch.randn(k, *shape, device="cuda", dtype=torch.bfloat16)
+            for shape in ((m, n), (m, m), (n, n))
+        )
+
+        def multiply(G: Any = G, L: Any = L, R: Any = R) -> None:
+            for by in preconditioner.rule:
+                if by.left:
+                    torch.bmm(L, G)
+                if by.right:
+                    torch.bmm(G, R)
+
+        products += triton.testing.do_bench(multiply, warmup=5, rep=20, return_mode="median")
+        roots = sum(
+            tensor.nbytes
+            for side in (group.left, group.right)
+            for name, tensor in side.tensors.items()
+            if name.startswith("root")
+        )
+        bytes_moved += roots + 3 * k * m * n * element
+        del G, L, R, multiply
+    moved = 1e3 * bytes_moved / bandwidth()
+    return {"products": products, "bytes": moved, "total": products + moved}
+
+
+def amortised(result: dict[str, Any], case: Case) -> float:
+    """Milliseconds per step over the case's T1 and T2."""
+    T1, T2 = case.schedule
+    cycle = math.lcm(T1, T2)
+    refreshes = cycle // T2
+    updates = cycle // T1 - refreshes
+    ordinary = cycle - updates - refreshes
+    total = ordinary * result["ordinary_ms"]
+    total += updates * result["update_ms"] + refreshes * result["refresh_ms"]
+    return float(total / cycle)
+
+
+def line(name: str, result: dict[str, Any]) -> str:
+    if "skipped" in result:
+        return f"  {name:26} {result['skipped']}"
+    text = (
+        f"  {name:26} {result['ordinary_ms']:8.2f} {result['update_ms']:8.1f} "
+        f"{result['refresh_ms']:8.1f} {result['amortised_ms']:8.2f} "
+        f"{result['ordinary_p99_ms']:8.2f} {result['rest_mib']:8.0f} "
+        f"{max(result['peak_above_rest_mib'].values()):8.0f}"
+    )
+    if "overhead" in result:
+        shares = " ".join(f"{k} {100 * v:.1f} %" for k, v in result["overhead"].items())
+        text += f"  above adamw {result['above_adamw_ms']:.2f}, overhead {shares}"
+    if "floor_ms" in result:
+        text += f", floor {result['floor_ms']['total']:.2f}"
+    return text
+
+
+def measure(name: str, chosen: list[str]) -> dict[str, Any]:
+    case = CASES[name]
+    report: dict[str, Any] = {"forward_backward_ms": forward_backward(case), "optimizers": {}}
+    print(f"{name}: forward + backward {report['forward_backward_ms']}")
+    header = ("ordinary", "update", "refresh", "amort.", "p99", "rest MiB", "+peak")
+    print(f"  {'optimizer, ms':26} " + " ".join(f"{column:>8}" for column in header), flush=True)
+    for optimizer in chosen:
+        torch.cuda.empty_cache()
+        try:
+            result = run(case, OPTIMIZERS[optimizer])
+        except (ImportError, AttributeError) as error:
+            result = {"skipped": f"not available: {error}"}
+        else:
+            result["amortised_ms"] = amortised(result, case)
+            plain = report["optimizers"].get("adamw")
+            if plain is not None:
+                result["above_adamw_ms"] = result["ordinary_ms"] - plain["ordinary_ms"]
+                result["overhead"] = {
+                    way: (result["amortised_ms"] - plain["ordinary_ms"])
+                    / (spent + plain["ordinary_ms"])
+                    for way, spent in report["forward_backward_ms"].items()
+                }
+        report["optimizers"][optimizer] = result
+        print(line(optimizer, result), flush=True)
+    return report
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--models", nargs="+", choices=list(CASES), default=list(CASES))
+    parser.add_argument(
+        "--optimizers", nargs="+", choices=list(OPTIMIZERS), default=list(OPTIMIZERS)
+    )
+    arguments = parser.parse_args()
+    report: dict[str, Any] = {
+        "device": torch.cuda.get_device_name(),
+        "versions": {
+            module.__name__: module.__version__ for module in (torch, triton, transformers, kronbit)
+        },
+        "bandwidth_gb_per_s": bandwidth() / 1e9,
+        "measured_with": EVERY,
+        "models": {},
+    }
+    for name in arguments.models:
+        report["models"][name] = measure(name, arguments.optimizers)
+        arguments.output.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -53,23 +53,31 @@ def compile_only(self, *args, grid, warmup, **options):  # type: ignore[no-untyp
         print(self.__name__, units, "shared", kernel.metadata.shared)
 
 
-def main() -> None:
-    driver.set_active(NoDevice())
-    JITFunction.run = compile_only
-    acceleration.why_not = lambda device: None
+def matrices(n: int) -> None:
     for bits in (3, 4, 6, 8):
-        X = torch.randn(1, 100, 100)
+        X = torch.randn(1, n, n)
         codes, scales, diagonal = quantiser.encode(X, True, bits, "linear2", 64)
         quantiser.decode(codes, scales, diagonal, bits, "linear2", 64)
         quantiser.encode(X.mT, False, bits, "linear2", 64)
         quantiser.decode(codes, scales, None, bits, "linear2", 64)
     for bounded in (True, False):
-        a = split(torch.randn(1, 100, 100), bounded)
+        a = split(torch.randn(1, n, n), bounded)
     multiply(a, a)
     multiply(a, a.mT, symmetric=True)
     multiply(a.mT, a, symmetric=True)
-    multiply(a, a, C=torch.zeros(1, 100, 100))
-    inverse_factor_(torch.eye(97).unsqueeze(0).contiguous())
+    multiply(a, a, C=torch.zeros(1, n, n))
+    inverse_factor_(torch.eye(n).unsqueeze(0).contiguous())
+
+
+def main() -> None:
+    driver.set_active(NoDevice())
+    JITFunction.run = compile_only
+    acceleration.why_not = lambda device: None
+    matrices(97)
+    before = len(compiled)
+    for n in (64, 33, 130):
+        matrices(n)
+    assert len(compiled) == before, "a variant was compiled for the value of an integer"
     norms = KernelNorms([10, 5000], CPU)
     norms.fill([torch.randn(10), torch.randn(5000)])
     norms.norms()

@@ -556,3 +556,56 @@ def test_distributed_checkpoint_round_trip(flat: bool, tmp_path: Path) -> None:
     run(twin, other, 5, first=4)
     for p, q in zip(model.parameters(), twin.parameters(), strict=True):
         assert torch.equal(p, q)
+
+
+def test_preconditioning_goes_on_although_the_schedule_was_changed_before(
+    device: torch.device,
+) -> None:
+    """Who is preconditioned is in the state; it does not follow from today's intervals."""
+    p, q = (nn.Parameter(torch.ones(64, 66, device=device)) for _ in range(2))
+    optimizer = Shampoo([p], base="sgd", lr=0.1, update_every=1, refresh_every=3)
+    for t in range(5):
+        p.grad = torch.randn(64, 66, generator=torch.Generator().manual_seed(t)).to(device)
+        if t == 4:
+            optimizer.param_groups[0]["refresh_every"] = 500
+        optimizer.step()
+    again = Shampoo([q], base="sgd", lr=0.1)
+    again.load_state_dict(optimizer.state_dict())
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(64, 70, device=device))]})
+    G = torch.randn(64, 66).to(device)
+    for parameter, one in ((p, optimizer), (q, again)):
+        parameter.grad = G.clone()
+        one.step()
+        assert not torch.equal(parameter.grad, G)
+    assert torch.equal(p.grad, q.grad)
+
+
+def test_a_checkpoint_without_product_bits_says_by_its_roots_who_is_preconditioned() -> None:
+    p, q = (nn.Parameter(torch.ones(64, 66)) for _ in range(2))
+    optimizer = Shampoo([p], base="sgd", lr=0.1, update_every=1, refresh_every=2)
+    for steps, preconditioned in ((1, 0), (2, 24)):
+        p.grad = torch.randn(64, 66)
+        optimizer.step()
+        saved = copy.deepcopy(optimizer.state_dict())
+        assert saved["state"][0].pop("product_bits") == preconditioned
+        again = Shampoo([q], base="sgd", lr=0.1)
+        again.load_state_dict(saved)
+        assert again.state[q]["product_bits"] == preconditioned, steps
+
+
+@pytest.mark.parametrize("remove", [True, False])
+def test_state_of_a_parameter_left_to_the_base_may_be_replaced(remove: bool) -> None:
+    w, b = nn.Parameter(torch.ones(64, 66)), nn.Parameter(torch.ones(9))
+    optimizer = Shampoo([w, b], lr=0.1)
+    for t in range(6):
+        w.grad, b.grad = torch.randn(64, 66), torch.randn(9)
+        if t == 3:
+            if remove:
+                del optimizer.state[b]
+            else:
+                optimizer.state[b] = copy.deepcopy(optimizer.state[b])
+        optimizer.step()
+    expected = 3 if remove else 6
+    assert optimizer.state[b]["step"] == expected
+    assert int(optimizer.state_dict()["state"][1]["base"]["step"]) == expected
+    assert int(optimizer.base.state[b]["step"]) == expected

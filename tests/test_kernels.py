@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import gc
 import math
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -223,6 +225,49 @@ def test_what_does_not_fit_is_computed_twice_and_is_the_same(kernels: torch.devi
         results.append(grads)
     for one, other in zip(*results, strict=True):
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("workspace", [2**12, 2**16, 2**21])
+@pytest.mark.parametrize("half", [True, False])
+def test_lanes_never_share_memory(workspace: int, half: bool) -> None:
+    """Chunks of different lanes run at the same time in a graph."""
+    from kronbit.kernels.grouped import Field
+    from kronbit.tables import Precision, make_waves
+
+    own = made(torch.device("cpu"))
+    own.workspace = workspace
+    for wave in make_waves(own, range(4), Precision(half, False), torch.device("cpu")):
+        lines = wave.lines.tolist()
+        used: dict[tuple[str, int], set[int]] = {}
+        line = 0
+        for chunk in wave.chunks:
+            for block in chunk.blocks:
+                start, size = lines[line][Field.LEFT], block.scratch(Precision(half, False))
+                assert start + size <= wave.scratch
+                used.setdefault(("scratch", chunk.lane), set()).update(range(start, start + size))
+                start, size = wave.offsets[block], block.group.shape[0] * block.group.shape[1]
+                assert start + size <= wave.held
+                if not wave.fits:
+                    used.setdefault(("held", chunk.lane), set()).update(range(start, start + size))
+                line += 1
+        for kind in ("scratch", "held"):
+            assert not used.get((kind, 0), set()) & used.get((kind, 1), set())
+
+
+def test_nothing_keeps_a_dropped_optimizer_alive(kernels: torch.device) -> None:
+    """Its stacks are large: they must not wait for a collection of cycles."""
+    own = made(kernels)
+    own.products.ways = dict.fromkeys(range(4), BF16)
+    grads = gradients(kernels, SINGLE)
+    norms = torch.stack([grad.norm() for grad in grads])
+    own.precondition(grads, norms, torch.isfinite(norms), True)
+    alive = weakref.ref(own)
+    gc.disable()
+    try:
+        del own
+        assert alive() is None
+    finally:
+        gc.enable()
 
 
 def test_norms_and_zeros(kernels: torch.device) -> None:

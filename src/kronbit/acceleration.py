@@ -30,6 +30,19 @@ def why_not(device: torch.device) -> str | None:
     capability = torch.cuda.get_device_capability(device)
     if capability < _LEAST_CAPABILITY:
         return f"compute capability {capability} is below {_LEAST_CAPABILITY}"
+    return _trial(device)
+
+
+def _trial(device: torch.device) -> str | None:
+    """Why a kernel cannot be compiled and launched here; it needs a C compiler, for one."""
+    from kronbit.norms import KernelNorms
+
+    try:
+        trial = KernelNorms([1], device)
+        trial.fill([torch.zeros(1, device=device)])
+        trial.norms()
+    except Exception as error:
+        return f"Triton does not work: {type(error).__name__}: {error}"
     return None
 
 

@@ -20,16 +20,25 @@ _KINDS = {
 
 def take(grads: Sequence[Tensor]) -> bool:
     """Whether the kernels can read and write all of these gradients."""
-    return are_plain(grads) and set(map(attrgetter("dtype"), grads)) <= _KINDS.keys()
+    return (
+        set(map(type, grads)) <= {Tensor}  # of a distributed tensor they would see a part
+        and are_plain(grads)
+        and set(map(attrgetter("dtype"), grads)) <= _KINDS.keys()
+    )
+
+
+def on_host(values: Sequence[object], device: torch.device, dtype: torch.dtype) -> Tensor:
+    """A tensor from numbers, ready to be copied to a device without waiting for it.
+
+    Pinned memory is not reused before the copy is over: torch's allocator sees to it.
+    """
+    host = torch.tensor(values, dtype=dtype, device="cpu")
+    return host.pin_memory() if device.type == "cuda" else host
 
 
 def to_device(values: Sequence[object], device: torch.device, dtype: torch.dtype) -> Tensor:
     """A tensor from numbers, without waiting for the device."""
-    host = torch.tensor(values, dtype=dtype, device="cpu")
-    if device.type != "cuda":
-        return host.to(device)
-    # The pinned copy is not reused before the transfer is over: torch's allocator sees to it.
-    return host.pin_memory().to(device, non_blocking=True)
+    return on_host(values, device, dtype).to(device, non_blocking=True)
 
 
 class AddressTable:
@@ -54,4 +63,5 @@ class AddressTable:
             values[place], values[place + 1] = grad.data_ptr(), _KINDS[grad.dtype]
         if values != self._values:
             self._values = values
-            self.tensor.copy_(to_device(values, self.tensor.device, torch.int64))
+            table = on_host(values, self.tensor.device, torch.int64)
+            self.tensor.copy_(table, non_blocking=True)

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from kronbit.config import FORMAT, FORMAT_KEY, STRUCTURAL_OPTIONS, Config, Format
 from kronbit.factors import Leaves, is_root, make_method
 from kronbit.first_order import state_on_meta
-from kronbit.kernel_products import FLOAT32, WAYS
+from kronbit.kernel_products import WAYS
 from kronbit.plan import Plan
 from kronbit.precision import full_precision
 from kronbit.state import blocks_of, checked_leaves
@@ -30,7 +30,7 @@ class Entry:
     Attributes:
         key: Its key in the checkpoint.
         step: Gradients that it has seen.
-        product_bits: How its products are taken.
+        product_bits: How its products are taken, 0 before it is preconditioned; ``None``: unknown.
         base: F's own state.
         blocks: Key -> state of each block.
         config: The options it was written with.
@@ -38,7 +38,7 @@ class Entry:
 
     key: Any
     step: int
-    product_bits: int
+    product_bits: int | None
     base: Mapping[str, Any]
     blocks: Mapping[str, Any]
     config: Config
@@ -98,7 +98,7 @@ def read(
             if key not in state or state[key] == {}:
                 continue
             if of_base_alone:
-                entries[p] = Entry(key, 0, FLOAT32, state[key], {}, written)
+                entries[p] = Entry(key, 0, None, state[key], {}, written)
             else:
                 entries[p] = _read_entry(key, state[key], written)
     keys = {key for group in saved for key in group["params"]}
@@ -145,11 +145,12 @@ def _read_entry(key: Any, value: Any, config: Config) -> Entry:
         raise ValueError(f"{label}['step'] must be a whole number >= 0; got {step!r}")
     if not isinstance(value["base"], Mapping):
         raise ValueError(f"{label}['base'] is {type(value['base']).__name__}; expected a dict")
-    product = value.get("product_bits", FLOAT32)
+    product = value.get("product_bits")
     product = product.item() if isinstance(product, Tensor) and product.numel() == 1 else product
-    if product not in WAYS:
-        raise ValueError(f"{label}['product_bits'] must be one of {WAYS}; got {product!r}")
-    return Entry(key, int(step), int(product), value["base"], blocks_of(value), config)
+    if product not in (None, 0, *WAYS):
+        raise ValueError(f"{label}['product_bits'] must be one of {(0, *WAYS)}; got {product!r}")
+    product = None if product is None else int(product)
+    return Entry(key, int(step), product, value["base"], blocks_of(value), config)
 
 
 _CUT = (

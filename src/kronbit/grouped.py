@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -66,7 +67,7 @@ class GroupedProducts:
     def __init__(
         self, preconditioner: Preconditioner, wanted: Collection[int], precise: bool, graphs: bool
     ) -> None:
-        self._own, self._wanted, self._precise = preconditioner, wanted, precise
+        self._weak, self._wanted, self._precise = weakref.ref(preconditioner), wanted, precise
         ratios = preconditioner.graft_ratio
         self._graphs = graphs and ratios.is_cuda
         self._device = ratios.device
@@ -75,6 +76,13 @@ class GroupedProducts:
         self._anchor = torch.zeros(64, dtype=torch.bfloat16, device=self._device)
         self._ways: dict[bool, _Way] = {}
         self.graph_refused: str | None = None
+
+    @property
+    def _own(self) -> Preconditioner:
+        """The owner, held weakly: see ``KernelProducts``."""
+        owner = self._weak()
+        assert owner is not None
+        return owner
 
     def precondition(
         self, grads: Mapping[int, Tensor], norms: Tensor, zero_nonfinite: bool

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -42,10 +43,19 @@ class KernelProducts:
     """
 
     def __init__(self, preconditioner: Preconditioner, graphs: bool) -> None:
-        self._preconditioner, self._graphs = preconditioner, graphs
+        self._weak, self._graphs = weakref.ref(preconditioner), graphs
         self.ways = dict.fromkeys(range(len(preconditioner.members)), FLOAT32)
         self._device = preconditioner.graft_ratio.device
         self._grouped: dict[tuple[int, frozenset[int]], GroupedProducts] = {}
+        # Whose gradients are bf16: these are never mixed with others, which need more.
+        self._half: dict[int, bool] = {}
+
+    @property
+    def _preconditioner(self) -> Preconditioner:
+        """The owner. Held weakly: a cycle would keep all its memory until a collection."""
+        owner = self._weak()
+        assert owner is not None
+        return owner
 
     def precondition(
         self, grads: Mapping[int, Tensor], norms: Tensor, zero_nonfinite: bool
@@ -58,13 +68,20 @@ class KernelProducts:
             zero_nonfinite: Whether a non-finite gradient becomes zero; else it stays as it is.
         """
         taken: set[int] = set()
-        for way in _BY_KERNELS if has_kernels(self._device) else ():
-            there = self._takable({i: g for i, g in grads.items() if self.ways[i] == way})
-            if there:
-                # All of them, so that the tables do not depend on who has a gradient now.
-                members = (i for i in self._preconditioner.refreshed if self.ways[i] == way)
-                self._tables(way, frozenset(members)).precondition(there, norms, zero_nonfinite)
-                taken |= there.keys()
+        if not has_kernels(self._device):
+            return taken
+        for half, own in self._by_precision(grads).items():
+            for way in _BY_KERNELS:
+                there = {i: g for i, g in own.items() if self.ways[i] == way}
+                if there:
+                    # All of them, so that the tables do not depend on who has a gradient now.
+                    members = frozenset(
+                        i
+                        for i in self._preconditioner.refreshed
+                        if self.ways[i] == way and self._half.get(i) == half
+                    )
+                    self._tables(way, members).precondition(there, norms, zero_nonfinite)
+                    taken |= there.keys()
         return taken
 
     def choose(self, grads: Sequence[Tensor | None], candidates: Collection[int]) -> None:
@@ -74,11 +91,11 @@ class KernelProducts:
         if not has_kernels(self._device):
             return
         there = ((i, grads[i]) for i in candidates if i in self._preconditioner.refreshed)
-        undecided = self._takable({i: g for i, g in there if g is not None})
-        for way in _BY_KERNELS:
-            for i in self._within_tolerance(way, undecided) if undecided else ():
-                self.ways[i] = way
-                del undecided[i]
+        for undecided in self._by_precision({i: g for i, g in there if g is not None}).values():
+            for way in _BY_KERNELS:
+                for i in self._within_tolerance(way, undecided) if undecided else ():
+                    self.ways[i] = way
+                    del undecided[i]
 
     def graph_refused(self) -> str | None:
         """Why the ordinary step could not be captured as a graph; ``None`` if it could be."""
@@ -104,25 +121,31 @@ class KernelProducts:
         good = (cosine >= math.cos(math.radians(_TOLERANCE))).tolist()  # False for NaN
         return [i for i in grads if good[i]]
 
-    def _takable(self, grads: Mapping[int, Tensor]) -> dict[int, Tensor]:
-        """Those gradients that the kernels can read and write."""
+    def _by_precision(self, grads: Mapping[int, Tensor]) -> dict[bool, dict[int, Tensor]]:
+        """Gradients that the kernels can read and write: those in bf16, and the others."""
         from kronbit.addresses import take
 
-        if take(list(grads.values())):
-            return dict(grads)
-        return {i: grad for i, grad in grads.items() if take([grad])}
+        plain = take(list(grads.values()))
+        found: dict[bool, dict[int, Tensor]] = {}
+        for i, grad in grads.items():
+            if plain or take([grad]):
+                half = self._half[i] = grad.dtype == torch.bfloat16
+                found.setdefault(half, {})[i] = grad
+        return found
 
     def _tables(self, way: int, members: frozenset[int]) -> GroupedProducts:
         """The kernels' tables for some members. Recent ones are remembered."""
-        if (way, members) not in self._grouped:
+        grouped = self._grouped.pop((way, members), None)
+        if grouped is None:
             from kronbit.grouped import GroupedProducts
 
             if len(self._grouped) == _REMEMBERED:
-                self._grouped.pop(next(iter(self._grouped)))
-            self._grouped[way, members] = GroupedProducts(
+                self._grouped.pop(next(iter(self._grouped)))  # the one not used for longest
+            grouped = GroupedProducts(
                 self._preconditioner, members, precise=way == BF16X3, graphs=self._graphs
             )
-        return self._grouped[way, members]
+        self._grouped[way, members] = grouped
+        return grouped
 
 
 def _stretches(

@@ -6,6 +6,7 @@ import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from operator import is_
 from typing import Any, ClassVar, overload
 
 import torch
@@ -166,6 +167,9 @@ class SecondOrder(Optimizer):
                     inspect(p, preconditioned, self._name)
             params += present
             configs += [config] * len(present)
+        if len(set(map(id, params))) < len(params):  # torch only warns of that
+            once = dict(zip(params, configs, strict=True))
+            return list(once), list(once.values())
         return params, configs
 
     def _config_of(self, group: Mapping[str, Any]) -> Config:
@@ -193,6 +197,7 @@ class SecondOrder(Optimizer):
             and intact
             and old.plan is self._plan
             and old.holds(params, configs)
+            and all(map(is_, map(self.state.get, params), old.entries))
             and self._base_link.settled(params, old.entries, self.base.state)
         ):
             return old
@@ -234,8 +239,7 @@ class SecondOrder(Optimizer):
         )
         for p in plan.places:
             self._start_state(p)
-        if self._binding.bind(plan, self.state):
-            plan.find_refreshed({p: self.state[p]["step"] for p in plan.places})
+        plan.find_refreshed(self._binding.bind(plan, self.state), self.state)
         if self._plan is not None:
             self._past_counts.update(report.fallback_counts(self._plan))
         return plan
@@ -301,16 +305,19 @@ class SecondOrder(Optimizer):
             if p in loaded.entries
         )
         checkpoint.fill(plan, loaded.entries, self.algorithm.p)
-        plan.find_refreshed({p: entry.step for p, entry in loaded.entries.items()})
         base.load()
         self.state = defaultdict(dict)
         self._start_unplanned()
         for p, entry in loaded.entries.items():
-            self.state[p]["step"], self.state[p]["product_bits"] = entry.step, entry.product_bits
+            self.state[p]["step"] = entry.step
+            if entry.product_bits is not None:
+                self.state[p]["product_bits"] = entry.product_bits
             self._start_state(p)
         self._join_base_states()
         if loaded.entries:
             self._binding.bind(plan, self.state)
+            unknown = [p for p, entry in loaded.entries.items() if entry.product_bits is None]
+            plan.find_refreshed(unknown, self.state)
             self._plan = plan
         if any(entry.blocks for entry in loaded.entries.values()):
             self._warn_of_fresh_starts()

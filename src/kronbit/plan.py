@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from kronbit.blocking import Blocking, route
 from kronbit.config import CUT_OPTIONS, FORMAT_OPTIONS, Config
 from kronbit.factors import Factors
 from kronbit.groups import Member
+from kronbit.kernel_products import FLOAT32
 from kronbit.preconditioner import Preconditioner
 from kronbit.rules import Algorithm
 
@@ -77,20 +79,19 @@ class Plan:
                     for row, block in enumerate(span.grid.blocks(), span.start):
                         yield PlannedBlock(p, f"block_{block.index}", row, sides)
 
-    def find_refreshed(self, steps: Mapping[Tensor, int]) -> None:
-        """Learn from the roots who is preconditioned. Waits for the device.
+    def find_refreshed(
+        self, params: Iterable[Tensor], state: Mapping[Tensor, dict[str, Any]]
+    ) -> None:
+        """Learn from their roots which parameters are preconditioned, and write it into the state.
 
-        Args:
-            steps: How many steps each parameter has taken: staggered blocks count together, once
-                the last has been refreshed.
+        For state that does not say so itself. Waits for the device.
         """
-        ready: dict[torch.device, list[int]] = {}
-        for p, place in self.places.items():
-            last = self.preconditioners[place.device].phases[place.index][-1]
-            if steps[p] >= place.config.first_refresh_step(last):
-                ready.setdefault(place.device, []).append(place.index)
-        for device, members in ready.items():
-            self.preconditioners[device].find_refreshed(members)
+        for p in params:
+            if p in self.places:
+                place = self.places[p]
+                own = self.preconditioners[place.device]
+                own.find_refreshed([place.index])
+                state[p]["product_bits"] = FLOAT32 if place.index in own.refreshed else 0
 
 
 def forbidden_change(old: Config, new: Config) -> str | None:

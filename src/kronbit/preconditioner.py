@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -37,7 +38,7 @@ class Cost:
     def rows(self, order: int, shape: tuple[int, int], workspace: int) -> int:
         """Rows of a chunk that stays within the workspace; a single row may exceed it."""
         one = 4 * (self.square * order**2 + self.block * math.prod(shape))
-        return max(1, workspace // one)
+        return max(1, min(_MOST_ROWS, workspace // one))
 
 
 # Counted over all methods and widths; tests/test_memory.py counts again.
@@ -47,6 +48,7 @@ NEWTON = Cost(square=10, block=0)
 PRECONDITION = Cost(square=4, block=4)
 
 _REMEMBERED_WAVES = 16
+_MOST_ROWS = 65535  # of a batch: what a grid of programs can hold
 
 
 @dataclass(frozen=True)
@@ -205,7 +207,7 @@ class Preconditioner:
     def refresh(self, grads: Sequence[Tensor | None], due: Mapping[int, Due]) -> None:
         """PIRU for L̂ and R̂ of the blocks that are due.
 
-        A member counts as refreshed once all its blocks are; staggered ones are not at once.
+        A member counts as refreshed once all its blocks are; staggered ones are so one by one.
 
         Args:
             grads: The members' gradients, on which products in bf16 are tried.
@@ -213,22 +215,35 @@ class Preconditioner:
         """
         for parts, config in self._batches(due, REFRESH, NEWTON):
             Batch(tuple((part.factors, part.rows) for part in parts)).refresh(config)
-        complete = [
-            i for i, own in due.items() if own.phases is None or self.phases[i][-1] in own.phases
-        ]
-        self.find_refreshed(complete)
-        self.products.choose(grads, complete)
+        staggered = {i for i, own in due.items() if own.phases is not None}
+        known = set(self.refreshed)
+        self.find_refreshed(due.keys() - staggered)
+        self.find_refreshed(staggered, whole=True)
+        # Staggered blocks are compared together, at the turn of the last.
+        last = {i for i in staggered if self.phases[i][-1] in (due[i].phases or ())}
+        new = self.refreshed - known
+        self.products.choose(grads, [i for i in due if i not in staggered - last - new])
 
-    def find_refreshed(self, candidates: Collection[int]) -> None:
-        """Note which candidates have left the identity. Waits for the device."""
+    def find_refreshed(self, candidates: Collection[int], whole: bool = False) -> None:
+        """Note which candidates have left the identity. Waits for the device.
+
+        Args:
+            candidates: Members.
+            whole: Whether all blocks of a member must have left it, or any.
+        """
         wanted = {i: Due(self.members[i].config) for i in candidates if i not in self.refreshed}
-        found = [
-            part.group.owner[part.rows][~part.factors.is_identity(part.rows)]
-            for parts, _ in self._batches(wanted, PRECONDITION)
-            for part in parts
-        ]
-        if found:
-            self.refreshed.update(torch.cat(found).tolist())
+        if not wanted:
+            return
+        changed = torch.zeros(sum(self._blocks), dtype=torch.bool, device=self._device)
+        for parts, _ in self._batches(wanted, PRECONDITION):
+            for part in parts:
+                here = part.group.number[part.rows]
+                changed[here] = changed[here] | ~part.factors.is_identity(part.rows)
+        flags = iter(changed.tolist())
+        for i, count in enumerate(self._blocks):
+            own = list(islice(flags, count))
+            if i in wanted and (all(own) if whole else any(own)):
+                self.refreshed.add(i)
 
     def _batches(
         self, due: Mapping[int, Due], cost: Cost, newton: Cost | None = None

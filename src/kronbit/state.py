@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from kronbit.factors import Layout, Leaves
-from kronbit.kernel_products import FLOAT32
 from kronbit.plan import Plan
 
 # Names that are not blocks in the state of a parameter.
@@ -83,11 +82,11 @@ class Binding:
             and all(map(is_, chain.from_iterable(map(dict.values, self._dicts)), self._values))
         )
 
-    def bind(self, plan: Plan, state: MutableMapping[Tensor, dict[str, Any]]) -> bool:
+    def bind(self, plan: Plan, state: MutableMapping[Tensor, dict[str, Any]]) -> set[Tensor]:
         """Put the plan's views into the state; values that the state already holds are kept.
 
         Returns:
-            Whether the state held any.
+            Parameters that hold values, of which the state does not say how they are used.
 
         Raises:
             ValueError: If a held tensor does not fit; nothing is changed then.
@@ -115,10 +114,15 @@ class Binding:
             self._blocks.append((state[block.p], block.key, views))
             self._dicts += [views, *views.values()]
         self._values = [value for own in self._dicts for value in own.values()]
+        unknown = {block.p for block, values in zip(blocks, held, strict=True) if values}
+        unknown = {p for p in unknown if "product_bits" not in state[p]}
         for p, place in plan.places.items():
-            way = state[p].setdefault("product_bits", FLOAT32)
-            plan.preconditioners[place.device].products.ways[place.index] = way
-        return any(values is not None for values in held)
+            own = plan.preconditioners[place.device]
+            bits = state[p].setdefault("product_bits", 0)
+            if bits:
+                own.refreshed.add(place.index)
+                own.products.ways[place.index] = bits
+        return unknown
 
 
 class BaseLink:

@@ -197,9 +197,10 @@ def _make_wave(
     segments: dict[int, list[int]] = {}
     squares = held = largest_held = 0
     lane_size = max(sum(block.scratch(precision) for block in piece) for piece in pieces)
+    lane_held = max(sum(map(block_size, piece)) for piece in pieces)
     for number, piece in enumerate(pieces):
         if not fits:
-            held = number % LANES * hold
+            held = number % LANES * lane_held
         tiles: list[tuple[int, int, int]] = []
         place = number % LANES * lane_size
         for block in piece:

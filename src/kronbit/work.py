@@ -162,12 +162,12 @@ class Work:
         self.measured.zero_nonfinite(but=self.preconditioner.refreshed)
 
     def note_products(self, due: Mapping[int, Due]) -> None:
-        """Write down in the state how products are taken from now on."""
-        ways = self.preconditioner.products.ways
+        """Write down in the state how products are taken from now on; 0: not yet."""
+        refreshed, ways = self.preconditioner.refreshed, self.preconditioner.products.ways
         for i in due:
             number = self.errand.members[i]
             if number is not None:
-                self.itinerary.entries[number]["product_bits"] = ways[i]
+                self.itinerary.entries[number]["product_bits"] = ways[i] if i in refreshed else 0
 
 
 def measure(itinerary: Itinerary, guards: dict[torch.device, NonfiniteGuard]) -> list[Work]:

@@ -6,6 +6,7 @@ takes longer than most of our kernels run. What that depends on is looked up her
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -14,30 +15,25 @@ from torch import Tensor
 _COMPILED: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
 
 
-def _traits(argument: Any) -> Any:
-    """What Triton compiles a variant for: types, alignment, and special integers."""
-    if isinstance(argument, Tensor):
-        return argument.dtype, argument.data_ptr() % 16 == 0
-    if isinstance(argument, int):
-        return argument == 1, argument % 16 == 0, argument.bit_length() > 31
-    return type(argument)
-
-
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
     """``kernel[grid](*arguments, **constants)`` on the device of the first argument.
+
+    A variant is compiled for the types and alignments of tensors, and for the constexprs. It must
+    not depend on the values of integers: kernels name them all in ``do_not_specialize``.
 
     Args:
         kernel: What ``triton.jit`` made of a function whose constexprs come last.
         grid: Numbers of programs.
-        *arguments: All that are not constexprs.
+        *arguments: All that are not constexprs; the first is a tensor.
         **constants: The constexprs, and Triton's own ``num_warps`` and ``num_stages``.
     """
     device = arguments[0].device
-    if device.type == "cuda" and device.index != torch.cuda.current_device():
+    if _several_gpus() and device.index != torch.cuda.current_device():
         with torch.cuda.device(device):
             launch(kernel, grid, *arguments, **constants)
         return
-    key = (id(kernel), device, tuple(constants.values()), tuple(map(_traits, arguments)))
+    tensors = [(a.dtype, a.data_ptr() % 16) for a in arguments if isinstance(a, Tensor)]
+    key = (id(kernel), device, *constants.values(), *tensors)
     known = _COMPILED.get(key)
     if known is not None:
         compiled, values = known
@@ -47,3 +43,8 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any
     if compiled is not None:  # Triton's interpreter has nothing to keep
         names = kernel.arg_names[len(arguments) :]
         _COMPILED[key] = compiled, tuple(constants[name] for name in names)
+
+
+@cache
+def _several_gpus() -> bool:
+    return torch.cuda.is_available() and torch.cuda.device_count() > 1

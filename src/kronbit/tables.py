@@ -76,7 +76,6 @@ class Chunk:
 
     Attributes:
         blocks: The blocks.
-        members: Whose they are.
         roots: Root format -> (block, side, first row) of each program that restores.
         strips: (block, first row) of each program that gathers or scatters.
         tiles: (block, first row, first column) of each program of a product.
@@ -85,7 +84,6 @@ class Chunk:
     """
 
     blocks: tuple[TableBlock, ...]
-    members: frozenset[int]
     roots: tuple[tuple[Quantizer, Tensor], ...]
     strips: Tensor
     tiles: Tensor
@@ -264,7 +262,6 @@ def _make_chunk(
             own += [(line, side, row) for row in range(0, padded(order), STRIP)]
     return Chunk(
         blocks=tuple(piece),
-        members=frozenset(block.member for block in piece),
         roots=tuple((q, to_device(list_, device, torch.int32)) for q, list_ in roots.items()),
         strips=to_device(strips, device, torch.int32),
         tiles=to_device(tiles, device, torch.int32),

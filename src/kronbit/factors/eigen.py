@@ -49,6 +49,7 @@ class Eigen:
         # A = β V Λ Vᵀ + (1 - β) M, and then A V, in the place of M
         multiply(scaled, v.mT, C=M, alpha=decay, beta=weight, symmetric=True, out=M)
         del V, scaled
+        # (a kernel's operand is a copy already; torch would read A while writing A V over it)
         A = operand(M.clone() if isinstance(v, Tensor) else M)
         AV = multiply(A, v, out=M)
         del v

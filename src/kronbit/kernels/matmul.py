@@ -215,17 +215,7 @@ def multiply(
     symmetric: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Alpha A B + beta C for stacks of matrices.
-
-    Args:
-        A: (k, m, depth).
-        B: (k, depth, n).
-        C: (k, m, n), float32, or nothing.
-        alpha: Factor of the product.
-        beta: Factor of C.
-        symmetric: The result is symmetric: only its lower tiles are computed.
-        out: Takes the result, contiguous; it may be C.
-    """
+    """Multiply and add as ``kronbit.products.multiply`` does, on operands that have been split."""
     k, m, n = len(A.hi), A.rows, B.columns
     C = None if C is None else C.contiguous()
     if out is None:

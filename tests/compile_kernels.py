@@ -15,12 +15,14 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from kronbit import acceleration, rules
+from kronbit.batches import UPDATE, batches, due_parts
 from kronbit.blocking import route
 from kronbit.config import Config
 from kronbit.grouped import GroupedProducts
-from kronbit.groups import Member
+from kronbit.groups import Due, Member
 from kronbit.kernels.cholesky import inverse_factor_
-from kronbit.kernels.matmul import multiply, split
+from kronbit.kernels.matmul import compose, correction, multiply
+from kronbit.kernels.split import normalise_columns, scale_rows, split
 from kronbit.norms import KernelNorms
 from kronbit.preconditioner import Preconditioner
 from kronbit.quantization import triton as quantiser
@@ -66,6 +68,12 @@ def matrices(n: int) -> None:
     multiply(a, a.mT, symmetric=True)
     multiply(a.mT, a, symmetric=True)
     multiply(a, a, C=torch.zeros(1, n, n))
+    compose(a, a, C=a)
+    compose(a.mT, a, C=torch.zeros(1, n, n), symmetric=True, bound=torch.ones(1))
+    compose(a, a.mT, symmetric=True)
+    correction(a)
+    normalise_columns(torch.randn(1, n, n))
+    scale_rows(a, torch.ones(1, n))
     inverse_factor_(torch.eye(n).unsqueeze(0).contiguous())
 
 
@@ -93,6 +101,9 @@ def main() -> None:
                 (torch.float32, True),
             ):
                 grads = {0: torch.zeros(70, 66, dtype=dtype), 1: torch.zeros(12, 40, dtype=dtype)}
+                finite, due = torch.ones(2, dtype=torch.bool), {i: Due(config) for i in (0, 1)}
+                for parts in batches(due_parts(own.groups, due), own.workspace, UPDATE):
+                    own._outer_products([grads[0], grads[1]], finite, due)(parts)
                 for zero in (True, False):
                     products = GroupedProducts(own, {0, 1}, precise, graphs=False)
                     products.precondition(grads, torch.ones(2), zero)

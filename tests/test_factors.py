@@ -32,18 +32,28 @@ def all_trusted(factors: Factors) -> Tensor:
 
 def update(
     factors: Factors, M: Tensor, trusted: Tensor, config: Config, rows: slice | None = None
-) -> None:
-    """As the preconditioner does: what Cholesky-QR cannot do is done again by Householder."""
+) -> int:
+    """As the preconditioner does: what Cholesky-QR cannot do is done again by Householder.
+
+    Returns how many rows were refused.
+    """
     rows = everything(factors) if rows is None else rows
-    failed = Batch(((factors, rows),)).update(M.clone(), trusted, config)
+    failed, refused = Batch([(factors, rows)]).update(M.clone(), trusted, config)
+    count = int(refused.sum())
     for i, again in enumerate(failed.tolist()):
         if again:
-            one = Batch(((factors, slice(rows.start + i, rows.start + i + 1)),))
-            one.update(M[i : i + 1].clone(), trusted[i : i + 1], config, householder_qr)
+            one = Batch([(factors, slice(rows.start + i, rows.start + i + 1))])
+            _, refused = one.update(
+                M[i : i + 1].clone(), trusted[i : i + 1], config, householder_qr
+            )
+            count += int(refused)
+    return count
 
 
-def refresh(factors: Factors, config: Config, rows: slice | None = None) -> None:
-    Batch(((factors, everything(factors) if rows is None else rows),)).refresh(config)
+def refresh(factors: Factors, config: Config, rows: slice | None = None) -> list[bool]:
+    """Refresh; returns which rows were refused."""
+    refused = Batch([(factors, everything(factors) if rows is None else rows)]).refresh(config)
+    return list(refused.tolist())
 
 
 def gram(rows: int, n: int, generator: torch.Generator) -> Tensor:
@@ -92,8 +102,8 @@ def test_updates_and_roots_are_the_oracles(
         if "codes" in ours.tensors:
             found = torch.tensor(codes(ours, "codes", row, bits))
             expected = torch.tensor([row_codes for row_codes, _ in factor.kept.rows])
-            # kernels multiply with 22 bits, which 8-bit codes of ill-conditioned bases show
-            assert (found - expected).abs().max() <= (1 if device.type == "cpu" else 2)
+            # near zero, 8-bit codes are as close together as float32's rounding is
+            assert (found - expected).abs().max() <= 2
             assert (found != expected).float().mean() < 0.02
 
 
@@ -212,13 +222,11 @@ def test_what_is_not_trusted_or_not_finite_changes_nothing(
     M[1] = torch.inf
     M[2] = torch.nan
     trusted = torch.tensor([True, True, True, False], device=device)
-    update(factors, M, trusted, config)
+    assert update(factors, M, trusted, config) == 2
     for name, tensor in factors.tensors.items():
         assert torch.equal(tensor[1:], before[name][1:]), name
     first = next(iter(factors.tensors))
     assert not torch.equal(factors.tensors[first][0], before[first][0])
-    assert int(factors.counters["discarded_statistics"]) == 2
-    assert int(factors.counters["discarded_roots"]) == 0
 
 
 def test_a_bad_root_never_replaces_a_good_one() -> None:
@@ -230,11 +238,10 @@ def test_a_bad_root_never_replaces_a_good_one() -> None:
     before = factors.roots(everything(factors)).clone()
     factors.tensors["eigenvalues"][1, 3] = 0.0  # 0^(-1/4) without damping
     factors.tensors["eigenvalues"][0] *= 2
-    refresh(factors, config)
+    assert refresh(factors, config) == [False, True]
     after = factors.roots(everything(factors))
     assert torch.equal(after[1], before[1])
     assert not torch.equal(after[0], before[0])
-    assert int(factors.counters["discarded_roots"]) == 1
 
 
 @pytest.mark.parametrize(("method", "bits"), METHODS)
@@ -267,3 +274,20 @@ def test_figures_for_diagnostics() -> None:
     assert dense.figures()["condition"] == pytest.approx(
         float(torch.linalg.cond(dense.tensors["matrix"][0].double())), rel=1e-3
     )
+
+
+def test_windows_of_one_stack_are_neighbours_and_others_are_copied() -> None:
+    """A batch of several parts gives what each part gives alone, wherever the parts lie."""
+    config = Config(min_quantized_numel=0)
+    M = gram(5, 20, torch.Generator().manual_seed(1))
+    alone = stack(20, 5, config)
+    update(alone, M, all_trusted(alone), config)
+    whole, other = stack(20, 3, config), stack(20, 2, config)
+    parts = [whole.window(0, 2), whole.window(2, 1), other]
+    trusted = torch.ones(5, dtype=torch.bool)
+    Batch([(part, slice(0, part.rows)) for part in parts]).update(M.clone(), trusted, config)
+    for name, tensor in alone.tensors.items():
+        assert torch.equal(torch.cat([whole.tensors[name], other.tensors[name]]), tensor), name
+    near = Batch([(part, slice(0, part.rows)) for part in parts[:2]])
+    assert len(near._slices) == 1
+    assert parts[1].tensors["codes"].data_ptr() == whole.tensors["codes"][2].data_ptr()

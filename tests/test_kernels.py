@@ -18,16 +18,27 @@ from networks import assert_same_state
 from torch import Tensor, nn
 
 from kronbit import CASPR, Shampoo, acceleration
+from kronbit.batches import UPDATE, batches, due_parts
 from kronbit.blocking import route
 from kronbit.config import Config
-from kronbit.groups import Member
+from kronbit.gradients import GradientBlocks
+from kronbit.groups import Due, Member
 from kronbit.kernel_products import BF16, BF16X3, FLOAT32
 from kronbit.nonfinite import NonfiniteGuard
 from kronbit.preconditioner import Preconditioner
-from kronbit.products import multiply, operand
+from kronbit.products import (
+    compose,
+    correction,
+    multiply,
+    normalise_columns,
+    operand,
+    scale_rows,
+)
 from kronbit.quantization import Quantizer
 
 pytest.importorskip("triton")
+from kronbit.outer_products import OuterProducts
+
 pytestmark = [
     pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning"),
     pytest.mark.bf16_products,
@@ -108,6 +119,72 @@ def test_products_of_zero_tiny_huge_and_broken_matrices(kernels: torch.device) -
     X[0, 0, 0] = torch.nan
     assert not torch.isfinite(multiply(operand(X.to(kernels)), eye)[0]).all()
     assert torch.isfinite(multiply(operand(X.to(kernels)), eye)[1]).all()
+
+
+@pytest.mark.parametrize("n", [5, 64, 130])
+def test_chains_of_products_stay_in_parts(n: int, kernels: torch.device) -> None:
+    A = torch.randn(2, n, n, dtype=torch.float64).float() / n**0.5
+    M = A @ A.mT * 1e6
+    a, exact = operand(A.to(kernels)), A.double() @ A.double().mT
+    S = compose(a, a.mT, symmetric=True)
+    assert relative_error(S.float(), exact) < 1e-6
+    assert relative_error(multiply(S, a), exact @ A.double()) < 1e-6
+    assert relative_error(compose(a.mT, a).float(), A.double().mT @ A.double()) < 1e-6
+    step = compose(S, a, C=a, alpha=-0.5, beta=1.5)
+    assert relative_error(step.float(), 1.5 * A.double() - 0.5 * exact @ A.double()) < 1e-6
+    bound = M.diagonal(dim1=-2, dim2=-1).amax(-1).to(kernels)
+    large = compose(a, a.mT, C=M.to(kernels), alpha=0.1, beta=0.9, symmetric=True, bound=bound)
+    assert relative_error(large.float(), 0.1 * exact + 0.9 * M.double()) < 1e-6
+    lam = torch.rand(2, n) * 1e7
+    scaled = scale_rows(a, lam.to(kernels))
+    assert relative_error(scaled.float(), A.double() * lam.double().unsqueeze(-1)) < 1e-6
+
+
+def test_columns_are_normalised(kernels: torch.device) -> None:
+    X = torch.randn(2, 70, 67) * 10.0 ** torch.randint(-12, 12, (67,))
+    X[0, :, 3] = 0.0
+    exact = X.double() / X.double().norm(dim=-2, keepdim=True).clamp(min=1e-300)
+    assert relative_error(normalise_columns(X.to(kernels)).float(), exact) < 1e-6
+
+
+@pytest.mark.parametrize("shape", [(40, 40), (130, 70), (200, 130)])
+def test_a_correction_squares_the_error(shape: tuple[int, int], kernels: torch.device) -> None:
+    m, n = shape
+    Q = torch.linalg.qr(torch.randn(2, m, n, dtype=torch.float64))[0]
+    Q = (Q @ (torch.eye(n) + 1e-3 * torch.randn(2, n, n)).double()).float()
+    E = Q.double().mT @ Q.double() - torch.eye(n)
+    W, error = correction(operand(Q.to(kernels), bounded=True))
+    U = E.triu(1) + torch.diag_embed(E.diagonal(dim1=-2, dim2=-1) / 2)
+    assert relative_error(W.float(), torch.eye(n) - U) < 1e-6
+    assert relative_error(error, E.triu().square().sum((-2, -1))) < 1e-3
+    plain, plain_error = correction(Q)
+    assert relative_error(plain, torch.eye(n) - U) < 1e-6
+    assert relative_error(plain_error, E.triu().square().sum((-2, -1))) < 1e-3
+    better = multiply(operand(Q.to(kernels)), W).cpu().double()
+    left = (better.mT @ better - torch.eye(n)).norm(dim=(-2, -1))
+    assert (left < 5 * E.norm(dim=(-2, -1)) ** 2 + 1e-5).all()
+
+
+def test_outer_products_are_read_where_gradients_lie(kernels: torch.device) -> None:
+    """Of both sides, in several types, and zero where a gradient is not finite."""
+    own = made(kernels)
+    grads: list[Tensor | None] = [torch.randn(shape).to(kernels) for shape in SHAPES]
+    grads[1] = grads[1].bfloat16()
+    grads[2] = None
+    grads[3][4, 4] = torch.inf
+    finite = torch.tensor([True, True, True, False], device=kernels)
+    due = {i: Due(member.config) for i, member in enumerate(own.members) if i != 2}
+    by_kernels = own._outer_products(grads, finite, due)
+    blocks = GradientBlocks(own.members, grads)
+    count = 0
+    for parts in batches(due_parts(own.groups, due), own.workspace, UPDATE):
+        expected = own._outer_products_by_torch(blocks, finite, parts)
+        M = by_kernels(parts)
+        assert M.shape == expected.shape
+        assert (M - expected).abs().max() <= 1e-6 * expected.abs().max()
+        count += len(M)
+    assert isinstance(own._outer, OuterProducts)
+    assert count == sum(2 * len(own.members[i].blocking) for i in due)
 
 
 @pytest.mark.parametrize("n", [5, 32, 70])

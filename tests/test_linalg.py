@@ -37,7 +37,9 @@ def test_bjorck_repairs_quantised_eigenvectors() -> None:
     assert errors[4] < 1e-5
 
 
-QRS = pytest.mark.parametrize("qr", [linalg.cholesky_qr, linalg.householder_qr])
+QRS = pytest.mark.parametrize(
+    "qr", [linalg.cholesky_qr, linalg.shifted_cholesky_qr, linalg.householder_qr]
+)
 
 
 @QRS
@@ -81,6 +83,23 @@ def test_cholesky_qr_knows_what_it_cannot_do(kind: str, device: torch.device) ->
     assert (Q[2] - alone[0]).abs().max() < 1e-6
     if kind != "nan":
         assert linalg.orthogonality_error(linalg.householder_qr(X)[0]).max() < 1e-5
+
+
+@pytest.mark.parametrize("condition", [1e6, 1e8, 1e12])
+def test_shifted_cholesky_qr_takes_nearly_singular_matrices(
+    condition: float, device: torch.device
+) -> None:
+    """Q is orthonormal, and R = Qᵀ X is triangular up to float32's rounding."""
+    n = 200
+    X = (spd(2, n, condition) @ orthogonal(n, n)).float()
+    X /= X.norm(dim=-2, keepdim=True)
+    assert not linalg.cholesky_qr(X.clone().to(device))[1].any()
+    Q, good = linalg.shifted_cholesky_qr(X.clone().to(device))
+    assert good.all()
+    assert linalg.orthogonality_error(Q).max() < 1e-5
+    R = Q.cpu().double().mT @ X.double()
+    assert R.tril(-1).abs().max() < 2e-6
+    assert R.diagonal(dim1=-2, dim2=-1).min() > -1e-6
 
 
 @QRS

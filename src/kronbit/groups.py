@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -16,6 +18,9 @@ from torch import Tensor
 from kronbit.blocking import Blocking, Grid, boxes
 from kronbit.config import Config, Format
 from kronbit.factors import Factors
+
+# What the blocks of a group have in common: their shape, both sides' formats, the start value.
+_Key: TypeAlias = tuple[tuple[int, int], Format, Format, float]
 
 _BATCH = 2**23  # elements of the larger sides of blocks that are staggered together
 
@@ -143,30 +148,30 @@ def make_groups(members: Sequence[Member], p: int, device: torch.device) -> list
         p: The roots are L^(-1/p) and R^(-1/p).
         device: Where the parameters live.
     """
-    spans: dict[tuple[tuple[int, int], Format, Format, float], list[Span]] = {}
+    spans: dict[_Key, list[Span]] = {}
     first_number = [0]
     for index, member in enumerate(members):
         first_number.append(first_number[-1] + len(member.blocking))
         for grid in member.blocking.grids:
             left, right = map(member.config.format, grid.shape)
-            key = (grid.shape, left, right, member.config.damping)
+            key: _Key = (grid.shape, left, right, member.config.damping)
             earlier = spans.setdefault(key, [])
             earlier.append(Span(index, grid, earlier[-1].stop if earlier else 0))
+    stacks = _stacks(spans, p, device)
     groups = []
     # Staggered blocks go in batches of one group, large enough to keep a GPU busy.
     batches = {key: max(1, _BATCH // max(key[0]) ** 2) for key in spans}
     units = sum(-(-own[-1].stop // batches[key]) for key, own in spans.items())
     unit = 0
     for key, own in spans.items():
-        (m, n), left, right, start = key
         segments = tuple(_segments(own, batches[key], unit, units))
         unit += -(-own[-1].stop // batches[key])
         blocks = [(span.member, block.index) for span in own for block in span.grid.blocks()]
         groups.append(
             Group(
-                shape=(m, n),
-                left=Factors(m, len(blocks), left, p, start, device),
-                right=Factors(n, len(blocks), right, p, start, device),
+                shape=key[0],
+                left=stacks[key][0],
+                right=stacks[key][1],
                 spans=tuple(own),
                 owner=torch.tensor([member for member, _ in blocks], device=device),
                 number=torch.tensor([first_number[i] + j for i, j in blocks], device=device),
@@ -174,6 +179,34 @@ def make_groups(members: Sequence[Member], p: int, device: torch.device) -> list
             )
         )
     return groups
+
+
+def _stacks(
+    spans: Mapping[_Key, Sequence[Span]], p: int, device: torch.device
+) -> dict[_Key, tuple[Factors, Factors]]:
+    """Both sides' factors of each group. All of one order and format are one stack's windows."""
+    rows: Counter[tuple[int, Format, float]] = Counter()
+    for (shape, *formats, start), own in spans.items():
+        for order, format in zip(shape, formats, strict=True):
+            rows[order, format, start] += own[-1].stop
+    whole = {
+        (order, format, start): Factors(order, count, format, p, start, device)
+        for (order, format, start), count in rows.items()
+    }
+    used: Counter[tuple[int, Format, float]] = Counter()
+
+    def window(order: int, format: Format, start: float, count: int) -> Factors:
+        key = (order, format, start)
+        used[key] += count
+        return whole[key].window(used[key] - count, count)
+
+    return {
+        key: (
+            window(key[0][0], key[1], key[3], own[-1].stop),
+            window(key[0][1], key[2], key[3], own[-1].stop),
+        )
+        for key, own in spans.items()
+    }
 
 
 def _segments(spans: Sequence[Span], batch: int, unit: int, units: int) -> Iterator[Segment]:

@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
-from kronbit.acceleration import has_kernels
 from kronbit.precision import full_precision
-from kronbit.products import Operand, multiply, operand
+from kronbit.products import (
+    Operand,
+    compose,
+    correction,
+    multiply,
+    normalise_columns,
+    operand,
+)
 
 # X -> an orthonormal basis of its columns, and of which matrices it can be trusted.
 QR: TypeAlias = Callable[[Tensor], tuple[Tensor, Tensor]]
 
-_ORTHOGONALITY_TOLERANCE = 1e-4
+# ‖QᵀQ - I‖, of which a correction leaves its square.
+_CORRECTABLE = 5e-3
+# Of the trace: each improves the condition by about 2000, until Cholesky-QR can take it.
+_SHIFTS = (3e-7, 3e-7, 3e-7)
 _NEWTON_TOLERANCE = 1e-6
 _NEWTON_GROWTH = 1.2
 
@@ -26,24 +35,26 @@ def _nonzero(divisor: Tensor) -> Tensor:
 
 
 @full_precision()
-def bjorck(V: Tensor, steps: int) -> Tensor:
-    """Rectify the orthogonality of V: ``steps`` times V ← 1.5 V - 0.5 V Vᵀ V.
+def rectified(V: Operand, steps: int) -> Operand:
+    """Rectify the orthogonality of V: ``steps`` times V ← 1.5 V - 0.5 V Vᵀ V (Björck).
 
     The formula is the same for Vᵀ, so it does not matter whether eigenvectors are rows or columns.
 
     Args:
-        V: (k, n, n), nearly orthogonal.
+        V: (k, n, n), nearly orthogonal, by rows.
         steps: t1 or t2 of the paper.
 
     Returns:
         The rectified stack (``V`` itself when ``steps`` is 0).
     """
-    V = V.float()
     for _ in range(steps):
-        v = operand(V, bounded=True)
-        S = operand(multiply(v, v.mT, symmetric=True), bounded=True)
-        V = multiply(S, v, C=V, alpha=-0.5, beta=1.5)
+        V = compose(compose(V, V.mT, symmetric=True), V, C=V, alpha=-0.5, beta=1.5)
     return V
+
+
+def bjorck(V: Tensor, steps: int) -> Tensor:
+    """``rectified`` for a float32 stack."""
+    return rectified(operand(V.float(), bounded=True), steps).float()
 
 
 @full_precision()
@@ -56,44 +67,60 @@ def orthogonality_error(Q: Tensor) -> Tensor:
     return error
 
 
-def _cholesky_qr_once(X: Tensor) -> tuple[Tensor, Tensor]:
-    """Q = X R⁻¹ with Rᵀ R = Xᵀ X in the place of X, and whether Cholesky succeeded.
+def _whitened(X: Operand, shift: float, room: Tensor | None) -> tuple[Operand, Tensor]:
+    """X R⁻¹ with Rᵀ R = Xᵀ X + shift trace(Xᵀ X) I, and whether Cholesky succeeded.
 
-    The columns of X have length 1.
+    ``room`` is overwritten, if there is some.
     """
-    x = operand(X, bounded=True)
-    S = multiply(x.mT, x, symmetric=True)
-    if has_kernels(X.device):
+    S = multiply(X.mT, X, symmetric=True, out=room)
+    if shift:
+        diagonal = S.diagonal(dim1=-2, dim2=-1)
+        diagonal.add_(shift * diagonal.sum(-1, keepdim=True))
+    if not isinstance(X, Tensor):
         from kronbit.kernels.cholesky import inverse_factor_
 
         W, succeeded = inverse_factor_(S)
-        del S
         w = operand(W)
         del W
-        return multiply(x, w, out=X), succeeded
+        return compose(X, w), succeeded
     lower, info = torch.linalg.cholesky_ex(S)
     del S
     return torch.linalg.solve_triangular(lower.mT, X, upper=True, left=False), info == 0
 
 
-def cholesky_qr(X: Tensor) -> tuple[Tensor, Tensor]:
-    """QR(X) by Cholesky-QR, twice, on normalised columns: all matrix products.
+def cholesky_qr(X: Tensor, shifts: Sequence[float] = ()) -> tuple[Tensor, Tensor]:
+    """QR(X) by Cholesky-QR on normalised columns, corrected twice: all matrix products.
 
     Args:
         X: (k, m, n) with m >= n, float32; given away: it may be overwritten.
+        shifts: Each asks for one more pass in front, with that much of the trace added to the
+            diagonal: it cannot fail, and leaves a matrix that is better conditioned.
 
     Returns:
         Q: (k, m, n), with R's diagonal non-negative.
-        good: bool (k,): False where X is too ill-conditioned for it: Cholesky failed, or Q is less
-            orthogonal than 1e-4. That Q is worthless; ``householder_qr`` is for such X.
+        good: bool (k,): False where X is too ill-conditioned for it: Cholesky failed, or Q was not
+            orthogonal enough for the corrections. That Q is worthless.
     """
     with full_precision():
         X = X.contiguous()
-        X /= _nonzero(torch.linalg.vector_norm(X, dim=-2, keepdim=True))
-        X, first = _cholesky_qr_once(X)
-        X, second = _cholesky_qr_once(X)
+        x = normalise_columns(X)
+        # The operand is a copy, or X itself.
+        room = X if X.shape[-2] == X.shape[-1] and not isinstance(x, Tensor) else None
+        first, *others = *shifts, 0.0
+        x, good = _whitened(x, first, room)
+        for shift in others:
+            x, again = _whitened(x, shift, room)
+            good = good & again
+        W, _ = correction(x)
+        x = compose(x, W)
+        W, error = correction(x)
         # A comparison with NaN is False, so a broken matrix counts as bad.
-        return X, first & second & (orthogonality_error(X) <= _ORTHOGONALITY_TOLERANCE)
+        return multiply(x, W, out=room), good & (error <= _CORRECTABLE**2)
+
+
+def shifted_cholesky_qr(X: Tensor) -> tuple[Tensor, Tensor]:
+    """``cholesky_qr`` for matrices that are nearly singular: four passes instead of one."""
+    return cholesky_qr(X, _SHIFTS)
 
 
 def householder_qr(X: Tensor) -> tuple[Tensor, Tensor]:
@@ -123,7 +150,7 @@ def subspace_iteration(A: Operand, AV: Tensor, steps: int, qr: QR) -> tuple[Tens
         A: (k, n, n), symmetric.
         AV: A V with V the start, eigenvectors of an earlier A as columns; given away.
         steps: Number of QR iterations, at least 1.
-        qr: ``cholesky_qr`` or ``householder_qr``.
+        qr: ``cholesky_qr`` or a more robust one.
 
     Returns:
         P: (k, n, n), approximate eigenvectors of A as columns.

@@ -6,49 +6,31 @@ A preconditioner knows matrices and gradients. It does not know ranks, nor optim
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from itertools import islice
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from kronbit.config import Config, Format
-from kronbit.factors import Batch, Factors
+from kronbit.acceleration import has_kernels
+from kronbit.batches import NEWTON, PRECONDITION, REFRESH, UPDATE, Part, batches, due_parts
+from kronbit.factors import Batch
 from kronbit.gradients import GradientBlocks
 from kronbit.groups import Due, Group, Member, chunks, make_groups
 from kronbit.kernel_products import KernelProducts
-from kronbit.linalg import QR, cholesky_qr, householder_qr
+from kronbit.linalg import QR, cholesky_qr, householder_qr, shifted_cholesky_qr
 from kronbit.products import multiply, operand
 from kronbit.rules import Algorithm, combine, graft_scale
 
+if TYPE_CHECKING:
+    from kronbit.outer_products import OuterProducts
 
-@dataclass(frozen=True)
-class Cost:
-    """Float32 matrices that one row of a chunk needs at the peak.
-
-    Attributes:
-        square: Of the order, n x n (of the larger one, where both sides are at work).
-        block: Of the gradient's shape, m x n.
-    """
-
-    square: int
-    block: int
-
-    def rows(self, order: int, shape: tuple[int, int], workspace: int) -> int:
-        """Rows of a chunk that stays within the workspace; a single row may exceed it."""
-        one = 4 * (self.square * order**2 + self.block * math.prod(shape))
-        return max(1, min(_MOST_ROWS, workspace // one))
-
-
-# Counted over all methods and widths; tests/test_memory.py counts again.
-UPDATE = Cost(square=7, block=2)
-REFRESH = Cost(square=7, block=0)
-NEWTON = Cost(square=10, block=0)
-PRECONDITION = Cost(square=4, block=4)
 
 _REMEMBERED_WAVES = 16
-_MOST_ROWS = 65535  # of a batch: what a grid of programs can hold
+_REMEMBERED_OWNERS = 256
 
 
 @dataclass(frozen=True)
@@ -68,33 +50,6 @@ class Wave:
     parts: tuple[tuple[Group, slice], ...]
     mask: Tensor
     fits: bool
-
-
-@dataclass(frozen=True)
-class Part:
-    """Rows of one side of a group."""
-
-    group: Group
-    factors: Factors
-    rows: slice
-
-
-def _cut(parts: Sequence[Part], size: int) -> Iterator[list[Part]]:
-    """Cut parts, and divide them where needed, into lists of at most ``size`` rows."""
-    batch: list[Part] = []
-    room = size
-    for part in parts:
-        start = part.rows.start
-        while start < part.rows.stop:
-            stop = min(part.rows.stop, start + room)
-            batch.append(replace(part, rows=slice(start, stop)))
-            room -= stop - start
-            start = stop
-            if room == 0:
-                yield batch
-                batch, room = [], size
-    if batch:
-        yield batch
 
 
 class Preconditioner:
@@ -135,6 +90,8 @@ class Preconditioner:
         self._blocks = [len(member.blocking) for member in members]
         self._lengths = torch.tensor(self._blocks, dtype=torch.int64, device=device)
         self._waves: dict[tuple[int, ...], list[Wave]] = {}
+        self._outer: OuterProducts | None = None
+        self._remembered_owners: dict[tuple[tuple[int, int, int], ...], Tensor] = {}
 
     def _phases(self) -> list[tuple[float, ...]]:
         found: list[set[float]] = [set() for _ in self.members]
@@ -148,64 +105,89 @@ class Preconditioner:
     def update(
         self, grads: Sequence[Tensor | None], finite: Tensor, due: Mapping[int, Due]
     ) -> None:
-        """PU for L with M = G Gᵀ and for R with M = Gᵀ G.
+        """PU for L with M = G Gᵀ and for R with M = Gᵀ G. Waits for the device.
 
         Args:
             grads: The members' gradients.
             finite: bool (members,): whose gradient is finite. The others' statistics stay.
             due: Members to update, with their options and blocks.
         """
-        blocks = GradientBlocks(self.members, grads)
-        checks = []
-        for parts, config in self._batches(due, UPDATE):
-            failed = self._update_parts(blocks, finite, parts, config)
-            if parts[0].factors.method.takes_qr:
-                checks.append((parts, config, failed))
-        if checks:
-            self._redo_failed(blocks, finite, checks)
+        outer_products = self._outer_products(grads, finite, due)
+        failed = self._update(due_parts(self.groups, due), outer_products, finite, cholesky_qr)
+        # Matrices that are nearly singular, together; then one by one.
+        for qr, counter in ((shifted_cholesky_qr, "shifted_qr"), (householder_qr, "householder")):
+            for part in failed:
+                part.factors.counters[counter] += 1
+            failed = self._update(failed, outer_products, finite, qr)
 
-    def _update_parts(
+    def _update(
         self,
-        blocks: GradientBlocks,
+        wanted: Iterable[Part],
+        outer_products: Callable[[Sequence[Part]], Tensor],
         finite: Tensor,
-        parts: Sequence[Part],
-        config: Config,
-        qr: QR = cholesky_qr,
+        qr: QR,
+    ) -> list[Part]:
+        """PU of some rows; returns those whose QR has failed, which are as they were."""
+        done: list[Part] = []
+        flags: list[Tensor] = []
+        for parts in batches(wanted, self.workspace, UPDATE):
+            M = outer_products(parts)
+            trusted = finite[self._owners(parts)]
+            batch = Batch([(part.factors, part.rows) for part in parts])
+            flags.append(torch.stack(batch.update(M, trusted, parts[0].config, qr)))
+            done += parts
+        if not flags:
+            return []
+        failed, refused = torch.cat(flags, 1).tolist()
+        _count(done, refused, "discarded_statistics")
+        return [row for row, bad in zip(_rows(done), failed, strict=True) if bad]
+
+    def _outer_products(
+        self, grads: Sequence[Tensor | None], finite: Tensor, due: Mapping[int, Due]
+    ) -> Callable[[Sequence[Part]], Tensor]:
+        """What finds M of a batch: by kernels, if they can read all gradients that are due."""
+        if has_kernels(self._device):
+            from kronbit.addresses import take
+            from kronbit.outer_products import OuterProducts
+
+            own = {i: grad for i in due if (grad := grads[i]) is not None}
+            if take(list(own.values())):
+                if self._outer is None:
+                    self._outer = OuterProducts(self.members, self._device)
+                self._outer.fill(own)
+                return partial(self._outer.of, finite=finite)
+        return partial(self._outer_products_by_torch, GradientBlocks(self.members, grads), finite)
+
+    def _outer_products_by_torch(
+        self, blocks: GradientBlocks, finite: Tensor, parts: Sequence[Part]
     ) -> Tensor:
-        """PU of rows of one order; returns whose QR has failed."""
-        n = parts[0].factors.order
-        trusted = torch.cat([finite[part.group.owner[part.rows]] for part in parts])
-        M = torch.empty(len(trusted), n, n, dtype=torch.float32, device=self._device)
+        n, count = parts[0].factors.order, sum(part.rows.stop - part.rows.start for part in parts)
+        M = torch.empty(count, n, n, dtype=torch.float32, device=self._device)
         start = 0
         for part in parts:
             here = slice(start, start + part.rows.stop - part.rows.start)
             start = here.stop
-            G = blocks.gather(part.group, part.rows)
+            trusted = finite[part.group.owner[part.rows]]
             # where, not a product: 0 times NaN is NaN
-            g = operand(torch.where(_per_row(trusted[here]), G, 0.0))
-            left, right = (g, g.mT) if part.factors is part.group.left else (g.mT, g)
-            multiply(left, right, symmetric=True, out=M[here])
-        batch = Batch(tuple((part.factors, part.rows) for part in parts))
-        return batch.update(M, trusted, config, qr)
+            G = torch.where(_per_row(trusted), blocks.gather(part.group, part.rows), 0.0)
+            g = operand(G.mT if part.right else G)
+            multiply(g, g.mT, symmetric=True, out=M[here])
+        return M
 
-    def _redo_failed(
-        self,
-        blocks: GradientBlocks,
-        finite: Tensor,
-        checks: Sequence[tuple[Sequence[Part], Config, Tensor]],
-    ) -> None:
-        """Update rows whose Cholesky-QR failed again, by Householder. Waits for the device once."""
-        failed = iter(torch.cat([flags for _, _, flags in checks]).tolist())
-        for parts, config, _ in checks:
-            for part in parts:
-                for row in range(part.rows.start, part.rows.stop):
-                    if next(failed):
-                        one = [replace(part, rows=slice(row, row + 1))]
-                        self._update_parts(blocks, finite, one, config, householder_qr)
-                        part.factors.counters["householder"] += 1
+    def _owners(self, parts: Sequence[Part]) -> Tensor:
+        """The member of each row of a batch, on the device."""
+        if len(parts) == 1:
+            return parts[0].group.owner[parts[0].rows]
+        key = tuple((id(part.group), part.rows.start, part.rows.stop) for part in parts)
+        if key not in self._remembered_owners:
+            if len(self._remembered_owners) == _REMEMBERED_OWNERS:
+                self._remembered_owners.pop(next(iter(self._remembered_owners)))
+            owners = torch.cat([part.group.owner[part.rows] for part in parts])
+            self._remembered_owners[key] = owners
+        return self._remembered_owners[key]
 
     def refresh(self, grads: Sequence[Tensor | None], due: Mapping[int, Due]) -> None:
-        """PIRU for L̂ and R̂ of the blocks that are due.
+        """PIRU for L̂ and R̂ of the blocks that are due. Waits for the device.
 
         A member counts as refreshed once all its blocks are; staggered ones are so one by one.
 
@@ -213,8 +195,14 @@ class Preconditioner:
             grads: The members' gradients, on which products in bf16 are tried.
             due: Members to refresh, with their options and blocks.
         """
-        for parts, config in self._batches(due, REFRESH, NEWTON):
-            Batch(tuple((part.factors, part.rows) for part in parts)).refresh(config)
+        done: list[Part] = []
+        flags: list[Tensor] = []
+        for parts in batches(due_parts(self.groups, due), self.workspace, REFRESH, NEWTON):
+            batch = Batch([(part.factors, part.rows) for part in parts])
+            flags.append(batch.refresh(parts[0].config))
+            done += parts
+        if flags:
+            _count(done, torch.cat(flags).tolist(), "discarded_roots")
         staggered = {i for i, own in due.items() if own.phases is not None}
         known = set(self.refreshed)
         self.find_refreshed(due.keys() - staggered)
@@ -235,7 +223,7 @@ class Preconditioner:
         if not wanted:
             return
         changed = torch.zeros(sum(self._blocks), dtype=torch.bool, device=self._device)
-        for parts, _ in self._batches(wanted, PRECONDITION):
+        for parts in batches(due_parts(self.groups, wanted), self.workspace, PRECONDITION):
             for part in parts:
                 here = part.group.number[part.rows]
                 changed[here] = changed[here] | ~part.factors.is_identity(part.rows)
@@ -244,32 +232,6 @@ class Preconditioner:
             own = list(islice(flags, count))
             if i in wanted and (all(own) if whole else any(own)):
                 self.refreshed.add(i)
-
-    def _batches(
-        self, due: Mapping[int, Due], cost: Cost, newton: Cost | None = None
-    ) -> Iterator[tuple[list[Part], Config]]:
-        """Rows of equal order, format and options, from all groups, as many as the workspace takes.
-
-        Few large batches: the time of an update is that of its launches, where matrices are small.
-
-        Args:
-            due: The members.
-            cost: What a row needs.
-            newton: What it needs where roots are taken by Schur-Newton.
-        """
-        found: dict[tuple[int, Format, Config], list[Part]] = {}
-        for group in self.groups if due else ():
-            for run, config in group.runs(due):
-                for factors in (group.left, group.right):
-                    key = (factors.order, factors.format, config)
-                    found.setdefault(key, []).append(Part(group, factors, run))
-        for (order, format, config), parts in found.items():
-            largest = max((part.group.shape for part in parts), key=math.prod)
-            by_newton = format.method != "eigen" or config.root == "schur_newton"
-            own = newton if newton is not None and by_newton else cost
-            size = own.rows(order, largest, self.workspace)
-            for batch in _cut(parts, size):
-                yield batch, config
 
     # -------------------------------------------------------------------------------- gradients
 
@@ -369,6 +331,18 @@ class Preconditioner:
         for index in wave:
             mask[index : index + 1].fill_(True)  # an index tensor would come from the host
         return Wave(parts, mask, fits)
+
+
+def _rows(parts: Sequence[Part]) -> Iterator[Part]:
+    """The rows of a batch, each as a part of its own."""
+    return (part.row(row) for part in parts for row in range(part.rows.start, part.rows.stop))
+
+
+def _count(parts: Sequence[Part], flags: Sequence[bool], counter: str) -> None:
+    """Count rows that are flagged."""
+    if any(flags):
+        for row, flag in zip(_rows(parts), flags, strict=True):
+            row.factors.counters[counter] += flag
 
 
 def _per_row(values: Tensor) -> Tensor:

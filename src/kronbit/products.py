@@ -1,4 +1,8 @@
-"""Products of stacks of float32 matrices at float32 accuracy: torch's, or a kernel's."""
+"""Products of stacks of float32 matrices at float32 accuracy: torch's, or a kernel's.
+
+What is about to be multiplied, maybe several times, is an operand: the stack itself, or, where
+there are kernels, its two float16 parts. Chains of products stay operands from end to end.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +14,14 @@ from torch import Tensor
 from kronbit.acceleration import has_kernels
 
 if TYPE_CHECKING:
-    from kronbit.kernels.matmul import Split
+    from kronbit.kernels.split import Split
 
-# A stack that is about to be multiplied, maybe several times. Transposed by ``.mT``.
+# A stack of matrices (k, rows, columns). Transposed by ``.mT``; in float32 by ``.float()``.
 Operand: TypeAlias = "Tensor | Split"
 
 
 def operand(X: Tensor, bounded: bool = False) -> Operand:
-    """Prepare a float32 stack (k, m, n) for products; a kernel takes it apart here, once.
+    """Prepare a float32 stack for products; a kernel takes it apart here.
 
     Args:
         X: The stack.
@@ -26,7 +30,7 @@ def operand(X: Tensor, bounded: bool = False) -> Operand:
     """
     if not has_kernels(X.device):
         return X
-    from kronbit.kernels.matmul import split
+    from kronbit.kernels.split import split
 
     return split(X, bounded)
 
@@ -67,3 +71,85 @@ def multiply(
     if out is None:
         return torch.baddbmm(C, A, B, beta=beta, alpha=alpha)
     return torch.baddbmm(C, A, B, beta=beta, alpha=alpha, out=out)
+
+
+def compose(
+    A: Operand,
+    B: Operand,
+    C: Operand | None = None,
+    *,
+    alpha: float = 1.0,
+    beta: float = 1.0,
+    symmetric: bool = False,
+    bound: Tensor | None = None,
+) -> Operand:
+    """``multiply`` whose result is an operand of the next product.
+
+    Args:
+        A: (k, m, depth).
+        B: (k, depth, n).
+        C: (k, m, n), by rows, or nothing.
+        alpha: Factor of the product.
+        beta: Factor of C.
+        symmetric: The result is known to be symmetric.
+        bound: (k,): no element of the result is larger; by default none is far above 1.
+    """
+    if isinstance(A, Tensor):
+        assert C is None or isinstance(C, Tensor), "all operands are on the same device"
+        return multiply(A, B, C, alpha=alpha, beta=beta, symmetric=symmetric)
+    from kronbit.kernels import matmul
+
+    assert not isinstance(B, Tensor), "both operands are on the same device"
+    return matmul.compose(A, B, C, alpha, beta, symmetric, bound)
+
+
+def scale_rows(X: Operand, factors: Tensor) -> Operand:
+    """diag(factors) X.
+
+    Args:
+        X: (k, n, n), nearly orthogonal, by rows.
+        factors: (k, n), not negative.
+    """
+    if isinstance(X, Tensor):
+        return X * factors.unsqueeze(-1)
+    from kronbit.kernels import split
+
+    return split.scale_rows(X, factors)
+
+
+def normalise_columns(X: Tensor) -> Operand:
+    """The columns of a contiguous stack, each divided by its length; zero stays zero.
+
+    Args:
+        X: (k, m, n), given away.
+    """
+    if has_kernels(X.device):
+        from kronbit.kernels import split
+
+        return split.normalise_columns(X)
+    length = torch.linalg.vector_norm(X, dim=-2, keepdim=True)
+    return X.div_(torch.where(length == 0, 1.0, length))
+
+
+def correction(Q: Operand) -> tuple[Operand, Tensor]:
+    """What makes a nearly orthonormal Q more so: Q (I - U) is, up to the square of the error.
+
+    With QᵀQ = I + E and U + Uᵀ = E, the Gram matrix of Q (I - U) is I + O(E²). U is the upper
+    triangle of E, its diagonal halved: so Q stays what a QR decomposition gives.
+
+    Args:
+        Q: (k, m, n), by rows.
+
+    Returns:
+        I - U, and half of ‖E‖²: (k,), the squared elements of E on and above its diagonal.
+    """
+    if not isinstance(Q, Tensor):
+        from kronbit.kernels import matmul
+
+        return matmul.correction(Q)
+    E = torch.bmm(Q.mT, Q)
+    E.diagonal(dim1=-2, dim2=-1).sub_(1)
+    U = E.triu_()
+    error = torch.linalg.vector_norm(U, dim=(-2, -1)).square()
+    U.neg_().diagonal(dim1=-2, dim2=-1).mul_(0.5).add_(1)
+    return U, error

@@ -11,13 +11,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from kronbit.acceleration import why_not
+from kronbit.batches import UPDATE
 from kronbit.blocking import route
 from kronbit.config import Config
 from kronbit.factors import Factors
 from kronbit.groups import Group
 from kronbit.memory import state_bytes
 from kronbit.plan import Plan
-from kronbit.preconditioner import UPDATE
 
 _COLUMNS = ("parameter", "shape", "blocks", "method", "bits", "bytes", "left to the base because")
 _NUMERIC = (False, False, True, False, True, True, False)

@@ -10,8 +10,15 @@ from torch import Tensor
 from kronbit.config import Config, Format
 from kronbit.factors.dense import condition
 from kronbit.factors.storage import Layout, Leaves, MatrixStorage, decay_weights, root_storage
-from kronbit.linalg import QR, bjorck, inverse_root, orthogonality_error, subspace_iteration
-from kronbit.products import multiply, operand
+from kronbit.linalg import (
+    QR,
+    bjorck,
+    inverse_root,
+    orthogonality_error,
+    rectified,
+    subspace_iteration,
+)
+from kronbit.products import Operand, compose, multiply, operand, scale_rows
 
 _TO_THE_END = 4  # Björck steps after which 4-bit eigenvectors are orthogonal to float32
 
@@ -43,16 +50,16 @@ class Eigen:
         self, leaves: Mapping[str, Tensor], M: Tensor, config: Config, qr: QR
     ) -> tuple[Leaves, Tensor]:
         """PU: rectify, average M in, one or more QR iterations, quantise the eigenvectors."""
-        lam, V = leaves["eigenvalues"], self._rectified(leaves, config.update_rectify)
+        lam, Vt = leaves["eigenvalues"], self._rectified(leaves, config.update_rectify)
         decay, weight = decay_weights(config.beta)
-        v, scaled = operand(V, bounded=True), operand(V * lam.unsqueeze(-2))
-        # A = β V Λ Vᵀ + (1 - β) M, and then A V, in the place of M
-        multiply(scaled, v.mT, C=M, alpha=decay, beta=weight, symmetric=True, out=M)
-        del V, scaled
-        # (a kernel's operand is a copy already; torch would read A while writing A V over it)
-        A = operand(M.clone() if isinstance(v, Tensor) else M)
-        AV = multiply(A, v, out=M)
-        del v
+        # No element of a positive semi-definite matrix exceeds its largest diagonal one.
+        bound = M.diagonal(dim1=-2, dim2=-1).amax(-1).mul_(weight).add_(lam.amax(-1), alpha=decay)
+        # A = β V Λ Vᵀ + (1 - β) M
+        scaled = scale_rows(Vt, lam)
+        A = compose(Vt.mT, scaled, C=M, alpha=decay, beta=weight, symmetric=True, bound=bound)
+        del scaled
+        AV = multiply(A, Vt.mT, out=M)
+        del Vt
         P, good = subspace_iteration(A, AV, config.qr_iterations, qr)
         # λ = diag(Pᵀ A P)
         lam = multiply(A, operand(P, bounded=True)).mul_(P).sum(-2)
@@ -63,12 +70,11 @@ class Eigen:
         if config.root == "schur_newton":
             A = self._matrix(leaves, config.update_rectify)
             return self.root.encode(inverse_root(A, self.p, config.damping, config.newton_steps))
-        lam, V = leaves["eigenvalues"], self._rectified(leaves, config.refresh_rectify)
+        lam, Vt = leaves["eigenvalues"], self._rectified(leaves, config.refresh_rectify)
         largest = lam.amax(-1, keepdim=True)
         # A zero statistic has no inverse root; 1 in its place gives the identity.
         damped = torch.where(largest == 0, 1.0, lam + largest * config.damping)
-        scaled = operand(V * damped.pow(-1 / self.p).unsqueeze(-2))
-        return self.root.encode(multiply(scaled, operand(V, bounded=True).mT, symmetric=True))
+        return self.root.encode(_scaled_square(Vt, damped.pow_(-1 / self.p)))
 
     def matrix(self, leaves: Mapping[str, Tensor]) -> Tensor:
         """A = V Λ Vᵀ, float32, from eigenvectors rectified to full orthogonality."""
@@ -88,16 +94,19 @@ class Eigen:
             "rectified_orthogonality_error": float(orthogonality_error(bjorck(V, 1)).amax()),
         }
 
-    def _rectified(self, leaves: Mapping[str, Tensor], steps: int) -> Tensor:
-        """V, eigenvectors as columns, after Björck's steps if they were quantised."""
-        rows = self.vectors.decode(leaves)
-        return bjorck(rows, 0 if self.vectors.quantizer.bits == 32 else steps).mT
+    def _rectified(self, leaves: Mapping[str, Tensor], steps: int) -> Operand:
+        """Vᵀ, eigenvectors as rows, after Björck's steps if they were quantised."""
+        rows = operand(self.vectors.decode(leaves), bounded=True)
+        return rectified(rows, 0 if self.vectors.quantizer.bits == 32 else steps)
 
     def _matrix(self, leaves: Mapping[str, Tensor], rectify: int) -> Tensor:
-        V = self._rectified(leaves, rectify)
-        scaled = operand(V * leaves["eigenvalues"].unsqueeze(-2))
-        return multiply(scaled, operand(V, bounded=True).mT, symmetric=True)
+        return _scaled_square(self._rectified(leaves, rectify), leaves["eigenvalues"])
 
     def _encode(self, lam: Tensor, P: Tensor) -> Leaves:
         """(λ, Q(P)), with λ clamped at 0: a negative one would have no root."""
         return {"eigenvalues": lam.clamp(min=0)} | self.vectors.encode(P.mT)
+
+
+def _scaled_square(Vt: Operand, lam: Tensor) -> Tensor:
+    """V diag(λ) Vᵀ, with eigenvectors as rows of Vᵀ."""
+    return multiply(Vt.mT, scale_rows(Vt, lam), symmetric=True)

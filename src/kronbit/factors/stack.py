@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from copy import copy
 from typing import Protocol
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 from kronbit.config import Config, Format
 from kronbit.factors.dense import Dense
 from kronbit.factors.eigen import Eigen
-from kronbit.factors.storage import Layout, Leaves, MatrixStorage
+from kronbit.factors.storage import Layout, Leaves, MatrixStorage, is_root
 from kronbit.linalg import QR, cholesky_qr
 
 
@@ -56,15 +56,17 @@ class Factors:
     """A stack of preconditioners of one order with their inverse p-th roots.
 
     The tensors are allocated once and only ever copied into: their slices are the optimizer's
-    state.
+    state. A stack may be a window of a larger one, so that rows of many stacks are neighbours.
 
     Attributes:
         layout: Name -> (shape, dtype) of one row.
         tensors: Name -> tensor with one row per block.
-        counters: On the stack's device, how often something was refused or repaired.
+        whole: The tensors of the stack that this is a window of.
+        first: Where the window begins there.
+        counters: How often something was refused or repaired.
     """
 
-    COUNTERS = ("householder", "discarded_statistics", "discarded_roots")
+    COUNTERS = ("shifted_qr", "householder", "discarded_statistics", "discarded_roots")
 
     def __init__(
         self,
@@ -77,9 +79,7 @@ class Factors:
     ) -> None:
         self.order, self.rows, self.format = order, rows, format
         self.method = make_method(format, p)
-        self.counters = {
-            name: torch.zeros((), dtype=torch.int64, device=device) for name in self.COUNTERS
-        }
+        self.counters = dict.fromkeys(self.COUNTERS, 0)
         # The identity is exact in every format, so Â0 = I is too.
         eye = torch.eye(order, device=device, dtype=torch.float32).unsqueeze(0)
         first = self.method.start(eye, start) | self.method.root.encode(eye.clone())
@@ -88,6 +88,15 @@ class Factors:
             name: torch.empty((rows, *shape), dtype=dtype, device=device).copy_(first[name])
             for name, (shape, dtype) in self.layout.items()
         }
+        self.whole, self.first = self.tensors, 0
+
+    def window(self, first: int, rows: int) -> Factors:
+        """Some rows as a stack of their own, with counters of its own."""
+        part = copy(self)
+        part.rows, part.first = rows, self.first + first
+        part.counters = dict.fromkeys(self.COUNTERS, 0)
+        part.tensors = self.leaves(slice(first, first + rows))
+        return part
 
     def roots(self, rows: slice) -> Tensor:
         """Â of some rows, float32: do not write to it."""
@@ -116,67 +125,74 @@ class Factors:
         return {name: tensor[rows] for name, tensor in self.tensors.items()}
 
 
-@dataclass(frozen=True)
 class Batch:
     """Rows of several stacks of one order and one format, handled as one.
 
-    Attributes:
-        parts: (stack, rows) in order.
+    Args:
+        parts: (stack, rows) in order. Neighbours in one whole need no copies.
     """
 
-    parts: tuple[tuple[Factors, slice], ...]
+    def __init__(self, parts: Sequence[tuple[Factors, slice]]) -> None:
+        self.method = parts[0][0].method
+        stretches: list[tuple[Leaves, slice]] = []
+        for factors, rows in parts:
+            start, stop = factors.first + rows.start, factors.first + rows.stop
+            if stretches and stretches[-1][0] is factors.whole and stretches[-1][1].stop == start:
+                start = stretches.pop()[1].start
+            stretches.append((factors.whole, slice(start, stop)))
+        self._slices = [
+            {name: tensor[rows] for name, tensor in whole.items()} for whole, rows in stretches
+        ]
 
-    @property
-    def method(self) -> Method:
-        """The method of all parts."""
-        return self.parts[0][0].method
-
-    def update(self, M: Tensor, finite: Tensor, config: Config, qr: QR = cholesky_qr) -> Tensor:
+    def update(
+        self, M: Tensor, finite: Tensor, config: Config, qr: QR = cholesky_qr
+    ) -> tuple[Tensor, Tensor]:
         """PU. Where the QR fails, a row stays as it is.
 
         Args:
             M: The new G Gᵀ or Gᵀ G, (rows, n, n), finite; written to.
             finite: bool (rows,): False leaves the row as it is, whatever M says.
             config: β, t1 and the number of QR iterations.
-            qr: ``cholesky_qr``, or ``householder_qr`` for rows where that has failed.
+            qr: ``cholesky_qr``, or a more robust one for rows where that has failed.
 
         Returns:
-            bool (rows,): whose QR has failed.
+            bool (rows,) twice: whose QR has failed; and whose result was not finite and refused.
         """
-        old = self._leaves()
-        new, good = self.method.update(old, M, config, qr)
-        self._keep(old, new, "discarded_statistics", finite & good)
-        return finite & ~good
+        new, good = self.method.update(self._statistics(), M, config, qr)
+        return finite & ~good, self._keep(new, finite & good)
 
-    def refresh(self, config: Config) -> None:
-        """PIRU: ε, t2 and the number of Newton steps come from ``config``."""
-        old = self._leaves()
-        new = self.method.refresh(old, config)
-        rows = sum(rows.stop - rows.start for _, rows in self.parts)
-        trusted = torch.ones(rows, dtype=torch.bool, device=next(iter(old.values())).device)
-        self._keep(old, new, "discarded_roots", trusted)
+    def refresh(self, config: Config) -> Tensor:
+        """PIRU: ε, t2 and the number of Newton steps come from ``config``.
 
-    def _leaves(self) -> Leaves:
-        slices = [factors.leaves(rows) for factors, rows in self.parts]
-        if len(slices) == 1:
-            return slices[0]
-        return {name: torch.cat([leaves[name] for leaves in slices]) for name in slices[0]}
+        Returns:
+            bool (rows,): whose root was not finite and refused.
+        """
+        return self._keep(self.method.refresh(self._statistics(), config), None)
 
-    def _keep(self, old: Mapping[str, Tensor], new: Leaves, counter: str, trusted: Tensor) -> None:
-        """Copy new tensors in where they are trusted and finite; elsewhere the old ones stay."""
+    def _statistics(self) -> Leaves:
+        """All tensors but those of the roots."""
+        first, *others = self._slices
+        names = [name for name in first if not is_root(name)]
+        if not others:
+            return {name: first[name] for name in names}
+        return {name: torch.cat([leaves[name] for leaves in self._slices]) for name in names}
+
+    def _keep(self, new: Leaves, trusted: Tensor | None) -> Tensor:
+        """Write new tensors where they are trusted and finite; elsewhere the old ones stay.
+
+        Returns:
+            bool (rows,): what is trusted, but not finite.
+        """
         finite = _finite_rows(new)
-        refused, accepted = trusted & ~finite, trusted & finite
-        chosen = {
-            name: torch.where(accepted.view(-1, *[1] * (leaf.dim() - 1)), leaf, old[name])
-            for name, leaf in new.items()
-        }
+        accepted = finite if trusted is None else trusted & finite
         start = 0
-        for factors, rows in self.parts:
-            here = slice(start, start + rows.stop - rows.start)
-            start = here.stop
-            factors.counters[counter] += refused[here].sum()
-            for name, leaf in chosen.items():
-                factors.tensors[name][rows].copy_(leaf[here])
+        for leaves in self._slices:
+            rows = slice(start, start + len(next(iter(leaves.values()))))
+            start = rows.stop
+            for name, leaf in new.items():
+                mask = accepted[rows].view(-1, *[1] * (leaf.dim() - 1))
+                torch.where(mask, leaf[rows], leaves[name], out=leaves[name])
+        return ~finite if trusted is None else trusted & ~finite
 
 
 def _finite_rows(leaves: Mapping[str, Tensor]) -> Tensor:

@@ -1,15 +1,11 @@
 """Matrix products at float32 accuracy on the tensor cores.
 
-A float32 number, scaled by a power of two, is the sum of two float16 numbers to 22 bits. The
-product of two such sums is three float16 products, accumulated in float32 (the fourth is below
-float32's rounding): as accurate as a float32 product, at a third of the tensor cores' speed
-instead of a fifteenth. One scale per matrix keeps the parts inside of float16's range: elements
-that are 2⁻²⁷ of the largest still have their 22 bits.
+The product of two sums of float16 numbers (``kernels.split``) is three float16 products,
+accumulated in float32 (the fourth is below float32's rounding): as accurate as a float32 product,
+at a third of the tensor cores' speed instead of a fifteenth.
 """
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 import torch
 import triton
@@ -17,84 +13,42 @@ import triton.language as tl
 from torch import Tensor
 
 from kronbit.kernels.launch import launch
+from kronbit.kernels.split import PAD, Split, empty_split, power_below, store_parts
 
-_PAD = 64  # operands are padded with zeros to multiples of it: loads need no masks
-_ROWS = 8  # of a matrix, per program of a split
-_TILE, _DEPTH, _WARPS, _STAGES = 128, 64, 8, 3
-_SUPER = 8  # tiles whose rows stay in the cache together
+# How products are computed: tiles of the result, and of those some whose rows stay in the cache.
+PRODUCT = {"TILE": 128, "DEPTH": 64, "SUPER": 8, "PAD": PAD, "num_warps": 8, "num_stages": 3}
 
-
-class Split(NamedTuple):
-    """Matrices (k, rows, columns) as hi + lo = x 2¹² / unit; zero-padded; maybe transposed."""
-
-    hi: Tensor
-    lo: Tensor
-    unit: Tensor
-    rows: int
-    columns: int
-
-    @property
-    def mT(self) -> Split:
-        """The transposed matrices, without a copy."""
-        return Split(self.hi.mT, self.lo.mT, self.unit, self.columns, self.rows)
+# What is added, and what is written.
+_NOTHING, _FLOATS, _PARTS = 0, 1, 2
 
 
-@triton.jit(do_not_specialize=["rows", "columns", "matrix_stride", "row_stride"])
-def _largest_kernel(x, largest, rows, columns, matrix_stride, row_stride, ROWS: tl.constexpr):
-    """The largest magnitude of a matrix, as the bits of a float32 (which sort as integers do)."""
-    matrix = tl.program_id(1).to(tl.int64)
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
-    seen = tl.zeros((ROWS, 256), dtype=tl.int32)
-    for start in range(0, columns, 256):
-        column = start + tl.arange(0, 256)[None, :]
-        place = x + matrix * matrix_stride + row * row_stride + column
-        value = tl.load(place, mask=(row < rows) & (column < columns), other=0.0)
-        seen = tl.maximum(seen, value.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
-    tl.atomic_max(largest + matrix, tl.max(seen))
+@triton.jit
+def place_of_tile(m, n, TILE: tl.constexpr, SUPER: tl.constexpr):
+    """Which tile of an m x n matrix a program computes: neighbours share what they read."""
+    tiles_m, tiles_n = tl.cdiv(m, TILE), tl.cdiv(n, TILE)
+    first = tl.program_id(0) // (SUPER * tiles_n) * SUPER
+    height = tl.minimum(tiles_m - first, SUPER)
+    i = first + tl.program_id(0) % (SUPER * tiles_n) % height
+    return i, tl.program_id(0) % (SUPER * tiles_n) // height
 
 
-@triton.jit(
-    do_not_specialize=[
-        "rows",
-        "columns",
-        "padded_rows",
-        "padded_columns",
-        "matrix_stride",
-        "row_stride",
-    ]
-)
-def _split_kernel(
-    x,
-    largest,
-    hi,
-    lo,
-    unit,
-    rows,
-    columns,
-    padded_rows,
-    padded_columns,
-    matrix_stride,
-    row_stride,
-    BOUNDED: tl.constexpr,
-    ROWS: tl.constexpr,
-):
-    matrix = tl.program_id(1).to(tl.int64)
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
-    power = 1.0
-    if not BOUNDED:  # the power of two at or below the largest element: its exponent bits
-        power = (tl.load(largest + matrix) & 0x7F800000).to(tl.float32, bitcast=True)
-        power = tl.maximum(power, 1e-32)
-    tl.store(unit + matrix, power / 4096.0, mask=tl.program_id(0) == 0)
-    for start in range(0, padded_columns, 256):
-        column = start + tl.arange(0, 256)[None, :]
-        place = x + matrix * matrix_stride + row * row_stride + column
-        value = tl.load(place, mask=(row < rows) & (column < columns), other=0.0)
-        value = value * (4096.0 / power)
-        high = value.to(tl.float16)
-        inside = (row < padded_rows) & (column < padded_columns)
-        target = (matrix * padded_rows + row) * padded_columns + column
-        tl.store(hi + target, high, mask=inside)
-        tl.store(lo + target, (value - high.to(tl.float32)).to(tl.float16), mask=inside)
+@triton.jit
+def accumulate(
+    a_hi, a_lo, a_place, a_step, b_hi, b_lo, b_place, b_step, depth, TILE: tl.constexpr,
+    DEPTH: tl.constexpr,
+):  # fmt: skip
+    """The sum of products along the depth; ``step`` leads to the next places."""
+    total = tl.zeros((TILE, TILE), dtype=tl.float32)
+    for _ in range(0, depth, DEPTH):
+        ah, al = tl.load(a_hi + a_place), tl.load(a_lo + a_place)
+        bh, bl = tl.load(b_hi + b_place), tl.load(b_lo + b_place)
+        # Tensor cores cut sums off where float32 rounds: they add up few terms at a time.
+        part = tl.dot(al, bh)
+        part = tl.dot(ah, bl, part)
+        total += tl.dot(ah, bh, part)
+        a_place += a_step
+        b_place += b_step
+    return total
 
 
 @triton.jit(do_not_specialize=["m", "n", "padded_m", "padded_n", "depth"])
@@ -106,7 +60,12 @@ def _product_kernel(
     b_lo,
     b_unit,
     c,
+    c_lo,
+    c_unit,
     out,
+    out_lo,
+    out_unit,
+    bound,
     m,
     n,
     padded_m,
@@ -117,6 +76,8 @@ def _product_kernel(
     A_TRANSPOSED: tl.constexpr,
     B_TRANSPOSED: tl.constexpr,
     ADD: tl.constexpr,
+    WRITE: tl.constexpr,
+    BOUNDED: tl.constexpr,
     SYMMETRIC: tl.constexpr,
     TILE: tl.constexpr,
     DEPTH: tl.constexpr,
@@ -124,11 +85,7 @@ def _product_kernel(
     PAD: tl.constexpr,
 ):
     matrix = tl.program_id(1).to(tl.int64)
-    tiles_m, tiles_n = tl.cdiv(m, TILE), tl.cdiv(n, TILE)
-    first = tl.program_id(0) // (SUPER * tiles_n) * SUPER
-    height = tl.minimum(tiles_m - first, SUPER)
-    i = first + tl.program_id(0) % (SUPER * tiles_n) % height
-    j = tl.program_id(0) % (SUPER * tiles_n) // height
+    i, j = place_of_tile(m, n, TILE, SUPER)
     if SYMMETRIC and j > i:
         return
     row, column = i * TILE + tl.arange(0, TILE), j * TILE + tl.arange(0, TILE)
@@ -147,63 +104,101 @@ def _product_kernel(
         b_place, b_step = k[:, None] + b_line[None, :] * depth, DEPTH
     a_place += matrix * padded_m * depth
     b_place += matrix * padded_n * depth
-    total = tl.zeros((TILE, TILE), dtype=tl.float32)
-    for _ in range(0, depth, DEPTH):
-        ah, al = tl.load(a_hi + a_place), tl.load(a_lo + a_place)
-        bh, bl = tl.load(b_hi + b_place), tl.load(b_lo + b_place)
-        # Tensor cores cut sums off where float32 rounds: they add up few terms at a time.
-        part = tl.dot(al, bh)
-        part = tl.dot(ah, bl, part)
-        total += tl.dot(ah, bh, part)
-        a_place += a_step
-        b_place += b_step
+    total = accumulate(a_hi, a_lo, a_place, a_step, b_hi, b_lo, b_place, b_step, depth, TILE, DEPTH)
     total = total * (alpha * tl.load(a_unit + matrix)) * tl.load(b_unit + matrix)
     inside = (row < m)[:, None] & (column < n)[None, :]
     place = matrix * m * n + row[:, None] * n + column[None, :]
-    if ADD:
+    within = (row < padded_m)[:, None] & (column < padded_n)[None, :]
+    wide = matrix * padded_m * padded_n + row[:, None] * padded_n + column[None, :]
+    if ADD == 1:
         total += beta * tl.load(c + place, mask=inside, other=0.0)
-    tl.store(out + place, total, mask=inside)
+    if ADD == 2:
+        value = tl.load(c + wide, mask=within, other=0.0).to(tl.float32)
+        value += tl.load(c_lo + wide, mask=within, other=0.0).to(tl.float32)
+        total += (beta * tl.load(c_unit + matrix)) * value
+    if WRITE == 1:
+        tl.store(out + place, total, mask=inside)
+    else:
+        power = 1.0
+        if not BOUNDED:
+            power = power_below(tl.load(bound + matrix))
+        tl.store(out_unit + matrix, power / 4096.0, mask=tl.program_id(0) == 0)
+        total = total * (4096.0 / power)
+        store_parts(out, out_lo, wide, total, within)
     if SYMMETRIC and i != j:
-        mirrored = (column < n)[:, None] & (row < m)[None, :]
-        place = matrix * m * n + column[:, None] * n + row[None, :]
-        tl.store(out + place, tl.trans(total), mask=mirrored)
+        total = tl.trans(total)
+        if WRITE == 1:
+            mirrored = (column < n)[:, None] & (row < m)[None, :]
+            place = matrix * m * n + column[:, None] * n + row[None, :]
+            tl.store(out + place, total, mask=mirrored)
+        else:
+            within = (column < padded_n)[:, None] & (row < padded_m)[None, :]
+            wide = matrix * padded_m * padded_n + column[:, None] * padded_n + row[None, :]
+            store_parts(out, out_lo, wide, total, within)
 
 
-def split(X: Tensor, bounded: bool = False) -> Split:
-    """Two float16 parts of each matrix of a stack (k, rows, columns) of float32.
-
-    Args:
-        X: The stack.
-        bounded: The largest elements are taken to be about 1 (up to 15 will do).
-    """
-    if X.stride(-1) != 1 and X.stride(-2) == 1:
-        return split(X.mT, bounded).mT
-    X = X if X.stride(-1) == 1 else X.contiguous()
-    k, rows, columns = X.shape
-    shape = (k, -(-rows // _PAD) * _PAD, -(-columns // _PAD) * _PAD)
-    hi, lo = (torch.empty(shape, dtype=torch.float16, device=X.device) for _ in range(2))
-    unit = torch.empty(k, dtype=torch.float32, device=X.device)
-    grid = (triton.cdiv(shape[1], _ROWS), k)
-    largest = unit
-    if not bounded:
-        largest = torch.zeros(k, dtype=torch.int32, device=X.device)
-        launch(_largest_kernel, grid, X, largest, rows, columns, *X.stride()[:2], ROWS=_ROWS)
-    launch(
-        _split_kernel,
-        grid,
-        X,
-        largest,
-        hi,
-        lo,
-        unit,
-        rows,
-        columns,
-        *shape[1:],
-        *X.stride()[:2],
-        BOUNDED=bounded,
-        ROWS=_ROWS,
+@triton.jit(do_not_specialize=["n", "padded_n", "padded_m"])
+def _correction_kernel(
+    q_hi,
+    q_lo,
+    q_unit,
+    out_hi,
+    out_lo,
+    out_unit,
+    errors,
+    n,
+    padded_n,
+    padded_m,
+    TILE: tl.constexpr,
+    DEPTH: tl.constexpr,
+    SUPER: tl.constexpr,
+    PAD: tl.constexpr,
+):
+    """I - U with U the upper triangle of QᵀQ - I, its diagonal halved; its squared elements."""
+    matrix = tl.program_id(1).to(tl.int64)
+    i, j = place_of_tile(n, n, TILE, SUPER)
+    row, column = i * TILE + tl.arange(0, TILE), j * TILE + tl.arange(0, TILE)
+    k = tl.arange(0, DEPTH)
+    a_line = tl.max_contiguous(tl.multiple_of(row % padded_n, PAD), PAD)
+    b_line = tl.max_contiguous(tl.multiple_of(column % padded_n, PAD), PAD)
+    padded_m, padded_n = padded_m // PAD * PAD, padded_n // PAD * PAD
+    first = matrix * padded_m * padded_n
+    within = (row < padded_n)[:, None] & (column < padded_n)[None, :]
+    place = matrix * padded_n * padded_n + row[:, None] * padded_n + column[None, :]
+    tl.store(out_unit + matrix, 1.0 / 4096.0, mask=tl.program_id(0) == 0)
+    tile = matrix * tl.num_programs(0) + tl.program_id(0)
+    if i > j:
+        tl.store(errors + tile, 0.0)
+        zero = tl.zeros((TILE, TILE), dtype=tl.float32)
+        store_parts(out_hi, out_lo, place, zero, within)
+        return
+    total = accumulate(
+        q_hi,
+        q_lo,
+        first + a_line[:, None] + k[None, :] * padded_n,
+        DEPTH * padded_n,
+        q_hi,
+        q_lo,
+        first + k[:, None] * padded_n + b_line[None, :],
+        DEPTH * padded_n,
+        padded_m,
+        TILE,
+        DEPTH,
     )
-    return Split(hi, lo, unit, rows, columns)
+    unit = tl.load(q_unit + matrix)
+    total = total * unit * unit
+    inside = (row < n)[:, None] & (column < n)[None, :]
+    on = row[:, None] == column[None, :]
+    error = tl.where(inside, total - tl.where(on, 1.0, 0.0), 0.0)
+    error = tl.where(row[:, None] > column[None, :], 0.0, error)
+    tl.store(errors + tile, tl.sum(error * error))
+    value = tl.where(on, tl.where(inside, 1.0, 0.0) - 0.5 * error, -error)
+    store_parts(out_hi, out_lo, place, value * 4096.0, within)
+
+
+def tiles(size: int) -> int:
+    """How many tiles lie along a side."""
+    return -(-size // PRODUCT["TILE"])
 
 
 def multiply(
@@ -220,29 +215,85 @@ def multiply(
     C = None if C is None else C.contiguous()
     if out is None:
         out = torch.empty(k, m, n, dtype=torch.float32, device=A.hi.device)
+    added = (out,) * 3 if C is None else (C,) * 3
+    adds = _NOTHING if C is None else _FLOATS
+    _launch(A, B, added, adds, (out,) * 3, _FLOATS, None, alpha, beta, symmetric)
+    return out
+
+
+def compose(
+    A: Split,
+    B: Split,
+    C: Tensor | Split | None = None,
+    alpha: float = 1.0,
+    beta: float = 1.0,
+    symmetric: bool = False,
+    bound: Tensor | None = None,
+) -> Split:
+    """Multiply and add as ``kronbit.products.compose`` does, on operands that have been split."""
+    out = empty_split(len(A.hi), A.rows, B.columns, A.hi.device)
+    added: tuple[Tensor, ...] = out[:3]
+    adds = _NOTHING
+    if isinstance(C, Tensor):
+        added, adds = (C.contiguous(),) * 3, _FLOATS
+    elif C is not None:
+        assert not C.transposed, "what is added lies as the result does"
+        added, adds = C[:3], _PARTS
+    _launch(A, B, added, adds, out[:3], _PARTS, bound, alpha, beta, symmetric)
+    return out
+
+
+def _launch(
+    A: Split,
+    B: Split,
+    added: tuple[Tensor, ...],
+    adds: int,
+    out: tuple[Tensor, ...],
+    writes: int,
+    bound: Tensor | None,
+    alpha: float,
+    beta: float,
+    symmetric: bool,
+) -> None:
     launch(
         _product_kernel,
-        (triton.cdiv(m, _TILE) * triton.cdiv(n, _TILE), k),
+        (tiles(A.rows) * tiles(B.columns), len(A.hi)),
         *A[:3],
         *B[:3],
-        out if C is None else C,
-        out,
-        m,
-        n,
+        *added,
+        *out,
+        A.unit if bound is None else bound,
+        A.rows,
+        B.columns,
         A.hi.shape[-2],
         B.hi.shape[-1],
         A.hi.shape[-1],
         float(alpha),
         float(beta),
-        A_TRANSPOSED=A.hi.stride(-1) != 1,
-        B_TRANSPOSED=B.hi.stride(-1) != 1,
-        ADD=C is not None,
+        A_TRANSPOSED=A.transposed,
+        B_TRANSPOSED=B.transposed,
+        ADD=adds,
+        WRITE=writes,
+        BOUNDED=bound is None,
         SYMMETRIC=symmetric,
-        TILE=_TILE,
-        DEPTH=_DEPTH,
-        SUPER=_SUPER,
-        PAD=_PAD,
-        num_warps=_WARPS,
-        num_stages=_STAGES,
+        **PRODUCT,
     )
-    return out
+
+
+def correction(Q: Split) -> tuple[Split, Tensor]:
+    """What ``kronbit.products.correction`` gives, of a nearly orthonormal Q by rows."""
+    assert not Q.transposed, "the kernel goes down the columns of Q"
+    k, n = len(Q.hi), Q.columns
+    out = empty_split(k, n, n, Q.hi.device)
+    errors = torch.empty(k, tiles(n) ** 2, dtype=torch.float32, device=Q.hi.device)
+    launch(
+        _correction_kernel,
+        (errors.shape[1], k),
+        *Q[:3],
+        *out[:3],
+        errors,
+        n,
+        *reversed(Q.hi.shape[1:]),
+        **PRODUCT,
+    )
+    return out, errors.sum(-1)

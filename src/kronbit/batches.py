@@ -1,0 +1,113 @@
+"""Rows of equal order, from all groups, cut into batches that the workspace can take."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from kronbit.config import Config, Format
+from kronbit.factors import Factors
+from kronbit.groups import Due, Group
+
+_MOST_ROWS = 65535  # of a batch: what a grid of programs can hold
+_PAD = 64  # kernels fill up the sides of matrices to multiples of it
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Float32 matrices that one row of a batch needs at the peak.
+
+    Attributes:
+        square: Of the order, n x n (of the larger one, where both sides are at work).
+        block: Of the gradient's shape, m x n.
+    """
+
+    square: int
+    block: int
+
+    def rows(self, order: int, shape: tuple[int, int], workspace: int) -> int:
+        """Rows of a batch that stays within the workspace; a single row may exceed it."""
+        n, *sides = (-(-side // _PAD) * _PAD for side in (order, *shape))
+        one = 4 * (self.square * n**2 + self.block * math.prod(sides))
+        return max(1, min(_MOST_ROWS, workspace // one))
+
+
+# Counted over all methods and widths; tests/test_memory.py counts again.
+UPDATE = Cost(square=5, block=1)
+REFRESH = Cost(square=5, block=0)
+NEWTON = Cost(square=10, block=0)
+PRECONDITION = Cost(square=4, block=4)
+
+
+@dataclass(frozen=True)
+class Part:
+    """Rows of one side of a group, with the options of the step."""
+
+    group: Group
+    right: bool
+    rows: slice
+    config: Config
+
+    @property
+    def factors(self) -> Factors:
+        """That side's stack."""
+        return self.group.right if self.right else self.group.left
+
+    def row(self, row: int) -> Part:
+        """One of the rows."""
+        return replace(self, rows=slice(row, row + 1))
+
+
+def due_parts(groups: Sequence[Group], due: Mapping[int, Due]) -> Iterator[Part]:
+    """Both sides of all rows that are due."""
+    for group in groups if due else ():
+        for run, config in group.runs(due):
+            yield Part(group, False, run, config)
+            yield Part(group, True, run, config)
+
+
+def batches(
+    parts: Iterable[Part], workspace: int, cost: Cost, newton: Cost | None = None
+) -> Iterator[list[Part]]:
+    """Batches of rows of equal order, format and options, each as large as the workspace allows.
+
+    Few large batches: the time of an update is that of its launches, where matrices are small.
+
+    Args:
+        parts: The rows.
+        workspace: In bytes.
+        cost: What a row needs.
+        newton: What it needs where roots are taken by Schur-Newton.
+    """
+    found: dict[tuple[int, Format, Config], list[Part]] = {}
+    for part in parts:
+        key = (part.factors.order, part.factors.format, part.config)
+        found.setdefault(key, []).append(part)
+    for (order, format, config), own in found.items():
+        own.sort(key=lambda part: part.factors.first + part.rows.start)
+        largest = max((part.group.shape for part in own), key=math.prod)
+        by_newton = format.method != "eigen" or config.root == "schur_newton"
+        needs = newton if newton is not None and by_newton else cost
+        yield from _cut(own, needs.rows(order, largest, workspace))
+
+
+def _cut(parts: Sequence[Part], size: int) -> Iterator[list[Part]]:
+    """Cut parts, and divide them where needed, into lists of at most ``size`` rows."""
+    # Equal ones: no batch is left with a few rows that cannot fill the device.
+    total = sum(part.rows.stop - part.rows.start for part in parts)
+    size = -(-total // -(-total // size))
+    batch: list[Part] = []
+    room = size
+    for part in parts:
+        start = part.rows.start
+        while start < part.rows.stop:
+            stop = min(part.rows.stop, start + room)
+            batch.append(replace(part, rows=slice(start, stop)))
+            room -= stop - start
+            start = stop
+            if room == 0:
+                yield batch
+                batch, room = [], size
+    if batch:
+        yield batch

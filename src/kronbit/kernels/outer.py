@@ -1,0 +1,140 @@
+"""G Gᵀ and Gᵀ G of blocks of many shapes, whose gradients are read where they lie.
+
+A line of integers (``Field``) says which block, and which of its two products. The block is copied
+as two float16 parts, by rows of the product's side, and multiplied with itself.
+"""
+
+from __future__ import annotations
+
+import enum
+
+import triton
+import triton.language as tl
+
+from kronbit.kernels.gradients import find, load
+from kronbit.kernels.matmul import accumulate, place_of_tile
+from kronbit.kernels.split import PAD, power_below, store_parts
+
+TILE = 64  # of a gradient, per program
+_PAD: tl.constexpr = tl.constexpr(PAD)
+
+
+class Field(enum.IntEnum):
+    """What stands where in a line."""
+
+    MEMBER = 0
+    M = 1
+    N = 2
+    GRADIENT = 3  # first element in the parameter's gradient
+    STRIDE = 4  # from row to row there
+    RIGHT = 5  # whether Gᵀ G is wanted
+    PLACE = 6  # first element of the copy
+    DEPTH = 7  # columns of the copy
+
+
+COUNT = len(Field)
+_MEMBER: tl.constexpr = tl.constexpr(int(Field.MEMBER))
+_M: tl.constexpr = tl.constexpr(int(Field.M))
+_N: tl.constexpr = tl.constexpr(int(Field.N))
+_GRADIENT: tl.constexpr = tl.constexpr(int(Field.GRADIENT))
+_STRIDE: tl.constexpr = tl.constexpr(int(Field.STRIDE))
+_RIGHT: tl.constexpr = tl.constexpr(int(Field.RIGHT))
+_PLACE: tl.constexpr = tl.constexpr(int(Field.PLACE))
+_DEPTH: tl.constexpr = tl.constexpr(int(Field.DEPTH))
+_COUNT: tl.constexpr = tl.constexpr(COUNT)
+
+
+@triton.jit
+def _tile_of(line, addresses, finite, TILE: tl.constexpr):
+    """A tile of a block in float32, zero where the gradient is not finite; its rows and columns."""
+    m, n = tl.load(line + _M).to(tl.int32), tl.load(line + _N).to(tl.int32)
+    across = tl.cdiv(n, TILE)
+    row = tl.program_id(0) // across * TILE + tl.arange(0, TILE)
+    column = tl.program_id(0) % across * TILE + tl.arange(0, TILE)
+    member = tl.load(line + _MEMBER)
+    address, kind = find(addresses, member)
+    place = tl.load(line + _GRADIENT) + row[:, None].to(tl.int64) * tl.load(line + _STRIDE)
+    mask = (row < m)[:, None] & (column < n)[None, :]
+    value = load(address, kind, place + column[None, :], mask)
+    return tl.where(tl.load(finite + member) != 0, value, 0.0), row, column, m
+
+
+@triton.jit
+def largest_kernel(lines, addresses, finite, largest, TILE: tl.constexpr):
+    """The largest magnitude of a block, as the bits of a float32."""
+    row = tl.program_id(1).to(tl.int64)
+    value, rows, _, m = _tile_of(lines + row * _COUNT, addresses, finite, TILE)
+    if tl.min(rows) < m:
+        tl.atomic_max(largest + row, tl.max(value.to(tl.int32, bitcast=True) & 0x7FFFFFFF))
+
+
+@triton.jit
+def copy_kernel(lines, addresses, finite, largest, hi, lo, unit, TILE: tl.constexpr):
+    """Copy a block in two parts, transposed for Gᵀ G."""
+    matrix = tl.program_id(1).to(tl.int64)
+    line = lines + matrix * _COUNT
+    value, row, column, m = _tile_of(line, addresses, finite, TILE)
+    if tl.min(row) >= m:
+        return
+    power = power_below(tl.load(largest + matrix).to(tl.float32, bitcast=True))
+    tl.store(unit + matrix, power / 4096.0, mask=tl.program_id(0) == 0)
+    value = value * (4096.0 / power)
+    first = tl.multiple_of(tl.load(line + _PLACE), _PAD)
+    depth = tl.load(line + _DEPTH)
+    # Tiles are as large as the padding: none reaches beyond it.
+    everywhere = row[:, None] + column[None, :] >= 0
+    if tl.load(line + _RIGHT) == 0:
+        place = first + row[:, None] * depth + column[None, :]
+        store_parts(hi, lo, place, value, everywhere)
+    else:
+        place = first + column[:, None] * depth + row[None, :]
+        store_parts(hi, lo, place, tl.trans(value), everywhere)
+
+
+@triton.jit(do_not_specialize=["n", "padded_n"])
+def outer_kernel(
+    lines,
+    hi,
+    lo,
+    unit,
+    out,
+    n,
+    padded_n,
+    TILE: tl.constexpr,
+    DEPTH: tl.constexpr,
+    SUPER: tl.constexpr,
+    PAD: tl.constexpr,
+):
+    """The product of a copy with its transpose, which is symmetric."""
+    matrix = tl.program_id(1).to(tl.int64)
+    i, j = place_of_tile(n, n, TILE, SUPER)
+    if j > i:
+        return
+    line = lines + matrix * _COUNT
+    first = tl.multiple_of(tl.load(line + _PLACE), PAD)
+    depth = tl.multiple_of(tl.load(line + _DEPTH).to(tl.int32), PAD)
+    row, column = i * TILE + tl.arange(0, TILE), j * TILE + tl.arange(0, TILE)
+    k = tl.arange(0, DEPTH)
+    # Rows beyond the padding wrap around: what they give is never stored.
+    total = accumulate(
+        hi,
+        lo,
+        first + (row % padded_n)[:, None] * depth + k[None, :],
+        DEPTH,
+        hi,
+        lo,
+        first + k[:, None] + (column % padded_n)[None, :] * depth,
+        DEPTH,
+        depth,
+        TILE,
+        DEPTH,
+    )
+    scale = tl.load(unit + matrix)
+    total = total * scale * scale
+    first = matrix * n * n
+    inside = (row < n)[:, None] & (column < n)[None, :]
+    tl.store(out + first + row[:, None] * n + column[None, :], total, mask=inside)
+    if i != j:
+        inside = (column < n)[:, None] & (row < n)[None, :]
+        place = first + column[:, None] * n + row[None, :]
+        tl.store(out + place, tl.trans(total), mask=inside)

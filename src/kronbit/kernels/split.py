@@ -1,0 +1,266 @@
+"""Matrices as sums of two float16 matrices, which the tensor cores can multiply.
+
+A float32 number, scaled by a power of two, is the sum of two float16 numbers to 22 bits. One scale
+per matrix keeps the parts inside of float16's range: elements that are 2⁻²⁷ of the largest still
+have their 22 bits.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kronbit.kernels.launch import launch
+
+PAD = 64  # operands are padded with zeros to multiples of it: loads need no masks
+_ROWS = 8  # of a matrix, per program
+_COLUMNS = 32  # of a matrix, per program that goes down its columns
+
+
+class Split(NamedTuple):
+    """Matrices (k, rows, columns) as hi + lo = x 2¹² / unit; zero-padded; maybe transposed."""
+
+    hi: Tensor
+    lo: Tensor
+    unit: Tensor
+    rows: int
+    columns: int
+
+    @property
+    def mT(self) -> Split:
+        """The transposed matrices, without a copy."""
+        return Split(self.hi.mT, self.lo.mT, self.unit, self.columns, self.rows)
+
+    @property
+    def transposed(self) -> bool:
+        """Whether the parts are stored by columns."""
+        return self.hi.stride(-1) != 1
+
+    def float(self) -> Tensor:
+        """The matrices in float32."""
+        whole = (self.hi.float() + self.lo.float()) * self.unit[:, None, None]
+        return whole[:, : self.rows, : self.columns]
+
+
+def padded(size: int) -> int:
+    """The size of a side with its zeros."""
+    return -(-size // PAD) * PAD
+
+
+def empty_split(k: int, rows: int, columns: int, device: torch.device) -> Split:
+    """Room for k matrices."""
+    shape = (k, padded(rows), padded(columns))
+    hi, lo = (torch.empty(shape, dtype=torch.float16, device=device) for _ in range(2))
+    unit = torch.empty(k, dtype=torch.float32, device=device)
+    return Split(hi, lo, unit, rows, columns)
+
+
+@triton.jit
+def power_below(bound):
+    """The power of two at or below a positive float32: its exponent bits."""
+    power = (bound.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    return tl.maximum(power, 1e-32)
+
+
+@triton.jit
+def store_parts(hi, lo, place, value, mask):
+    """Store a float32 value that has been divided by its unit."""
+    high = value.to(tl.float16)
+    tl.store(hi + place, high, mask=mask)
+    tl.store(lo + place, (value - high.to(tl.float32)).to(tl.float16), mask=mask)
+
+
+@triton.jit(do_not_specialize=["rows", "columns", "matrix_stride", "row_stride"])
+def _largest_kernel(x, largest, rows, columns, matrix_stride, row_stride, ROWS: tl.constexpr):
+    """The largest magnitude of a matrix, as the bits of a float32 (which sort as integers do)."""
+    matrix = tl.program_id(1).to(tl.int64)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
+    seen = tl.zeros((ROWS, 256), dtype=tl.int32)
+    for start in range(0, columns, 256):
+        column = start + tl.arange(0, 256)[None, :]
+        place = x + matrix * matrix_stride + row * row_stride + column
+        value = tl.load(place, mask=(row < rows) & (column < columns), other=0.0)
+        seen = tl.maximum(seen, value.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
+    tl.atomic_max(largest + matrix, tl.max(seen))
+
+
+@triton.jit(
+    do_not_specialize=[
+        "rows",
+        "columns",
+        "padded_rows",
+        "padded_columns",
+        "matrix_stride",
+        "row_stride",
+    ]
+)
+def _split_kernel(
+    x,
+    bound,
+    hi,
+    lo,
+    unit,
+    rows,
+    columns,
+    padded_rows,
+    padded_columns,
+    matrix_stride,
+    row_stride,
+    BOUNDED: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    matrix = tl.program_id(1).to(tl.int64)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
+    power = 1.0
+    if not BOUNDED:
+        power = power_below(tl.load(bound + matrix))
+    tl.store(unit + matrix, power / 4096.0, mask=tl.program_id(0) == 0)
+    for start in range(0, padded_columns, 256):
+        column = start + tl.arange(0, 256)[None, :]
+        place = x + matrix * matrix_stride + row * row_stride + column
+        value = tl.load(place, mask=(row < rows) & (column < columns), other=0.0)
+        inside = (row < padded_rows) & (column < padded_columns)
+        target = (matrix * padded_rows + row) * padded_columns + column
+        store_parts(hi, lo, target, value * (4096.0 / power), inside)
+
+
+@triton.jit(do_not_specialize=["rows", "padded_rows", "padded_columns"])
+def _scale_kernel(
+    hi,
+    lo,
+    unit,
+    factors,
+    bound,
+    out_hi,
+    out_lo,
+    out_unit,
+    rows,
+    padded_rows,
+    padded_columns,
+    ROWS: tl.constexpr,
+):
+    """Multiply rows by factors."""
+    matrix = tl.program_id(1).to(tl.int64)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
+    power = power_below(tl.load(bound + matrix))
+    tl.store(out_unit + matrix, power / 4096.0, mask=tl.program_id(0) == 0)
+    factor = tl.load(factors + matrix * rows + row, mask=row < rows, other=0.0)
+    factor *= tl.load(unit + matrix) * (4096.0 / power)
+    for start in range(0, padded_columns, 256):
+        column = start + tl.arange(0, 256)[None, :]
+        inside = (row < padded_rows) & (column < padded_columns)
+        place = (matrix * padded_rows + row) * padded_columns + column
+        value = tl.load(hi + place, mask=inside, other=0.0).to(tl.float32)
+        value += tl.load(lo + place, mask=inside, other=0.0).to(tl.float32)
+        store_parts(out_hi, out_lo, place, value * factor, inside)
+
+
+@triton.jit(do_not_specialize=["rows", "columns", "padded_rows", "padded_columns"])
+def _normalise_kernel(
+    x,
+    hi,
+    lo,
+    unit,
+    rows,
+    columns,
+    padded_rows,
+    padded_columns,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Divide columns by their lengths; zero stays zero."""
+    matrix = tl.program_id(1).to(tl.int64)
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    x += matrix * rows * columns
+    squares = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
+    for start in range(0, rows, ROWS):
+        row = start + tl.arange(0, ROWS)[:, None]
+        mask = (row < rows) & (column < columns)
+        value = tl.load(x + row * columns + column, mask=mask, other=0.0)
+        squares += value * value
+    length = tl.sqrt(tl.sum(squares, axis=0))[None, :]
+    factor = 4096.0 / tl.where(length == 0.0, 1.0, length)
+    for start in range(0, padded_rows, ROWS):
+        row = start + tl.arange(0, ROWS)[:, None]
+        mask = (row < rows) & (column < columns)
+        value = tl.load(x + row * columns + column, mask=mask, other=0.0)
+        inside = (row < padded_rows) & (column < padded_columns)
+        place = (matrix * padded_rows + row) * padded_columns + column
+        store_parts(hi, lo, place, value * factor, inside)
+    tl.store(unit + matrix, 1.0 / 4096.0, mask=tl.program_id(0) == 0)
+
+
+def split(X: Tensor, bounded: bool = False) -> Split:
+    """Two float16 parts of each matrix of a stack (k, rows, columns) of float32.
+
+    Args:
+        X: The stack.
+        bounded: The largest elements are taken to be about 1 (up to 15 will do).
+    """
+    if X.stride(-1) != 1 and X.stride(-2) == 1:
+        return split(X.mT, bounded).mT
+    X = X if X.stride(-1) == 1 else X.contiguous()
+    k, rows, columns = X.shape
+    out = empty_split(k, rows, columns, X.device)
+    sides = out.hi.shape[1:]
+    grid = (-(-sides[0] // _ROWS), k)
+    bound = out.unit
+    if not bounded:
+        largest = torch.zeros(k, dtype=torch.int32, device=X.device)
+        launch(_largest_kernel, grid, X, largest, rows, columns, *X.stride()[:2], ROWS=_ROWS)
+        bound = largest.view(torch.float32)
+    launch(
+        _split_kernel,
+        grid,
+        X,
+        bound,
+        *out[:3],
+        rows,
+        columns,
+        *sides,
+        *X.stride()[:2],
+        BOUNDED=bounded,
+        ROWS=_ROWS,
+    )
+    return out
+
+
+def scale_rows(x: Split, factors: Tensor) -> Split:
+    """diag(factors) x for non-negative factors (k, rows), and x that is nearly orthogonal."""
+    out = empty_split(len(x.hi), x.rows, x.columns, x.hi.device)
+    sides = x.hi.shape[1:]
+    launch(
+        _scale_kernel,
+        (-(-sides[0] // _ROWS), len(x.hi)),
+        *x[:3],
+        factors.contiguous(),
+        factors.amax(-1),
+        *out[:3],
+        x.rows,
+        *sides,
+        ROWS=_ROWS,
+    )
+    return out
+
+
+def normalise_columns(X: Tensor) -> Split:
+    """The columns of a contiguous stack, each divided by its length; zero stays zero."""
+    k, rows, columns = X.shape
+    out = empty_split(k, rows, columns, X.device)
+    sides = out.hi.shape[1:]
+    launch(
+        _normalise_kernel,
+        (-(-sides[1] // _COLUMNS), k),
+        X,
+        *out[:3],
+        rows,
+        columns,
+        *sides,
+        ROWS=32,
+        COLUMNS=_COLUMNS,
+    )
+    return out

@@ -1,0 +1,114 @@
+"""G Gᵀ and Gᵀ G of a batch of blocks by kernels, from gradients that lie anywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kronbit.addresses import AddressTable, to_device
+from kronbit.batches import Part
+from kronbit.groups import Member
+from kronbit.kernels import outer as kernels
+from kronbit.kernels.launch import launch
+from kronbit.kernels.matmul import PRODUCT, tiles
+from kronbit.kernels.outer import TILE, Field
+from kronbit.kernels.split import padded
+
+_REMEMBERED = 256
+
+
+@dataclass(frozen=True)
+class _Lines:
+    """The table of a batch.
+
+    Attributes:
+        lines: A line of integers per row.
+        size: Elements of all copies.
+        tiles: Programs that the largest block needs.
+    """
+
+    lines: Tensor
+    size: int
+    tiles: int
+
+
+class OuterProducts:
+    """Statistics of the members of one device.
+
+    Args:
+        members: The parameters.
+        device: Where they are.
+    """
+
+    def __init__(self, members: Sequence[Member], device: torch.device) -> None:
+        self._members, self._device = members, device
+        self._addresses = AddressTable(len(members), device)
+        self._tables: dict[tuple[tuple[int, bool, int, int], ...], _Lines] = {}
+
+    def fill(self, grads: Mapping[int, Tensor]) -> None:
+        """Note where the gradients are now, such as ``addresses.take`` allows."""
+        self._addresses.fill(grads)
+
+    def of(self, parts: Sequence[Part], finite: Tensor) -> Tensor:
+        """M of the rows of one order; zero where the gradient is not finite.
+
+        Args:
+            parts: The rows.
+            finite: bool (members,): whose gradient is finite.
+        """
+        n = parts[0].factors.order
+        table = self._lines(parts)
+        k = len(table.lines)
+        hi, lo = (
+            torch.empty(table.size, dtype=torch.float16, device=self._device) for _ in range(2)
+        )
+        unit = torch.empty(k, dtype=torch.float32, device=self._device)
+        largest = torch.zeros(k, dtype=torch.int32, device=self._device)
+        read = (table.lines, self._addresses.tensor, finite, largest)
+        launch(kernels.largest_kernel, (table.tiles, k), *read, TILE=TILE)
+        launch(kernels.copy_kernel, (table.tiles, k), *read, hi, lo, unit, TILE=TILE)
+        M = torch.empty(k, n, n, dtype=torch.float32, device=self._device)
+        launch(
+            kernels.outer_kernel,
+            (tiles(n) ** 2, k),
+            table.lines,
+            hi,
+            lo,
+            unit,
+            M,
+            n,
+            padded(n),
+            **PRODUCT,
+        )
+        return M
+
+    def _lines(self, parts: Sequence[Part]) -> _Lines:
+        key = tuple((id(p.group), p.right, p.rows.start, p.rows.stop) for p in parts)
+        if key not in self._tables:
+            if len(self._tables) == _REMEMBERED:
+                self._tables.pop(next(iter(self._tables)))
+            self._tables[key] = self._make_lines(parts)
+        return self._tables[key]
+
+    def _make_lines(self, parts: Sequence[Part]) -> _Lines:
+        lines = []
+        size = largest = 0
+        for part in parts:
+            m, n = part.group.shape
+            for span in part.group.spans:
+                _, M, N = self._members[span.member].blocking.matrices
+                for row, block in enumerate(span.grid.blocks(), span.start):
+                    if not part.rows.start <= row < part.rows.stop:
+                        continue
+                    line = [0] * kernels.COUNT
+                    line[Field.MEMBER], line[Field.M], line[Field.N] = span.member, m, n
+                    line[Field.GRADIENT] = (block.batch * M + block.row) * N + block.column
+                    line[Field.STRIDE], line[Field.RIGHT] = N, int(part.right)
+                    line[Field.PLACE], line[Field.DEPTH] = size, padded(m if part.right else n)
+                    lines.append(line)
+                    size += padded(m) * padded(n)
+            largest = max(largest, padded(m) // TILE * (padded(n) // TILE))
+        return _Lines(to_device(lines, self._device, torch.int64), size, largest)

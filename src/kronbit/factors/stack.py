@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from copy import copy
+from functools import reduce
 from typing import Protocol
 
 import torch
@@ -198,8 +199,9 @@ class Batch:
 def _finite_rows(leaves: Mapping[str, Tensor]) -> Tensor:
     """Which rows hold finite numbers only. A non-finite element shows in its block's scale."""
     checks = [
-        torch.isfinite(torch.linalg.vector_norm(leaf.flatten(1), ord=torch.inf, dim=1))
+        torch.linalg.vector_norm(leaf.flatten(1), ord=torch.inf, dim=1) < torch.inf
         for leaf in leaves.values()
         if leaf.is_floating_point()
     ]
-    return torch.stack(checks).all(0)
+    together: Tensor = reduce(torch.logical_and, checks)
+    return together

@@ -18,8 +18,9 @@ _COMPILED: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
     """``kernel[grid](*arguments, **constants)`` on the device of the first argument.
 
-    A variant is compiled for the types and alignments of tensors, and for the constexprs. It must
-    not depend on the values of integers: kernels name them all in ``do_not_specialize``.
+    A variant is compiled for the constexprs and for the alignment of tensors. It must not depend on
+    the values of integers (kernels name them all in ``do_not_specialize``), nor on types of
+    tensors, unless they follow from the constexprs.
 
     Args:
         kernel: What ``triton.jit`` made of a function whose constexprs come last.
@@ -32,12 +33,21 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any
         with torch.cuda.device(device):
             launch(kernel, grid, *arguments, **constants)
         return
-    tensors = [(a.dtype, a.data_ptr() % 16) for a in arguments if isinstance(a, Tensor)]
-    key = (id(kernel), device, *constants.values(), *tensors)
+    # Addresses instead of tensors: Triton would ask the driver about each of them.
+    plain = list(arguments)
+    together = 0
+    for i, argument in enumerate(arguments):
+        if isinstance(argument, Tensor):
+            plain[i] = address = argument.data_ptr()
+            together |= address
+    offsets: tuple[int, ...] = ()
+    if together % 16:
+        offsets = tuple(a.data_ptr() % 16 for a in arguments if isinstance(a, Tensor))
+    key = (id(kernel), device, *constants.values(), offsets)
     known = _COMPILED.get(key)
     if known is not None:
         compiled, values = known
-        compiled[(*grid, 1, 1)[:3]](*arguments, *values)
+        compiled[(*grid, 1, 1)[:3]](*plain, *values)
         return
     compiled = kernel[grid](*arguments, **constants)
     if compiled is not None:  # Triton's interpreter has nothing to keep

@@ -54,7 +54,7 @@ def rectified(V: Operand, steps: int) -> Operand:
 
 def bjorck(V: Tensor, steps: int) -> Tensor:
     """``rectified`` for a float32 stack."""
-    return rectified(operand(V.float(), bounded=True), steps).float()
+    return rectified(operand(V.float().contiguous(), bounded=True), steps).float()
 
 
 @full_precision()

@@ -20,20 +20,23 @@ _STEP_WARPS, _INVERSE_WARPS = 1, 2
 
 @triton.jit
 def _inverse_factor(D, TILE: tl.constexpr):
-    """L⁻¹ of a symmetric tile D = L Lᵀ, and whether a pivot was not positive."""
+    """L⁻¹ of a symmetric tile D = L Lᵀ, and whether a pivot was not positive.
+
+    Gauss, from D | I to Lᵀ | L⁻¹ but for the square roots of the pivots. Column j of D is zero
+    below the pivot from step j on, and that of the right half is zero until then: they share it.
+    """
     index = tl.arange(0, TILE)
     row, column = index[:, None], index[None, :]
-    W = tl.where(row == column, 1.0, tl.zeros((TILE, TILE), dtype=tl.float32))
     pivots = tl.zeros((TILE,), dtype=tl.float32)
-    for j in range(TILE):  # Gauss: from D | I to Lᵀ | L⁻¹, but for the square roots of the pivots
+    for j in range(TILE):
         D_j = tl.sum(tl.where(row == j, D, 0.0), axis=0)
-        W_j = tl.sum(tl.where(row == j, W, 0.0), axis=0)
         pivot = tl.sum(tl.where(index == j, D_j, 0.0), axis=0)
         pivots = tl.where(index == j, pivot, pivots)
         # What remains of D is symmetric: its row j is its column j.
         factor = tl.where(index > j, D_j * (1.0 / pivot), 0.0)
-        D -= factor[:, None] * D_j[None, :]
-        W -= factor[:, None] * W_j[None, :]
+        D_j = tl.where(index == j, 1.0, D_j)
+        D = tl.where(column == j, 0.0, D) - factor[:, None] * D_j[None, :]
+    W = tl.where(row > column, D, tl.where(row == column, 1.0, 0.0))
     failed = tl.max(tl.where(pivots > 0, 0, 1))
     return W * tl.rsqrt(pivots)[:, None], failed
 

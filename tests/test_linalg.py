@@ -38,7 +38,13 @@ def test_bjorck_repairs_quantised_eigenvectors() -> None:
 
 
 QRS = pytest.mark.parametrize(
-    "qr", [linalg.cholesky_qr, linalg.shifted_cholesky_qr, linalg.householder_qr]
+    "qr",
+    [
+        linalg.cholesky_qr,
+        linalg.shifted_cholesky_qr,
+        linalg.thrice_shifted_cholesky_qr,
+        linalg.householder_qr,
+    ],
 )
 
 
@@ -85,16 +91,23 @@ def test_cholesky_qr_knows_what_it_cannot_do(kind: str, device: torch.device) ->
         assert linalg.orthogonality_error(linalg.householder_qr(X)[0]).max() < 1e-5
 
 
-@pytest.mark.parametrize("condition", [1e6, 1e8, 1e12])
+@pytest.mark.parametrize(
+    ("condition", "qr"),
+    [
+        (1e5, linalg.shifted_cholesky_qr),
+        (1e8, linalg.thrice_shifted_cholesky_qr),
+        (1e12, linalg.thrice_shifted_cholesky_qr),
+    ],
+)
 def test_shifted_cholesky_qr_takes_nearly_singular_matrices(
-    condition: float, device: torch.device
+    condition: float, qr: linalg.QR, device: torch.device
 ) -> None:
     """Q is orthonormal, and R = Qᵀ X is triangular up to float32's rounding."""
     n = 200
     X = (spd(2, n, condition) @ orthogonal(n, n)).float()
     X /= X.norm(dim=-2, keepdim=True)
     assert not linalg.cholesky_qr(X.clone().to(device))[1].any()
-    Q, good = linalg.shifted_cholesky_qr(X.clone().to(device))
+    Q, good = qr(X.clone().to(device))
     assert good.all()
     assert linalg.orthogonality_error(Q).max() < 1e-5
     R = Q.cpu().double().mT @ X.double()

@@ -23,8 +23,8 @@ QR: TypeAlias = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 # ‖QᵀQ - I‖, of which a correction leaves its square.
 _CORRECTABLE = 5e-3
-# Of the trace: each improves the condition by about 2000, until Cholesky-QR can take it.
-_SHIFTS = (3e-7, 3e-7, 3e-7)
+# Of the trace: a pass with it improves the condition by about 2000.
+_SHIFT = 3e-7
 _NEWTON_TOLERANCE = 1e-6
 _NEWTON_GROWTH = 1.2
 
@@ -119,8 +119,13 @@ def cholesky_qr(X: Tensor, shifts: Sequence[float] = ()) -> tuple[Tensor, Tensor
 
 
 def shifted_cholesky_qr(X: Tensor) -> tuple[Tensor, Tensor]:
-    """``cholesky_qr`` for matrices that are nearly singular: four passes instead of one."""
-    return cholesky_qr(X, _SHIFTS)
+    """``cholesky_qr`` in two passes, for matrices of condition up to about 1e6."""
+    return cholesky_qr(X, (_SHIFT,))
+
+
+def thrice_shifted_cholesky_qr(X: Tensor) -> tuple[Tensor, Tensor]:
+    """``cholesky_qr`` in four passes, for matrices that are singular but for rounding."""
+    return cholesky_qr(X, (_SHIFT,) * 3)
 
 
 def householder_qr(X: Tensor) -> tuple[Tensor, Tensor]:

@@ -21,7 +21,13 @@ from kronbit.factors import Batch
 from kronbit.gradients import GradientBlocks
 from kronbit.groups import Due, Group, Member, chunks, make_groups
 from kronbit.kernel_products import KernelProducts
-from kronbit.linalg import QR, cholesky_qr, householder_qr, shifted_cholesky_qr
+from kronbit.linalg import (
+    QR,
+    cholesky_qr,
+    householder_qr,
+    shifted_cholesky_qr,
+    thrice_shifted_cholesky_qr,
+)
 from kronbit.products import multiply, operand
 from kronbit.rules import Algorithm, combine, graft_scale
 
@@ -29,6 +35,12 @@ if TYPE_CHECKING:
     from kronbit.outer_products import OuterProducts
 
 
+# For matrices that are nearly singular, with the names under which that is counted.
+_MORE_ROBUST = (
+    (shifted_cholesky_qr, "shifted_qr"),
+    (thrice_shifted_cholesky_qr, "shifted_qr"),
+    (householder_qr, "householder"),
+)
 _REMEMBERED_WAVES = 16
 _REMEMBERED_OWNERS = 256
 
@@ -114,8 +126,7 @@ class Preconditioner:
         """
         outer_products = self._outer_products(grads, finite, due)
         failed = self._update(due_parts(self.groups, due), outer_products, finite, cholesky_qr)
-        # Matrices that are nearly singular, together; then one by one.
-        for qr, counter in ((shifted_cholesky_qr, "shifted_qr"), (householder_qr, "householder")):
+        for qr, counter in _MORE_ROBUST:
             for part in failed:
                 part.factors.counters[counter] += 1
             failed = self._update(failed, outer_products, finite, qr)

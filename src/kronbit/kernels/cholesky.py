@@ -14,21 +14,21 @@ from torch import Tensor
 
 from kronbit.kernels.launch import launch
 
-_TILE = 32
-_STEP_WARPS, _INVERSE_WARPS = 1, 2
+_TILE, _DEPTH = 32, 128
+_STEP_WARPS, _INVERSE_WARPS = 1, 4
 
 
 @triton.jit
-def _inverse_factor(D, TILE: tl.constexpr):
-    """L⁻¹ of a symmetric tile D = L Lᵀ, and whether a pivot was not positive.
+def _inverse_factor(D, HALF: tl.constexpr):
+    """L⁻¹ of a symmetric matrix D = L Lᵀ, and its pivots, which must be positive.
 
     Gauss, from D | I to Lᵀ | L⁻¹ but for the square roots of the pivots. Column j of D is zero
     below the pivot from step j on, and that of the right half is zero until then: they share it.
     """
-    index = tl.arange(0, TILE)
+    index = tl.arange(0, HALF)
     row, column = index[:, None], index[None, :]
-    pivots = tl.zeros((TILE,), dtype=tl.float32)
-    for j in range(TILE):
+    pivots = tl.zeros((HALF,), dtype=tl.float32)
+    for j in range(HALF):
         D_j = tl.sum(tl.where(row == j, D, 0.0), axis=0)
         pivot = tl.sum(tl.where(index == j, D_j, 0.0), axis=0)
         pivots = tl.where(index == j, pivot, pivots)
@@ -37,8 +37,61 @@ def _inverse_factor(D, TILE: tl.constexpr):
         D_j = tl.where(index == j, 1.0, D_j)
         D = tl.where(column == j, 0.0, D) - factor[:, None] * D_j[None, :]
     W = tl.where(row > column, D, tl.where(row == column, 1.0, 0.0))
-    failed = tl.max(tl.where(pivots > 0, 0, 1))
-    return W * tl.rsqrt(pivots)[:, None], failed
+    return W * tl.rsqrt(pivots)[:, None], pivots
+
+
+@triton.jit
+def _exact_dot(a, b):
+    return tl.dot(a, b, input_precision="tf32x3")
+
+
+@triton.jit
+def _panel(S, row, before, Wt, n):
+    """Some rows of L, in the columns of the diagonal tile before."""
+    A = tl.load(S + row[:, None] * n + before[None, :], mask=(row < n)[:, None], other=0.0)
+    return _exact_dot(A, Wt)
+
+
+@triton.jit
+def _load_square(S, row, column, n):
+    """A piece of S. Beyond the matrix it is the identity."""
+    inside = (row < n)[:, None] & (column < n)[None, :]
+    D = tl.load(S + row[:, None] * n + column[None, :], mask=inside, other=0.0)
+    return tl.where((row[:, None] == column[None, :]) & (row >= n)[:, None], 1.0, D)
+
+
+@triton.jit
+def _diagonal(S, W_place, failed, n, k, UPDATE: tl.constexpr, TILE: tl.constexpr):
+    """Bring diagonal tile k up to date and factor it, by quarters: D | 0, C | E."""
+    HALF: tl.constexpr = TILE // 2
+    half, whole = tl.arange(0, HALF), tl.arange(0, TILE)
+    top, bottom = k * TILE + half, k * TILE + HALF + half
+    D, C = _load_square(S, top, top, n), _load_square(S, bottom, top, n)
+    E = _load_square(S, bottom, bottom, n)
+    if UPDATE:
+        before = (k - 1) * TILE + whole
+        place = W_place - TILE * TILE
+        Wt = tl.trans(tl.load(place + whole[:, None] * TILE + whole[None, :]))
+        L_top, L_bottom = _panel(S, top, before, Wt, n), _panel(S, bottom, before, Wt, n)
+        D -= _exact_dot(L_top, tl.trans(L_top))
+        C -= _exact_dot(L_bottom, tl.trans(L_top))
+        E -= _exact_dot(L_bottom, tl.trans(L_bottom))
+        R = S + before[:, None] * n
+        tl.store(R + top[None, :], tl.trans(L_top), mask=(top < n)[None, :])
+        tl.store(R + bottom[None, :], tl.trans(L_bottom), mask=(bottom < n)[None, :])
+    W_D, pivots_D = _inverse_factor(D, HALF)
+    L = _exact_dot(C, tl.trans(W_D))
+    E -= _exact_dot(L, tl.trans(L))
+    W_E, pivots_E = _inverse_factor(E, HALF)
+    W_C = _exact_dot(_exact_dot(W_E, L), W_D)
+    corner = W_place + half[:, None] * TILE + half[None, :]
+    tl.store(corner, W_D)
+    tl.store(corner + HALF, tl.zeros((HALF, HALF), dtype=tl.float32))
+    tl.store(corner + HALF * TILE, -W_C)
+    tl.store(corner + HALF * TILE + HALF, W_E)
+    # A comparison with NaN is False.
+    if tl.min(tl.where((pivots_D > 0) & (pivots_E > 0), 1, 0)) == 0:
+        tl.store(failed, 1)
 
 
 @triton.jit(do_not_specialize=["n", "k", "tiles"])
@@ -48,38 +101,28 @@ def _step_kernel(S, inverses, failed, n, k, tiles, UPDATE: tl.constexpr, TILE: t
     if j > i:
         return
     matrix = tl.program_id(2).to(tl.int64)
-    index = tl.arange(0, TILE)
     S += matrix * n * n
-    W_place = inverses + (matrix * tiles + k) * TILE * TILE + index[:, None] * TILE + index[None, :]
-    row, column = i * TILE + index, j * TILE + index
-    inside = (row < n)[:, None] & (column < n)[None, :]
-    place = S + row[:, None] * n + column[None, :]
-    D = tl.load(place, mask=inside, other=0.0)
+    W_place = inverses + (matrix * tiles + k) * TILE * TILE
+    if i == k:  # and so j == k
+        _diagonal(S, W_place, failed + matrix, n, k, UPDATE, TILE)
+        return
     if UPDATE:
-        before = (k - 1) * TILE + index
-        Wt = tl.trans(tl.load(W_place - TILE * TILE))
-        L_i = tl.load(S + row[:, None] * n + before[None, :], mask=(row < n)[:, None], other=0.0)
-        L_i = tl.dot(L_i, Wt, input_precision="tf32x3")
-        L_j = tl.load(
-            S + column[:, None] * n + before[None, :], mask=(column < n)[:, None], other=0.0
-        )
-        L_jt = tl.trans(tl.dot(L_j, Wt, input_precision="tf32x3"))
-        D -= tl.dot(L_i, L_jt, input_precision="tf32x3")
+        index = tl.arange(0, TILE)
+        row, column, before = i * TILE + index, j * TILE + index, (k - 1) * TILE + index
+        inside = (row < n)[:, None] & (column < n)[None, :]
+        place = S + row[:, None] * n + column[None, :]
+        Wt = tl.trans(tl.load(W_place - TILE * TILE + index[:, None] * TILE + index[None, :]))
+        D = tl.load(place, mask=inside, other=0.0)
+        L_i = _panel(S, row, before, Wt, n)
+        D -= _exact_dot(L_i, tl.trans(_panel(S, column, before, Wt, n)))
+        tl.store(place, D, mask=inside)
         if j == k:
-            R_place = S + before[:, None] * n + row[None, :]
-            tl.store(R_place, tl.trans(L_i), mask=(row < n)[None, :])
-        if i != k:
-            tl.store(place, D, mask=inside)
-    if i == k:  # and so j == k: the next diagonal tile
-        D = tl.where((index[:, None] == index[None, :]) & (row >= n)[:, None], 1.0, D)
-        W, bad = _inverse_factor(D, TILE)
-        tl.store(W_place, W)
-        if bad > 0:
-            tl.store(failed + matrix, 1)
+            R = S + before[:, None] * n + row[None, :]
+            tl.store(R, tl.trans(L_i), mask=(row < n)[None, :])
 
 
 @triton.jit(do_not_specialize=["n", "tiles"])
-def _inverse_kernel(R, inverses, out, n, tiles, TILE: tl.constexpr):
+def _inverse_kernel(R, inverses, out, n, tiles, TILE: tl.constexpr, DEPTH: tl.constexpr):
     """Rows of R⁻¹, tile by tile: every program has rows of its own."""
     matrix = tl.program_id(1).to(tl.int64)
     i = tl.program_id(0)
@@ -96,17 +139,16 @@ def _inverse_kernel(R, inverses, out, n, tiles, TILE: tl.constexpr):
         if k >= i:
             if k == i:
                 total += tl.where(index[:, None] == index[None, :], 1.0, 0.0)
-            for j in range(i, k):
-                earlier = j * TILE + index
+            for start in range(i * TILE, k * TILE, DEPTH):
+                earlier = start + tl.arange(0, DEPTH)
+                known = earlier < k * TILE
                 left = out + row[:, None] * n + earlier[None, :]
                 right = R + earlier[:, None] * n + column[None, :]
-                total -= tl.dot(
-                    tl.load(left, mask=(row < n)[:, None], other=0.0),
-                    tl.load(right, mask=(column < n)[None, :], other=0.0),
-                    input_precision="tf32x3",
+                total -= _exact_dot(
+                    tl.load(left, mask=(row < n)[:, None] & known[None, :], other=0.0),
+                    tl.load(right, mask=known[:, None] & (column < n)[None, :], other=0.0),
                 )
-            W = tl.load(inverses + k * TILE * TILE)
-            total = tl.dot(total, tl.trans(W), input_precision="tf32x3")
+            total = _exact_dot(total, tl.trans(tl.load(inverses + k * TILE * TILE)))
         tl.store(place, total, mask=inside)
         tl.debug_barrier()  # the next tiles read what this program has just written
 
@@ -146,6 +188,7 @@ def inverse_factor_(S: Tensor) -> tuple[Tensor, Tensor]:
         n,
         tiles,
         TILE=_TILE,
+        DEPTH=_DEPTH,
         num_warps=_INVERSE_WARPS,
     )
     return out, failed == 0

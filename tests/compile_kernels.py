@@ -62,6 +62,7 @@ def matrices(n: int) -> None:
         quantiser.decode(codes, scales, diagonal, bits, "linear2", 64)
         quantiser.encode(X.mT, False, bits, "linear2", 64)
         quantiser.decode(codes, scales, None, bits, "linear2", 64)
+        quantiser.decode_parts(codes, scales, bits, "linear2", 64)
     for bounded in (True, False):
         a = split(torch.randn(1, n, n), bounded)
     multiply(a, a)

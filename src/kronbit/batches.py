@@ -21,22 +21,25 @@ class Cost:
     Attributes:
         square: Of the order, n x n (of the larger one, where both sides are at work).
         block: Of the gradient's shape, m x n.
+        gathered: Of that shape, too, but before all that, beside a single square one.
     """
 
     square: int
-    block: int
+    block: int = 0
+    gathered: int = 0
 
     def rows(self, order: int, shape: tuple[int, int], workspace: int) -> int:
         """Rows of a batch that stays within the workspace; a single row may exceed it."""
         n, *sides = (-(-side // _PAD) * _PAD for side in (order, *shape))
-        one = 4 * (self.square * n**2 + self.block * math.prod(sides))
-        return max(1, min(_MOST_ROWS, workspace // one))
+        block = math.prod(sides)
+        one = max(self.square * n**2 + self.block * block, n**2 + self.gathered * block)
+        return max(1, min(_MOST_ROWS, workspace // (4 * one)))
 
 
 # Counted over all methods and widths; tests/test_memory.py counts again.
-UPDATE = Cost(square=5, block=1)
-REFRESH = Cost(square=5, block=0)
-NEWTON = Cost(square=10, block=0)
+UPDATE = Cost(square=5, gathered=1)
+REFRESH = Cost(square=5)
+NEWTON = Cost(square=10)
 PRECONDITION = Cost(square=4, block=4)
 
 

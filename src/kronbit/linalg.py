@@ -113,9 +113,9 @@ def cholesky_qr(X: Tensor, shifts: Sequence[float] = ()) -> tuple[Tensor, Tensor
             good = good & again
         W, _ = correction(x)
         x = compose(x, W)
-        W, error = correction(x)
+        W, squares = correction(x)
         # A comparison with NaN is False, so a broken matrix counts as bad.
-        return multiply(x, W, out=room), good & (error <= _CORRECTABLE**2)
+        return multiply(x, W, out=room), good & (squares.sum(-1) <= _CORRECTABLE**2)
 
 
 def shifted_cholesky_qr(X: Tensor) -> tuple[Tensor, Tensor]:

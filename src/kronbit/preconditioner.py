@@ -179,10 +179,11 @@ class Preconditioner:
             here = slice(start, start + part.rows.stop - part.rows.start)
             start = here.stop
             trusted = finite[part.group.owner[part.rows]]
-            # where, not a product: 0 times NaN is NaN
-            G = torch.where(_per_row(trusted), blocks.gather(part.group, part.rows), 0.0)
+            G = blocks.gather(part.group, part.rows)
+            G.masked_fill_(_per_row(~trusted), 0.0)  # not a product: 0 times NaN is NaN
             g = operand(G.mT if part.right else G)
             multiply(g, g.mT, symmetric=True, out=M[here])
+            del G, g
         return M
 
     def _owners(self, parts: Sequence[Part]) -> Tensor:

@@ -141,7 +141,7 @@ def correction(Q: Operand) -> tuple[Operand, Tensor]:
         Q: (k, m, n), by rows.
 
     Returns:
-        I - U, and half of ‖E‖²: (k,), the squared elements of E on and above its diagonal.
+        I - U, and (k, parts) that add up to the squared elements of E on and above its diagonal.
     """
     if not isinstance(Q, Tensor):
         from kronbit.kernels import matmul
@@ -150,6 +150,6 @@ def correction(Q: Operand) -> tuple[Operand, Tensor]:
     E = torch.bmm(Q.mT, Q)
     E.diagonal(dim1=-2, dim2=-1).sub_(1)
     U = E.triu_()
-    error = torch.linalg.vector_norm(U, dim=(-2, -1)).square()
+    error = torch.linalg.vector_norm(U, dim=-1).square()
     U.neg_().diagonal(dim1=-2, dim2=-1).mul_(0.5).add_(1)
     return U, error

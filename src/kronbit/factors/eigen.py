@@ -96,7 +96,7 @@ class Eigen:
 
     def _rectified(self, leaves: Mapping[str, Tensor], steps: int) -> Operand:
         """Vᵀ, eigenvectors as rows, after Björck's steps if they were quantised."""
-        rows = operand(self.vectors.decode(leaves), bounded=True)
+        rows = self.vectors.operand(leaves)
         return rectified(rows, 0 if self.vectors.quantizer.bits == 32 else steps)
 
     def _matrix(self, leaves: Mapping[str, Tensor], rectify: int) -> Tensor:

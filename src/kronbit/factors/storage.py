@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kronbit.acceleration import has_kernels
+from kronbit.products import Operand, operand
 from kronbit.quantization import Quantized, Quantizer
 
 # The tensors of a stack by name. Every one has the rows of the stack as its first axis.
@@ -77,6 +78,16 @@ class MatrixStorage:
         if diagonal is not None:
             X.diagonal(dim1=-2, dim2=-1).copy_(diagonal)
         return X
+
+    def operand(self, leaves: Mapping[str, Tensor]) -> Operand:
+        """D, for products, of matrices with no elements far above 1 and no diagonal apart."""
+        assert not self.diagonal, "the diagonal would be left out"
+        codes = leaves.get(f"{self.prefix}codes")
+        if codes is None or not has_kernels(codes.device):
+            return operand(self.decode(leaves), bounded=True)
+        scales = leaves[f"{self.prefix}scales"]
+        parts: Operand = self._kernels().decode_parts(codes, scales, *self._parameters)
+        return parts
 
     @property
     def _parameters(self) -> tuple[int, str, int]:

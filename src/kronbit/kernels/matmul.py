@@ -281,7 +281,7 @@ def _launch(
 
 
 def correction(Q: Split) -> tuple[Split, Tensor]:
-    """What ``kronbit.products.correction`` gives, of a nearly orthonormal Q by rows."""
+    """What ``kronbit.products.correction`` gives, but the squares by tiles."""
     assert not Q.transposed, "the kernel goes down the columns of Q"
     k, n = len(Q.hi), Q.columns
     out = empty_split(k, n, n, Q.hi.device)
@@ -296,4 +296,4 @@ def correction(Q: Split) -> tuple[Split, Tensor]:
         *reversed(Q.hi.shape[1:]),
         **PRODUCT,
     )
-    return out, errors.sum(-1)
+    return out, errors

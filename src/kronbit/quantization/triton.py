@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kronbit.kernels.launch import launch
+from kronbit.kernels.split import Split, empty_split, padded, store_parts
 from kronbit.quantization.mappings import codebook, thresholds
 from kronbit.quantization.reference import WORD, block_count, packed_length
 
@@ -32,19 +33,23 @@ def restore(codes, scales, table, columns, mask, BITS: tl.constexpr, BLOCK: tl.c
     return tl.load(table + code) * scale
 
 
-@triton.jit(do_not_specialize=["n", "code_length", "scale_length"])
+@triton.jit(do_not_specialize=["n", "padded", "code_length", "scale_length"])
 def _decode_kernel(
     codes,
     scales,
     diagonal,
     table,
     out,
+    out_lo,
+    out_unit,
     n,
+    padded,
     code_length,
     scale_length,
     BITS: tl.constexpr,
     BLOCK: tl.constexpr,
     DIAGONAL: tl.constexpr,
+    PARTS: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
@@ -58,7 +63,14 @@ def _decode_kernel(
     )
     if DIAGONAL:
         x = tl.where(row == column, tl.load(diagonal + line, mask=row < n, other=0.0), x)
-    tl.store(out + line * n + column, x, mask=mask)
+    if PARTS:
+        x = tl.where(mask, x, 0.0) * 4096.0
+        place = (matrix * padded + row) * padded + column
+        store_parts(out, out_lo, place, x, (row < padded) & (column < padded))
+        first = tl.program_id(0) + tl.program_id(1) == 0
+        tl.store(out_unit + matrix, 1.0 / 4096.0, mask=first)
+    else:
+        tl.store(out + line * n + column, x, mask=mask)
 
 
 @triton.jit(do_not_specialize=["n", "code_length", "scale_length", "matrix_stride", "long_stride"])
@@ -135,25 +147,49 @@ def decode(
     """
     k, n = codes.shape[:2]
     out = torch.empty(k, n, n, dtype=torch.float32, device=codes.device)
+    _decode(codes, scales, diagonal, (out,) * 3, n, bits, mapping, block_size)
+    return out
+
+
+def decode_parts(codes: Tensor, scales: Tensor, bits: int, mapping: str, block_size: int) -> Split:
+    """``decode``, for products, of matrices with no elements far above 1."""
+    k, n = codes.shape[:2]
+    out = empty_split(k, n, n, codes.device)
+    _decode(codes, scales, None, out[:3], padded(n), bits, mapping, block_size)
+    return out
+
+
+def _decode(
+    codes: Tensor,
+    scales: Tensor,
+    diagonal: Tensor | None,
+    out: tuple[Tensor, ...],
+    side: int,
+    bits: int,
+    mapping: str,
+    block_size: int,
+) -> None:
+    k, n = codes.shape[:2]
     columns = 256
     launch(
         _decode_kernel,
-        (triton.cdiv(n, _ROWS), triton.cdiv(n, columns), k),
+        (-(-side // _ROWS), -(-side // columns), k),
         codes,
         scales,
         scales if diagonal is None else diagonal,
         codebook(mapping, bits, codes.device),
-        out,
+        *out,
         n,
+        side,
         codes.shape[-1],
         scales.shape[-1],
         BITS=bits,
         BLOCK=block_size,
         DIAGONAL=diagonal is not None,
+        PARTS=out[0].dtype == torch.float16,
         ROWS=_ROWS,
         COLUMNS=columns,
     )
-    return out
 
 
 def encode(

@@ -92,6 +92,8 @@ def batches(
         largest = max((part.group.shape for part in own), key=math.prod)
         by_newton = format.method != "eigen" or config.root == "schur_newton"
         needs = newton if newton is not None and by_newton else cost
+        if format.statistic.bits == 32:  # rows that are not neighbours are copied as they are
+            needs = replace(needs, square=needs.square + 1)
         yield from _cut(own, needs.rows(order, largest, workspace))
 
 

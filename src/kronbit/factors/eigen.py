@@ -63,6 +63,7 @@ class Eigen:
         P, good = subspace_iteration(A, AV, config.qr_iterations, qr)
         # λ = diag(Pᵀ A P)
         lam = multiply(A, operand(P, bounded=True)).mul_(P).sum(-2)
+        del A
         return self._encode(lam, P), good
 
     def refresh(self, leaves: Mapping[str, Tensor], config: Config) -> Leaves:

@@ -8,6 +8,7 @@ import math
 import subprocess
 import sys
 import weakref
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,10 @@ from torch import Tensor, nn
 from kronbit import CASPR, Shampoo, acceleration
 from kronbit.blocking import route
 from kronbit.config import Config
+from kronbit.gradients import plain_dtypes
 from kronbit.groups import Member
 from kronbit.kernel_products import BF16, BF16X3, FLOAT32
-from kronbit.nonfinite import NonfiniteGuard
+from kronbit.nonfinite import Measured, NonfiniteGuard
 from kronbit.preconditioner import Preconditioner
 from kronbit.products import multiply, operand
 from kronbit.quantization import Quantizer
@@ -143,6 +145,13 @@ def made(device: torch.device, algorithm: Any = Shampoo, **options: Any) -> Prec
     return own
 
 
+def measured(device: torch.device, grads: Sequence[Tensor | None]) -> Measured:
+    """Gradients as a step measures them."""
+    sizes = [0 if grad is None else grad.numel() for grad in grads]
+    dtypes = plain_dtypes([grad for grad in grads if grad is not None])
+    return NonfiniteGuard(device).measure(grads, sizes, dtypes, count=True)
+
+
 def gradients(device: torch.device, dtypes: list[torch.dtype]) -> list[Tensor]:
     return [
         torch.randn(shape).to(device=device, dtype=dtype)
@@ -178,13 +187,13 @@ def test_preconditioned_gradients_are_the_contracts(
     grads[2][0, 0, 0] = torch.nan  # type: ignore[index]
     twins = [grad.clone() for grad in grads if grad is not None]
     missing, grads[1] = grads[1], None
-    norms = torch.stack([(torch.zeros(9) if g is None else g).float().norm().cpu() for g in grads])
-    norms = norms.to(kernels)
+    own.products.ways = dict.fromkeys(range(4), way)
+    step = measured(kernels, grads)
+    norms = step.norms.clone()
     exact = tuple(i for i, grad in enumerate(grads) if grad is not None)
     reference = [None if grads[i] is None else twins[i] for i in range(4)]
     own._precondition_exactly(exact, reference, norms, torch.isfinite(norms), True)
-    own.products.ways = dict.fromkeys(range(4), way)
-    own.precondition(grads, norms, torch.isfinite(norms), True)
+    own.precondition(step, True)
     for i in (0, 3):
         assert grads[i] is not None
         assert angle(grads[i], twins[i]) < 0.5
@@ -220,29 +229,28 @@ def test_what_does_not_fit_is_computed_twice_and_is_the_same(kernels: torch.devi
         own.workspace = workspace
         own.products.ways = dict.fromkeys(range(4), BF16)
         grads = gradients(kernels, SINGLE)
-        norms = torch.stack([grad.norm() for grad in grads])
-        own.precondition(grads, norms, torch.isfinite(norms), True)
+        own.precondition(measured(kernels, grads), True)
         results.append(grads)
     for one, other in zip(*results, strict=True):
         assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize("workspace", [2**12, 2**16, 2**21])
-@pytest.mark.parametrize("half", [True, False])
-def test_lanes_never_share_memory(workspace: int, half: bool) -> None:
+@pytest.mark.parametrize("precise", [True, False])
+def test_lanes_never_share_memory(workspace: int, precise: bool) -> None:
     """Chunks of different lanes run at the same time in a graph."""
     from kronbit.kernels.grouped import Field
     from kronbit.tables import Precision, make_waves
 
     own = made(torch.device("cpu"))
     own.workspace = workspace
-    for wave in make_waves(own, range(4), Precision(half, False), torch.device("cpu")):
+    for wave in make_waves(own, range(4), Precision(precise), torch.device("cpu")):
         lines = wave.lines.tolist()
         used: dict[tuple[str, int], set[int]] = {}
         line = 0
         for chunk in wave.chunks:
             for block in chunk.blocks:
-                start, size = lines[line][Field.LEFT], block.scratch(Precision(half, False))
+                start, size = lines[line][Field.LEFT], block.scratch(Precision(precise))
                 assert start + size <= wave.scratch
                 used.setdefault(("scratch", chunk.lane), set()).update(range(start, start + size))
                 start, size = wave.offsets[block], block.group.shape[0] * block.group.shape[1]
@@ -259,8 +267,7 @@ def test_nothing_keeps_a_dropped_optimizer_alive(kernels: torch.device) -> None:
     own = made(kernels)
     own.products.ways = dict.fromkeys(range(4), BF16)
     grads = gradients(kernels, SINGLE)
-    norms = torch.stack([grad.norm() for grad in grads])
-    own.precondition(grads, norms, torch.isfinite(norms), True)
+    own.precondition(measured(kernels, grads), True)
     alive = weakref.ref(own)
     gc.disable()
     try:
@@ -271,7 +278,6 @@ def test_nothing_keeps_a_dropped_optimizer_alive(kernels: torch.device) -> None:
 
 
 def test_norms_and_zeros(kernels: torch.device) -> None:
-    guard = NonfiniteGuard(kernels)
     grads: list[Tensor | None] = [
         torch.randn(40_000, device=kernels),
         None,
@@ -279,12 +285,12 @@ def test_norms_and_zeros(kernels: torch.device) -> None:
         torch.full((7,), torch.inf, device=kernels).half(),
         torch.tensor(2.0, device=kernels),
     ]
-    measured = guard.measure(grads)
-    assert measured.kernel is not None
+    step = measured(kernels, grads)
+    assert step.kernel is not None
     expected = [0.0 if g is None else float(g.double().norm()) for g in grads]
-    assert measured.norms.tolist() == pytest.approx(expected, rel=1e-6)
+    assert step.norms.tolist() == pytest.approx(expected, rel=1e-6)
     kept = [None if g is None else g.clone() for g in grads]
-    measured.zero_nonfinite(but=())
+    step.zero_nonfinite(but=())
     for i, (grad, before) in enumerate(zip(grads, kept, strict=True)):
         if grad is not None and before is not None:
             assert torch.equal(grad, torch.zeros_like(grad) if i == 3 else before)
@@ -345,9 +351,7 @@ def test_a_graph_changes_nothing_although_gradients_move() -> None:
     assert found["cuda_graph"] == {"cuda:0": "not refused"}
     assert found["products"] == {BF16: 3}
     (own,) = with_graph._plan.preconditioners.values()
-    graphs = [
-        way.graphs for tables in own.products._grouped.values() for way in tables._ways.values()
-    ]
+    graphs = [tables._graphs for tables in own.products._grouped.values()]
     assert any(graph is not None for known in graphs for graph in known.values())
 
 

@@ -19,6 +19,7 @@ from kronbit.gradients import GradientBlocks
 from kronbit.groups import Due, Group, Member, chunks, make_groups
 from kronbit.kernel_products import KernelProducts
 from kronbit.linalg import QR, cholesky_qr, householder_qr
+from kronbit.nonfinite import Measured
 from kronbit.products import multiply, operand
 from kronbit.rules import Algorithm, combine, graft_scale
 
@@ -273,25 +274,18 @@ class Preconditioner:
 
     # -------------------------------------------------------------------------------- gradients
 
-    def precondition(
-        self,
-        grads: Sequence[Tensor | None],
-        norms: Tensor,
-        finite: Tensor,
-        zero_nonfinite: bool,
-    ) -> None:
+    def precondition(self, measured: Measured, zero_nonfinite: bool) -> None:
         """Write G̃ = Ĝ ‖G‖ / ‖Ĝ‖ over the gradients of refreshed members, grafted per parameter.
 
         Args:
-            grads: The members' gradients.
-            norms: (members,): ‖G‖_F of each.
-            finite: bool (members,): whose gradient is finite.
+            measured: The members' gradients; others may follow.
             zero_nonfinite: Whether a non-finite gradient becomes zero; else it stays as it is.
         """
-        active = {i: g for i, g in enumerate(grads) if g is not None and i in self.refreshed}
-        taken = self.products.precondition(active, norms, zero_nonfinite)
-        exact = tuple(i for i in active if i not in taken)
+        left = self.products.precondition(measured, zero_nonfinite)
+        exact = tuple(i for i in left if measured.grads[i] is not None)
         if exact:
+            own = slice(len(self.members))
+            grads, norms, finite = measured.grads[own], measured.norms[own], measured.finite[own]
             self._precondition_exactly(exact, grads, norms, finite, zero_nonfinite)
 
     def _precondition_exactly(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from operator import attrgetter, is_
-from typing import Any
+from operator import attrgetter, is_, itemgetter
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,6 +15,33 @@ from kronbit.groups import Due
 from kronbit.nonfinite import Measured, NonfiniteGuard
 from kronbit.plan import Plan
 from kronbit.preconditioner import Preconditioner
+from kronbit.state import Snapshot
+
+_STEP = itemgetter("step")
+
+
+class Present(NamedTuple):
+    """The parameters that have a gradient at a step.
+
+    Attributes:
+        params: The parameters.
+        configs: Their options.
+        grads: Their gradients.
+        dtypes: What ``plain_dtypes`` says of the gradients.
+    """
+
+    params: list[Tensor]
+    configs: list[Config]
+    grads: list[Tensor]
+    dtypes: set[torch.dtype] | None
+
+    def once(self) -> Present:
+        """Without repetitions: torch only warns of parameters that are listed twice."""
+        if len(set(map(id, self.params))) == len(self.params):
+            return self
+        rows = {id(row[0]): row for row in zip(self.params, self.configs, self.grads, strict=True)}
+        params, configs, grads = zip(*rows.values(), strict=True)
+        return Present(list(params), list(configs), list(grads), self.dtypes)
 
 
 @dataclass(frozen=True)
@@ -24,58 +51,65 @@ class Itinerary:
     Attributes:
         params: Those that have a gradient.
         configs: Their options.
-        shapes: Their shapes.
-        devices: Their devices.
+        shapes: The shapes of their gradients.
+        devices: The devices' numbers; -1 is the CPU.
         entries: Their states.
         plan: Where the preconditioned ones have their place.
         errands: Device -> which parameters it has.
+        states: All that was in the state.
     """
 
     params: Sequence[Tensor]
     configs: Sequence[Config]
     shapes: list[torch.Size]
-    devices: list[torch.device]
+    devices: list[int]
     entries: Sequence[dict[str, Any]]
     plan: Plan
     errands: Mapping[torch.device, Errand]
+    states: Snapshot
 
     @classmethod
     def make(
-        cls,
-        params: Sequence[Tensor],
-        configs: Sequence[Config],
-        plan: Plan,
-        state: Mapping[Tensor, dict[str, Any]],
+        cls, present: Present, plan: Plan, state: Mapping[Tensor, dict[str, Any]]
     ) -> Itinerary:
         """Sort parameters by device and by whether they are preconditioned."""
-        errands: dict[torch.device, Errand] = {}
-        for number, p in enumerate(params):
-            if p.device not in errands:
-                count = len(plan.preconditioners[p.device].members)
-                errands[p.device] = Errand(plan.preconditioners[p.device], [None] * count, [])
+        members: dict[torch.device, list[int | None]] = {}
+        rest: dict[torch.device, list[int]] = {}
+        for number, p in enumerate(present.params):
+            if p.device not in members:
+                members[p.device] = [None] * len(plan.preconditioners[p.device].members)
+                rest[p.device] = []
             place = plan.places.get(p)
             if place is None:
-                errands[p.device].rest.append(number)
+                rest[p.device].append(number)
             else:
-                errands[p.device].members[place.index] = number
+                members[p.device][place.index] = number
+        entries = [state[p] for p in present.params]
         return cls(
-            params,
-            configs,
-            shapes=[p.shape for p in params],
-            devices=[p.device for p in params],
-            entries=[state[p] for p in params],
+            present.params,
+            present.configs,
+            shapes=[grad.shape for grad in present.grads],
+            devices=[grad.get_device() for grad in present.grads],
+            entries=entries,
             plan=plan,
-            errands=errands,
+            errands={
+                device: Errand.make(
+                    plan.preconditioners[device], own, rest[device], present, entries
+                )
+                for device, own in members.items()
+            },
+            states=Snapshot(state),
         )
 
-    def holds(self, params: Sequence[Tensor], configs: Sequence[Config]) -> bool:
+    def holds(self, present: Present) -> bool:
         """Whether parameters and options are still the same."""
         return (
-            len(params) == len(self.params)
-            and all(map(is_, params, self.params))
-            and all(map(is_, configs, self.configs))
-            and list(map(attrgetter("shape"), params)) == self.shapes
-            and list(map(attrgetter("device"), params)) == self.devices
+            len(present.params) == len(self.params)
+            and all(map(is_, present.params, self.params))
+            and all(map(is_, present.configs, self.configs))
+            and list(map(attrgetter("shape"), present.grads)) == self.shapes
+            # By number: torch makes a new object of every device that it is asked for.
+            and list(map(Tensor.get_device, present.grads)) == self.devices
         )
 
 
@@ -87,11 +121,42 @@ class Errand:
         preconditioner: The state of the device's matrices, its members.
         members: Of each member; ``None`` if it has no gradient.
         rest: Those that are left to F.
+        params: The members, and those that are left to F; ``None`` where there is no gradient.
+        sizes: Elements of their gradients.
+        configs: The options that occur among members with a gradient.
+        entries: The states of these members.
     """
 
     preconditioner: Preconditioner
     members: list[int | None]
     rest: list[int]
+    params: list[Tensor | None]
+    sizes: list[int]
+    configs: list[Config]
+    entries: list[dict[str, Any]]
+
+    @classmethod
+    def make(
+        cls,
+        preconditioner: Preconditioner,
+        members: list[int | None],
+        rest: list[int],
+        present: Present,
+        entries: Sequence[dict[str, Any]],
+    ) -> Errand:
+        """Look up once what every step asks for."""
+        numbers = [*members, *rest]
+        there = [number for number in members if number is not None]
+        return cls(
+            preconditioner,
+            members,
+            rest,
+            params=[None if number is None else present.params[number] for number in numbers],
+            sizes=[0 if number is None else present.grads[number].numel() for number in numbers],
+            # Equal options are the same object.
+            configs=list({id(present.configs[n]): present.configs[n] for n in there}.values()),
+            entries=[entries[number] for number in there],
+        )
 
 
 @dataclass(frozen=True)
@@ -119,35 +184,32 @@ class Work:
         return self.measured.grads[: len(self.errand.members)]
 
     @property
-    def norms(self) -> Tensor:
-        """‖G‖_F of every member."""
-        return self.measured.norms[: len(self.errand.members)]
-
-    @property
     def finite(self) -> Tensor:
         """bool, whether the gradient of every member is finite."""
         return self.measured.finite[: len(self.errand.members)]
 
     def due(self, scheduled: Callable[[Config, int, float], bool]) -> dict[int, Due]:
         """Members whose update or refresh falls on this step, with their options and blocks."""
-        configs, entries = self.itinerary.configs, self.itinerary.entries
-        turns = [(i, number) for i, number in enumerate(self.errand.members) if number is not None]
-        # Most members have the same options and the same t; equal options are the same object.
-        kinds = {(id(configs[n]), entries[n]["step"] + 1): configs[n] for _, n in turns}
-        answers = {
-            key: config.stagger or scheduled(config, key[1], 0.0) for key, config in kinds.items()
-        }
-        if not any(answers.values()):
+        times = {step + 1 for step in map(_STEP, self.errand.entries)}
+        # Nearly always, nobody's turn has come: asked of options and times, not of members.
+        if not any(
+            config.stagger or scheduled(config, t, 0.0)
+            for config in self.errand.configs
+            for t in times
+        ):
             return {}
         due = {}
-        for i, number in turns:
-            config, t = configs[number], entries[number]["step"] + 1
+        for i, number in enumerate(self.errand.members):
+            if number is None:
+                continue
+            config = self.itinerary.configs[number]
+            t = self.itinerary.entries[number]["step"] + 1
             if config.stagger:
                 phases = self.preconditioner.phases[i]
                 now = frozenset(phase for phase in phases if scheduled(config, t, phase))
                 if now:
                     due[i] = Due(config, None if len(now) == len(phases) else now)
-            elif answers[id(config), t]:
+            elif scheduled(config, t, 0.0):
                 due[i] = Due(config)
         return due
 
@@ -170,14 +232,25 @@ class Work:
                 self.itinerary.entries[number]["product_bits"] = ways[i] if i in refreshed else 0
 
 
-def measure(itinerary: Itinerary, guards: dict[torch.device, NonfiniteGuard]) -> list[Work]:
-    """Measure a step's gradients, device by device; missing guards are added."""
+def measure(
+    itinerary: Itinerary,
+    guards: dict[torch.device, NonfiniteGuard],
+    dtypes: set[torch.dtype] | None,
+    count: bool,
+) -> list[Work]:
+    """Measure a step's gradients, device by device; missing guards are added.
+
+    Args:
+        itinerary: The step's parameters.
+        guards: By device.
+        dtypes: What ``plain_dtypes`` says of the gradients.
+        count: Whether to count those that are not finite.
+    """
     works = []
-    params = itinerary.params
     for device, errand in itinerary.errands.items():
         if device not in guards:
             guards[device] = NonfiniteGuard(device)
-        grads = [None if number is None else params[number].grad for number in errand.members]
-        grads += [params[number].grad for number in errand.rest]
-        works.append(Work(itinerary, errand, guards[device].measure(grads)))
+        grads = [None if p is None else p.grad for p in errand.params]
+        measured = guards[device].measure(grads, errand.sizes, dtypes, count)
+        works.append(Work(itinerary, errand, measured))
     return works

@@ -10,7 +10,7 @@ import sys
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from kronbit import CASPR, Shampoo, acceleration
 from kronbit.blocking import route
 from kronbit.config import Config
-from kronbit.gradients import plain_dtypes
+from kronbit.gradients import GradientBlocks, plain_dtypes
 from kronbit.groups import Member
 from kronbit.kernel_products import BF16, BF16X3, FLOAT32
 from kronbit.nonfinite import Measured, NonfiniteGuard
@@ -29,9 +29,12 @@ from kronbit.preconditioner import Preconditioner
 from kronbit.products import multiply, operand
 from kronbit.quantization import Quantizer
 
+if TYPE_CHECKING:
+    from kronbit.tables import TableBlock
+
 pytest.importorskip("triton")
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore:(invalid value|overflow encountered):RuntimeWarning"),
     pytest.mark.bf16_products,
 ]
 
@@ -126,7 +129,7 @@ def test_the_inverse_factor_is_choleskys(n: int, kernels: torch.device) -> None:
         assert relative_error(inverse[i], exact) < 1e-5
 
 
-SHAPES = [(20, 66), (12, 40), (2, 10, 24), (75, 9)]
+SHAPES = [(20, 66), (12, 64), (2, 10, 24), (75, 9)]
 
 
 def made(device: torch.device, algorithm: Any = Shampoo, **options: Any) -> Preconditioner:
@@ -145,11 +148,13 @@ def made(device: torch.device, algorithm: Any = Shampoo, **options: Any) -> Prec
     return own
 
 
-def measured(device: torch.device, grads: Sequence[Tensor | None]) -> Measured:
+def measured(
+    device: torch.device, grads: Sequence[Tensor | None], guard: NonfiniteGuard | None = None
+) -> Measured:
     """Gradients as a step measures them."""
     sizes = [0 if grad is None else grad.numel() for grad in grads]
     dtypes = plain_dtypes([grad for grad in grads if grad is not None])
-    return NonfiniteGuard(device).measure(grads, sizes, dtypes, count=True)
+    return (guard or NonfiniteGuard(device)).measure(grads, sizes, dtypes, count=True)
 
 
 def gradients(device: torch.device, dtypes: list[torch.dtype]) -> list[Tensor]:
@@ -203,22 +208,92 @@ def test_preconditioned_gradients_are_the_contracts(
     assert torch.isfinite(own.graft_ratio[:1]).all()
 
 
-def test_ways_are_chosen_by_the_angle(kernels: torch.device) -> None:
-    """Random gradients bear bf16. One along the smallest gain of dense roots does not."""
+@pytest.mark.parametrize(("gain", "way"), [(1e-2, FLOAT32), (5.0, BF16X3), (250.0, BF16)])
+def test_ways_are_chosen_by_the_angle(gain: float, way: int, kernels: torch.device) -> None:
+    """Random gradients bear bf16. One along the smallest gain of dense roots may not."""
     own = made(kernels, bits=32)
-    grads = gradients(kernels, SINGLE)
+    grads: list[Tensor | None] = list(gradients(kernels, SINGLE))
     low = torch.linalg.qr(torch.randn(20, 20))[0][:, :2]
-    L = 300 * torch.eye(20) - (300 - 1e-2) * low @ low.mT
+    L = 300 * torch.eye(20) - (300 - gain) * low @ low.mT
     for group in own.groups:
         if group.shape == (20, 66):
             group.left.tensors["root"][0] = L.to(kernels)
     grads[0] = (low @ torch.randn(2, 66)).to(kernels)
+    grads[1] = None
     own.products.choose(grads, range(4))
-    assert own.products.ways[0] == FLOAT32
-    assert own.products.ways[3] == BF16
-    grads[3] = grads[3].t().contiguous().t()  # the kernels take plain matrices only
+    assert own.products.ways == {0: way, 1: FLOAT32, 2: BF16, 3: BF16}
+    grads[3] = grads[3].t().contiguous().t()  # type: ignore[union-attr]
     own.products.choose(grads, range(4))
-    assert own.products.ways[3] == FLOAT32
+    assert own.products.ways[3] == FLOAT32  # the kernels take plain matrices only
+
+
+def looked_at(own: Preconditioner, way: int, addresses: Tensor) -> dict[int, Tensor]:
+    """Ĝ of every member as kernels compute it, block after block."""
+    found: dict[int, list[tuple[int, Tensor]]] = {i: [] for i in range(len(SHAPES))}
+
+    def see(seen: Sequence[tuple[TableBlock, Tensor]]) -> None:
+        for block, Ghat in seen:
+            found[block.member].append((block.number, Ghat.double().flatten().cpu()))
+
+    own.products._tables(way, frozenset(range(len(SHAPES)))).look(addresses, see)
+    return {
+        i: torch.cat([x for _, x in sorted(own, key=lambda x: x[0])]) for i, own in found.items()
+    }
+
+
+@pytest.mark.parametrize("algorithm", [Shampoo, CASPR])
+@pytest.mark.parametrize("bits", [4, 32])
+@pytest.mark.parametrize("workspace", [2**21, 2**16])
+def test_ways_are_as_accurate_as_they_say(
+    algorithm: Any, bits: int, workspace: int, kernels: torch.device
+) -> None:
+    """Rows of 64 and of 66 codes, several blocks, gradients of several types in one table."""
+    own = made(kernels, algorithm, bits=bits)
+    own.workspace = workspace
+    grads = gradients(kernels, MIXED)
+    blocks = GradientBlocks(own.members, grads)
+    exact: dict[int, list[tuple[int, Tensor]]] = {i: [] for i in range(len(SHAPES))}
+    for group in own.groups:
+        _, stack = own.product(blocks, group, slice(0, group.spans[-1].stop))
+        for span in group.spans:
+            for row, block in enumerate(span.grid.blocks(), span.start):
+                exact[span.member].append((block.index, stack[row].double().flatten().cpu()))
+    addresses = measured(kernels, grads).addresses
+    assert addresses is not None
+    half, single = (looked_at(own, way, addresses.tensor) for way in (BF16, BF16X3))
+    sums = own.products._tables(BF16X3, frozenset(range(4))).compare(addresses.tensor).cpu()
+    for i in range(4):
+        reference = torch.cat([x for _, x in sorted(exact[i], key=lambda x: x[0])])
+        assert relative_error(single[i], reference) < 3e-4
+        assert 1e-4 < relative_error(half[i], reference) < 2e-2  # the interpreter truncates
+        a, b = single[i], half[i]
+        assert sums[i].tolist() == pytest.approx([float(a @ b), float(a @ a), float(b @ b)], 1e-4)
+
+
+def test_one_table_serves_members_that_lose_their_gradient(kernels: torch.device) -> None:
+    """Kernels pass over them; the others, and those that kernels cannot take, go on."""
+    own = made(kernels)
+    own.products.ways = dict(enumerate((BF16, BF16X3, BF16, BF16)))
+    guard = NonfiniteGuard(kernels)
+    for missing, crooked in ((None, None), (2, None), (None, 3), (0, 3)):
+        grads: list[Tensor | None] = list(gradients(kernels, MIXED))
+        if crooked is not None:
+            grads[crooked] = grads[crooked].t().contiguous().t()  # type: ignore[union-attr]
+        kept = [grad.clone() for grad in grads if grad is not None]
+        gone = None
+        if missing is not None:
+            gone, grads[missing] = grads[missing], None
+        extra = torch.ones(5, device=kernels)  # left to F
+        step = measured(kernels, [*grads, extra], guard)
+        exact = tuple(i for i in range(4) if i != missing)
+        own.precondition(step, True)
+        reference = [None if i == missing else kept[i].clone() for i in range(4)]
+        own._precondition_exactly(exact, reference, step.norms[:4], step.finite[:4], True)
+        for i in exact:
+            assert angle(grads[i], reference[i]) < 0.5  # type: ignore[arg-type]
+            assert angle(grads[i], kept[i]) > 1  # type: ignore[arg-type]
+        assert gone is None or torch.equal(gone, kept[missing])  # type: ignore[index]
+        assert torch.equal(extra, torch.ones_like(extra))
 
 
 def test_what_does_not_fit_is_computed_twice_and_is_the_same(kernels: torch.device) -> None:
@@ -294,6 +369,37 @@ def test_norms_and_zeros(kernels: torch.device) -> None:
     for i, (grad, before) in enumerate(zip(grads, kept, strict=True)):
         if grad is not None and before is not None:
             assert torch.equal(grad, torch.zeros_like(grad) if i == 3 else before)
+
+
+def test_kernels_and_torch_count_alike(
+    kernels: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    by_kernels, by_torch = NonfiniteGuard(kernels), NonfiniteGuard(kernels)
+    for bad in (torch.nan, torch.inf, 1e30, 0.0):
+        grads: list[Tensor | None] = [
+            torch.randn(6_000_000 if bad == 0 else 40_000, device=kernels),
+            torch.randn(7, device=kernels).bfloat16(),
+            None,
+            torch.empty(0, device=kernels),
+        ]
+        grads[0][-1] = grads[1][3] = bad  # type: ignore[index]
+        found = measured(kernels, grads, by_kernels)
+        assert found.kernel is not None
+        with monkeypatch.context() as patch:
+            patch.setattr(acceleration, "why_not", lambda device: "a test")
+            expected = measured(kernels, grads, by_torch)
+        assert expected.kernel is None
+        assert found.finite.dtype == torch.bool
+        assert found.finite.tolist() == expected.finite.tolist()
+        assert found.norms[2:].tolist() == [0, 0]
+        if bad == 0:
+            exact = [0.0 if g is None else float(g.double().norm()) for g in grads]
+            assert found.norms.tolist() == pytest.approx(exact, rel=1e-6)
+    assert int(by_kernels.skipped) == int(by_torch.skipped) == 6
+    kept = int(by_kernels.skipped)
+    broken = [torch.full((3,), torch.nan, device=kernels)]
+    by_kernels.measure(broken, [3], {torch.float32}, count=False)
+    assert int(by_kernels.skipped) == kept
 
 
 def test_the_environment_turns_kernels_off(monkeypatch: pytest.MonkeyPatch) -> None:

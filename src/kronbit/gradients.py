@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
 
@@ -61,15 +61,16 @@ def inspect(p: Tensor, preconditioned: bool, name: Callable[[Tensor], str]) -> N
 
 
 @contextmanager
-def copied(params: Iterable[Tensor]) -> Iterator[None]:
-    """Put copies in the place of gradients, and the originals back."""
-    originals = [(p, p.grad) for p in params]
+def copied(params: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Put copies in the place of gradients, show them, and put the originals back."""
+    originals = [p.grad for p in params]
     try:
-        for p, grad in originals:
-            p.grad = None if grad is None else grad.clone()
-        yield
+        copies = [grad.clone() for grad in originals if grad is not None]
+        for p, copy in zip(params, copies, strict=True):
+            p.grad = copy
+        yield copies
     finally:
-        for p, grad in originals:
+        for p, grad in zip(params, originals, strict=True):
             p.grad = grad
 
 

@@ -58,6 +58,8 @@ class GroupedProducts:
         ratios = preconditioner.graft_ratio
         self._device = ratios.device
         self._waves = make_waves(preconditioner, wanted, precision, self._device)
+        self._scratch_size = max(wave.scratch for wave in self._waves)
+        self._held_size = max(wave.held for wave in self._waves)
         self._buffers = Integers(Buffer.LENGTH, self._device)
         self._scales = torch.empty_like(ratios)
         # Of a wave's programs.
@@ -87,7 +89,7 @@ class GroupedProducts:
             zero_nonfinite: Whether a non-finite gradient becomes zero; else it stays as it is.
         """
         scratch = self._scratch()
-        held = self._empty(max(wave.held for wave in self._waves), self._precision.held)
+        held = self._empty(self._held_size, self._precision.held)
         self._buffers.write([self._from_anchor(scratch), held.data_ptr(), norms.data_ptr()])
         # Inside of a capture of the user's, the launches become part of that.
         if not self._capturing or torch.cuda.is_current_stream_capturing():
@@ -153,7 +155,7 @@ class GroupedProducts:
         return held
 
     def _scratch(self) -> Tensor:
-        return self._empty(max(wave.scratch for wave in self._waves), torch.bfloat16)
+        return self._empty(self._scratch_size, torch.bfloat16)
 
     def _empty(self, size: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(size, dtype=dtype, device=self._device)
@@ -236,7 +238,7 @@ class GroupedProducts:
 
     def _restore(self, wave: TableWave, chunk: Chunk, addresses: Tensor) -> None:
         """Roots of a chunk's blocks into the scratch."""
-        for quantizer, tiles in chunk.roots:
+        for quantizer, words, tiles in chunk.roots:
             coded = quantizer.bits < 32
             launch(
                 kernels.roots_kernel,
@@ -251,6 +253,7 @@ class GroupedProducts:
                 else self._squares,
                 PRECISE=self._precision.precise,
                 BITS=quantizer.bits,
+                WORDS=words,
                 BLOCK=quantizer.block_size,
                 ROWS=STRIP,
                 COLUMNS=_COLUMNS,

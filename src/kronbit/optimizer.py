@@ -6,8 +6,7 @@ import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
-from itertools import repeat
-from operator import is_not, itemgetter
+from operator import itemgetter
 from typing import Any, ClassVar, overload
 
 import torch
@@ -18,7 +17,7 @@ from kronbit import checkpoint, first_order, memory, report
 from kronbit.blocking import Blocking, route
 from kronbit.config import FORMAT, FORMAT_KEY, GROUP_OPTIONS, Config, take_options
 from kronbit.first_order import BaseFactory
-from kronbit.gradients import copied, inspect, plain_dtypes
+from kronbit.gradients import copied, inspect
 from kronbit.nonfinite import NonfiniteGuard
 from kronbit.plan import Plan, forbidden_change
 from kronbit.precision import full_precision
@@ -128,12 +127,11 @@ class SecondOrder(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        present = self._present()
-        itinerary = self._prepare(present)
-        kept = copied(itinerary.params) if self.config.keep_gradients else nullcontext()
-        with kept:
+        itinerary, present = self._prepare(self._present())
+        keep = self.config.keep_gradients
+        with copied(itinerary.params) if keep else nullcontext(present.grads) as grads:
             with full_precision():
-                for work in self._measured(itinerary, present.dtypes):
+                for work in self._measured(itinerary, grads, present.dtypes):
                     preconditioner = work.preconditioner
                     # t % T1 = 0: L ← PU(L, G Gᵀ), R ← PU(R, Gᵀ G)
                     due = work.due(Config.updates_at)
@@ -153,7 +151,7 @@ class SecondOrder(Optimizer):
                 entry["step"] += 1
             # W, s ← F(W, s, G̃)
             self.base.step()
-        if not self._base_link.settled(itinerary.params, itinerary.entries, self.base.state):
+        if not self._base_link.unchanged(itinerary.entries, self.base.state):
             self._join_base_states()
         return loss
 
@@ -162,22 +160,13 @@ class SecondOrder(Optimizer):
     def _present(self) -> Present:
         """The parameters that have a gradient, and their options."""
         self._complete_groups()
-        found = Present([], [], [], None)
-        for group in self.param_groups:
-            params = group["params"]
-            grads = [p.grad for p in params]
-            if not all(map(is_not, grads, repeat(None))):
-                params = [p for p in params if p.grad is not None]
-                grads = [p.grad for p in params]
-            found.params.extend(params)
-            found.grads.extend(grads)
-            found.configs.extend([self._config_of(group)] * len(params))
-        dtypes = plain_dtypes(found.grads)
-        if dtypes is None:
-            for p, config in zip(found.params, found.configs, strict=True):
+        present = Present.of(self.param_groups, self._config_of)
+        if present.dtypes is None:  # a gradient needs a closer look
+            for p, config in zip(present.params, present.configs, strict=True):
                 preconditioned = isinstance(route(tuple(p.shape), config), Blocking)
                 inspect(p, preconditioned, self._name)
-        return found._replace(dtypes=dtypes)
+            return Present.of(self.param_groups, self._config_of)
+        return present
 
     def _config_of(self, group: Mapping[str, Any]) -> Config:
         """The options of a group; the same object as long as they are equal."""
@@ -192,7 +181,7 @@ class SecondOrder(Optimizer):
             self._configs[_OPTIONS(group)] = config
         return config
 
-    def _prepare(self, present: Present) -> Itinerary:
+    def _prepare(self, present: Present) -> tuple[Itinerary, Present]:
         """Plan parameters that are new, and anew where the state was changed from outside."""
         for guard in self._guards.values():
             guard.warn_once()
@@ -207,7 +196,7 @@ class SecondOrder(Optimizer):
             and old.holds(present)
             and self._base_link.settled(old.params, old.entries, self.base.state)
         ):
-            return old
+            return old, present
         present = present.once()
         params, configs = present.params, present.configs
         unplanned = [
@@ -218,7 +207,7 @@ class SecondOrder(Optimizer):
         for p in params:
             self._start_state(p)
         self._itinerary = Itinerary.make(present, self._plan, self.state)
-        return self._itinerary
+        return self._itinerary, present
 
     def _is_unplanned(self, p: Tensor, config: Config) -> bool:
         """Whether a parameter needs a place for its state; refuses one whose state cannot fit."""
@@ -256,10 +245,12 @@ class SecondOrder(Optimizer):
     def _make_plan(self, params: Iterable[tuple[Tensor, Config]]) -> Plan:
         return Plan(params, self.algorithm, self.config)
 
-    def _measured(self, itinerary: Itinerary, dtypes: set[torch.dtype] | None) -> Sequence[Work]:
+    def _measured(
+        self, itinerary: Itinerary, grads: list[Tensor], dtypes: set[torch.dtype] | None
+    ) -> Sequence[Work]:
         """Norms and finiteness of all gradients, by device; raises if the user wants that."""
         raises = self.config.nonfinite == "raise"
-        works = measure(itinerary, self._guards, dtypes, count=not raises)
+        works = measure(itinerary, grads, dtypes, self._guards, count=not raises)
         if raises:
             bad = [p for work in works for p in work.nonfinite()]
             if bad:

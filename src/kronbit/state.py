@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence, ValuesView
 from itertools import chain, repeat
 from operator import is_
 from typing import Any
@@ -56,6 +56,10 @@ def checked_leaves(values: Any, layout: Layout, where: str) -> Leaves:
     return leaves
 
 
+# Behind the last of many dicts: by this, too few and too many values are noticed without counting.
+_END = {"end": object()}
+
+
 class Snapshot:
     """The keys and values of a dict as they are now.
 
@@ -89,8 +93,8 @@ class Binding:
         self._owners: list[dict[str, Any]] = []
         self._keys: list[str] = []
         self._views: list[dict[str, Any]] = []
-        # The dicts below the blocks, and all their values.
-        self._dicts: list[dict[str, Any]] = []
+        # Live views of the dicts below the blocks, and the values that they shall show.
+        self._dicts: list[ValuesView[Any]] = []
         self._values: list[Any] = []
 
     def intact(self, state: Mapping[Tensor, Any], same_entries: bool) -> bool:
@@ -105,8 +109,7 @@ class Binding:
             and (same_entries or all(state.get(p) is entry for p, entry in self._entries))
             # There are thousands of tensors: no loop in Python is fast enough for every step.
             and all(map(is_, map(dict.get, self._owners, self._keys), self._views))
-            and sum(map(len, self._dicts)) == len(self._values)
-            and all(map(is_, chain.from_iterable(map(dict.values, self._dicts)), self._values))
+            and all(map(is_, chain.from_iterable(self._dicts), self._values))
         )
 
     def bind(self, plan: Plan, state: MutableMapping[Tensor, dict[str, Any]]) -> set[Tensor]:
@@ -141,8 +144,9 @@ class Binding:
             self._owners.append(state[block.p])
             self._keys.append(block.key)
             self._views.append(views)
-            self._dicts += [views, *views.values()]
-        self._values = [value for own in self._dicts for value in own.values()]
+            self._dicts += [views.values(), *(leaves.values() for leaves in views.values())]
+        self._dicts.append(_END.values())
+        self._values = [value for own in self._dicts for value in own]
         unknown = {block.p for block, values in zip(blocks, held, strict=True) if values}
         unknown = {p for p in unknown if "product_bits" not in state[p]}
         for p, place in plan.places.items():
@@ -190,12 +194,7 @@ class BaseLink:
     ) -> bool:
         """Whether F's dicts are those in our entries, or both are empty: nothing to do."""
         shown = list(map(dict.get, entries, repeat("base")))
-        if (
-            entries is self._entries
-            and all(map(is_, shown, self._shown))
-            and self._base_state.holds(base_state)
-            and not any(self._empty)
-        ):
+        if self.unchanged(entries, base_state) and all(map(is_, shown, self._shown)):
             return True
         apart = []
         for p, own_shown in zip(params, shown, strict=True):
@@ -207,6 +206,14 @@ class BaseLink:
         self._entries, self._shown, self._empty = entries, shown, apart
         self._base_state = Snapshot(base_state)
         return True
+
+    def unchanged(
+        self, entries: Sequence[dict[str, Any]], base_state: Mapping[Tensor, Any]
+    ) -> bool:
+        """Whether F's state has the dicts that were found settled with these entries."""
+        return (
+            entries is self._entries and self._base_state.holds(base_state) and not any(self._empty)
+        )
 
     def join(
         self,

@@ -94,7 +94,8 @@ class Chunk:
 
     Attributes:
         blocks: The blocks.
-        roots: Root format -> (block, side, first row) of each program that restores.
+        roots: Of each root format: whether eight codes are a word of their own, as those of a row
+            of a multiple of eight are, and (block, side, first row) of each program that restores.
         strips: (block, first row) of each program that gathers or scatters.
         tiles: (block, first row, first column) of each program of a product.
         square: Where its programs' sums of squares begin among the wave's.
@@ -102,7 +103,7 @@ class Chunk:
     """
 
     blocks: tuple[TableBlock, ...]
-    roots: tuple[tuple[Quantizer, Tensor], ...]
+    roots: tuple[tuple[Quantizer, bool, Tensor], ...]
     strips: Tensor
     tiles: Tensor
     square: int
@@ -270,17 +271,19 @@ def _make_chunk(
     lane: int,
     device: torch.device,
 ) -> Chunk:
-    roots: dict[Quantizer, list[tuple[int, int, int]]] = {}
+    roots: dict[tuple[Quantizer, bool], list[tuple[int, int, int]]] = {}
     strips = []
     for line, block in enumerate(piece, first_line):
         m, n = block.group.shape
         strips += [(line, row) for row in range(0, padded(m), STRIP)]
         for side, (order, factors) in enumerate(((m, block.group.left), (n, block.group.right))):
-            own = roots.setdefault(factors.format.root, [])
+            root = factors.format.root
+            words = root.bits == 4 and root.block_size % 8 == 0 and order % 8 == 0
+            own = roots.setdefault((root, words), [])
             own += [(line, side, row) for row in range(0, padded(order), STRIP)]
     return Chunk(
         blocks=tuple(piece),
-        roots=tuple((q, to_device(list_, device, torch.int32)) for q, list_ in roots.items()),
+        roots=tuple((*key, to_device(own, device, torch.int32)) for key, own in roots.items()),
         strips=to_device(strips, device, torch.int32),
         tiles=to_device(tiles, device, torch.int32),
         square=square,

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from operator import attrgetter, is_, itemgetter
+from itertools import repeat
+from operator import attrgetter, is_, is_not, itemgetter
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from kronbit.config import Config
+from kronbit.gradients import plain_dtypes
 from kronbit.groups import Due
 from kronbit.nonfinite import Measured, NonfiniteGuard
 from kronbit.plan import Plan
@@ -35,6 +37,25 @@ class Present(NamedTuple):
     grads: list[Tensor]
     dtypes: set[torch.dtype] | None
 
+    @classmethod
+    def of(
+        cls,
+        groups: Iterable[Mapping[str, Any]],
+        config_of: Callable[[Mapping[str, Any]], Config],
+    ) -> Present:
+        """Look through param groups."""
+        found = cls([], [], [], None)
+        for group in groups:
+            params = group["params"]
+            grads = [p.grad for p in params]
+            if not all(map(is_not, grads, repeat(None))):
+                params = [p for p in params if p.grad is not None]
+                grads = [p.grad for p in params]
+            found.params.extend(params)
+            found.grads.extend(grads)
+            found.configs.extend([config_of(group)] * len(params))
+        return found._replace(dtypes=plain_dtypes(found.grads))
+
     def once(self) -> Present:
         """Without repetitions: torch only warns of parameters that are listed twice."""
         if len(set(map(id, self.params))) == len(self.params):
@@ -44,6 +65,13 @@ class Present(NamedTuple):
         return Present(list(params), list(configs), list(grads), self.dtypes)
 
 
+def _picker(numbers: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
+    """What takes some elements out of a sequence, without a loop in Python."""
+    if len(numbers) < 2:  # itemgetter would return the element itself
+        return lambda items: tuple(items[number] for number in numbers)
+    return itemgetter(*numbers)
+
+
 @dataclass(frozen=True)
 class Itinerary:
     """The parameters of a step; it holds for the next one, too, as long as nothing changes.
@@ -51,7 +79,6 @@ class Itinerary:
     Attributes:
         params: Those that have a gradient.
         configs: Their options.
-        shapes: The shapes of their gradients.
         devices: The devices' numbers; -1 is the CPU.
         entries: Their states.
         plan: Where the preconditioned ones have their place.
@@ -59,11 +86,10 @@ class Itinerary:
         states: All that was in the state.
     """
 
-    params: Sequence[Tensor]
-    configs: Sequence[Config]
-    shapes: list[torch.Size]
+    params: list[Tensor]
+    configs: list[Config]
     devices: list[int]
-    entries: Sequence[dict[str, Any]]
+    entries: list[dict[str, Any]]
     plan: Plan
     errands: Mapping[torch.device, Errand]
     states: Snapshot
@@ -88,75 +114,76 @@ class Itinerary:
         return cls(
             present.params,
             present.configs,
-            shapes=[grad.shape for grad in present.grads],
             devices=[grad.get_device() for grad in present.grads],
             entries=entries,
             plan=plan,
             errands={
-                device: Errand.make(
-                    plan.preconditioners[device], own, rest[device], present, entries
-                )
+                device: Errand(plan.preconditioners[device], own, rest[device], present, entries)
                 for device, own in members.items()
             },
             states=Snapshot(state),
         )
 
     def holds(self, present: Present) -> bool:
-        """Whether parameters and options are still the same."""
+        """Whether parameters, their options and what matters of their gradients are the same."""
         return (
             len(present.params) == len(self.params)
             and all(map(is_, present.params, self.params))
-            and all(map(is_, present.configs, self.configs))
-            and list(map(attrgetter("shape"), present.grads)) == self.shapes
+            and present.configs == self.configs
             # By number: torch makes a new object of every device that it is asked for.
             and list(map(Tensor.get_device, present.grads)) == self.devices
+            and all(errand.holds(present.grads) for errand in self.errands.values())
         )
 
 
-@dataclass(frozen=True)
 class Errand:
     """The parameters of a step on one device, by their number in the itinerary.
 
-    Attributes:
+    What every step asks for is looked up once.
+
+    Args:
         preconditioner: The state of the device's matrices, its members.
         members: Of each member; ``None`` if it has no gradient.
         rest: Those that are left to F.
-        params: The members, and those that are left to F; ``None`` where there is no gradient.
-        sizes: Elements of their gradients.
-        configs: The options that occur among members with a gradient.
-        entries: The states of these members.
+        present: All parameters of the step.
+        entries: Their states.
+
+    Attributes:
+        sizes: Elements of the gradients that ``pick`` returns; 0 where there is none.
+        configs_there: The options that occur among members with a gradient.
+        entries_there: The states of these members.
     """
 
-    preconditioner: Preconditioner
-    members: list[int | None]
-    rest: list[int]
-    params: list[Tensor | None]
-    sizes: list[int]
-    configs: list[Config]
-    entries: list[dict[str, Any]]
-
-    @classmethod
-    def make(
-        cls,
+    def __init__(
+        self,
         preconditioner: Preconditioner,
         members: list[int | None],
         rest: list[int],
         present: Present,
         entries: Sequence[dict[str, Any]],
-    ) -> Errand:
-        """Look up once what every step asks for."""
-        numbers = [*members, *rest]
+    ) -> None:
+        self.preconditioner, self.members, self.rest = preconditioner, members, rest
+        numbers = [-1 if number is None else number for number in (*members, *rest)]
+        self._pick = _picker(numbers)
+        self.sizes = [0 if number < 0 else present.grads[number].numel() for number in numbers]
         there = [number for number in members if number is not None]
-        return cls(
-            preconditioner,
-            members,
-            rest,
-            params=[None if number is None else present.params[number] for number in numbers],
-            sizes=[0 if number is None else present.grads[number].numel() for number in numbers],
-            # Equal options are the same object.
-            configs=list({id(present.configs[n]): present.configs[n] for n in there}.values()),
-            entries=[entries[number] for number in there],
+        self._pick_there, self._pick_rest = _picker(there), _picker(rest)
+        self._shapes = [present.grads[number].shape for number in there]
+        self._rest_sizes = [present.grads[number].numel() for number in rest]
+        self.configs_there = list({present.configs[number] for number in there})
+        self.entries_there = [entries[number] for number in there]
+
+    def holds(self, grads: Sequence[Tensor]) -> bool:
+        """Whether gradients have the shapes that state was made for; of others, the sizes."""
+        shapes = list(map(attrgetter("shape"), self._pick_there(grads)))
+        return (
+            shapes == self._shapes
+            and list(map(Tensor.numel, self._pick_rest(grads))) == self._rest_sizes
         )
+
+    def pick(self, grads: list[Tensor]) -> tuple[Tensor | None, ...]:
+        """The gradient of every member, ``None`` where there is none, and those left to F."""
+        return self._pick([*grads, None])
 
 
 @dataclass(frozen=True)
@@ -190,12 +217,12 @@ class Work:
 
     def due(self, scheduled: Callable[[Config, int, float], bool]) -> dict[int, Due]:
         """Members whose update or refresh falls on this step, with their options and blocks."""
-        times = {step + 1 for step in map(_STEP, self.errand.entries)}
+        steps = set(map(_STEP, self.errand.entries_there))
         # Nearly always, nobody's turn has come: asked of options and times, not of members.
         if not any(
-            config.stagger or scheduled(config, t, 0.0)
-            for config in self.errand.configs
-            for t in times
+            config.stagger or scheduled(config, step + 1, 0.0)
+            for config in self.errand.configs_there
+            for step in steps
         ):
             return {}
         due = {}
@@ -234,23 +261,24 @@ class Work:
 
 def measure(
     itinerary: Itinerary,
-    guards: dict[torch.device, NonfiniteGuard],
+    grads: list[Tensor],
     dtypes: set[torch.dtype] | None,
+    guards: dict[torch.device, NonfiniteGuard],
     count: bool,
 ) -> list[Work]:
-    """Measure a step's gradients, device by device; missing guards are added.
+    """Measure a step's gradients, device by device.
 
     Args:
         itinerary: The step's parameters.
-        guards: By device.
+        grads: Their gradients.
         dtypes: What ``plain_dtypes`` says of the gradients.
-        count: Whether to count those that are not finite.
+        guards: By device; missing ones are added.
+        count: Whether to count gradients that are not finite.
     """
     works = []
     for device, errand in itinerary.errands.items():
         if device not in guards:
             guards[device] = NonfiniteGuard(device)
-        grads = [None if p is None else p.grad for p in errand.params]
-        measured = guards[device].measure(grads, errand.sizes, dtypes, count)
+        measured = guards[device].measure(errand.pick(grads), errand.sizes, dtypes, count)
         works.append(Work(itinerary, errand, measured))
     return works

@@ -146,6 +146,7 @@ def roots_kernel(
     table,
     PRECISE: tl.constexpr,
     BITS: tl.constexpr,
+    WORDS: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -172,19 +173,17 @@ def roots_kernel(
         if BITS == 32:
             place = codes.to(tl.pointer_type(tl.float32)) + row * n + column
             value = tl.load(place, mask=mask, other=0.0)
-        elif (BITS == 4) & (COLUMNS % BLOCK == 0):
-            # As restore does, but a byte and a scale are each read once: rows x blocks x pairs.
-            line_3 = first + tl.arange(0, ROWS)[:, None, None]
-            block = start // BLOCK + tl.arange(0, COLUMNS // BLOCK)[None, :, None]
-            byte = block * (BLOCK // 2) + tl.arange(0, BLOCK // 2)[None, None, :]
-            there = (line_3 < n) & (byte < code_length)
-            base = codes.to(tl.pointer_type(tl.uint8)) + line_3 * code_length
-            pair = tl.load(base + byte, mask=there, other=0).to(tl.int32)
-            known = (line_3 < n) & (block < scale_length)
-            scale = tl.load(scales + line_3 * scale_length + block, mask=known, other=0.0)
-            low, high = tl.load(table + (pair & 15)) * scale, tl.load(table + (pair >> 4)) * scale
-            value = tl.reshape(tl.join(low, high), (ROWS, COLUMNS))
-            value = tl.where(mask, value, 0.0)
+        elif WORDS:
+            # As restore does, but eight codes are read as one word, and their scale once.
+            word = start // 8 + tl.arange(0, COLUMNS // 8)[None, :]
+            known = (row < n) & (word < n // 8)
+            base = codes.to(tl.pointer_type(tl.int32)) + row * (n // 8)
+            eight = tl.load(base + word, mask=known, other=0)
+            place = row * scale_length + word * 8 // BLOCK
+            scale = tl.load(scales + place, mask=known, other=0.0)
+            code = (eight[:, :, None] >> (tl.arange(0, 8) * 4)[None, None, :]) & 15
+            value = tl.load(table + code) * scale[:, :, None]
+            value = tl.where(row != column, tl.reshape(value, (ROWS, COLUMNS)), 0.0)
         else:
             base = codes.to(tl.pointer_type(tl.uint8)) + row * code_length
             value = restore(base, scales + row * scale_length, table, column, mask, BITS, BLOCK)

@@ -42,18 +42,19 @@ def takable(grads: Sequence[Tensor | None]) -> list[Tensor | None]:
     ]
 
 
-def on_host(values: Sequence[object], device: torch.device, dtype: torch.dtype) -> Tensor:
-    """A tensor from numbers, ready to be copied to a device without waiting for it.
+def to_device(values: Sequence[object], device: torch.device, dtype: torch.dtype) -> Tensor:
+    """A tensor from numbers, without waiting for the device."""
+    return _sendable(torch.tensor(values, dtype=dtype, device="cpu"), device).to(
+        device, non_blocking=True
+    )
+
+
+def _sendable(host: Tensor, device: torch.device) -> Tensor:
+    """A tensor that can be copied to a device without waiting for it.
 
     Pinned memory is not reused before the copy is over: torch's allocator sees to it.
     """
-    host = torch.tensor(values, dtype=dtype, device="cpu")
     return host.pin_memory() if device.type == "cuda" else host
-
-
-def to_device(values: Sequence[object], device: torch.device, dtype: torch.dtype) -> Tensor:
-    """A tensor from numbers, without waiting for the device."""
-    return on_host(values, device, dtype).to(device, non_blocking=True)
 
 
 class Integers:
@@ -78,9 +79,7 @@ class Integers:
             self.values = values
             # Of a list, torch.tensor makes four times as slowly what an array already is.
             host = torch.frombuffer(array("q", values), dtype=torch.int64)
-            if self.tensor.is_cuda:
-                host = host.pin_memory()
-            self.tensor.copy_(host, non_blocking=True)
+            self.tensor.copy_(_sendable(host, self.tensor.device), non_blocking=True)
 
 
 class AddressTable(Integers):

@@ -15,6 +15,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from kronbit import acceleration, rules
+from kronbit.addresses import AddressTable
 from kronbit.batches import UPDATE, batches, due_parts
 from kronbit.blocking import route
 from kronbit.config import Config
@@ -23,9 +24,11 @@ from kronbit.groups import Due, Member
 from kronbit.kernels.cholesky import inverse_factor_
 from kronbit.kernels.matmul import compose, correction, multiply
 from kronbit.kernels.split import normalise_columns, scale_rows, split
+from kronbit.nonfinite import Measured
 from kronbit.norms import KernelNorms
 from kronbit.preconditioner import Preconditioner
 from kronbit.quantization import triton as quantiser
+from kronbit.tables import Precision
 
 CPU = torch.device("cpu")
 
@@ -87,27 +90,27 @@ def main() -> None:
     for n in (64, 33, 130):
         matrices(n)
     assert len(compiled) == before, "a variant was compiled for the value of an integer"
-    norms = KernelNorms([10, 5000], CPU)
-    norms.fill([torch.randn(10), torch.randn(5000)])
-    norms.norms()
-    norms.zero_where_not(torch.tensor([True, False]))
+    grads = [torch.zeros(70, 66), torch.zeros(12, 40)]
+    addresses = AddressTable(2, CPU)
+    addresses.fill(grads)
+    norms = KernelNorms([grad.numel() for grad in grads], CPU)
+    for count in (True, False):
+        norms.measure(addresses.tensor, torch.zeros((), dtype=torch.int64), count)
+    norms.zero_nonfinite(addresses.tensor)
     for rule in (rules.KRONECKER, rules.CASPR):
         for bits in (4, 3, 32):
             config = Config(bits=bits, max_order=100)
-            members = [Member(route(shape, config), config) for shape in ((70, 66), (12, 40))]
+            members = [Member(route(tuple(grad.shape), config), config) for grad in grads]
             own = Preconditioner(members, rules.Algorithm(rule, 4), 2**20, False, CPU)
-            for dtype, precise in (
-                (torch.float32, False),
-                (torch.bfloat16, False),
-                (torch.float32, True),
-            ):
-                grads = {0: torch.zeros(70, 66, dtype=dtype), 1: torch.zeros(12, 40, dtype=dtype)}
-                finite, due = torch.ones(2, dtype=torch.bool), {i: Due(config) for i in (0, 1)}
-                for parts in batches(due_parts(own.groups, due), own.workspace, UPDATE):
-                    own._outer_products([grads[0], grads[1]], finite, due)(parts)
+            finite, due = torch.ones(2, dtype=torch.bool), {i: Due(config) for i in (0, 1)}
+            measured = Measured(grads, norms.norms, finite, addresses, norms)
+            for parts in batches(due_parts(own.groups, due), own.workspace, UPDATE):
+                own._outer_products(measured, due)(parts)
+            for precise in (False, True):
+                products = GroupedProducts(own, {0, 1}, Precision(precise), graphs=False)
                 for zero in (True, False):
-                    products = GroupedProducts(own, {0, 1}, precise, graphs=False)
-                    products.precondition(grads, torch.ones(2), zero)
+                    products.precondition(addresses.tensor, norms.norms, zero)
+            products.compare(addresses.tensor)
 
 
 if __name__ == "__main__":

@@ -3,29 +3,19 @@
 from __future__ import annotations
 
 import copy
-import gc
 import math
 import subprocess
 import sys
-import weakref
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from conftest import angle, no_host_sync, relative_error
+from conftest import no_host_sync, relative_error
 from networks import assert_same_state
 from torch import Tensor, nn
 
-from kronbit import CASPR, Shampoo, acceleration
-from kronbit.batches import UPDATE, batches, due_parts
-from kronbit.blocking import route
-from kronbit.config import Config
-from kronbit.gradients import GradientBlocks
-from kronbit.groups import Due, Member
-from kronbit.kernel_products import BF16, BF16X3, FLOAT32
-from kronbit.nonfinite import NonfiniteGuard
-from kronbit.preconditioner import Preconditioner
+from kronbit import Shampoo, acceleration
+from kronbit.kernel_products import BF16
 from kronbit.products import (
     compose,
     correction,
@@ -37,8 +27,6 @@ from kronbit.products import (
 from kronbit.quantization import Quantizer
 
 pytest.importorskip("triton")
-from kronbit.outer_products import OuterProducts
-
 pytestmark = [
     pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning"),
     pytest.mark.bf16_products,
@@ -167,28 +155,6 @@ def test_a_correction_squares_the_error(shape: tuple[int, int], kernels: torch.d
     assert (left < 5 * E.norm(dim=(-2, -1)) ** 2 + 1e-5).all()
 
 
-def test_outer_products_are_read_where_gradients_lie(kernels: torch.device) -> None:
-    """Of both sides, in several types, and zero where a gradient is not finite."""
-    own = made(kernels)
-    grads: list[Tensor | None] = [torch.randn(shape).to(kernels) for shape in SHAPES]
-    grads[1] = grads[1].bfloat16()
-    grads[2] = None
-    grads[3][4, 4] = torch.inf
-    finite = torch.tensor([True, True, True, False], device=kernels)
-    due = {i: Due(member.config) for i, member in enumerate(own.members) if i != 2}
-    by_kernels = own._outer_products(grads, finite, due)
-    blocks = GradientBlocks(own.members, grads)
-    count = 0
-    for parts in batches(due_parts(own.groups, due), own.workspace, UPDATE):
-        expected = own._outer_products_by_torch(blocks, finite, parts)
-        M = by_kernels(parts)
-        assert M.shape == expected.shape
-        assert (M - expected).abs().max() <= 1e-6 * expected.abs().max()
-        count += len(M)
-    assert isinstance(own._outer, OuterProducts)
-    assert count == sum(2 * len(own.members[i].blocking) for i in due)
-
-
 @pytest.mark.parametrize("n", [5, 32, 70])
 def test_the_inverse_factor_is_choleskys(n: int, kernels: torch.device) -> None:
     from kronbit.kernels.cholesky import inverse_factor_
@@ -201,172 +167,6 @@ def test_the_inverse_factor_is_choleskys(n: int, kernels: torch.device) -> None:
     for i in (0, 2):
         exact = torch.linalg.inv(torch.linalg.cholesky(S[i]).mT)
         assert relative_error(inverse[i], exact) < 1e-5
-
-
-SHAPES = [(20, 66), (12, 40), (2, 10, 24), (75, 9)]
-
-
-def made(device: torch.device, algorithm: Any = Shampoo, **options: Any) -> Preconditioner:
-    """Members of several shapes and formats, with roots far from the identity."""
-    config = Config(max_order=70, **options)
-    members = [Member(route(shape, config), config) for shape in SHAPES]
-    own = Preconditioner(members, algorithm.algorithm, 2**21, False, device)
-    for group in own.groups:
-        for factors in (group.left, group.right):
-            A = torch.randn(factors.rows, factors.order, factors.order) / factors.order**0.5
-            for name, leaf in factors.method.root.encode(
-                (A @ A.mT + torch.eye(factors.order)).to(device)
-            ).items():
-                factors.tensors[name].copy_(leaf)
-    own.find_refreshed(range(len(SHAPES)))
-    return own
-
-
-def gradients(device: torch.device, dtypes: list[torch.dtype]) -> list[Tensor]:
-    return [
-        torch.randn(shape).to(device=device, dtype=dtype)
-        for shape, dtype in zip(SHAPES, dtypes, strict=True)
-    ]
-
-
-SINGLE = [torch.float32] * 4
-MIXED = [torch.float32, torch.bfloat16, torch.float16, torch.float32]
-HALF = [torch.bfloat16] * 4
-
-
-@pytest.mark.parametrize(
-    ("algorithm", "options", "dtypes", "way"),
-    [
-        (Shampoo, {}, SINGLE, BF16),
-        (Shampoo, {"bits": 3}, MIXED, BF16),
-        (CASPR, {"block_size": 48}, HALF, BF16),
-        (Shampoo, {}, MIXED, BF16X3),
-        (CASPR, {"bits": 32}, SINGLE, BF16X3),
-    ],
-)
-def test_preconditioned_gradients_are_the_contracts(
-    algorithm: Any,
-    options: dict[str, Any],
-    dtypes: list[torch.dtype],
-    way: int,
-    kernels: torch.device,
-) -> None:
-    """Within half a degree, of the same norm; one without gradient, one not finite."""
-    own = made(kernels, algorithm, **options)
-    grads: list[Tensor | None] = list(gradients(kernels, dtypes))
-    grads[2][0, 0, 0] = torch.nan  # type: ignore[index]
-    twins = [grad.clone() for grad in grads if grad is not None]
-    missing, grads[1] = grads[1], None
-    norms = torch.stack([(torch.zeros(9) if g is None else g).float().norm().cpu() for g in grads])
-    norms = norms.to(kernels)
-    exact = tuple(i for i, grad in enumerate(grads) if grad is not None)
-    reference = [None if grads[i] is None else twins[i] for i in range(4)]
-    own._precondition_exactly(exact, reference, norms, torch.isfinite(norms), True)
-    own.products.ways = dict.fromkeys(range(4), way)
-    own.precondition(grads, norms, torch.isfinite(norms), True)
-    for i in (0, 3):
-        assert grads[i] is not None
-        assert angle(grads[i], twins[i]) < 0.5
-        assert float(grads[i].float().norm()) == pytest.approx(float(norms[i]), rel=1e-2)
-    assert torch.equal(grads[2], torch.zeros_like(twins[2]))
-    assert missing is not None
-    assert torch.isfinite(own.graft_ratio[:1]).all()
-
-
-def test_ways_are_chosen_by_the_angle(kernels: torch.device) -> None:
-    """Random gradients bear bf16. One along the smallest gain of dense roots does not."""
-    own = made(kernels, bits=32)
-    grads = gradients(kernels, SINGLE)
-    low = torch.linalg.qr(torch.randn(20, 20))[0][:, :2]
-    L = 300 * torch.eye(20) - (300 - 1e-2) * low @ low.mT
-    for group in own.groups:
-        if group.shape == (20, 66):
-            group.left.tensors["root"][0] = L.to(kernels)
-    grads[0] = (low @ torch.randn(2, 66)).to(kernels)
-    own.products.choose(grads, range(4))
-    assert own.products.ways[0] == FLOAT32
-    assert own.products.ways[3] == BF16
-    grads[3] = grads[3].t().contiguous().t()  # the kernels take plain matrices only
-    own.products.choose(grads, range(4))
-    assert own.products.ways[3] == FLOAT32
-
-
-def test_what_does_not_fit_is_computed_twice_and_is_the_same(kernels: torch.device) -> None:
-    results = []
-    for workspace in (2**21, 2**16):
-        torch.manual_seed(0)
-        own = made(kernels)
-        own.workspace = workspace
-        own.products.ways = dict.fromkeys(range(4), BF16)
-        grads = gradients(kernels, SINGLE)
-        norms = torch.stack([grad.norm() for grad in grads])
-        own.precondition(grads, norms, torch.isfinite(norms), True)
-        results.append(grads)
-    for one, other in zip(*results, strict=True):
-        assert torch.equal(one, other)
-
-
-@pytest.mark.parametrize("workspace", [2**12, 2**16, 2**21])
-@pytest.mark.parametrize("half", [True, False])
-def test_lanes_never_share_memory(workspace: int, half: bool) -> None:
-    """Chunks of different lanes run at the same time in a graph."""
-    from kronbit.kernels.grouped import Field
-    from kronbit.tables import Precision, make_waves
-
-    own = made(torch.device("cpu"))
-    own.workspace = workspace
-    for wave in make_waves(own, range(4), Precision(half, False), torch.device("cpu")):
-        lines = wave.lines.tolist()
-        used: dict[tuple[str, int], set[int]] = {}
-        line = 0
-        for chunk in wave.chunks:
-            for block in chunk.blocks:
-                start, size = lines[line][Field.LEFT], block.scratch(Precision(half, False))
-                assert start + size <= wave.scratch
-                used.setdefault(("scratch", chunk.lane), set()).update(range(start, start + size))
-                start, size = wave.offsets[block], block.group.shape[0] * block.group.shape[1]
-                assert start + size <= wave.held
-                if not wave.fits:
-                    used.setdefault(("held", chunk.lane), set()).update(range(start, start + size))
-                line += 1
-        for kind in ("scratch", "held"):
-            assert not used.get((kind, 0), set()) & used.get((kind, 1), set())
-
-
-def test_nothing_keeps_a_dropped_optimizer_alive(kernels: torch.device) -> None:
-    """Its stacks are large: they must not wait for a collection of cycles."""
-    own = made(kernels)
-    own.products.ways = dict.fromkeys(range(4), BF16)
-    grads = gradients(kernels, SINGLE)
-    norms = torch.stack([grad.norm() for grad in grads])
-    own.precondition(grads, norms, torch.isfinite(norms), True)
-    alive = weakref.ref(own)
-    gc.disable()
-    try:
-        del own
-        assert alive() is None
-    finally:
-        gc.enable()
-
-
-def test_norms_and_zeros(kernels: torch.device) -> None:
-    guard = NonfiniteGuard(kernels)
-    grads: list[Tensor | None] = [
-        torch.randn(40_000, device=kernels),
-        None,
-        torch.randn(3, 5, device=kernels).bfloat16(),
-        torch.full((7,), torch.inf, device=kernels).half(),
-        torch.tensor(2.0, device=kernels),
-    ]
-    measured = guard.measure(grads)
-    assert measured.kernel is not None
-    expected = [0.0 if g is None else float(g.double().norm()) for g in grads]
-    assert measured.norms.tolist() == pytest.approx(expected, rel=1e-6)
-    kept = [None if g is None else g.clone() for g in grads]
-    measured.zero_nonfinite(but=())
-    for i, (grad, before) in enumerate(zip(grads, kept, strict=True)):
-        if grad is not None and before is not None:
-            assert torch.equal(grad, torch.zeros_like(grad) if i == 3 else before)
 
 
 def test_the_environment_turns_kernels_off(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -424,9 +224,7 @@ def test_a_graph_changes_nothing_although_gradients_move() -> None:
     assert found["cuda_graph"] == {"cuda:0": "not refused"}
     assert found["products"] == {BF16: 3}
     (own,) = with_graph._plan.preconditioners.values()
-    graphs = [
-        way.graphs for tables in own.products._grouped.values() for way in tables._ways.values()
-    ]
+    graphs = [tables._graphs for tables in own.products._grouped.values()]
     assert any(graph is not None for known in graphs for graph in known.values())
 
 

@@ -438,3 +438,29 @@ def test_an_ordinary_step_never_waits_for_the_device(dtype: torch.dtype) -> None
             optimizer.step()
         if t == 4:
             run(model, optimizer, 1, first=5)
+
+
+def test_a_base_that_fills_its_dicts_late_is_linked() -> None:
+    """Its dicts stay the same objects, so nothing but their becoming non-empty can be noticed."""
+
+    class Late(torch.optim.SGD):
+        steps = 0
+
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            self.steps += 1
+            for p in self.param_groups[0]["params"]:
+                own = self.state[p]
+                if self.steps > 2 and p.grad is not None:
+                    own.setdefault("seen", torch.zeros(()))
+
+    params = [nn.Parameter(torch.ones(4, 3)), nn.Parameter(torch.ones(3))]
+    base = Late(params, lr=0.1)
+    optimizer = Shampoo(base)
+    for t in range(8):
+        params[0].grad = torch.ones(4, 3)
+        params[1].grad = torch.ones(3) if t > 4 else None
+        optimizer.step()
+        for p in params:
+            if base.state[p]:
+                assert optimizer.state[p]["base"] is base.state[p], t
+    assert all(base.state[p] for p in params)

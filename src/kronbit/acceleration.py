@@ -35,12 +35,14 @@ def why_not(device: torch.device) -> str | None:
 
 def _trial(device: torch.device) -> str | None:
     """Why a kernel cannot be compiled and launched here; it needs a C compiler, for one."""
+    from kronbit.addresses import AddressTable
     from kronbit.norms import KernelNorms
 
     try:
-        trial = KernelNorms([1], device)
-        trial.fill([torch.zeros(1, device=device)])
-        trial.norms()
+        addresses = AddressTable(1, device)
+        addresses.fill([torch.zeros(1, device=device)])
+        skipped = torch.zeros((), dtype=torch.int64, device=device)
+        KernelNorms([1], device).measure(addresses.tensor, skipped, count=True)
     except Exception as error:
         return f"Triton does not work: {type(error).__name__}: {error}"
     return None

@@ -2,66 +2,102 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from operator import attrgetter
+from array import array
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import cast
 
 import torch
 from torch import Tensor
 
-from kronbit.gradients import are_plain
-from kronbit.kernels.gradients import Header, Kind
+from kronbit.gradients import plain_dtypes
+from kronbit.kernels.gradients import Kind, tag
 
-_KINDS = {
-    torch.float32: int(Kind.FLOAT32),
-    torch.bfloat16: int(Kind.BFLOAT16),
-    torch.float16: int(Kind.FLOAT16),
+_TAGS = {
+    torch.float32: tag(Kind.FLOAT32),
+    torch.bfloat16: tag(Kind.BFLOAT16),
+    torch.float16: tag(Kind.FLOAT16),
 }
+_UNTAGGED = {dtype for dtype, bits in _TAGS.items() if bits == 0}  # float32 alone
 
 
-def take(grads: Sequence[Tensor]) -> bool:
-    """Whether the kernels can read and write all of these gradients."""
+def takes(dtypes: set[torch.dtype] | None, grads: Sequence[Tensor | None]) -> bool:
+    """Whether the kernels can read and write all of these gradients.
+
+    Args:
+        dtypes: What ``plain_dtypes`` says of them, or of more gradients.
+        grads: The gradients; ``None`` where there is none.
+    """
     return (
-        set(map(type, grads)) <= {Tensor}  # of a distributed tensor they would see a part
-        and are_plain(grads)
-        and set(map(attrgetter("dtype"), grads)) <= _KINDS.keys()
+        dtypes is not None
+        and dtypes <= _TAGS.keys()
+        and set(map(type, grads)) <= {Tensor, type(None)}  # of a distributed one they see a part
     )
 
 
-def on_host(values: Sequence[object], device: torch.device, dtype: torch.dtype) -> Tensor:
-    """A tensor from numbers, ready to be copied to a device without waiting for it.
-
-    Pinned memory is not reused before the copy is over: torch's allocator sees to it.
-    """
-    host = torch.tensor(values, dtype=dtype, device="cpu")
-    return host.pin_memory() if device.type == "cuda" else host
+def takable(grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Those of the gradients that the kernels can read and write; ``None`` for the others."""
+    return [
+        grad if grad is not None and takes(plain_dtypes([grad]), [grad]) else None for grad in grads
+    ]
 
 
 def to_device(values: Sequence[object], device: torch.device, dtype: torch.dtype) -> Tensor:
     """A tensor from numbers, without waiting for the device."""
-    return on_host(values, device, dtype).to(device, non_blocking=True)
+    return _sendable(torch.tensor(values, dtype=dtype, device="cpu"), device).to(
+        device, non_blocking=True
+    )
 
 
-class AddressTable:
-    """Addresses of a step's buffers and gradients, on the device, at a place that stays.
+def _sendable(host: Tensor, device: torch.device) -> Tensor:
+    """A tensor that can be copied to a device without waiting for it.
+
+    Pinned memory is not reused before the copy is over: torch's allocator sees to it.
+    """
+    return host.pin_memory() if device.type == "cuda" else host
+
+
+class Integers:
+    """A few integers on the device, at a place that stays; written only when they change.
 
     Args:
-        gradients: How many gradients there are.
-        device: Where the table is.
+        count: How many there are; all are zero at first.
+        device: Where they are.
+
+    Attributes:
+        values: What stands there, or will, once the device gets to it.
+        tensor: int64 (count,).
     """
 
-    def __init__(self, gradients: int, device: torch.device) -> None:
-        self._values = [0] * (Header.LENGTH + 2 * gradients)
-        self.tensor = torch.zeros(len(self._values), dtype=torch.int64, device=device)
+    def __init__(self, count: int, device: torch.device) -> None:
+        self.values = [0] * count
+        self.tensor = torch.zeros(count, dtype=torch.int64, device=device)
 
-    def fill(self, grads: Mapping[int, Tensor], **buffers: int) -> None:
-        """Note where gradients and buffers are now; gradients that are not given count as gone."""
-        values = [0] * len(self._values)
-        for name, address in buffers.items():
-            values[Header[name]] = address
-        for i, grad in grads.items():
-            place = Header.LENGTH + 2 * i
-            values[place], values[place + 1] = grad.data_ptr(), _KINDS[grad.dtype]
-        if values != self._values:
-            self._values = values
-            table = on_host(values, self.tensor.device, torch.int64)
-            self.tensor.copy_(table, non_blocking=True)
+    def write(self, values: list[int]) -> None:
+        """Set all of them, in stream order and without waiting for the device."""
+        if values != self.values:
+            self.values = values
+            # Of a list, torch.tensor makes four times as slowly what an array already is.
+            host = torch.frombuffer(array("q", values), dtype=torch.int64)
+            self.tensor.copy_(_sendable(host, self.tensor.device), non_blocking=True)
+
+
+class AddressTable(Integers):
+    """Where a step's gradients are, and of which kind (``kernels.gradients``)."""
+
+    def fill(self, grads: Sequence[Tensor | None], dtypes: set[torch.dtype] | None = None) -> None:
+        """Note where gradients are now.
+
+        Args:
+            grads: Gradients that the kernels can take; ``None`` where there is none. If they are
+                fewer than there is room for, the others count as gone.
+            dtypes: All that they have, if that is known.
+        """
+        values: list[int] | None = None
+        if dtypes == _UNTAGGED:
+            # At nearly every step; a loop in Python takes twice as long.
+            with suppress(TypeError):  # one is None
+                values = list(map(Tensor.data_ptr, cast("Sequence[Tensor]", grads)))
+        if values is None:
+            values = [0 if g is None else g.data_ptr() + _TAGS[g.dtype] for g in grads]
+        self.write(values + [0] * (len(self.values) - len(values)))

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from kronbit.addresses import AddressTable
+from kronbit.addresses import Integers
 from kronbit.kernels import grouped as kernels
-from kronbit.kernels.grouped import STRIP, Field
+from kronbit.kernels.grouped import STRIP, Buffer, Field
 from kronbit.kernels.launch import launch
 from kronbit.quantization import codebook
 from kronbit.tables import (
@@ -29,35 +28,19 @@ if TYPE_CHECKING:
     from kronbit.preconditioner import Preconditioner
 
 _COLUMNS = 256
-_DEPTH, _WARPS, _STAGES = 64, 4, 3
-
-
-@dataclass
-class _Way:
-    """Tables and graphs for gradients of one precision.
-
-    Attributes:
-        precision: How products are taken.
-        waves: The members' blocks.
-        squares: Takes the sums of squares of a wave's programs.
-        warm: Values of ``zero_nonfinite`` that have been run: their kernels are compiled.
-        graphs: The step as a graph by ``zero_nonfinite``; ``None`` where capture was refused.
-    """
-
-    precision: Precision
-    waves: list[TableWave]
-    squares: Tensor
-    warm: set[bool] = field(default_factory=set)
-    graphs: dict[bool, torch.cuda.CUDAGraph | None] = field(default_factory=dict)
+_BF16 = Precision(precise=False)
 
 
 class GroupedProducts:
-    """Preconditions the members of one device.
+    """Preconditions the members of one device, or some of them.
+
+    Addresses, below, are those of the members' gradients in order (``AddressTable``); more may
+    follow. A member whose address is 0 is passed over.
 
     Args:
         preconditioner: Members, blocks and factors.
         wanted: The members that will be asked for.
-        precise: Whether products take 16 bits of the roots and gradients, not 8.
+        precision: How products are taken.
         graphs: Whether to capture the step as a CUDA graph.
 
     Attributes:
@@ -65,16 +48,29 @@ class GroupedProducts:
     """
 
     def __init__(
-        self, preconditioner: Preconditioner, wanted: Collection[int], precise: bool, graphs: bool
+        self,
+        preconditioner: Preconditioner,
+        wanted: Collection[int],
+        precision: Precision,
+        graphs: bool,
     ) -> None:
-        self._weak, self._wanted, self._precise = weakref.ref(preconditioner), wanted, precise
+        self._weak, self._precision = weakref.ref(preconditioner), precision
         ratios = preconditioner.graft_ratio
-        self._graphs = graphs and ratios.is_cuda
         self._device = ratios.device
-        self._addresses = AddressTable(len(ratios), self._device)
+        self._waves = make_waves(preconditioner, wanted, precision, self._device)
+        self._scratch_size = max(wave.scratch for wave in self._waves)
+        self._held_size = max(wave.held for wave in self._waves)
+        self._buffers = Integers(Buffer.LENGTH, self._device)
         self._scales = torch.empty_like(ratios)
+        # Of a wave's programs.
+        self._squares = torch.zeros(max(w.squares for w in self._waves), device=self._device)
         self._anchor = torch.zeros(64, dtype=torch.bfloat16, device=self._device)
-        self._ways: dict[bool, _Way] = {}
+        self._capturing = graphs and ratios.is_cuda
+        # Values of ``zero_nonfinite`` that have been run: their kernels are compiled.
+        self._warm: set[bool] = set()
+        # The step by ``zero_nonfinite``, with some addresses; ``None`` where capture was refused.
+        self._graphs: dict[bool, torch.cuda.CUDAGraph | None] = {}
+        self._captured_with: Tensor | None = None
         self.graph_refused: str | None = None
 
     @property
@@ -84,70 +80,84 @@ class GroupedProducts:
         assert owner is not None
         return owner
 
-    def precondition(
-        self, grads: Mapping[int, Tensor], norms: Tensor, zero_nonfinite: bool
-    ) -> None:
+    def precondition(self, addresses: Tensor, norms: Tensor, zero_nonfinite: bool) -> None:
         """Write G̃ = Ĝ ‖G‖ / ‖Ĝ‖ over the gradients.
 
         Args:
-            grads: Member -> gradient, such as ``addresses.take`` allows.
-            norms: (members,): ‖G‖_F, not finite where the gradient is not.
+            addresses: Where they are.
+            norms: ‖G‖_F of each, not finite where the gradient is not.
             zero_nonfinite: Whether a non-finite gradient becomes zero; else it stays as it is.
         """
-        way = self._way(grads)
-        scratch, held = self._scratch(way), self._held(way, max(wave.held for wave in way.waves))
-        self._addresses.fill(
-            grads, SCRATCH=self._from_anchor(scratch), HELD=held.data_ptr(), NORMS=norms.data_ptr()
-        )
+        scratch = self._scratch()
+        held = self._empty(self._held_size, self._precision.held)
+        self._buffers.write([self._from_anchor(scratch), held.data_ptr(), norms.data_ptr()])
         # Inside of a capture of the user's, the launches become part of that.
-        own = self._graphs and not torch.cuda.is_current_stream_capturing()
+        if not self._capturing or torch.cuda.is_current_stream_capturing():
+            self._step(addresses, zero_nonfinite)
+            return
+        if self._captured_with is not addresses:
+            self._captured_with = addresses
+            self._graphs.clear()
         # Kernels are compiled in the first step; a graph can only hold compiled ones.
-        if own and zero_nonfinite in way.warm and zero_nonfinite not in way.graphs:
-            way.graphs[zero_nonfinite] = self._capture(lambda: self._step(way, zero_nonfinite))
-        graph = way.graphs.get(zero_nonfinite) if own else None
+        if zero_nonfinite in self._warm and zero_nonfinite not in self._graphs:
+            self._graphs[zero_nonfinite] = self._capture(
+                lambda: self._step(addresses, zero_nonfinite)
+            )
+        graph = self._graphs.get(zero_nonfinite)
         if graph is not None:
             graph.replay()
         else:
-            self._step(way, zero_nonfinite)
-        way.warm.add(zero_nonfinite)
+            self._step(addresses, zero_nonfinite)
+            self._warm.add(zero_nonfinite)
 
     def look(
         self,
-        grads: Mapping[int, Tensor],
+        addresses: Tensor,
         seen: Callable[[Sequence[tuple[TableBlock, Tensor]]], None],
     ) -> None:
         """Compute Ĝ without writing it, and show it: (block, its Ĝ) for a few blocks at a time."""
-        way = self._way(grads)
-        scratch = self._scratch(way)
-        for wave in way.waves:
+        scratch = self._scratch()
+        for wave in self._waves:
             for chunk in wave.chunks:
-                blocks = [block for block in chunk.blocks if block.member in grads]
-                if not blocks:
-                    continue
-                # Room for this chunk alone: the stack seems to begin before it.
+                held = self._hold_chunk(wave, chunk, scratch, self._precision.held)
+                self._products(wave, chunk, addresses)
                 first = wave.offsets[chunk.blocks[0]]
-                held = self._held(way, sum(map(block_size, chunk.blocks)))
-                begin = held.data_ptr() - first * held.element_size()
-                self._addresses.fill(grads, SCRATCH=self._from_anchor(scratch), HELD=begin)
-                self._products(way, wave, chunk)
-                seen([(block, _view(held, wave.offsets[block] - first, block)) for block in blocks])
+                seen([(b, _view(held, wave.offsets[b] - first, b)) for b in chunk.blocks])
 
-    def _way(self, grads: Mapping[int, Tensor]) -> _Way:
-        """In bf16 alone, if no gradient has more bits than that."""
-        half = not self._precise and all(g.dtype == torch.bfloat16 for g in grads.values())
-        if half not in self._ways:
-            precision = Precision(half, self._precise)
-            waves = make_waves(self._own, self._wanted, precision, self._device)
-            squares = torch.zeros(max(wave.squares for wave in waves), device=self._device)
-            self._ways[half] = _Way(precision, waves, squares)
-        return self._ways[half]
+    def compare(self, addresses: Tensor) -> Tensor:
+        """(members, 3): ⟨a, b⟩, ⟨a, a⟩ and ⟨b, b⟩, where a is Ĝ taken so, and b is Ĝ in bf16.
 
-    def _scratch(self, way: _Way) -> Tensor:
-        size = max(wave.scratch for wave in way.waves)
-        return torch.empty(size, dtype=torch.bfloat16, device=self._device)
+        Both use the same scratch, because what is kept as hi + lo begins with hi.
+        """
+        found = self._own.graft_ratio.new_zeros(len(self._scales), 3)
+        scratch = self._scratch()
+        for wave in self._waves:
+            sums = found.new_zeros(wave.squares, 3)
+            for chunk in wave.chunks:
+                held = self._hold_chunk(wave, chunk, scratch, _BF16.held)
+                self._restore(wave, chunk, addresses)
+                for precision, into in ((_BF16, self._squares), (self._precision, sums)):
+                    self._gather(wave, chunk, addresses, precision)
+                    self._passes(wave, chunk, addresses, precision, into, compare=into is sums)
+                del held
+            members, starts, stops = wave.members.long().unbind(1)
+            by_member = torch.segment_reduce(sums, "sum", lengths=stops - starts, unsafe=True)
+            found.index_copy_(0, members, by_member)
+        return found
 
-    def _held(self, way: _Way, size: int) -> Tensor:
-        dtype = torch.bfloat16 if way.precision.half else torch.float32
+    def _hold_chunk(
+        self, wave: TableWave, chunk: Chunk, scratch: Tensor, dtype: torch.dtype
+    ) -> Tensor:
+        """Room for Ĝ of one chunk alone: the held stack seems to begin before it."""
+        held = self._empty(sum(map(block_size, chunk.blocks)), dtype)
+        begin = held.data_ptr() - wave.offsets[chunk.blocks[0]] * held.element_size()
+        self._buffers.write([self._from_anchor(scratch), begin, 0])
+        return held
+
+    def _scratch(self) -> Tensor:
+        return self._empty(self._scratch_size, torch.bfloat16)
+
+    def _empty(self, size: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(size, dtype=dtype, device=self._device)
 
     def _from_anchor(self, scratch: Tensor) -> int:
@@ -169,47 +179,46 @@ class GroupedProducts:
             return None
         return graph
 
-    def _step(self, way: _Way, zero_nonfinite: bool) -> None:
-        addresses = self._addresses.tensor
-        for wave in way.waves:
-            self._in_lanes(way, wave, self._products)
+    def _step(self, addresses: Tensor, zero_nonfinite: bool) -> None:
+        for wave in self._waves:
+            self._in_lanes(wave, lambda w, chunk: self._products(w, chunk, addresses))
             launch(
                 kernels.graft_kernel,
                 (len(wave.members),),
                 wave.members,
                 addresses,
-                way.squares,
+                self._buffers.tensor,
+                self._squares,
                 self._scales,
                 self._own.graft_ratio,
                 self._own.ungrafted,
                 ZERO_NONFINITE=zero_nonfinite,
                 BLOCK=256,
             )
-            self._in_lanes(way, wave, self._write)
+            self._in_lanes(wave, lambda w, chunk: self._write(w, chunk, addresses))
 
-    def _write(self, way: _Way, wave: TableWave, chunk: Chunk) -> None:
+    def _write(self, wave: TableWave, chunk: Chunk, addresses: Tensor) -> None:
         """G̃ of a chunk's blocks over the gradients."""
         if not wave.fits:
-            self._products(way, wave, chunk)
+            self._products(wave, chunk, addresses)
         launch(
             kernels.scatter_kernel,
             (len(chunk.strips),),
             chunk.strips,
             wave.lines,
-            self._addresses.tensor,
+            addresses,
+            self._buffers.tensor,
             self._scales,
-            HALF=way.precision.half,
+            PRECISE=self._precision.precise,
             ROWS=STRIP,
             COLUMNS=_COLUMNS,
         )
 
-    def _in_lanes(
-        self, way: _Way, wave: TableWave, work: Callable[[_Way, TableWave, Chunk], None]
-    ) -> None:
+    def _in_lanes(self, wave: TableWave, work: Callable[[TableWave, Chunk], None]) -> None:
         """Work on all chunks; in a graph, so that one fills the gaps of another."""
         if self._device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
             for chunk in wave.chunks:
-                work(way, wave, chunk)
+                work(wave, chunk)
             return
         here = torch.cuda.current_stream(self._device)
         lanes = [here, *(torch.cuda.Stream(self._device) for _ in range(LANES - 1))]
@@ -217,14 +226,19 @@ class GroupedProducts:
             lane.wait_stream(here)
         for chunk in wave.chunks:
             with torch.cuda.stream(lanes[chunk.lane]):
-                work(way, wave, chunk)
+                work(wave, chunk)
         for lane in lanes[1:]:
             here.wait_stream(lane)
 
-    def _products(self, way: _Way, wave: TableWave, chunk: Chunk) -> None:
+    def _products(self, wave: TableWave, chunk: Chunk, addresses: Tensor) -> None:
         """Ĝ of a chunk's blocks into the held stack, and their squares."""
-        addresses = self._addresses.tensor
-        for quantizer, tiles in chunk.roots:
+        self._restore(wave, chunk, addresses)
+        self._gather(wave, chunk, addresses, self._precision)
+        self._passes(wave, chunk, addresses, self._precision, self._squares)
+
+    def _restore(self, wave: TableWave, chunk: Chunk, addresses: Tensor) -> None:
+        """Roots of a chunk's blocks into the scratch."""
+        for quantizer, words, tiles in chunk.roots:
             coded = quantizer.bits < 32
             launch(
                 kernels.roots_kernel,
@@ -232,49 +246,72 @@ class GroupedProducts:
                 tiles,
                 wave.lines,
                 addresses,
+                self._buffers.tensor,
                 self._anchor,
-                codebook(quantizer.mapping, quantizer.bits, self._device) if coded else way.squares,
-                PRECISE=self._precise,
+                codebook(quantizer.mapping, quantizer.bits, self._device)
+                if coded
+                else self._squares,
+                PRECISE=self._precision.precise,
                 BITS=quantizer.bits,
+                WORDS=words,
                 BLOCK=quantizer.block_size,
                 ROWS=STRIP,
                 COLUMNS=_COLUMNS,
             )
+
+    def _gather(
+        self, wave: TableWave, chunk: Chunk, addresses: Tensor, precision: Precision
+    ) -> None:
+        """X ← G of a chunk's blocks."""
         launch(
             kernels.gather_kernel,
             (len(chunk.strips),),
             chunk.strips,
             wave.lines,
             addresses,
+            self._buffers.tensor,
             self._anchor,
-            TO=int(Field.X),
-            HALF=way.precision.half,
+            PRECISE=precision.precise,
             ROWS=STRIP,
             COLUMNS=_COLUMNS,
         )
+
+    def _passes(
+        self,
+        wave: TableWave,
+        chunk: Chunk,
+        addresses: Tensor,
+        precision: Precision,
+        sums: Tensor,
+        compare: bool = False,
+    ) -> None:
+        """Ĝ of a chunk's blocks from X, and sums over what each program has computed."""
+        shape = self._precision.shape  # the tables are cut for it
         source, target = int(Field.X), int(Field.Y)
         for number, by in enumerate(self._own.rule, 1):
+            last = number == len(self._own.rule)
             launch(
                 kernels.pass_kernel,
                 (len(chunk.tiles),),
                 chunk.tiles,
                 wave.lines,
                 addresses,
+                self._buffers.tensor,
                 self._anchor,
-                way.squares,
+                sums,
                 chunk.square,
                 SOURCE=source,
                 TARGET=target,
                 BY_LEFT=by.left,
                 BY_RIGHT=by.right,
-                PRECISE=self._precise,
-                HALF=way.precision.half,
-                LAST=number == len(self._own.rule),
-                TILE_M=way.precision.tile[0],
-                TILE_N=way.precision.tile[1],
-                DEPTH=_DEPTH,
-                num_warps=_WARPS,
-                num_stages=_STAGES,
+                PRECISE=precision.precise,
+                LAST=last,
+                COMPARE=last and compare,
+                TILE_M=shape.tile[0],
+                TILE_N=shape.tile[1],
+                DEPTH=shape.depth,
+                num_warps=shape.warps,
+                num_stages=shape.stages,
             )
             source, target = target, source
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,12 +16,14 @@ from kronbit.gradients import GradientBlocks
 from kronbit.groups import Group
 
 if TYPE_CHECKING:
+    from kronbit.addresses import AddressTable
     from kronbit.grouped import GroupedProducts
+    from kronbit.nonfinite import Measured
     from kronbit.preconditioner import Preconditioner
     from kronbit.tables import TableBlock
 
 # Ways to take products, by the bits of their operands: in float32 by torch, which is the contract;
-# in sums of two bf16 numbers; in bf16.
+# in sums of two bf16 numbers; in bf16. The diagonals of roots are float32 in all of them.
 FLOAT32, BF16X3, BF16 = 24, 16, 8
 WAYS = (FLOAT32, BF16X3, BF16)
 _BY_KERNELS = (BF16, BF16X3)  # the cheapest first
@@ -39,7 +42,7 @@ class KernelProducts:
 
     Attributes:
         ways: How each member's products are taken: the cheapest way whose Ĝ was, at the member's
-            last refresh, within half a degree of the float32 one.
+            last refresh, found within half a degree of the float32 one.
     """
 
     def __init__(self, preconditioner: Preconditioner, graphs: bool) -> None:
@@ -47,8 +50,8 @@ class KernelProducts:
         self.ways = dict.fromkeys(range(len(preconditioner.members)), FLOAT32)
         self._device = preconditioner.graft_ratio.device
         self._grouped: dict[tuple[int, frozenset[int]], GroupedProducts] = {}
-        # Whose gradients are bf16: these are never mixed with others, which need more.
-        self._half: dict[int, bool] = {}
+        self._shares = _Shares.make(set(), self.ways)
+        self._compared: AddressTable | None = None
 
     @property
     def _preconditioner(self) -> Preconditioner:
@@ -57,32 +60,30 @@ class KernelProducts:
         assert owner is not None
         return owner
 
-    def precondition(
-        self, grads: Mapping[int, Tensor], norms: Tensor, zero_nonfinite: bool
-    ) -> set[int]:
-        """Write G̃ over those gradients that kernels can take; returns whose.
+    def precondition(self, measured: Measured, zero_nonfinite: bool) -> Sequence[int]:
+        """Write G̃ over those gradients that kernels can take.
 
         Args:
-            grads: Refreshed member -> gradient.
-            norms: (members,): ‖G‖_F of each.
+            measured: The members' gradients; others may follow.
             zero_nonfinite: Whether a non-finite gradient becomes zero; else it stays as it is.
+
+        Returns:
+            The refreshed members that are left over, in order; some may have no gradient.
         """
-        taken: set[int] = set()
-        if not has_kernels(self._device):
-            return taken
-        for half, own in self._by_precision(grads).items():
-            for way in _BY_KERNELS:
-                there = {i: g for i, g in own.items() if self.ways[i] == way}
-                if there:
-                    # All of them, so that the tables do not depend on who has a gradient now.
-                    members = frozenset(
-                        i
-                        for i in self._preconditioner.refreshed
-                        if self.ways[i] == way and self._half.get(i) == half
-                    )
-                    self._tables(way, members).precondition(there, norms, zero_nonfinite)
-                    taken |= there.keys()
-        return taken
+        refreshed = self._preconditioner.refreshed
+        if measured.addresses is None:
+            return sorted(refreshed)
+        if not self._shares.hold(refreshed, self.ways):
+            self._shares = _Shares.make(refreshed, self.ways)
+        there = measured.addresses.values
+        for way, members in self._shares.by_kernels:
+            # Whoever has no gradient is passed over: the tables do not depend on who has one now.
+            if any(map(there.__getitem__, members)):
+                tables = self._tables(way, members)
+                tables.precondition(measured.addresses.tensor, measured.norms, zero_nonfinite)
+        if measured.kernel is not None:  # kernels can take all gradients
+            return self._shares.left
+        return [i for i in sorted(refreshed) if i in self._shares.left or not there[i]]
 
     def choose(self, grads: Sequence[Tensor | None], candidates: Collection[int]) -> None:
         """Find out how products of refreshed members may be taken. Waits for the device."""
@@ -90,62 +91,109 @@ class KernelProducts:
             self.ways[i] = FLOAT32
         if not has_kernels(self._device):
             return
-        there = ((i, grads[i]) for i in candidates if i in self._preconditioner.refreshed)
-        for undecided in self._by_precision({i: g for i, g in there if g is not None}).values():
-            for way in _BY_KERNELS:
-                for i in self._within_tolerance(way, undecided) if undecided else ():
-                    self.ways[i] = way
-                    del undecided[i]
+        from kronbit.addresses import AddressTable, takable
+
+        if self._compared is None:
+            self._compared = AddressTable(len(grads), self._device)
+        grads = takable(grads)
+        self._compared.fill(grads)
+        undecided = frozenset(i for i in candidates if i in self._preconditioner.refreshed)
+        # What BF16X3 rounds off is hundreds of times less than what BF16 does: where the two
+        # agree, both are right.
+        near = self._near_to_bf16(undecided, grads)
+        for i in near:
+            self.ways[i] = BF16
+        for i in self._near_to_float32(undecided - near, grads):
+            self.ways[i] = BF16X3
 
     def graph_refused(self) -> str | None:
         """Why the ordinary step could not be captured as a graph; ``None`` if it could be."""
         refusals = (grouped.graph_refused for grouped in self._grouped.values())
         return next((reason for reason in refusals if reason), None)
 
-    def _within_tolerance(self, way: int, grads: Mapping[int, Tensor]) -> list[int]:
-        """Members whose Ĝ, taken in some way, is near enough to the float32 one."""
+    def _near_to_bf16(
+        self, members: frozenset[int], grads: Sequence[Tensor | None]
+    ) -> frozenset[int]:
+        """Members whose Ĝ is nearly the same in BF16 and in BF16X3."""
+        if not any(grads[i] is not None for i in members):
+            return frozenset()
+        assert self._compared is not None
+        sums = self._tables(BF16X3, members).compare(self._compared.tensor)
+        return members & _near(sums)
+
+    def _near_to_float32(
+        self, members: frozenset[int], grads: Sequence[Tensor | None]
+    ) -> frozenset[int]:
+        """Members whose Ĝ, taken in BF16X3, is near enough to the float32 one."""
+        members = frozenset(i for i in members if grads[i] is not None)
+        if not members:
+            return members
         own = self._preconditioner
-        count = len(own.members)
-        blocks = GradientBlocks(own.members, [grads.get(i) for i in range(count)])
-        sums = torch.zeros(3, count, dtype=torch.float32, device=self._device)
+        blocks = GradientBlocks(own.members, grads)
+        sums = torch.zeros(len(grads), 3, dtype=torch.float32, device=self._device)
 
         def compare(seen: Sequence[tuple[TableBlock, Tensor]]) -> None:
             for group, rows, stack in _stretches(seen, own.workspace // _COMPARED):
                 _, exact = own.product(blocks, group, rows)
                 pairs = ((stack, exact), (stack, stack), (exact, exact))
-                found = torch.stack([(a * b).sum((1, 2)) for a, b in pairs])
-                sums.index_add_(1, group.owner[rows], found)
+                found = torch.stack([(a * b).sum((1, 2)) for a, b in pairs], dim=1)
+                sums.index_add_(0, group.owner[rows], found)
 
-        self._tables(way, frozenset(grads)).look(grads, compare)
-        cosine = sums[0] / (sums[1].sqrt() * sums[2].sqrt())
-        good = (cosine >= math.cos(math.radians(_TOLERANCE))).tolist()  # False for NaN
-        return [i for i in grads if good[i]]
-
-    def _by_precision(self, grads: Mapping[int, Tensor]) -> dict[bool, dict[int, Tensor]]:
-        """Gradients that the kernels can read and write: those in bf16, and the others."""
-        from kronbit.addresses import take
-
-        plain = take(list(grads.values()))
-        found: dict[bool, dict[int, Tensor]] = {}
-        for i, grad in grads.items():
-            if plain or take([grad]):
-                half = self._half[i] = grad.dtype == torch.bfloat16
-                found.setdefault(half, {})[i] = grad
-        return found
+        assert self._compared is not None
+        self._tables(BF16X3, members).look(self._compared.tensor, compare)
+        return members & _near(sums)
 
     def _tables(self, way: int, members: frozenset[int]) -> GroupedProducts:
         """The kernels' tables for some members. Recent ones are remembered."""
         grouped = self._grouped.pop((way, members), None)
         if grouped is None:
             from kronbit.grouped import GroupedProducts
+            from kronbit.tables import Precision
 
             if len(self._grouped) == _REMEMBERED:
                 self._grouped.pop(next(iter(self._grouped)))  # the one not used for longest
-            grouped = GroupedProducts(
-                self._preconditioner, members, precise=way == BF16X3, graphs=self._graphs
-            )
+            precision = Precision(precise=way == BF16X3)
+            grouped = GroupedProducts(self._preconditioner, members, precision, self._graphs)
         self._grouped[way, members] = grouped
         return grouped
+
+
+@dataclass(frozen=True)
+class _Shares:
+    """Which refreshed members' products are taken how.
+
+    Attributes:
+        refreshed: The members.
+        ways: How products of each are taken.
+        by_kernels: Those of each way of the kernels, if there are any.
+        left: The others, in order.
+    """
+
+    refreshed: set[int]
+    ways: dict[int, int]
+    by_kernels: tuple[tuple[int, frozenset[int]], ...]
+    left: tuple[int, ...]
+
+    @classmethod
+    def make(cls, refreshed: set[int], ways: dict[int, int]) -> _Shares:
+        by_way = {way: frozenset(i for i in refreshed if ways[i] == way) for way in _BY_KERNELS}
+        return cls(
+            refreshed=set(refreshed),
+            ways=dict(ways),
+            by_kernels=tuple((way, members) for way, members in by_way.items() if members),
+            left=tuple(i for i in sorted(refreshed) if ways[i] not in _BY_KERNELS),
+        )
+
+    def hold(self, refreshed: set[int], ways: dict[int, int]) -> bool:
+        """Whether nothing has changed."""
+        return refreshed == self.refreshed and ways == self.ways
+
+
+def _near(sums: Tensor) -> frozenset[int]:
+    """Members by ⟨a, b⟩, ⟨a, a⟩ and ⟨b, b⟩: where a and b are near enough. Waits for the device."""
+    cosine = sums[:, 0] / (sums[:, 1].sqrt() * sums[:, 2].sqrt())
+    good = cosine >= math.cos(math.radians(_TOLERANCE))  # False for NaN
+    return frozenset(i for i, near in enumerate(good.tolist()) if near)
 
 
 def _stretches(

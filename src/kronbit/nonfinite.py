@@ -13,8 +13,11 @@ from torch import Tensor
 from kronbit.acceleration import has_kernels
 
 if TYPE_CHECKING:
+    from kronbit.addresses import AddressTable
     from kronbit.norms import KernelNorms
 
+# The count of non-finite gradients is sent to the host at one step in so many.
+_SENT_EVERY = 16
 # warn_once <- _prepare <- step <- torch's two wrappers <- the user
 _TO_THE_USER = 6
 
@@ -30,19 +33,21 @@ def elements(grad: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Measured:
-    """The gradients of a step.
+    """The gradients of a step, until its end.
 
     Attributes:
         grads: The gradients; ``None`` where there is none.
         norms: ‖G‖_F of each in float32; 0 where there is none. Not finite where G is not, or where
             the sum of squares overflows float32.
         finite: bool, whether each norm is finite.
-        kernel: What measured them, if it was a kernel.
+        addresses: Where those are that the kernels can take; ``None`` where there are no kernels.
+        kernel: What measured them, if it was a kernel: then kernels can take all of them.
     """
 
     grads: Sequence[Tensor | None]
     norms: Tensor
     finite: Tensor
+    addresses: AddressTable | None
     kernel: KernelNorms | None
 
     def zero_nonfinite(self, but: Collection[int]) -> None:
@@ -51,8 +56,8 @@ class Measured:
         Args:
             but: Gradients that need not be looked at, because that has been done.
         """
-        if self.kernel is not None:
-            self.kernel.zero_where_not(self.finite)
+        if self.kernel is not None and self.addresses is not None:
+            self.kernel.zero_nonfinite(self.addresses.tensor)
             return
         for i, (grad, bad) in enumerate(zip(self.grads, (~self.finite).unbind(), strict=True)):
             if grad is not None and i not in but:
@@ -62,8 +67,9 @@ class Measured:
 class NonfiniteGuard:
     """Measures the gradients on one device and counts those that are not finite.
 
-    The count stays on the device. A copy of it reaches the host in the background and is looked
-    at in a later step, so the one warning comes a little late and costs no synchronisation.
+    The count stays on the device. Now and then a copy of it is sent to the host in the background
+    and looked at when it has arrived, so the one warning comes a little late and costs no
+    synchronisation.
 
     Attributes:
         skipped: How many gradients (a parameter at a step) were not finite, on the device.
@@ -74,27 +80,58 @@ class NonfiniteGuard:
         self._zero = torch.zeros((), dtype=torch.float32, device=device)
         self._warned = False
         self._copy: tuple[Tensor, torch.cuda.Event] | None = None
+        self._under_way = False
+        self._steps = 0
+        self._addresses: AddressTable | None = None
         self._kernel: KernelNorms | None = None
 
-    def measure(self, grads: Sequence[Tensor | None]) -> Measured:
-        """Norms and finiteness of a step's gradients."""
-        kernel = self._kernel_for(grads)
-        norms = self._norms(grads) if kernel is None else kernel.norms()
-        return Measured(grads, norms, torch.isfinite(norms), kernel)
+    def measure(
+        self,
+        grads: Sequence[Tensor | None],
+        sizes: Sequence[int],
+        dtypes: set[torch.dtype] | None,
+        count: bool,
+    ) -> Measured:
+        """Norms and finiteness of a step's gradients.
 
-    def _kernel_for(self, grads: Sequence[Tensor | None]) -> KernelNorms | None:
-        if not has_kernels(self.skipped.device):
-            return None
-        from kronbit.addresses import take
-        from kronbit.norms import KernelNorms
+        Args:
+            grads: The gradients; ``None`` where there is none.
+            sizes: Their numbers of elements; 0 where there is none.
+            dtypes: What ``plain_dtypes`` says of them.
+            count: Whether to count those that are not finite.
+        """
+        device = self.skipped.device
+        if not has_kernels(device):
+            return self._by_torch(grads, count, None)
+        from kronbit.addresses import AddressTable, takable, takes
 
-        if not take([grad for grad in grads if grad is not None]):
-            return None
-        sizes = [0 if grad is None else grad.numel() for grad in grads]
-        if self._kernel is None or self._kernel.sizes != sizes:
-            self._kernel = KernelNorms(sizes, self.skipped.device)
-        self._kernel.fill(grads)
-        return self._kernel
+        # A table that is large enough stays: graphs have been captured with it.
+        if self._addresses is None or len(self._addresses.values) < len(grads):
+            self._addresses = AddressTable(len(grads), device)
+        if not takes(dtypes, grads):
+            self._addresses.fill(takable(grads))
+            return self._by_torch(grads, count, self._addresses)
+        self._addresses.fill(grads, dtypes)
+        kernel = self._kernel_for(sizes)
+        kernel.measure(self._addresses.tensor, self.skipped, count)
+        return Measured(grads, kernel.norms, kernel.finite, self._addresses, kernel)
+
+    def _kernel_for(self, sizes: Sequence[int]) -> KernelNorms:
+        known = self._kernel
+        if known is None or (known.sizes is not sizes and known.sizes != sizes):
+            from kronbit.norms import KernelNorms
+
+            known = self._kernel = KernelNorms(sizes, self.skipped.device)
+        return known
+
+    def _by_torch(
+        self, grads: Sequence[Tensor | None], count: bool, addresses: AddressTable | None
+    ) -> Measured:
+        norms = self._norms(grads)
+        finite = torch.isfinite(norms)
+        if count:
+            self.skipped += (~finite).sum()
+        return Measured(grads, norms, finite, addresses, None)
 
     def _norms(self, grads: Sequence[Tensor | None]) -> Tensor:
         there = [elements(grad) for grad in grads if grad is not None]
@@ -104,10 +141,6 @@ class NonfiniteGuard:
         found = iter(torch._foreach_norm(there, 2.0, dtype=dtype) if there else ())
         norms = [self._zero if grad is None else next(found).float() for grad in grads]
         return torch.stack(norms) if norms else self._zero.new_empty(0)
-
-    def count(self, finite: Tensor) -> None:
-        """Count a step's gradients that are not finite."""
-        self.skipped += (~finite).sum()
 
     def warn_once(self) -> None:
         """Warn if an earlier step is known to have seen a non-finite gradient."""
@@ -124,20 +157,22 @@ class NonfiniteGuard:
             )
 
     def _arrived(self) -> int:
-        """The newest count that has reached the host; sends the next one on its way."""
+        """The count, if it has just reached the host; sends the next one when it is time."""
         device = self.skipped.device
         if device.type == "cpu":
             return int(self.skipped)
         if device.type != "cuda":
             return 0  # the count is in diagnostics()
-        seen = 0
         if self._copy is None:
             count = torch.zeros((), dtype=torch.int64, device="cpu", pin_memory=True)
             self._copy = count, torch.cuda.Event()
-        elif not self._copy[1].query():
-            return 0
-        else:
-            seen = int(self._copy[0])
-        self._copy[0].copy_(self.skipped, non_blocking=True)
-        self._copy[1].record(torch.cuda.current_stream(device))
-        return seen
+        count, arrival = self._copy
+        if self._under_way and arrival.query():
+            self._under_way = False
+            return int(count)
+        if not self._under_way and self._steps % _SENT_EVERY == 0:
+            count.copy_(self.skipped, non_blocking=True)
+            arrival.record(torch.cuda.current_stream(device))
+            self._under_way = True
+        self._steps += 1
+        return 0

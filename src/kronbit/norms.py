@@ -1,17 +1,19 @@
-"""Norms of many gradients by one launch, and zeros for those that are not finite by another."""
+"""Norms of many gradients by two launches, and zeros for those that are not finite by another."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from kronbit.addresses import AddressTable, to_device
-from kronbit.kernels.gradients import norms_kernel, zero_kernel
+from kronbit.addresses import to_device
+from kronbit.kernels.gradients import norms_kernel, squares_kernel, zero_kernel
 from kronbit.kernels.launch import launch
 
 _BLOCK, _ROUNDS = 2048, 8
+_SUMMED = 256  # pieces of a gradient that are summed up at once
 
 
 class KernelNorms:
@@ -20,50 +22,70 @@ class KernelNorms:
     Args:
         sizes: Elements of each gradient; 0 where there is none.
         device: Where they are.
+
+    Attributes:
+        sizes: As given.
+        norms: ‖G‖_F of each in float32, as last measured.
+        finite: bool, whether each of them is finite.
     """
 
     def __init__(self, sizes: Sequence[int], device: torch.device) -> None:
-        self.sizes = list(sizes)
+        self.sizes = sizes
         piece = _BLOCK * _ROUNDS
         tiles = [
             (i, start, min(start + piece, size))
             for i, size in enumerate(sizes)
             for start in range(0, size, piece)
         ]
+        self._programs = len(tiles)
         self._tiles = to_device(tiles or [(0, 0, 0)], device, torch.int64)
-        lengths = [-(-size // piece) for size in sizes]
-        self._lengths = to_device(lengths, device, torch.int64)
-        self._squares = torch.zeros(sum(lengths), dtype=torch.float32, device=device)
-        self._addresses = AddressTable(len(sizes), device)
+        ends = accumulate((-(-size // piece) for size in sizes), initial=0)
+        self._ends = to_device(list(ends), device, torch.int64)
+        self._squares = torch.zeros(max(1, len(tiles)), dtype=torch.float32, device=device)
+        self.norms = torch.zeros(len(sizes), dtype=torch.float32, device=device)
+        self._finite = torch.ones(len(sizes), dtype=torch.uint8, device=device)
+        self.finite = self._finite.view(torch.bool)
 
-    def fill(self, grads: Sequence[Tensor | None]) -> None:
-        """Note where the gradients are now."""
-        self._addresses.fill({i: grad for i, grad in enumerate(grads) if grad is not None})
+    def measure(self, addresses: Tensor, skipped: Tensor, count: bool) -> None:
+        """Find norms and finiteness, the same bits every time.
 
-    def norms(self) -> Tensor:
-        """‖G‖_F of each; summed up in the same order every time."""
-        if len(self._squares):
-            launch(
-                norms_kernel,
-                (len(self._squares),),
-                self._tiles,
-                self._addresses.tensor,
-                self._squares,
-                BLOCK=_BLOCK,
-                ROUNDS=_ROUNDS,
-            )
-        sums = torch.segment_reduce(self._squares, "sum", lengths=self._lengths, unsafe=True)
-        return sums.sqrt_()
+        Args:
+            addresses: Where the gradients are.
+            skipped: int64, takes the number of those that are not finite.
+            count: Whether it does.
+        """
+        if not self._programs:
+            return
+        launch(
+            squares_kernel,
+            (self._programs,),
+            self._tiles,
+            addresses,
+            self._squares,
+            BLOCK=_BLOCK,
+            ROUNDS=_ROUNDS,
+        )
+        launch(
+            norms_kernel,
+            (len(self.sizes),),
+            self._ends,
+            self._squares,
+            self.norms,
+            self._finite,
+            skipped,
+            COUNT=count,
+            BLOCK=_SUMMED,
+        )
 
-    def zero_where_not(self, finite: Tensor) -> None:
+    def zero_nonfinite(self, addresses: Tensor) -> None:
         """Zero the gradients that are not finite; the others keep their bits."""
-        if len(self._squares):
+        if self._programs:
             launch(
                 zero_kernel,
-                (len(self._squares),),
+                (self._programs,),
                 self._tiles,
-                self._addresses.tensor,
-                finite,
+                addresses,
+                self._finite,
                 BLOCK=_BLOCK,
                 ROUNDS=_ROUNDS,
             )

@@ -5,8 +5,8 @@ from __future__ import annotations
 import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
-from operator import is_
+from contextlib import nullcontext, suppress
+from operator import itemgetter
 from typing import Any, ClassVar, overload
 
 import torch
@@ -17,13 +17,15 @@ from kronbit import checkpoint, first_order, memory, report
 from kronbit.blocking import Blocking, route
 from kronbit.config import FORMAT, FORMAT_KEY, GROUP_OPTIONS, Config, take_options
 from kronbit.first_order import BaseFactory
-from kronbit.gradients import are_plain, copied, inspect
+from kronbit.gradients import copied, inspect
 from kronbit.nonfinite import NonfiniteGuard
 from kronbit.plan import Plan, forbidden_change
 from kronbit.precision import full_precision
 from kronbit.rules import Algorithm
 from kronbit.state import BaseLink, Binding, blocks_of
-from kronbit.work import Itinerary, Work, measure
+from kronbit.work import Itinerary, Present, Work, measure
+
+_OPTIONS = itemgetter(*GROUP_OPTIONS)
 
 
 class SecondOrder(Optimizer):
@@ -74,7 +76,7 @@ class SecondOrder(Optimizer):
         self._itinerary: Itinerary | None = None
         self._base_link = BaseLink()
         self._guards: dict[torch.device, NonfiniteGuard] = {}
-        self._configs: dict[tuple[Any, ...], Config] = {}
+        self._configs: dict[Any, Config] = {}  # by themselves, and by a group's values
         self._past_counts: Counter[str] = Counter()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -125,14 +127,16 @@ class SecondOrder(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        itinerary = self._prepare(*self._present())
-        kept = copied(itinerary.params) if self.config.keep_gradients else nullcontext()
-        with kept:
+        itinerary, present = self._prepare(self._present())
+        keep = self.config.keep_gradients
+        with copied(itinerary.params) if keep else nullcontext(present.grads) as grads:
             with full_precision():
-                for work in self._measured(itinerary):
+                for work in self._measured(itinerary, grads, present.dtypes):
                     preconditioner = work.preconditioner
                     # t % T1 = 0: L ← PU(L, G Gᵀ), R ← PU(R, Gᵀ G)
-                    preconditioner.update(work.grads, work.finite, work.due(Config.updates_at))
+                    due = work.due(Config.updates_at)
+                    if due:
+                        preconditioner.update(work.measured, due)
                     # t % T2 = 0: L̂ ← PIRU(L), R̂ ← PIRU(R)
                     due = work.due(Config.refreshes_at)
                     if due:
@@ -140,67 +144,61 @@ class SecondOrder(Optimizer):
                         work.note_products(due)
                     # Ĝ = L̂ G R̂, and G̃ = Ĝ ‖G‖ / ‖Ĝ‖ in the place of G. While L̂ = R̂ = I, G̃ is G.
                     zero = self.config.nonfinite == "zero"
-                    preconditioner.precondition(work.grads, work.norms, work.finite, zero)
+                    preconditioner.precondition(work.measured, zero)
                     if zero:
                         work.zero_untouched()
             for entry in itinerary.entries:
                 entry["step"] += 1
             # W, s ← F(W, s, G̃)
             self.base.step()
-        if not self._base_link.settled(itinerary.params, itinerary.entries, self.base.state):
+        if not self._base_link.unchanged(itinerary.entries, self.base.state):
             self._join_base_states()
         return loss
 
     # ----------------------------------------------------------------- what a step starts from
 
-    def _present(self) -> tuple[list[Tensor], list[Config]]:
+    def _present(self) -> Present:
         """The parameters that have a gradient, and their options."""
         self._complete_groups()
-        params: list[Tensor] = []
-        configs: list[Config] = []
-        for group in self.param_groups:
-            config = self._config_of(group)
-            present = [p for p in group["params"] if p.grad is not None]
-            if not are_plain([p.grad for p in present]):
-                for p in present:
-                    preconditioned = isinstance(route(tuple(p.shape), config), Blocking)
-                    inspect(p, preconditioned, self._name)
-            params += present
-            configs += [config] * len(present)
-        if len(set(map(id, params))) < len(params):  # torch only warns of that
-            once = dict(zip(params, configs, strict=True))
-            return list(once), list(once.values())
-        return params, configs
+        present = Present.of(self.param_groups, self._config_of)
+        if present.dtypes is None:  # a gradient needs a closer look
+            for p, config in zip(present.params, present.configs, strict=True):
+                preconditioned = isinstance(route(tuple(p.shape), config), Blocking)
+                inspect(p, preconditioned, self._name)
+            return Present.of(self.param_groups, self._config_of)
+        return present
 
     def _config_of(self, group: Mapping[str, Any]) -> Config:
         """The options of a group; the same object as long as they are equal."""
-        values = (group.get(name, getattr(self.config, name)) for name in GROUP_OPTIONS)
-        key = tuple(tuple(value) if isinstance(value, list) else value for value in values)
         try:
-            if key in self._configs:
-                return self._configs[key]
-        except TypeError:  # a value cannot be hashed: for_group says which
-            return self.config.for_group(group)
-        if len(self._configs) > 2 * len(self.param_groups):
+            return self._configs[_OPTIONS(group)]
+        except (KeyError, TypeError):  # not seen yet; one is missing, or is a list
+            config = self.config.for_group(group)
+        if len(self._configs) > 4 * len(self.param_groups):
             self._configs.clear()  # of numbers that a schedule has left behind
-        self._configs[key] = self.config.for_group(group)
-        return self._configs[key]
+        config = self._configs.setdefault(config, config)
+        with suppress(KeyError, TypeError):
+            self._configs[_OPTIONS(group)] = config
+        return config
 
-    def _prepare(self, params: list[Tensor], configs: list[Config]) -> Itinerary:
+    def _prepare(self, present: Present) -> tuple[Itinerary, Present]:
         """Plan parameters that are new, and anew where the state was changed from outside."""
         for guard in self._guards.values():
             guard.warn_once()
-        intact = self._binding.intact(self.state)
         old = self._itinerary
+        same_entries = old is not None and old.states.holds(self.state)
+        intact = self._binding.intact(self.state, same_entries)
         if (
             old is not None
+            and same_entries
             and intact
             and old.plan is self._plan
-            and old.holds(params, configs)
-            and all(map(is_, map(self.state.get, params), old.entries))
-            and self._base_link.settled(params, old.entries, self.base.state)
+            and old.holds(present)
+            and self._base_link.settled(old.params, old.entries, self.base.state)
         ):
-            return old
+            return old, present
+        present = present.once()
+        params, configs = present.params, present.configs
         unplanned = [
             p for p, config in zip(params, configs, strict=True) if self._is_unplanned(p, config)
         ]
@@ -208,8 +206,8 @@ class SecondOrder(Optimizer):
             self._plan = self._replanned(params)
         for p in params:
             self._start_state(p)
-        self._itinerary = Itinerary.make(params, configs, self._plan, self.state)
-        return self._itinerary
+        self._itinerary = Itinerary.make(present, self._plan, self.state)
+        return self._itinerary, present
 
     def _is_unplanned(self, p: Tensor, config: Config) -> bool:
         """Whether a parameter needs a place for its state; refuses one whose state cannot fit."""
@@ -247,10 +245,13 @@ class SecondOrder(Optimizer):
     def _make_plan(self, params: Iterable[tuple[Tensor, Config]]) -> Plan:
         return Plan(params, self.algorithm, self.config)
 
-    def _measured(self, itinerary: Itinerary) -> Sequence[Work]:
+    def _measured(
+        self, itinerary: Itinerary, grads: list[Tensor], dtypes: set[torch.dtype] | None
+    ) -> Sequence[Work]:
         """Norms and finiteness of all gradients, by device; raises if the user wants that."""
-        works = measure(itinerary, self._guards)
-        if self.config.nonfinite == "raise":
+        raises = self.config.nonfinite == "raise"
+        works = measure(itinerary, grads, dtypes, self._guards, count=not raises)
+        if raises:
             bad = [p for work in works for p in work.nonfinite()]
             if bad:
                 raise FloatingPointError(
@@ -258,8 +259,6 @@ class SecondOrder(Optimizer):
                     f"at its step {self.state[bad[0]]['step'] + 1}; nothing was changed. With "
                     "nonfinite='zero' the step would go on without them"
                 )
-        for work in works:
-            self._guards[work.norms.device].count(work.measured.finite)
         return works
 
     # ---------------------------------------------------------------------------------- state

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from kronbit.addresses import AddressTable, to_device
+from kronbit.addresses import to_device
 from kronbit.batches import Part
 from kronbit.groups import Member
 from kronbit.kernels import outer as kernels
@@ -45,19 +45,15 @@ class OuterProducts:
 
     def __init__(self, members: Sequence[Member], device: torch.device) -> None:
         self._members, self._device = members, device
-        self._addresses = AddressTable(len(members), device)
         self._tables: dict[tuple[tuple[int, bool, int, int], ...], _Lines] = {}
 
-    def fill(self, grads: Mapping[int, Tensor]) -> None:
-        """Note where the gradients are now, such as ``addresses.take`` allows."""
-        self._addresses.fill(grads)
-
-    def of(self, parts: Sequence[Part], finite: Tensor) -> Tensor:
+    def of(self, addresses: Tensor, finite: Tensor, parts: Sequence[Part]) -> Tensor:
         """M of the rows of one order; zero where the gradient is not finite.
 
         Args:
-            parts: The rows.
+            addresses: Where the members' gradients are.
             finite: bool (members,): whose gradient is finite.
+            parts: The rows.
         """
         n = parts[0].factors.order
         table = self._lines(parts)
@@ -67,7 +63,7 @@ class OuterProducts:
         )
         unit = torch.empty(k, dtype=torch.float32, device=self._device)
         largest = torch.zeros(k, dtype=torch.int32, device=self._device)
-        read = (table.lines, self._addresses.tensor, finite, largest)
+        read = (table.lines, addresses, finite, largest)
         launch(kernels.largest_kernel, (table.tiles, k), *read, TILE=TILE)
         launch(kernels.copy_kernel, (table.tiles, k), *read, hi, lo, unit, TILE=TILE)
         M = torch.empty(k, n, n, dtype=torch.float32, device=self._device)

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kronbit.acceleration import has_kernels
 from kronbit.batches import NEWTON, PRECONDITION, REFRESH, UPDATE, Part, batches, due_parts
 from kronbit.factors import Batch
 from kronbit.gradients import GradientBlocks
@@ -28,6 +27,7 @@ from kronbit.linalg import (
     shifted_cholesky_qr,
     thrice_shifted_cholesky_qr,
 )
+from kronbit.nonfinite import Measured
 from kronbit.products import multiply, operand
 from kronbit.rules import Algorithm, combine, graft_scale
 
@@ -114,17 +114,14 @@ class Preconditioner:
 
     # ------------------------------------------------------------------------ statistics, roots
 
-    def update(
-        self, grads: Sequence[Tensor | None], finite: Tensor, due: Mapping[int, Due]
-    ) -> None:
+    def update(self, measured: Measured, due: Mapping[int, Due]) -> None:
         """PU for L with M = G Gᵀ and for R with M = Gᵀ G. Waits for the device.
 
         Args:
-            grads: The members' gradients.
-            finite: bool (members,): whose gradient is finite. The others' statistics stay.
+            measured: The members' gradients. Statistics of those that are not finite stay.
             due: Members to update, with their options and blocks.
         """
-        outer_products = self._outer_products(grads, finite, due)
+        finite, outer_products = measured.finite, self._outer_products(measured, due)
         failed = self._update(due_parts(self.groups, due), outer_products, finite, cholesky_qr)
         for qr, counter in _MORE_ROBUST:
             for part in failed:
@@ -154,20 +151,18 @@ class Preconditioner:
         return [row for row, bad in zip(_rows(done), failed, strict=True) if bad]
 
     def _outer_products(
-        self, grads: Sequence[Tensor | None], finite: Tensor, due: Mapping[int, Due]
+        self, measured: Measured, due: Mapping[int, Due]
     ) -> Callable[[Sequence[Part]], Tensor]:
         """What finds M of a batch: by kernels, if they can read all gradients that are due."""
-        if has_kernels(self._device):
-            from kronbit.addresses import take
+        addresses = measured.addresses
+        if addresses is not None and all(map(addresses.values.__getitem__, due)):
             from kronbit.outer_products import OuterProducts
 
-            own = {i: grad for i in due if (grad := grads[i]) is not None}
-            if take(list(own.values())):
-                if self._outer is None:
-                    self._outer = OuterProducts(self.members, self._device)
-                self._outer.fill(own)
-                return partial(self._outer.of, finite=finite)
-        return partial(self._outer_products_by_torch, GradientBlocks(self.members, grads), finite)
+            if self._outer is None:
+                self._outer = OuterProducts(self.members, self._device)
+            return partial(self._outer.of, addresses.tensor, measured.finite)
+        blocks = GradientBlocks(self.members, measured.grads)
+        return partial(self._outer_products_by_torch, blocks, measured.finite)
 
     def _outer_products_by_torch(
         self, blocks: GradientBlocks, finite: Tensor, parts: Sequence[Part]
@@ -247,25 +242,18 @@ class Preconditioner:
 
     # -------------------------------------------------------------------------------- gradients
 
-    def precondition(
-        self,
-        grads: Sequence[Tensor | None],
-        norms: Tensor,
-        finite: Tensor,
-        zero_nonfinite: bool,
-    ) -> None:
+    def precondition(self, measured: Measured, zero_nonfinite: bool) -> None:
         """Write G̃ = Ĝ ‖G‖ / ‖Ĝ‖ over the gradients of refreshed members, grafted per parameter.
 
         Args:
-            grads: The members' gradients.
-            norms: (members,): ‖G‖_F of each.
-            finite: bool (members,): whose gradient is finite.
+            measured: The members' gradients; others may follow.
             zero_nonfinite: Whether a non-finite gradient becomes zero; else it stays as it is.
         """
-        active = {i: g for i, g in enumerate(grads) if g is not None and i in self.refreshed}
-        taken = self.products.precondition(active, norms, zero_nonfinite)
-        exact = tuple(i for i in active if i not in taken)
+        left = self.products.precondition(measured, zero_nonfinite)
+        exact = tuple(i for i in left if measured.grads[i] is not None)
         if exact:
+            own = slice(len(self.members))
+            grads, norms, finite = measured.grads[own], measured.norms[own], measured.finite[own]
             self._precondition_exactly(exact, grads, norms, finite, zero_nonfinite)
 
     def _precondition_exactly(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping, Sequence
-from itertools import chain
+from collections.abc import Mapping, MutableMapping, Sequence, ValuesView
+from itertools import chain, repeat
 from operator import is_
 from typing import Any
 
@@ -56,6 +56,29 @@ def checked_leaves(values: Any, layout: Layout, where: str) -> Leaves:
     return leaves
 
 
+# Behind the last of many dicts: by this, too few and too many values are noticed without counting.
+_END = {"end": object()}
+
+
+class Snapshot:
+    """The keys and values of a dict as they are now.
+
+    Compared by identity and in order: to look up a tensor takes its hash, which torch computes in
+    Python, and that is too slow to be done at every step for every parameter.
+    """
+
+    def __init__(self, mapping: Mapping[Any, Any]) -> None:
+        self._keys, self._values = list(mapping), list(mapping.values())
+
+    def holds(self, mapping: Mapping[Any, Any]) -> bool:
+        """Whether no entry has come, gone or been replaced."""
+        return (
+            len(mapping) == len(self._keys)
+            and all(map(is_, mapping, self._keys))
+            and all(map(is_, mapping.values(), self._values))
+        )
+
+
 class Binding:
     """Keeps the state's tensors and the plan's stacks one.
 
@@ -66,20 +89,27 @@ class Binding:
     def __init__(self) -> None:
         self._state: Mapping[Tensor, Any] | None = None
         self._entries: list[tuple[Tensor, dict[str, Any]]] = []
-        self._blocks: list[tuple[dict[str, Any], str, Any]] = []
-        # The dicts below the blocks, and all their values.
-        self._dicts: list[dict[str, Any]] = []
+        # Of every block: the entry that it is in, its key there, and its dict.
+        self._owners: list[dict[str, Any]] = []
+        self._keys: list[str] = []
+        self._views: list[dict[str, Any]] = []
+        # Live views of the dicts below the blocks, and the values that they shall show.
+        self._dicts: list[ValuesView[Any]] = []
         self._values: list[Any] = []
 
-    def intact(self, state: Mapping[Tensor, Any]) -> bool:
-        """Whether every dict and tensor is still the one that was put there."""
+    def intact(self, state: Mapping[Tensor, Any], same_entries: bool) -> bool:
+        """Whether every dict and tensor is still the one that was put there.
+
+        Args:
+            state: The optimizer's state.
+            same_entries: It is known to have the entries that it had when this was last true.
+        """
         return (
             state is self._state
-            and all(state.get(p) is entry for p, entry in self._entries)
-            and all(entry.get(key) is views for entry, key, views in self._blocks)
+            and (same_entries or all(state.get(p) is entry for p, entry in self._entries))
             # There are thousands of tensors: no loop in Python is fast enough for every step.
-            and sum(map(len, self._dicts)) == len(self._values)
-            and all(map(is_, chain.from_iterable(map(dict.values, self._dicts)), self._values))
+            and all(map(is_, map(dict.get, self._owners, self._keys), self._views))
+            and all(map(is_, chain.from_iterable(self._dicts), self._values))
         )
 
     def bind(self, plan: Plan, state: MutableMapping[Tensor, dict[str, Any]]) -> set[Tensor]:
@@ -104,16 +134,19 @@ class Binding:
             held.append(values)
         self._state = state
         self._entries = [(p, state[p]) for p in plan.places]
-        self._blocks, self._dicts = [], []
+        self._owners, self._keys, self._views, self._dicts = [], [], [], []
         for block, values in zip(blocks, held, strict=True):
             views = {side: factors.slot(block.row) for side, factors in block.sides.items()}
             for side, leaves in (values or {}).items():
                 for name, value in leaves.items():
                     views[side][name].copy_(value)
             state[block.p][block.key] = views
-            self._blocks.append((state[block.p], block.key, views))
-            self._dicts += [views, *views.values()]
-        self._values = [value for own in self._dicts for value in own.values()]
+            self._owners.append(state[block.p])
+            self._keys.append(block.key)
+            self._views.append(views)
+            self._dicts += [views.values(), *(leaves.values() for leaves in views.values())]
+        self._dicts.append(_END.values())
+        self._values = [value for own in self._dicts for value in own]
         unknown = {block.p for block, values in zip(blocks, held, strict=True) if values}
         unknown = {p for p in unknown if "product_bits" not in state[p]}
         for p, place in plan.places.items():
@@ -130,6 +163,12 @@ class BaseLink:
 
     def __init__(self) -> None:
         self._linked: dict[Tensor, Any] = {}
+        # What was found settled: our entries, the dicts shown there, F's state, and dicts that
+        # are not one, but empty.
+        self._entries: Sequence[dict[str, Any]] | None = None
+        self._shown: list[Any] = []
+        self._base_state = Snapshot({})
+        self._empty: list[Mapping[str, Any]] = []
 
     def start(
         self,
@@ -150,17 +189,31 @@ class BaseLink:
     def settled(
         self,
         params: Sequence[Tensor],
-        entries: Sequence[Mapping[str, Any]],
+        entries: Sequence[dict[str, Any]],
         base_state: Mapping[Tensor, Any],
     ) -> bool:
         """Whether F's dicts are those in our entries, or both are empty: nothing to do."""
-        if all(map(is_, map(base_state.get, params), [entry.get("base") for entry in entries])):
+        shown = list(map(dict.get, entries, repeat("base")))
+        if self.unchanged(entries, base_state) and all(map(is_, shown, self._shown)):
             return True
-        for p, entry in zip(params, entries, strict=True):
-            own, shown = base_state.get(p), entry.get("base")
-            if own is not shown and (own or shown or shown is None):
-                return False
+        apart = []
+        for p, own_shown in zip(params, shown, strict=True):
+            own = base_state.get(p)
+            if own is not own_shown:
+                if own or own_shown or own_shown is None:
+                    return False
+                apart += [own_shown] if own is None else [own_shown, own]
+        self._entries, self._shown, self._empty = entries, shown, apart
+        self._base_state = Snapshot(base_state)
         return True
+
+    def unchanged(
+        self, entries: Sequence[dict[str, Any]], base_state: Mapping[Tensor, Any]
+    ) -> bool:
+        """Whether F's state has the dicts that were found settled with these entries."""
+        return (
+            entries is self._entries and self._base_state.holds(base_state) and not any(self._empty)
+        )
 
     def join(
         self,

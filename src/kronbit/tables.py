@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,32 +25,50 @@ if TYPE_CHECKING:
 LANES = 2  # chunks that are under way at the same time, each in a scratch of its own
 
 
+class Shape(NamedTuple):
+    """How the programs of a product are cut.
+
+    Attributes:
+        tile: Rows and columns of what a program computes: as much as fits into its registers.
+        depth: Columns of the left operand that are multiplied at once.
+        warps: Of a program.
+        stages: Loads that are under way while tensor cores compute.
+    """
+
+    tile: tuple[int, int]
+    depth: int
+    warps: int
+    stages: int
+
+
 @dataclass(frozen=True)
 class Precision:
     """How products are taken.
 
     Attributes:
-        half: Gradients, X and Y are kept in bf16 alone, not as a sum of two.
-        precise: The roots are a sum of two as well, and both parts are multiplied.
+        precise: Roots, gradients, X and Y are sums of two bf16 numbers, not one, and Ĝ is held in
+            float32, not bf16.
     """
 
-    half: bool
     precise: bool
 
     @property
     def parts(self) -> int:
-        """Bf16 numbers that make up an element of X and Y."""
-        return 1 if self.half else 2
-
-    @property
-    def root_parts(self) -> int:
-        """Bf16 numbers that make up an element of a root."""
+        """Bf16 numbers that make up an element of a root, of X and of Y."""
         return 2 if self.precise else 1
 
     @property
-    def tile(self) -> tuple[int, int]:
-        """What a program of a product computes: as much as fits into the registers of 4 warps."""
-        return (128, 128) if self.half else (64, 128)
+    def held(self) -> torch.dtype:
+        """What Ĝ is held in."""
+        return torch.float32 if self.precise else torch.bfloat16
+
+    @property
+    def shape(self) -> Shape:
+        """How programs are cut."""
+        return _SHAPES[self.precise]
+
+
+_SHAPES = {False: Shape((128, 128), 64, 4, 3), True: Shape((64, 128), 64, 4, 3)}
 
 
 @dataclass(frozen=True, eq=False)  # two blocks are never the same
@@ -67,7 +85,7 @@ class TableBlock:
     def scratch(self, precision: Precision) -> int:
         """Elements of bf16 scratch: two roots, X and Y."""
         m, n = map(padded, self.group.shape)
-        return precision.root_parts * (m * m + n * n) + 2 * precision.parts * m * n
+        return precision.parts * (m * m + n * n + 2 * m * n)
 
 
 @dataclass(frozen=True)
@@ -76,7 +94,8 @@ class Chunk:
 
     Attributes:
         blocks: The blocks.
-        roots: Root format -> (block, side, first row) of each program that restores.
+        roots: Of each root format: whether eight codes are a word of their own, as those of a row
+            of a multiple of eight are, and (block, side, first row) of each program that restores.
         strips: (block, first row) of each program that gathers or scatters.
         tiles: (block, first row, first column) of each program of a product.
         square: Where its programs' sums of squares begin among the wave's.
@@ -84,7 +103,7 @@ class Chunk:
     """
 
     blocks: tuple[TableBlock, ...]
-    roots: tuple[tuple[Quantizer, Tensor], ...]
+    roots: tuple[tuple[Quantizer, bool, Tensor], ...]
     strips: Tensor
     tiles: Tensor
     square: int
@@ -141,7 +160,7 @@ def make_waves(
     blocks = [block for block in _blocks(members, groups) if block.member in wanted]
     blocks.sort(key=lambda block: (block.member, block.number))
     scratch = workspace * 3 // 8 // 2 // LANES
-    hold = workspace * 5 // 8 // (2 * precision.parts)
+    hold = workspace * 5 // 8 // precision.held.itemsize
     waves: list[list[TableBlock]] = []
     total = 0
     for own in _runs(blocks):
@@ -206,7 +225,7 @@ def _make_wave(
             lines.append(_line(block, precision, place, held))
             place += block.scratch(precision)
             held += block_size(block)
-            own = list(_tiles(len(lines) - 1, block.group.shape, precision.tile))
+            own = list(_tiles(len(lines) - 1, block.group.shape, precision.shape.tile))
             segment = segments.setdefault(block.member, [squares + len(tiles), 0])
             tiles += own
             segment[1] = squares + len(tiles)
@@ -252,17 +271,19 @@ def _make_chunk(
     lane: int,
     device: torch.device,
 ) -> Chunk:
-    roots: dict[Quantizer, list[tuple[int, int, int]]] = {}
+    roots: dict[tuple[Quantizer, bool], list[tuple[int, int, int]]] = {}
     strips = []
     for line, block in enumerate(piece, first_line):
         m, n = block.group.shape
         strips += [(line, row) for row in range(0, padded(m), STRIP)]
         for side, (order, factors) in enumerate(((m, block.group.left), (n, block.group.right))):
-            own = roots.setdefault(factors.format.root, [])
+            root = factors.format.root
+            words = root.bits == 4 and root.block_size % 8 == 0 and order % 8 == 0
+            own = roots.setdefault((root, words), [])
             own += [(line, side, row) for row in range(0, padded(order), STRIP)]
     return Chunk(
         blocks=tuple(piece),
-        roots=tuple((q, to_device(list_, device, torch.int32)) for q, list_ in roots.items()),
+        roots=tuple((*key, to_device(own, device, torch.int32)) for key, own in roots.items()),
         strips=to_device(strips, device, torch.int32),
         tiles=to_device(tiles, device, torch.int32),
         square=square,
@@ -285,8 +306,8 @@ def _line(block: TableBlock, precision: Precision, place: int, held: int) -> lis
     line[Field.MEMBER], line[Field.M], line[Field.N] = block.member, m, n
     line[Field.GRADIENT], line[Field.STRIDE] = block.first, block.stride
     line[Field.LEFT] = place
-    line[Field.RIGHT] = place + precision.root_parts * pm * pm
-    line[Field.X] = line[Field.RIGHT] + precision.root_parts * pn * pn
+    line[Field.RIGHT] = place + precision.parts * pm * pm
+    line[Field.X] = line[Field.RIGHT] + precision.parts * pn * pn
     line[Field.Y] = line[Field.X] + precision.parts * pm * pn
     line[Field.HELD] = held
     for side, factors in enumerate((block.group.left, block.group.right)):

@@ -2,19 +2,74 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from operator import attrgetter, is_
-from typing import Any
+from itertools import repeat
+from operator import attrgetter, is_, is_not, itemgetter
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from kronbit.config import Config
+from kronbit.gradients import plain_dtypes
 from kronbit.groups import Due
 from kronbit.nonfinite import Measured, NonfiniteGuard
 from kronbit.plan import Plan
 from kronbit.preconditioner import Preconditioner
+from kronbit.state import Snapshot
+
+_STEP = itemgetter("step")
+
+
+class Present(NamedTuple):
+    """The parameters that have a gradient at a step.
+
+    Attributes:
+        params: The parameters.
+        configs: Their options.
+        grads: Their gradients.
+        dtypes: What ``plain_dtypes`` says of the gradients.
+    """
+
+    params: list[Tensor]
+    configs: list[Config]
+    grads: list[Tensor]
+    dtypes: set[torch.dtype] | None
+
+    @classmethod
+    def of(
+        cls,
+        groups: Iterable[Mapping[str, Any]],
+        config_of: Callable[[Mapping[str, Any]], Config],
+    ) -> Present:
+        """Look through param groups."""
+        found = cls([], [], [], None)
+        for group in groups:
+            params = group["params"]
+            grads = [p.grad for p in params]
+            if not all(map(is_not, grads, repeat(None))):
+                params = [p for p in params if p.grad is not None]
+                grads = [p.grad for p in params]
+            found.params.extend(params)
+            found.grads.extend(grads)
+            found.configs.extend([config_of(group)] * len(params))
+        return found._replace(dtypes=plain_dtypes(found.grads))
+
+    def once(self) -> Present:
+        """Without repetitions: torch only warns of parameters that are listed twice."""
+        if len(set(map(id, self.params))) == len(self.params):
+            return self
+        rows = {id(row[0]): row for row in zip(self.params, self.configs, self.grads, strict=True)}
+        params, configs, grads = zip(*rows.values(), strict=True)
+        return Present(list(params), list(configs), list(grads), self.dtypes)
+
+
+def _picker(numbers: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
+    """What takes some elements out of a sequence, without a loop in Python."""
+    if len(numbers) < 2:  # itemgetter would return the element itself
+        return lambda items: tuple(items[number] for number in numbers)
+    return itemgetter(*numbers)
 
 
 @dataclass(frozen=True)
@@ -24,74 +79,111 @@ class Itinerary:
     Attributes:
         params: Those that have a gradient.
         configs: Their options.
-        shapes: Their shapes.
-        devices: Their devices.
+        devices: The devices' numbers; -1 is the CPU.
         entries: Their states.
         plan: Where the preconditioned ones have their place.
         errands: Device -> which parameters it has.
+        states: All that was in the state.
     """
 
-    params: Sequence[Tensor]
-    configs: Sequence[Config]
-    shapes: list[torch.Size]
-    devices: list[torch.device]
-    entries: Sequence[dict[str, Any]]
+    params: list[Tensor]
+    configs: list[Config]
+    devices: list[int]
+    entries: list[dict[str, Any]]
     plan: Plan
     errands: Mapping[torch.device, Errand]
+    states: Snapshot
 
     @classmethod
     def make(
-        cls,
-        params: Sequence[Tensor],
-        configs: Sequence[Config],
-        plan: Plan,
-        state: Mapping[Tensor, dict[str, Any]],
+        cls, present: Present, plan: Plan, state: Mapping[Tensor, dict[str, Any]]
     ) -> Itinerary:
         """Sort parameters by device and by whether they are preconditioned."""
-        errands: dict[torch.device, Errand] = {}
-        for number, p in enumerate(params):
-            if p.device not in errands:
-                count = len(plan.preconditioners[p.device].members)
-                errands[p.device] = Errand(plan.preconditioners[p.device], [None] * count, [])
+        members: dict[torch.device, list[int | None]] = {}
+        rest: dict[torch.device, list[int]] = {}
+        for number, p in enumerate(present.params):
+            if p.device not in members:
+                members[p.device] = [None] * len(plan.preconditioners[p.device].members)
+                rest[p.device] = []
             place = plan.places.get(p)
             if place is None:
-                errands[p.device].rest.append(number)
+                rest[p.device].append(number)
             else:
-                errands[p.device].members[place.index] = number
+                members[p.device][place.index] = number
+        entries = [state[p] for p in present.params]
         return cls(
-            params,
-            configs,
-            shapes=[p.shape for p in params],
-            devices=[p.device for p in params],
-            entries=[state[p] for p in params],
+            present.params,
+            present.configs,
+            devices=[grad.get_device() for grad in present.grads],
+            entries=entries,
             plan=plan,
-            errands=errands,
+            errands={
+                device: Errand(plan.preconditioners[device], own, rest[device], present, entries)
+                for device, own in members.items()
+            },
+            states=Snapshot(state),
         )
 
-    def holds(self, params: Sequence[Tensor], configs: Sequence[Config]) -> bool:
-        """Whether parameters and options are still the same."""
+    def holds(self, present: Present) -> bool:
+        """Whether parameters, their options and what matters of their gradients are the same."""
         return (
-            len(params) == len(self.params)
-            and all(map(is_, params, self.params))
-            and all(map(is_, configs, self.configs))
-            and list(map(attrgetter("shape"), params)) == self.shapes
-            and list(map(attrgetter("device"), params)) == self.devices
+            len(present.params) == len(self.params)
+            and all(map(is_, present.params, self.params))
+            and present.configs == self.configs
+            # By number: torch makes a new object of every device that it is asked for.
+            and list(map(Tensor.get_device, present.grads)) == self.devices
+            and all(errand.holds(present.grads) for errand in self.errands.values())
         )
 
 
-@dataclass(frozen=True)
 class Errand:
     """The parameters of a step on one device, by their number in the itinerary.
 
-    Attributes:
+    What every step asks for is looked up once.
+
+    Args:
         preconditioner: The state of the device's matrices, its members.
         members: Of each member; ``None`` if it has no gradient.
         rest: Those that are left to F.
+        present: All parameters of the step.
+        entries: Their states.
+
+    Attributes:
+        sizes: Elements of the gradients that ``pick`` returns; 0 where there is none.
+        configs_there: The options that occur among members with a gradient.
+        entries_there: The states of these members.
     """
 
-    preconditioner: Preconditioner
-    members: list[int | None]
-    rest: list[int]
+    def __init__(
+        self,
+        preconditioner: Preconditioner,
+        members: list[int | None],
+        rest: list[int],
+        present: Present,
+        entries: Sequence[dict[str, Any]],
+    ) -> None:
+        self.preconditioner, self.members, self.rest = preconditioner, members, rest
+        numbers = [-1 if number is None else number for number in (*members, *rest)]
+        self._pick = _picker(numbers)
+        self.sizes = [0 if number < 0 else present.grads[number].numel() for number in numbers]
+        there = [number for number in members if number is not None]
+        self._pick_there, self._pick_rest = _picker(there), _picker(rest)
+        self._shapes = [present.grads[number].shape for number in there]
+        self._rest_sizes = [present.grads[number].numel() for number in rest]
+        self.configs_there = list({present.configs[number] for number in there})
+        self.entries_there = [entries[number] for number in there]
+
+    def holds(self, grads: Sequence[Tensor]) -> bool:
+        """Whether gradients have the shapes that state was made for; of others, the sizes."""
+        shapes = list(map(attrgetter("shape"), self._pick_there(grads)))
+        return (
+            shapes == self._shapes
+            and list(map(Tensor.numel, self._pick_rest(grads))) == self._rest_sizes
+        )
+
+    def pick(self, grads: list[Tensor]) -> tuple[Tensor | None, ...]:
+        """The gradient of every member, ``None`` where there is none, and those left to F."""
+        return self._pick([*grads, None])
 
 
 @dataclass(frozen=True)
@@ -118,36 +210,28 @@ class Work:
         """The gradient of every member."""
         return self.measured.grads[: len(self.errand.members)]
 
-    @property
-    def norms(self) -> Tensor:
-        """‖G‖_F of every member."""
-        return self.measured.norms[: len(self.errand.members)]
-
-    @property
-    def finite(self) -> Tensor:
-        """bool, whether the gradient of every member is finite."""
-        return self.measured.finite[: len(self.errand.members)]
-
     def due(self, scheduled: Callable[[Config, int, float], bool]) -> dict[int, Due]:
         """Members whose update or refresh falls on this step, with their options and blocks."""
-        configs, entries = self.itinerary.configs, self.itinerary.entries
-        turns = [(i, number) for i, number in enumerate(self.errand.members) if number is not None]
-        # Most members have the same options and the same t; equal options are the same object.
-        kinds = {(id(configs[n]), entries[n]["step"] + 1): configs[n] for _, n in turns}
-        answers = {
-            key: config.stagger or scheduled(config, key[1], 0.0) for key, config in kinds.items()
-        }
-        if not any(answers.values()):
+        steps = set(map(_STEP, self.errand.entries_there))
+        # Nearly always, nobody's turn has come: asked of options and times, not of members.
+        if not any(
+            config.stagger or scheduled(config, step + 1, 0.0)
+            for config in self.errand.configs_there
+            for step in steps
+        ):
             return {}
         due = {}
-        for i, number in turns:
-            config, t = configs[number], entries[number]["step"] + 1
+        for i, number in enumerate(self.errand.members):
+            if number is None:
+                continue
+            config = self.itinerary.configs[number]
+            t = self.itinerary.entries[number]["step"] + 1
             if config.stagger:
                 phases = self.preconditioner.phases[i]
                 now = frozenset(phase for phase in phases if scheduled(config, t, phase))
                 if now:
                     due[i] = Due(config, None if len(now) == len(phases) else now)
-            elif answers[id(config), t]:
+            elif scheduled(config, t, 0.0):
                 due[i] = Due(config)
         return due
 
@@ -170,14 +254,26 @@ class Work:
                 self.itinerary.entries[number]["product_bits"] = ways[i] if i in refreshed else 0
 
 
-def measure(itinerary: Itinerary, guards: dict[torch.device, NonfiniteGuard]) -> list[Work]:
-    """Measure a step's gradients, device by device; missing guards are added."""
+def measure(
+    itinerary: Itinerary,
+    grads: list[Tensor],
+    dtypes: set[torch.dtype] | None,
+    guards: dict[torch.device, NonfiniteGuard],
+    count: bool,
+) -> list[Work]:
+    """Measure a step's gradients, device by device.
+
+    Args:
+        itinerary: The step's parameters.
+        grads: Their gradients.
+        dtypes: What ``plain_dtypes`` says of the gradients.
+        guards: By device; missing ones are added.
+        count: Whether to count gradients that are not finite.
+    """
     works = []
-    params = itinerary.params
     for device, errand in itinerary.errands.items():
         if device not in guards:
             guards[device] = NonfiniteGuard(device)
-        grads = [None if number is None else params[number].grad for number in errand.members]
-        grads += [params[number].grad for number in errand.rest]
-        works.append(Work(itinerary, errand, guards[device].measure(grads)))
+        measured = guards[device].measure(errand.pick(grads), errand.sizes, dtypes, count)
+        works.append(Work(itinerary, errand, measured))
     return works

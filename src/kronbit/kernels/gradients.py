@@ -1,7 +1,6 @@
 """How kernels reach gradients, which move from step to step: by a table of addresses.
 
-The table begins with the buffers of the step (``Header``); address and kind of every gradient
-follow. Address 0: there is none, or it is to be passed over.
+An entry is the address of a gradient, with its kind in bits that no address has. 0: there is none.
 """
 
 from __future__ import annotations
@@ -12,15 +11,6 @@ import triton
 import triton.language as tl
 
 
-class Header(enum.IntEnum):
-    """What the table of addresses begins with."""
-
-    SCRATCH = 0  # not an address, but elements from the anchor on
-    HELD = 1
-    NORMS = 2
-    LENGTH = 3
-
-
 class Kind(enum.IntEnum):
     """Element types of a gradient, as the kernels number them."""
 
@@ -29,7 +19,16 @@ class Kind(enum.IntEnum):
     FLOAT16 = 2
 
 
-LENGTH: tl.constexpr = tl.constexpr(int(Header.LENGTH))
+_KIND_FROM = 60  # the bits of an entry's kind begin here
+
+
+def tag(kind: Kind) -> int:
+    """What makes an entry of the table out of the address of a gradient of some kind."""
+    return int(kind) << _KIND_FROM
+
+
+_KIND: tl.constexpr = tl.constexpr(_KIND_FROM)
+_ADDRESS: tl.constexpr = tl.constexpr((1 << _KIND_FROM) - 1)
 FLOAT32: tl.constexpr = tl.constexpr(int(Kind.FLOAT32))
 BFLOAT16: tl.constexpr = tl.constexpr(int(Kind.BFLOAT16))
 
@@ -37,8 +36,8 @@ BFLOAT16: tl.constexpr = tl.constexpr(int(Kind.BFLOAT16))
 @triton.jit
 def find(addresses, i):
     """Address and kind of a gradient."""
-    place = addresses + LENGTH + i * 2
-    return tl.load(place), tl.load(place + 1)
+    entry = tl.load(addresses + i)
+    return entry & _ADDRESS, entry >> _KIND
 
 
 @triton.jit
@@ -73,7 +72,7 @@ def store(address, kind, place, value, mask):
 
 
 @triton.jit
-def norms_kernel(tiles, addresses, squares, BLOCK: tl.constexpr, ROUNDS: tl.constexpr):
+def squares_kernel(tiles, addresses, squares, BLOCK: tl.constexpr, ROUNDS: tl.constexpr):
     """The sum of squares of a piece of a gradient: (gradient, first element, one past the last)."""
     tile = tiles + tl.program_id(0) * 3
     address, kind = find(addresses, tl.load(tile))
@@ -85,6 +84,25 @@ def norms_kernel(tiles, addresses, squares, BLOCK: tl.constexpr, ROUNDS: tl.cons
             value = load(address, kind, place, place < stop)
             total += value * value
     tl.store(squares + tl.program_id(0), tl.sum(total))
+
+
+@triton.jit
+def norms_kernel(ends, squares, norms, finite, skipped, COUNT: tl.constexpr, BLOCK: tl.constexpr):
+    """‖G‖_F of a gradient from its pieces, in the same order every time; whether it is finite.
+
+    The pieces of gradient i are those from ``ends[i]`` up to ``ends[i + 1]``.
+    """
+    gradient = tl.program_id(0)
+    start, stop = tl.load(ends + gradient), tl.load(ends + gradient + 1)
+    total = 0.0
+    for first in range(start, stop, BLOCK):
+        place = first + tl.arange(0, BLOCK)
+        total += tl.sum(tl.load(squares + place, mask=place < stop, other=0.0))
+    tl.store(norms + gradient, tl.sqrt(total))
+    good = tl.where(total < float("inf"), 1, 0)  # 0 for NaN
+    tl.store(finite + gradient, good.to(tl.uint8))
+    if COUNT:
+        tl.atomic_add(skipped, (1 - good).to(tl.int64))
 
 
 @triton.jit

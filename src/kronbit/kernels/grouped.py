@@ -4,14 +4,14 @@ Every block is a line of integers (``Field``): where its gradient, its roots and
 Every program of a launch finds its block and its place in it in a list of tiles. So the number of
 launches does not grow with the number of parameters or shapes.
 
-Gradients and buffers are found by a table of addresses (``kernels.gradients``), so that a captured
-graph stays valid although they move.
+Gradients are found by a table of addresses (``kernels.gradients``), the step's buffers by another
+(``Buffer``), so that a captured graph stays valid although they move.
 
 A root is D + O: a float32 diagonal, and the rest. Products with O run in bf16 and add up in
-float32; the product with D, which is most of it, is done in float32 on the way. What goes in and
-what lies between two passes is kept as the sum of two bf16 numbers, hi + lo, of which the tensor
-cores read hi; in bf16 training (HALF), whose gradients have no more, as hi alone. Where that is not
-enough (PRECISE), O is hi + lo as well, and the tensor cores multiply both: 16 bits instead of 8.
+float32; the product with D, which is most of it, is done in float32 on the way. What goes in, what
+lies between two passes and what comes out is kept in bf16. Where that is not enough (PRECISE), O
+and all that is multiplied with it are sums of two bf16 numbers, hi + lo, and the tensor cores
+multiply both: 16 bits instead of 8; Ĝ is float32 then.
 
 Scratch is padded to multiples of ``PAD`` with zeros, so that the loads of products need no masks.
 """
@@ -24,7 +24,7 @@ import os
 import triton
 import triton.language as tl
 
-from kronbit.kernels.gradients import BFLOAT16, FLOAT32, Header, find, load, store
+from kronbit.kernels.gradients import BFLOAT16, FLOAT32, find, load, store
 from kronbit.quantization.triton import restore
 
 PAD = 64
@@ -44,13 +44,22 @@ class Field(enum.IntEnum):
     STRIDE = 4  # from row to row there
     LEFT = 5  # scratch: O of L̂
     RIGHT = 6  # scratch: O of R̂
-    X = 7  # scratch: hi, then lo
+    X = 7  # scratch: hi, then lo where it is kept
     Y = 8
     HELD = 9  # first element of Ĝ in the held stack
     CODES = 10  # addresses of L̂; those of R̂ follow, OTHER_SIDE later
     SCALES = 11
     DIAGONAL = 12
     DIAGONAL_STRIDE = 13
+
+
+class Buffer(enum.IntEnum):
+    """What stands where in the table of a step's buffers."""
+
+    SCRATCH = 0  # not an address, but elements from the anchor on
+    HELD = 1  # the address of the held stack
+    NORMS = 2  # the address of ‖G‖_F of every member
+    LENGTH = 3
 
 
 OTHER_SIDE = 4
@@ -64,6 +73,7 @@ _GRADIENT: tl.constexpr = tl.constexpr(int(Field.GRADIENT))
 _STRIDE: tl.constexpr = tl.constexpr(int(Field.STRIDE))
 _LEFT: tl.constexpr = tl.constexpr(int(Field.LEFT))
 _RIGHT: tl.constexpr = tl.constexpr(int(Field.RIGHT))
+_X: tl.constexpr = tl.constexpr(int(Field.X))
 _HELD: tl.constexpr = tl.constexpr(int(Field.HELD))
 _CODES: tl.constexpr = tl.constexpr(int(Field.CODES))
 _SCALES: tl.constexpr = tl.constexpr(int(Field.SCALES))
@@ -71,9 +81,9 @@ _DIAGONAL: tl.constexpr = tl.constexpr(int(Field.DIAGONAL))
 _DIAGONAL_STRIDE: tl.constexpr = tl.constexpr(int(Field.DIAGONAL_STRIDE))
 _OTHER_SIDE: tl.constexpr = tl.constexpr(OTHER_SIDE)
 _COUNT: tl.constexpr = tl.constexpr(COUNT)
-_SCRATCH: tl.constexpr = tl.constexpr(int(Header.SCRATCH))
-_HELD_STACK: tl.constexpr = tl.constexpr(int(Header.HELD))
-_NORMS: tl.constexpr = tl.constexpr(int(Header.NORMS))
+_SCRATCH: tl.constexpr = tl.constexpr(int(Buffer.SCRATCH))
+_HELD_STACK: tl.constexpr = tl.constexpr(int(Buffer.HELD))
+_NORMS: tl.constexpr = tl.constexpr(int(Buffer.NORMS))
 
 # What scatter does with a gradient, where it does not scale Ĝ.
 _LEAVE: tl.constexpr = tl.constexpr(-1.0)
@@ -109,20 +119,20 @@ def _multiply(
 
 
 @triton.jit
-def _scratch(anchor, addresses, offset):
+def _scratch(anchor, buffers, offset):
     """A place in the scratch: seen from a tensor that stays where it is.
 
     A pointer made of an integer counts as unaligned; its loads would go element by element.
     """
-    return anchor + tl.multiple_of(tl.load(addresses + _SCRATCH) + offset, _PAD)
+    return anchor + tl.multiple_of(tl.load(buffers + _SCRATCH) + offset, _PAD)
 
 
 @triton.jit
-def _keep(target, size, value, mask, HALF: tl.constexpr):
+def _keep(target, size, value, mask, PRECISE: tl.constexpr):
     """Keep a float32 value as hi (+ lo) in bf16; lo lies ``size`` elements behind hi."""
     high = value.to(tl.bfloat16)
     tl.store(target, high, mask=mask)
-    if not HALF:
+    if PRECISE:
         tl.store(target + size, (value - high.to(tl.float32)).to(tl.bfloat16), mask=mask)
 
 
@@ -131,10 +141,12 @@ def roots_kernel(
     tiles,
     blocks,
     addresses,
+    buffers,
     anchor,
     table,
     PRECISE: tl.constexpr,
     BITS: tl.constexpr,
+    WORDS: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -154,32 +166,30 @@ def roots_kernel(
     scales = tl.load(line + _SCALES + side * _OTHER_SIDE).to(tl.pointer_type(tl.float32))
     code_length = (n * BITS + 7) // 8
     scale_length = (n + BLOCK - 1) // BLOCK
-    out = _scratch(anchor, addresses, tl.load(line + _LEFT + side))
+    out = _scratch(anchor, buffers, tl.load(line + _LEFT + side))
     for start in range(0, padded, COLUMNS):
         column = start + tl.arange(0, COLUMNS)[None, :]
         mask = (row < n) & (column < n) & (row != column)
         if BITS == 32:
             place = codes.to(tl.pointer_type(tl.float32)) + row * n + column
             value = tl.load(place, mask=mask, other=0.0)
-        elif (BITS == 4) & (COLUMNS % BLOCK == 0):
-            # As restore does, but a byte and a scale are each read once: rows x blocks x pairs.
-            line_3 = first + tl.arange(0, ROWS)[:, None, None]
-            block = start // BLOCK + tl.arange(0, COLUMNS // BLOCK)[None, :, None]
-            byte = block * (BLOCK // 2) + tl.arange(0, BLOCK // 2)[None, None, :]
-            there = (line_3 < n) & (byte < code_length)
-            base = codes.to(tl.pointer_type(tl.uint8)) + line_3 * code_length
-            pair = tl.load(base + byte, mask=there, other=0).to(tl.int32)
-            known = (line_3 < n) & (block < scale_length)
-            scale = tl.load(scales + line_3 * scale_length + block, mask=known, other=0.0)
-            low, high = tl.load(table + (pair & 15)) * scale, tl.load(table + (pair >> 4)) * scale
-            value = tl.reshape(tl.join(low, high), (ROWS, COLUMNS))
-            value = tl.where(mask, value, 0.0)
+        elif WORDS:
+            # As restore does, but eight codes are read as one word, and their scale once.
+            word = start // 8 + tl.arange(0, COLUMNS // 8)[None, :]
+            known = (row < n) & (word < n // 8)
+            base = codes.to(tl.pointer_type(tl.int32)) + row * (n // 8)
+            eight = tl.load(base + word, mask=known, other=0)
+            place = row * scale_length + word * 8 // BLOCK
+            scale = tl.load(scales + place, mask=known, other=0.0)
+            code = (eight[:, :, None] >> (tl.arange(0, 8) * 4)[None, None, :]) & 15
+            value = tl.load(table + code) * scale[:, :, None]
+            value = tl.where(row != column, tl.reshape(value, (ROWS, COLUMNS)), 0.0)
         else:
             base = codes.to(tl.pointer_type(tl.uint8)) + row * code_length
             value = restore(base, scales + row * scale_length, table, column, mask, BITS, BLOCK)
             value = tl.where(mask, value, 0.0)
         inside = (row < padded) & (column < padded)
-        _keep(out + row * padded + column, padded * padded, value, inside, not PRECISE)
+        _keep(out + row * padded + column, padded * padded, value, inside, PRECISE)
 
 
 @triton.jit
@@ -187,9 +197,9 @@ def gather_kernel(
     tiles,
     blocks,
     addresses,
+    buffers,
     anchor,
-    TO: tl.constexpr,
-    HALF: tl.constexpr,
+    PRECISE: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
@@ -203,13 +213,13 @@ def gather_kernel(
     padded_m, padded_n = _padded(m), _padded(n)
     row = tl.load(tile + 1) + tl.arange(0, ROWS)[:, None]
     first, stride = tl.load(line + _GRADIENT), tl.load(line + _STRIDE)
-    out = _scratch(anchor, addresses, tl.load(line + TO))
+    out = _scratch(anchor, buffers, tl.load(line + _X))
     for start in range(0, padded_n, COLUMNS):
         column = start + tl.arange(0, COLUMNS)[None, :]
         place = first + row.to(tl.int64) * stride + column
         value = load(address, kind, place, (row < m) & (column < n))
         inside = (row < padded_m) & (column < padded_n)
-        _keep(out + row * padded_n + column, padded_m * padded_n, value, inside, HALF)
+        _keep(out + row * padded_n + column, padded_m * padded_n, value, inside, PRECISE)
 
 
 @triton.jit(do_not_specialize=["first_square"])
@@ -217,6 +227,7 @@ def pass_kernel(
     tiles,
     blocks,
     addresses,
+    buffers,
     anchor,
     squares,
     first_square,
@@ -225,18 +236,25 @@ def pass_kernel(
     BY_LEFT: tl.constexpr,
     BY_RIGHT: tl.constexpr,
     PRECISE: tl.constexpr,
-    HALF: tl.constexpr,
     LAST: tl.constexpr,
+    COMPARE: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
-    """One pass of the rule on a tile: L̂ X, X R̂, or L̂ X + X R̂; the last one also squares."""
+    """One pass of the rule on a tile: L̂ X, X R̂, or L̂ X + X R̂.
+
+    The last one also sums up squares. Or it writes nothing (COMPARE), and sums up the products of
+    its Ĝ with a held one in bf16, of its own with itself and of the held one with itself.
+    """
     program = tl.program_id(0)
     line = blocks + tl.load(tiles + program * 3) * _COUNT
     address, _ = find(addresses, tl.load(line + _MEMBER))
     if address == 0:
-        if LAST:
+        if COMPARE:
+            for i in tl.static_range(3):
+                tl.store(squares + (first_square + program) * 3 + i, 0.0)
+        elif LAST:
             tl.store(squares + first_square + program, 0.0)
         return
     m, n = tl.load(line + _M).to(tl.int32), tl.load(line + _N).to(tl.int32)
@@ -247,11 +265,11 @@ def pass_kernel(
     # Rows beyond the padding wrap around: what they give is never stored.
     x_row = row % padded_m
     x_column = tl.max_contiguous(tl.multiple_of(column % padded_n, _PAD), _PAD)
-    x = _scratch(anchor, addresses, tl.load(line + SOURCE))
+    x = _scratch(anchor, buffers, tl.load(line + SOURCE))
     total = tl.zeros((TILE_M, TILE_N), dtype=tl.float32)
     size = padded_m * padded_n
     if BY_LEFT:
-        left = _scratch(anchor, addresses, tl.load(line + _LEFT))
+        left = _scratch(anchor, buffers, tl.load(line + _LEFT))
         total = _multiply(
             left + x_row[:, None] * padded_m + k[None, :],
             padded_m * padded_m,
@@ -265,7 +283,7 @@ def pass_kernel(
             DEPTH,
         )
     if BY_RIGHT:
-        right = _scratch(anchor, addresses, tl.load(line + _RIGHT))
+        right = _scratch(anchor, buffers, tl.load(line + _RIGHT))
         total = _multiply(
             x + x_row[:, None] * padded_n + k[None, :],
             size,
@@ -280,7 +298,7 @@ def pass_kernel(
         )
     place = x_row[:, None] * padded_n + x_column[None, :]
     value = tl.load(x + place).to(tl.float32)
-    if not HALF:
+    if PRECISE:
         value += tl.load(x + size + place).to(tl.float32)
     if BY_LEFT:
         diagonal = tl.load(line + _DIAGONAL).to(tl.pointer_type(tl.float32))
@@ -293,24 +311,28 @@ def pass_kernel(
     if LAST:
         inside = (row < m)[:, None] & (column < n)[None, :]
         place = tl.load(line + _HELD) + row[:, None] * n + column[None, :]
-        stack = tl.load(addresses + _HELD_STACK)
-        if HALF:
-            half = total.to(tl.bfloat16)
-            tl.store(stack.to(tl.pointer_type(tl.bfloat16)) + place, half, mask=inside)
-        else:
-            tl.store(stack.to(tl.pointer_type(tl.float32)) + place, total, mask=inside)
+        stack = tl.load(buffers + _HELD_STACK)
         total = tl.where(inside, total, 0.0)
-        tl.store(squares + first_square + program, tl.sum(total * total))
+        if COMPARE:
+            other = load(stack, BFLOAT16, place, inside)
+            sums = squares + (first_square + program) * 3
+            tl.store(sums, tl.sum(total * other))
+            tl.store(sums + 1, tl.sum(total * total))
+            tl.store(sums + 2, tl.sum(other * other))
+        else:
+            store(stack, FLOAT32 if PRECISE else BFLOAT16, place, total, inside)
+            tl.store(squares + first_square + program, tl.sum(total * total))
     else:
-        y = _scratch(anchor, addresses, tl.load(line + TARGET))
+        y = _scratch(anchor, buffers, tl.load(line + TARGET))
         inside = (row < padded_m)[:, None] & (column < padded_n)[None, :]
-        _keep(y + row[:, None] * padded_n + column[None, :], size, total, inside, HALF)
+        _keep(y + row[:, None] * padded_n + column[None, :], size, total, inside, PRECISE)
 
 
 @triton.jit
 def graft_kernel(
     members,
     addresses,
+    buffers,
     squares,
     scales,
     ratios,
@@ -329,7 +351,7 @@ def graft_kernel(
     for first in range(start, stop, BLOCK):
         place = first + tl.arange(0, BLOCK)
         total += tl.sum(tl.load(squares + place, mask=place < stop, other=0.0))
-    norm = tl.load(tl.load(addresses + _NORMS).to(tl.pointer_type(tl.float32)) + member)
+    norm = tl.load(tl.load(buffers + _NORMS).to(tl.pointer_type(tl.float32)) + member)
     scale = norm / (tl.sqrt(total) + 1e-12)
     tl.store(ratios + member, scale)
     finite = tl.abs(norm) < float("inf")  # False for NaN
@@ -346,8 +368,9 @@ def scatter_kernel(
     tiles,
     blocks,
     addresses,
+    buffers,
     scales,
-    HALF: tl.constexpr,
+    PRECISE: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
@@ -362,12 +385,12 @@ def scatter_kernel(
     m, n = tl.load(line + _M).to(tl.int32), tl.load(line + _N).to(tl.int32)
     row = tl.load(tile + 1) + tl.arange(0, ROWS)[:, None]
     first, stride = tl.load(line + _GRADIENT), tl.load(line + _STRIDE)
-    stack = tl.load(addresses + _HELD_STACK)
+    stack = tl.load(buffers + _HELD_STACK)
     source = tl.load(line + _HELD) + row * n
     for start in range(0, n, COLUMNS):
         column = start + tl.arange(0, COLUMNS)[None, :]
         mask = (row < m) & (column < n)
-        value = load(stack, BFLOAT16 if HALF else FLOAT32, source + column, mask)
+        value = load(stack, FLOAT32 if PRECISE else BFLOAT16, source + column, mask)
         value = tl.where(scale == _ZERO, 0.0, value * scale)
         place = first + row.to(tl.int64) * stride + column
         store(address, kind, place, value, mask)

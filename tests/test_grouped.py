@@ -1,0 +1,329 @@
+"""The kernels of the ordinary step against the pure-torch contract: norms, products, grafting."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from conftest import angle, relative_error
+from torch import Tensor
+
+from kronbit import CASPR, Shampoo, acceleration
+from kronbit.batches import UPDATE, batches, due_parts
+from kronbit.blocking import route
+from kronbit.config import Config
+from kronbit.gradients import GradientBlocks, plain_dtypes
+from kronbit.groups import Due, Member
+from kronbit.kernel_products import BF16, BF16X3, FLOAT32
+from kronbit.nonfinite import Measured, NonfiniteGuard
+from kronbit.preconditioner import Preconditioner
+
+if TYPE_CHECKING:
+    from kronbit.tables import TableBlock
+
+pytest.importorskip("triton")
+from kronbit.outer_products import OuterProducts
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:(invalid value|overflow encountered):RuntimeWarning"),
+    pytest.mark.bf16_products,
+]
+
+SHAPES = [(20, 66), (12, 64), (2, 10, 24), (75, 9)]
+
+
+def made(device: torch.device, algorithm: Any = Shampoo, **options: Any) -> Preconditioner:
+    """Members of several shapes and formats, with roots far from the identity."""
+    config = Config(max_order=70, **options)
+    members = [Member(route(shape, config), config) for shape in SHAPES]
+    own = Preconditioner(members, algorithm.algorithm, 2**21, False, device)
+    for group in own.groups:
+        for factors in (group.left, group.right):
+            A = torch.randn(factors.rows, factors.order, factors.order) / factors.order**0.5
+            for name, leaf in factors.method.root.encode(
+                (A @ A.mT + torch.eye(factors.order)).to(device)
+            ).items():
+                factors.tensors[name].copy_(leaf)
+    own.find_refreshed(range(len(SHAPES)))
+    return own
+
+
+def measured(
+    device: torch.device, grads: Sequence[Tensor | None], guard: NonfiniteGuard | None = None
+) -> Measured:
+    """Gradients as a step measures them."""
+    sizes = [0 if grad is None else grad.numel() for grad in grads]
+    dtypes = plain_dtypes([grad for grad in grads if grad is not None])
+    return (guard or NonfiniteGuard(device)).measure(grads, sizes, dtypes, count=True)
+
+
+def gradients(device: torch.device, dtypes: list[torch.dtype]) -> list[Tensor]:
+    return [
+        torch.randn(shape).to(device=device, dtype=dtype)
+        for shape, dtype in zip(SHAPES, dtypes, strict=True)
+    ]
+
+
+SINGLE = [torch.float32] * 4
+MIXED = [torch.float32, torch.bfloat16, torch.float16, torch.float32]
+HALF = [torch.bfloat16] * 4
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "options", "dtypes", "way"),
+    [
+        (Shampoo, {}, SINGLE, BF16),
+        (Shampoo, {"bits": 3}, MIXED, BF16),
+        (CASPR, {"block_size": 48}, HALF, BF16),
+        (Shampoo, {}, MIXED, BF16X3),
+        (CASPR, {"bits": 32}, SINGLE, BF16X3),
+    ],
+)
+def test_preconditioned_gradients_are_the_contracts(
+    algorithm: Any,
+    options: dict[str, Any],
+    dtypes: list[torch.dtype],
+    way: int,
+    kernels: torch.device,
+) -> None:
+    """Within half a degree, of the same norm; one without gradient, one not finite."""
+    own = made(kernels, algorithm, **options)
+    grads: list[Tensor | None] = list(gradients(kernels, dtypes))
+    grads[2][0, 0, 0] = torch.nan  # type: ignore[index]
+    twins = [grad.clone() for grad in grads if grad is not None]
+    missing, grads[1] = grads[1], None
+    own.products.ways = dict.fromkeys(range(4), way)
+    step = measured(kernels, grads)
+    norms = step.norms.clone()
+    exact = tuple(i for i, grad in enumerate(grads) if grad is not None)
+    reference = [None if grads[i] is None else twins[i] for i in range(4)]
+    own._precondition_exactly(exact, reference, norms, torch.isfinite(norms), True)
+    own.precondition(step, True)
+    for i in (0, 3):
+        assert grads[i] is not None
+        assert angle(grads[i], twins[i]) < 0.5
+        assert float(grads[i].float().norm()) == pytest.approx(float(norms[i]), rel=1e-2)
+    assert torch.equal(grads[2], torch.zeros_like(twins[2]))
+    assert missing is not None
+    assert torch.isfinite(own.graft_ratio[:1]).all()
+
+
+@pytest.mark.parametrize(("gain", "way"), [(1e-2, FLOAT32), (5.0, BF16X3), (250.0, BF16)])
+def test_ways_are_chosen_by_the_angle(gain: float, way: int, kernels: torch.device) -> None:
+    """Random gradients bear bf16. One along the smallest gain of dense roots may not."""
+    own = made(kernels, bits=32)
+    grads: list[Tensor | None] = list(gradients(kernels, SINGLE))
+    low = torch.linalg.qr(torch.randn(20, 20))[0][:, :2]
+    L = 300 * torch.eye(20) - (300 - gain) * low @ low.mT
+    for group in own.groups:
+        if group.shape == (20, 66):
+            group.left.tensors["root"][0] = L.to(kernels)
+    grads[0] = (low @ torch.randn(2, 66)).to(kernels)
+    grads[1] = None
+    own.products.choose(grads, range(4))
+    assert own.products.ways == {0: way, 1: FLOAT32, 2: BF16, 3: BF16}
+    grads[3] = grads[3].t().contiguous().t()  # type: ignore[union-attr]
+    own.products.choose(grads, range(4))
+    assert own.products.ways[3] == FLOAT32  # the kernels take plain matrices only
+
+
+def looked_at(own: Preconditioner, way: int, addresses: Tensor) -> dict[int, Tensor]:
+    """Ĝ of every member as kernels compute it, block after block."""
+    found: dict[int, list[tuple[int, Tensor]]] = {i: [] for i in range(len(SHAPES))}
+
+    def see(seen: Sequence[tuple[TableBlock, Tensor]]) -> None:
+        for block, Ghat in seen:
+            found[block.member].append((block.number, Ghat.double().flatten().cpu()))
+
+    own.products._tables(way, frozenset(range(len(SHAPES)))).look(addresses, see)
+    return {
+        i: torch.cat([x for _, x in sorted(own, key=lambda x: x[0])]) for i, own in found.items()
+    }
+
+
+@pytest.mark.parametrize("algorithm", [Shampoo, CASPR])
+@pytest.mark.parametrize("bits", [4, 32])
+@pytest.mark.parametrize("workspace", [2**21, 2**16])
+def test_ways_are_as_accurate_as_they_say(
+    algorithm: Any, bits: int, workspace: int, kernels: torch.device
+) -> None:
+    """Rows of 64 and of 66 codes, several blocks, gradients of several types in one table."""
+    own = made(kernels, algorithm, bits=bits)
+    own.workspace = workspace
+    grads = gradients(kernels, MIXED)
+    blocks = GradientBlocks(own.members, grads)
+    exact: dict[int, list[tuple[int, Tensor]]] = {i: [] for i in range(len(SHAPES))}
+    for group in own.groups:
+        _, stack = own.product(blocks, group, slice(0, group.spans[-1].stop))
+        for span in group.spans:
+            for row, block in enumerate(span.grid.blocks(), span.start):
+                exact[span.member].append((block.index, stack[row].double().flatten().cpu()))
+    addresses = measured(kernels, grads).addresses
+    assert addresses is not None
+    half, single = (looked_at(own, way, addresses.tensor) for way in (BF16, BF16X3))
+    sums = own.products._tables(BF16X3, frozenset(range(4))).compare(addresses.tensor).cpu()
+    for i in range(4):
+        reference = torch.cat([x for _, x in sorted(exact[i], key=lambda x: x[0])])
+        assert relative_error(single[i], reference) < 3e-4
+        assert 1e-4 < relative_error(half[i], reference) < 2e-2  # the interpreter truncates
+        a, b = single[i], half[i]
+        assert sums[i].tolist() == pytest.approx([float(a @ b), float(a @ a), float(b @ b)], 1e-4)
+
+
+def test_one_table_serves_members_that_lose_their_gradient(kernels: torch.device) -> None:
+    """Kernels pass over them; the others, and those that kernels cannot take, go on."""
+    own = made(kernels)
+    own.products.ways = dict(enumerate((BF16, BF16X3, BF16, BF16)))
+    guard = NonfiniteGuard(kernels)
+    for missing, crooked in ((None, None), (2, None), (None, 3), (0, 3)):
+        grads: list[Tensor | None] = list(gradients(kernels, MIXED))
+        if crooked is not None:
+            grads[crooked] = grads[crooked].t().contiguous().t()  # type: ignore[union-attr]
+        kept = [grad.clone() for grad in grads if grad is not None]
+        gone = None
+        if missing is not None:
+            gone, grads[missing] = grads[missing], None
+        extra = torch.ones(5, device=kernels)  # left to F
+        step = measured(kernels, [*grads, extra], guard)
+        exact = tuple(i for i in range(4) if i != missing)
+        own.precondition(step, True)
+        reference = [None if i == missing else kept[i].clone() for i in range(4)]
+        own._precondition_exactly(exact, reference, step.norms[:4], step.finite[:4], True)
+        for i in exact:
+            assert angle(grads[i], reference[i]) < 0.5  # type: ignore[arg-type]
+            assert angle(grads[i], kept[i]) > 1  # type: ignore[arg-type]
+        assert gone is None or torch.equal(gone, kept[missing])  # type: ignore[index]
+        assert torch.equal(extra, torch.ones_like(extra))
+
+
+def test_what_does_not_fit_is_computed_twice_and_is_the_same(kernels: torch.device) -> None:
+    results = []
+    for workspace in (2**21, 2**16):
+        torch.manual_seed(0)
+        own = made(kernels)
+        own.workspace = workspace
+        own.products.ways = dict.fromkeys(range(4), BF16)
+        grads = gradients(kernels, SINGLE)
+        own.precondition(measured(kernels, grads), True)
+        results.append(grads)
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("workspace", [2**12, 2**16, 2**21])
+@pytest.mark.parametrize("precise", [True, False])
+def test_lanes_never_share_memory(workspace: int, precise: bool) -> None:
+    """Chunks of different lanes run at the same time in a graph."""
+    from kronbit.kernels.grouped import Field
+    from kronbit.tables import Precision, make_waves
+
+    own = made(torch.device("cpu"))
+    own.workspace = workspace
+    for wave in make_waves(own, range(4), Precision(precise), torch.device("cpu")):
+        lines = wave.lines.tolist()
+        used: dict[tuple[str, int], set[int]] = {}
+        line = 0
+        for chunk in wave.chunks:
+            for block in chunk.blocks:
+                start, size = lines[line][Field.LEFT], block.scratch(Precision(precise))
+                assert start + size <= wave.scratch
+                used.setdefault(("scratch", chunk.lane), set()).update(range(start, start + size))
+                start, size = wave.offsets[block], block.group.shape[0] * block.group.shape[1]
+                assert start + size <= wave.held
+                if not wave.fits:
+                    used.setdefault(("held", chunk.lane), set()).update(range(start, start + size))
+                line += 1
+        for kind in ("scratch", "held"):
+            assert not used.get((kind, 0), set()) & used.get((kind, 1), set())
+
+
+def test_nothing_keeps_a_dropped_optimizer_alive(kernels: torch.device) -> None:
+    """Its stacks are large: they must not wait for a collection of cycles."""
+    own = made(kernels)
+    own.products.ways = dict.fromkeys(range(4), BF16)
+    grads = gradients(kernels, SINGLE)
+    own.precondition(measured(kernels, grads), True)
+    alive = weakref.ref(own)
+    gc.disable()
+    try:
+        del own
+        assert alive() is None
+    finally:
+        gc.enable()
+
+
+def test_norms_and_zeros(kernels: torch.device) -> None:
+    grads: list[Tensor | None] = [
+        torch.randn(40_000, device=kernels),
+        None,
+        torch.randn(3, 5, device=kernels).bfloat16(),
+        torch.full((7,), torch.inf, device=kernels).half(),
+        torch.tensor(2.0, device=kernels),
+    ]
+    step = measured(kernels, grads)
+    assert step.kernel is not None
+    expected = [0.0 if g is None else float(g.double().norm()) for g in grads]
+    assert step.norms.tolist() == pytest.approx(expected, rel=1e-6)
+    kept = [None if g is None else g.clone() for g in grads]
+    step.zero_nonfinite(but=())
+    for i, (grad, before) in enumerate(zip(grads, kept, strict=True)):
+        if grad is not None and before is not None:
+            assert torch.equal(grad, torch.zeros_like(grad) if i == 3 else before)
+
+
+def test_kernels_and_torch_count_alike(
+    kernels: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    by_kernels, by_torch = NonfiniteGuard(kernels), NonfiniteGuard(kernels)
+    for bad in (torch.nan, torch.inf, 1e30, 0.0):
+        grads: list[Tensor | None] = [
+            torch.randn(6_000_000 if bad == 0 else 40_000, device=kernels),
+            torch.randn(7, device=kernels).bfloat16(),
+            None,
+            torch.empty(0, device=kernels),
+        ]
+        grads[0][-1] = grads[1][3] = bad  # type: ignore[index]
+        found = measured(kernels, grads, by_kernels)
+        assert found.kernel is not None
+        with monkeypatch.context() as patch:
+            patch.setattr(acceleration, "why_not", lambda device: "a test")
+            expected = measured(kernels, grads, by_torch)
+        assert expected.kernel is None
+        assert found.finite.dtype == torch.bool
+        assert found.finite.tolist() == expected.finite.tolist()
+        assert found.norms[2:].tolist() == [0, 0]
+        if bad == 0:
+            exact = [0.0 if g is None else float(g.double().norm()) for g in grads]
+            assert found.norms.tolist() == pytest.approx(exact, rel=1e-6)
+    assert int(by_kernels.skipped) == int(by_torch.skipped) == 6
+    kept = int(by_kernels.skipped)
+    broken = [torch.full((3,), torch.nan, device=kernels)]
+    by_kernels.measure(broken, [3], {torch.float32}, count=False)
+    assert int(by_kernels.skipped) == kept
+
+
+def test_outer_products_are_read_where_gradients_lie(kernels: torch.device) -> None:
+    """Of both sides, in several types, and zero where a gradient is not finite."""
+    own = made(kernels)
+    grads: list[Tensor | None] = [torch.randn(shape).to(kernels) for shape in SHAPES]
+    grads[1] = grads[1].bfloat16()
+    grads[2] = None
+    grads[3][4, 4] = torch.inf
+    finite = torch.tensor([True, True, True, False], device=kernels)
+    due = {i: Due(member.config) for i, member in enumerate(own.members) if i != 2}
+    seen = measured(kernels, grads)
+    by_kernels = own._outer_products(seen, due)
+    blocks = GradientBlocks(own.members, grads)
+    count = 0
+    for parts in batches(due_parts(own.groups, due), own.workspace, UPDATE):
+        expected = own._outer_products_by_torch(blocks, finite, parts)
+        M = by_kernels(parts)
+        assert M.shape == expected.shape
+        assert (M - expected).abs().max() <= 1e-6 * expected.abs().max()
+        count += len(M)
+    assert isinstance(own._outer, OuterProducts)
+    assert count == sum(2 * len(own.members[i].blocking) for i in due)

@@ -155,13 +155,13 @@ def test_a_correction_squares_the_error(shape: tuple[int, int], kernels: torch.d
     assert (left < 5 * E.norm(dim=(-2, -1)) ** 2 + 1e-5).all()
 
 
-@pytest.mark.parametrize("n", [5, 32, 70])
+@pytest.mark.parametrize("n", [5, 32, 70, 300, 600])
 def test_the_inverse_factor_is_choleskys(n: int, kernels: torch.device) -> None:
     from kronbit.kernels.cholesky import inverse_factor_
 
-    X = torch.randn(3, n + 20, n, dtype=torch.float64)
+    X = torch.randn(3, 2 * n + 20, n, dtype=torch.float64)
     S = X.mT @ X
-    S[1] -= 1000 * torch.eye(n)
+    S[1] -= (2 * n + 20) * torch.eye(n)
     inverse, good = inverse_factor_(S.float().to(kernels))
     assert good.tolist() == [True, False, True]
     for i in (0, 2):

@@ -3,6 +3,8 @@
 The factorisation goes tile by tile along the diagonal, one launch each. All tiles of the remaining
 matrix are updated at once, and the program that updates the next diagonal tile goes on to factor
 it, so that nothing waits. R takes the place of S's upper tiles, which are never read.
+
+R is inverted in blocks along its diagonal, and those are joined, two by two.
 """
 
 from __future__ import annotations
@@ -14,8 +16,10 @@ from torch import Tensor
 
 from kronbit.kernels.launch import launch
 
-_TILE, _DEPTH = 32, 128
-_STEP_WARPS, _INVERSE_WARPS = 1, 4
+_TILE = 32
+_BLOCK = 8  # tiles that are inverted one after the other; larger blocks are joined
+_JOINED, _DEPTH = 64, 16  # tiles of what joins two blocks
+_STEP_WARPS, _WARPS = 1, 4
 
 
 @triton.jit
@@ -122,8 +126,8 @@ def _step_kernel(S, inverses, failed, n, k, tiles, UPDATE: tl.constexpr, TILE: t
 
 
 @triton.jit(do_not_specialize=["n", "tiles"])
-def _inverse_kernel(R, inverses, out, n, tiles, TILE: tl.constexpr, DEPTH: tl.constexpr):
-    """Rows of R⁻¹, tile by tile: every program has rows of its own."""
+def _blocks_kernel(R, inverses, out, n, tiles, BLOCK: tl.constexpr, TILE: tl.constexpr):
+    """R⁻¹ of blocks along the diagonal, tile by tile: every program has rows of its own."""
     matrix = tl.program_id(1).to(tl.int64)
     i = tl.program_id(0)
     index = tl.arange(0, TILE)
@@ -131,26 +135,64 @@ def _inverse_kernel(R, inverses, out, n, tiles, TILE: tl.constexpr, DEPTH: tl.co
     R += matrix * n * n
     out += matrix * n * n
     inverses += matrix * tiles * TILE * TILE + index[:, None] * TILE + index[None, :]
-    for k in range(tiles):
+    last = tl.minimum((i // BLOCK + 1) * BLOCK, tiles)
+    for k in range(i, last):
         column = k * TILE + index
         inside = (row < n)[:, None] & (column < n)[None, :]
-        place = out + row[:, None] * n + column[None, :]
         total = tl.zeros((TILE, TILE), dtype=tl.float32)
-        if k >= i:
-            if k == i:
-                total += tl.where(index[:, None] == index[None, :], 1.0, 0.0)
-            for start in range(i * TILE, k * TILE, DEPTH):
-                earlier = start + tl.arange(0, DEPTH)
-                known = earlier < k * TILE
-                left = out + row[:, None] * n + earlier[None, :]
-                right = R + earlier[:, None] * n + column[None, :]
-                total -= _exact_dot(
-                    tl.load(left, mask=(row < n)[:, None] & known[None, :], other=0.0),
-                    tl.load(right, mask=known[:, None] & (column < n)[None, :], other=0.0),
-                )
-            total = _exact_dot(total, tl.trans(tl.load(inverses + k * TILE * TILE)))
-        tl.store(place, total, mask=inside)
+        if k == i:
+            total += tl.where(index[:, None] == index[None, :], 1.0, 0.0)
+        for j in range(i, k):
+            earlier = j * TILE + index
+            left = out + row[:, None] * n + earlier[None, :]
+            right = R + earlier[:, None] * n + column[None, :]
+            total -= _exact_dot(
+                tl.load(left, mask=(row < n)[:, None], other=0.0),
+                tl.load(right, mask=(column < n)[None, :], other=0.0),
+            )
+        total = _exact_dot(total, tl.trans(tl.load(inverses + k * TILE * TILE)))
+        tl.store(out + row[:, None] * n + column[None, :], total, mask=inside)
         tl.debug_barrier()  # the next tiles read what this program has just written
+
+
+@triton.jit(do_not_specialize=["n", "size"])
+def _join_kernel(R, out, n, size, SECOND: tl.constexpr, TILE: tl.constexpr, DEPTH: tl.constexpr):
+    """What stands above B in R⁻¹, of two blocks A and B along its diagonal, and C above B in R.
+
+    First T = C B, which goes transposed below A in R, where nothing is needed any more; then -A T.
+    """
+    matrix = tl.program_id(2).to(tl.int64)
+    R += matrix * n * n
+    out += matrix * n * n
+    first = 2 * size * tl.program_id(1)  # of A; B begins at second
+    second = first + size
+    width = tl.minimum(n - second, size)
+    across = tl.cdiv(size, TILE)
+    i, j = tl.program_id(0) // across * TILE, tl.program_id(0) % across * TILE
+    if j >= width:
+        return
+    row, column = i + tl.arange(0, TILE), j + tl.arange(0, TILE)
+    wide = (column < width)[None, :]
+    T = R + first + (second + column)[None, :] * n  # by columns
+    total = tl.zeros((TILE, TILE), dtype=tl.float32)
+    if SECOND:
+        A = out + (first + row)[:, None] * n + first
+        for start in range(i, size, DEPTH):  # A is upper triangular
+            k = start + tl.arange(0, DEPTH)
+            total -= _exact_dot(tl.load(A + k[None, :]), tl.load(T + k[:, None], mask=wide))
+        place = out + (first + row)[:, None] * n + (second + column)[None, :]
+        tl.store(place, total, mask=wide)
+    else:
+        C = R + (first + row)[:, None] * n + second
+        B = out + second * n + second + column[None, :]
+        for start in range(0, tl.minimum(j + TILE, width), DEPTH):  # and so is B
+            k = start + tl.arange(0, DEPTH)
+            there = k < width
+            total += _exact_dot(
+                tl.load(C + k[None, :], mask=there[None, :], other=0.0),
+                tl.load(B + k[:, None] * n, mask=there[:, None] & wide, other=0.0),
+            )
+        tl.store(T + row[:, None], total, mask=wide)
 
 
 def inverse_factor_(S: Tensor) -> tuple[Tensor, Tensor]:
@@ -178,17 +220,35 @@ def inverse_factor_(S: Tensor) -> tuple[Tensor, Tensor]:
             TILE=_TILE,
             num_warps=_STEP_WARPS,
         )
-    out = torch.empty_like(S)
+    out = torch.zeros_like(S)
     launch(
-        _inverse_kernel,
+        _blocks_kernel,
         (tiles, k),
         S,
         inverses,
         out,
         n,
         tiles,
+        BLOCK=_BLOCK,
         TILE=_TILE,
-        DEPTH=_DEPTH,
-        num_warps=_INVERSE_WARPS,
+        num_warps=_WARPS,
     )
+    size = _BLOCK * _TILE
+    while size < n:
+        pairs = -(-(n - size) // (2 * size))
+        grid = ((size // _JOINED) ** 2, pairs, k)
+        for second in (False, True):
+            launch(
+                _join_kernel,
+                grid,
+                S,
+                out,
+                n,
+                size,
+                SECOND=second,
+                TILE=_JOINED,
+                DEPTH=_DEPTH,
+                num_warps=_WARPS,
+            )
+        size *= 2
     return out, failed == 0

@@ -23,7 +23,7 @@ from kronbit.grouped import GroupedProducts
 from kronbit.groups import Due, Member
 from kronbit.kernels.cholesky import inverse_factor_
 from kronbit.kernels.matmul import compose, correction, multiply
-from kronbit.kernels.split import normalise_columns, scale_rows, split
+from kronbit.kernels.split import column_dots, normalise_columns, scale_rows, split
 from kronbit.nonfinite import Measured
 from kronbit.norms import KernelNorms
 from kronbit.preconditioner import Preconditioner
@@ -77,7 +77,8 @@ def matrices(n: int) -> None:
     compose(a, a.mT, symmetric=True)
     correction(a)
     normalise_columns(torch.randn(1, n, n))
-    scale_rows(a, torch.ones(1, n))
+    scale_rows(a, torch.ones(1, n), torch.ones(1))
+    column_dots(torch.randn(1, n, n), torch.randn(1, n, n))
     inverse_factor_(torch.eye(n).unsqueeze(0).contiguous())
 
 

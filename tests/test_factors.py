@@ -38,22 +38,21 @@ def update(
     Returns how many rows were refused.
     """
     rows = everything(factors) if rows is None else rows
-    failed, refused = Batch([(factors, rows)]).update(M.clone(), trusted, config)
-    count = int(refused.sum())
-    for i, again in enumerate(failed.tolist()):
+    good, replaced = Batch([(factors, rows)]).update(M.clone(), trusted, config)
+    count = int((trusted & good & ~replaced).sum())
+    for i, again in enumerate((trusted & ~good).tolist()):
         if again:
             one = Batch([(factors, slice(rows.start + i, rows.start + i + 1))])
-            _, refused = one.update(
-                M[i : i + 1].clone(), trusted[i : i + 1], config, householder_qr
-            )
-            count += int(refused)
+            here = slice(i, i + 1)
+            _, replaced = one.update(M[here].clone(), trusted[here], config, householder_qr)
+            count += int(~replaced)
     return count
 
 
 def refresh(factors: Factors, config: Config, rows: slice | None = None) -> list[bool]:
-    """Refresh; returns which rows were refused."""
-    refused = Batch([(factors, everything(factors) if rows is None else rows)]).refresh(config)
-    return list(refused.tolist())
+    """Refresh; returns which rows were replaced."""
+    replaced = Batch([(factors, everything(factors) if rows is None else rows)]).refresh(config)
+    return list(replaced.tolist())
 
 
 def gram(rows: int, n: int, generator: torch.Generator) -> Tensor:
@@ -238,7 +237,7 @@ def test_a_bad_root_never_replaces_a_good_one() -> None:
     before = factors.roots(everything(factors)).clone()
     factors.tensors["eigenvalues"][1, 3] = 0.0  # 0^(-1/4) without damping
     factors.tensors["eigenvalues"][0] *= 2
-    assert refresh(factors, config) == [False, True]
+    assert refresh(factors, config) == [True, False]
     after = factors.roots(everything(factors))
     assert torch.equal(after[1], before[1])
     assert not torch.equal(after[0], before[0])

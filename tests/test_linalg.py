@@ -96,7 +96,7 @@ def test_cholesky_qr_knows_what_it_cannot_do(kind: str, device: torch.device) ->
     [
         (1e5, linalg.shifted_cholesky_qr),
         (1e8, linalg.thrice_shifted_cholesky_qr),
-        (1e12, linalg.thrice_shifted_cholesky_qr),
+        (1e10, linalg.thrice_shifted_cholesky_qr),
     ],
 )
 def test_shifted_cholesky_qr_takes_nearly_singular_matrices(

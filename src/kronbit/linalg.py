@@ -67,8 +67,8 @@ def orthogonality_error(Q: Tensor) -> Tensor:
     return error
 
 
-def _whitened(X: Operand, shift: float, room: Tensor | None) -> tuple[Operand, Tensor]:
-    """X R⁻¹ with Rᵀ R = Xᵀ X + shift trace(Xᵀ X) I, and whether Cholesky succeeded.
+def _whitened(X: Operand, shift: float, room: Tensor | None) -> Operand:
+    """X R⁻¹ with Rᵀ R = Xᵀ X + shift trace(Xᵀ X) I; NaN, where there is no such R.
 
     ``room`` is overwritten, if there is some.
     """
@@ -79,13 +79,15 @@ def _whitened(X: Operand, shift: float, room: Tensor | None) -> tuple[Operand, T
     if not isinstance(X, Tensor):
         from kronbit.kernels.cholesky import inverse_factor_
 
-        W, succeeded = inverse_factor_(S)
+        W = inverse_factor_(S)
         w = operand(W)
         del W
-        return compose(X, w), succeeded
+        return compose(X, w)
     lower, info = torch.linalg.cholesky_ex(S)
     del S
-    return torch.linalg.solve_triangular(lower.mT, X, upper=True, left=False), info == 0
+    lower.masked_fill_((info != 0)[:, None, None], torch.nan)
+    solved: Tensor = torch.linalg.solve_triangular(lower.mT, X, upper=True, left=False)
+    return solved
 
 
 def cholesky_qr(X: Tensor, shifts: Sequence[float] = ()) -> tuple[Tensor, Tensor]:
@@ -94,7 +96,7 @@ def cholesky_qr(X: Tensor, shifts: Sequence[float] = ()) -> tuple[Tensor, Tensor
     Args:
         X: (k, m, n) with m >= n, float32; given away: it may be overwritten.
         shifts: Each asks for one more pass in front, with that much of the trace added to the
-            diagonal: it cannot fail, and leaves a matrix that is better conditioned.
+            diagonal: it hardly ever fails, and leaves a matrix that is better conditioned.
 
     Returns:
         Q: (k, m, n), with R's diagonal non-negative.
@@ -106,16 +108,13 @@ def cholesky_qr(X: Tensor, shifts: Sequence[float] = ()) -> tuple[Tensor, Tensor
         x = normalise_columns(X)
         # The operand is a copy, or X itself.
         room = X if X.shape[-2] == X.shape[-1] and not isinstance(x, Tensor) else None
-        first, *others = *shifts, 0.0
-        x, good = _whitened(x, first, room)
-        for shift in others:
-            x, again = _whitened(x, shift, room)
-            good = good & again
+        for shift in (*shifts, 0.0):
+            x = _whitened(x, shift, room)
         W, _ = correction(x)
         x = compose(x, W)
         W, squares = correction(x)
         # A comparison with NaN is False, so a broken matrix counts as bad.
-        return multiply(x, W, out=room), good & (squares.sum(-1) <= _CORRECTABLE**2)
+        return multiply(x, W, out=room), squares.sum(-1) <= _CORRECTABLE**2
 
 
 def shifted_cholesky_qr(X: Tensor) -> tuple[Tensor, Tensor]:

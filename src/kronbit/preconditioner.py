@@ -142,13 +142,20 @@ class Preconditioner:
             M = outer_products(parts)
             trusted = finite[self._owners(parts)]
             batch = Batch([(part.factors, part.rows) for part in parts])
-            flags.append(torch.stack(batch.update(M, trusted, parts[0].config, qr)))
+            good, replaced = batch.update(M, trusted, parts[0].config, qr)
+            flags.append(torch.stack((trusted, good, replaced)))
             done += parts
         if not flags:
             return []
-        failed, refused = torch.cat(flags, 1).tolist()
-        _count(done, refused, "discarded_statistics")
-        return [row for row, bad in zip(_rows(done), failed, strict=True) if bad]
+        failed = []
+        for row, trusted, good, replaced in zip(
+            _rows(done), *torch.cat(flags, 1).tolist(), strict=True
+        ):
+            if trusted and not good:
+                failed.append(row)
+            elif trusted and not replaced:
+                row.factors.counters["discarded_statistics"] += 1
+        return failed
 
     def _outer_products(
         self, measured: Measured, due: Mapping[int, Due]
@@ -209,7 +216,8 @@ class Preconditioner:
             flags.append(batch.refresh(parts[0].config))
             done += parts
         if flags:
-            _count(done, torch.cat(flags).tolist(), "discarded_roots")
+            for row, replaced in zip(_rows(done), torch.cat(flags).tolist(), strict=True):
+                row.factors.counters["discarded_roots"] += not replaced
         staggered = {i for i, own in due.items() if own.phases is not None}
         known = set(self.refreshed)
         self.find_refreshed(due.keys() - staggered)
@@ -336,13 +344,6 @@ class Preconditioner:
 def _rows(parts: Sequence[Part]) -> Iterator[Part]:
     """The rows of a batch, each as a part of its own."""
     return (part.row(row) for part in parts for row in range(part.rows.start, part.rows.stop))
-
-
-def _count(parts: Sequence[Part], flags: Sequence[bool], counter: str) -> None:
-    """Count rows that are flagged."""
-    if any(flags):
-        for row, flag in zip(_rows(parts), flags, strict=True):
-            row.factors.counters[counter] += flag
 
 
 def _per_row(values: Tensor) -> Tensor:

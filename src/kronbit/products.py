@@ -103,18 +103,28 @@ def compose(
     return matmul.compose(A, B, C, alpha, beta, symmetric, bound)
 
 
-def scale_rows(X: Operand, factors: Tensor) -> Operand:
+def scale_rows(X: Operand, factors: Tensor, largest: Tensor) -> Operand:
     """diag(factors) X.
 
     Args:
         X: (k, n, n), nearly orthogonal, by rows.
         factors: (k, n), not negative.
+        largest: (k,), of the factors.
     """
     if isinstance(X, Tensor):
         return X * factors.unsqueeze(-1)
     from kronbit.kernels import split
 
-    return split.scale_rows(X, factors)
+    return split.scale_rows(X, factors, largest)
+
+
+def column_dots(X: Tensor, Y: Tensor) -> Tensor:
+    """The dot products of the columns of X and Y: (k, m, n) -> (k, n). Y is given away."""
+    if not has_kernels(X.device):
+        return Y.mul_(X).sum(-2)
+    from kronbit.kernels import split
+
+    return split.column_dots(X, Y)
 
 
 def normalise_columns(X: Tensor) -> Operand:

@@ -18,7 +18,7 @@ from kronbit.linalg import (
     rectified,
     subspace_iteration,
 )
-from kronbit.products import Operand, compose, multiply, operand, scale_rows
+from kronbit.products import Operand, column_dots, compose, multiply, operand, scale_rows
 
 _TO_THE_END = 4  # Björck steps after which 4-bit eigenvectors are orthogonal to float32
 
@@ -53,16 +53,17 @@ class Eigen:
         lam, Vt = leaves["eigenvalues"], self._rectified(leaves, config.update_rectify)
         decay, weight = decay_weights(config.beta)
         # No element of a positive semi-definite matrix exceeds its largest diagonal one.
-        bound = M.diagonal(dim1=-2, dim2=-1).amax(-1).mul_(weight).add_(lam.amax(-1), alpha=decay)
+        largest = lam.amax(-1)
+        bound = M.diagonal(dim1=-2, dim2=-1).amax(-1).add_(largest)
         # A = β V Λ Vᵀ + (1 - β) M
-        scaled = scale_rows(Vt, lam)
+        scaled = scale_rows(Vt, lam, largest)
         A = compose(Vt.mT, scaled, C=M, alpha=decay, beta=weight, symmetric=True, bound=bound)
         del scaled
         AV = multiply(A, Vt.mT, out=M)
         del Vt
         P, good = subspace_iteration(A, AV, config.qr_iterations, qr)
         # λ = diag(Pᵀ A P)
-        lam = multiply(A, operand(P, bounded=True)).mul_(P).sum(-2)
+        lam = column_dots(P, multiply(A, operand(P, bounded=True)))
         del A
         return self._encode(lam, P), good
 
@@ -110,4 +111,4 @@ class Eigen:
 
 def _scaled_square(Vt: Operand, lam: Tensor) -> Tensor:
     """V diag(λ) Vᵀ, with eigenvectors as rows of Vᵀ."""
-    return multiply(Vt.mT, scale_rows(Vt, lam), symmetric=True)
+    return multiply(Vt.mT, scale_rows(Vt, lam, lam.amax(-1)), symmetric=True)

@@ -157,16 +157,17 @@ class Batch:
             qr: ``cholesky_qr``, or a more robust one for rows where that has failed.
 
         Returns:
-            bool (rows,) twice: whose QR has failed; and whose result was not finite and refused.
+            bool (rows,) twice: whose QR can be trusted; and whose statistic was replaced, because
+            it is finite, too.
         """
         new, good = self.method.update(self._statistics(), M, config, qr)
-        return finite & ~good, self._keep(new, finite & good)
+        return good, self._keep(new, finite & good)
 
     def refresh(self, config: Config) -> Tensor:
         """PIRU: ε, t2 and the number of Newton steps come from ``config``.
 
         Returns:
-            bool (rows,): whose root was not finite and refused.
+            bool (rows,): whose root was replaced, because it is finite.
         """
         return self._keep(self.method.refresh(self._statistics(), config), None)
 
@@ -182,10 +183,11 @@ class Batch:
         """Write new tensors where they are trusted and finite; elsewhere the old ones stay.
 
         Returns:
-            bool (rows,): what is trusted, but not finite.
+            bool (rows,): where that was.
         """
-        finite = _finite_rows(new)
-        accepted = finite if trusted is None else trusted & finite
+        accepted = _finite_rows(new)
+        if trusted is not None:
+            accepted &= trusted
         start = 0
         for leaves in self._slices:
             rows = slice(start, start + len(next(iter(leaves.values()))))
@@ -193,7 +195,7 @@ class Batch:
             for name, leaf in new.items():
                 mask = accepted[rows].view(-1, *[1] * (leaf.dim() - 1))
                 torch.where(mask, leaf[rows], leaves[name], out=leaves[name])
-        return ~finite if trusted is None else trusted & ~finite
+        return accepted
 
 
 def _finite_rows(leaves: Mapping[str, Tensor]) -> Tensor:

@@ -24,7 +24,7 @@ _STEP_WARPS, _WARPS = 1, 4
 
 @triton.jit
 def _inverse_factor(D, HALF: tl.constexpr):
-    """L⁻¹ of a symmetric matrix D = L Lᵀ, and its pivots, which must be positive.
+    """L⁻¹ of a symmetric matrix D = L Lᵀ; not finite if a pivot is not positive.
 
     Gauss, from D | I to Lᵀ | L⁻¹ but for the square roots of the pivots. Column j of D is zero
     below the pivot from step j on, and that of the right half is zero until then: they share it.
@@ -41,7 +41,7 @@ def _inverse_factor(D, HALF: tl.constexpr):
         D_j = tl.where(index == j, 1.0, D_j)
         D = tl.where(column == j, 0.0, D) - factor[:, None] * D_j[None, :]
     W = tl.where(row > column, D, tl.where(row == column, 1.0, 0.0))
-    return W * tl.rsqrt(pivots)[:, None], pivots
+    return W * tl.rsqrt(pivots)[:, None]  # of a negative pivot: NaN; of 0: infinity
 
 
 @triton.jit
@@ -65,7 +65,7 @@ def _load_square(S, row, column, n):
 
 
 @triton.jit
-def _diagonal(S, W_place, failed, n, k, UPDATE: tl.constexpr, TILE: tl.constexpr):
+def _diagonal(S, W_place, n, k, UPDATE: tl.constexpr, TILE: tl.constexpr):
     """Bring diagonal tile k up to date and factor it, by quarters: D | 0, C | E."""
     HALF: tl.constexpr = TILE // 2
     half, whole = tl.arange(0, HALF), tl.arange(0, TILE)
@@ -83,23 +83,20 @@ def _diagonal(S, W_place, failed, n, k, UPDATE: tl.constexpr, TILE: tl.constexpr
         R = S + before[:, None] * n
         tl.store(R + top[None, :], tl.trans(L_top), mask=(top < n)[None, :])
         tl.store(R + bottom[None, :], tl.trans(L_bottom), mask=(bottom < n)[None, :])
-    W_D, pivots_D = _inverse_factor(D, HALF)
+    W_D = _inverse_factor(D, HALF)
     L = _exact_dot(C, tl.trans(W_D))
     E -= _exact_dot(L, tl.trans(L))
-    W_E, pivots_E = _inverse_factor(E, HALF)
+    W_E = _inverse_factor(E, HALF)
     W_C = _exact_dot(_exact_dot(W_E, L), W_D)
     corner = W_place + half[:, None] * TILE + half[None, :]
     tl.store(corner, W_D)
     tl.store(corner + HALF, tl.zeros((HALF, HALF), dtype=tl.float32))
     tl.store(corner + HALF * TILE, -W_C)
     tl.store(corner + HALF * TILE + HALF, W_E)
-    # A comparison with NaN is False.
-    if tl.min(tl.where((pivots_D > 0) & (pivots_E > 0), 1, 0)) == 0:
-        tl.store(failed, 1)
 
 
 @triton.jit(do_not_specialize=["n", "k", "tiles"])
-def _step_kernel(S, inverses, failed, n, k, tiles, UPDATE: tl.constexpr, TILE: tl.constexpr):
+def _step_kernel(S, inverses, n, k, tiles, UPDATE: tl.constexpr, TILE: tl.constexpr):
     """Subtract the columns of diagonal tile k - 1, write its rows of R, and factor tile k."""
     i, j = k + tl.program_id(0), k + tl.program_id(1)
     if j > i:
@@ -108,7 +105,7 @@ def _step_kernel(S, inverses, failed, n, k, tiles, UPDATE: tl.constexpr, TILE: t
     S += matrix * n * n
     W_place = inverses + (matrix * tiles + k) * TILE * TILE
     if i == k:  # and so j == k
-        _diagonal(S, W_place, failed + matrix, n, k, UPDATE, TILE)
+        _diagonal(S, W_place, n, k, UPDATE, TILE)
         return
     if UPDATE:
         index = tl.arange(0, TILE)
@@ -195,16 +192,15 @@ def _join_kernel(R, out, n, size, SECOND: tl.constexpr, TILE: tl.constexpr, DEPT
         tl.store(T + row[:, None], total, mask=wide)
 
 
-def inverse_factor_(S: Tensor) -> tuple[Tensor, Tensor]:
+def inverse_factor_(S: Tensor) -> Tensor:
     """R⁻¹ with Rᵀ R = S, for a contiguous float32 stack (k, n, n), which is overwritten.
 
     Returns:
-        R⁻¹, upper triangular, and bool (k,): False where S was not positive definite.
+        R⁻¹, upper triangular; it holds NaN where S is not positive definite.
     """
     k, n, _ = S.shape
     tiles = triton.cdiv(n, _TILE)
     inverses = torch.empty(k, tiles, _TILE, _TILE, dtype=torch.float32, device=S.device)
-    failed = torch.zeros(k, dtype=torch.int32, device=S.device)
     for step in range(tiles):
         left = tiles - step if step else 1
         launch(
@@ -212,7 +208,6 @@ def inverse_factor_(S: Tensor) -> tuple[Tensor, Tensor]:
             (left, left, k),
             S,
             inverses,
-            failed,
             n,
             step,
             tiles,
@@ -251,4 +246,4 @@ def inverse_factor_(S: Tensor) -> tuple[Tensor, Tensor]:
                 num_warps=_WARPS,
             )
         size *= 2
-    return out, failed == 0
+    return out

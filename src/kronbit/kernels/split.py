@@ -194,6 +194,20 @@ def _normalise_kernel(
     tl.store(unit + matrix, 1.0 / 4096.0, mask=tl.program_id(0) == 0)
 
 
+@triton.jit(do_not_specialize=["rows", "columns"])
+def _dots_kernel(x, y, out, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Dot products of columns."""
+    matrix = tl.program_id(1).to(tl.int64)
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
+    for start in range(0, rows, ROWS):
+        row = start + tl.arange(0, ROWS)[:, None]
+        mask = (row < rows) & (column < columns)[None, :]
+        place = matrix * rows * columns + row * columns + column[None, :]
+        total += tl.load(x + place, mask=mask, other=0.0) * tl.load(y + place, mask=mask, other=0.0)
+    tl.store(out + matrix * columns + column, tl.sum(total, axis=0), mask=column < columns)
+
+
 def split(X: Tensor, bounded: bool = False) -> Split:
     """Two float16 parts of each matrix of a stack (k, rows, columns) of float32.
 
@@ -229,7 +243,7 @@ def split(X: Tensor, bounded: bool = False) -> Split:
     return out
 
 
-def scale_rows(x: Split, factors: Tensor) -> Split:
+def scale_rows(x: Split, factors: Tensor, largest: Tensor) -> Split:
     """diag(factors) x for non-negative factors (k, rows), and x that is nearly orthogonal."""
     out = empty_split(len(x.hi), x.rows, x.columns, x.hi.device)
     sides = x.hi.shape[1:]
@@ -238,7 +252,7 @@ def scale_rows(x: Split, factors: Tensor) -> Split:
         (-(-sides[0] // _ROWS), len(x.hi)),
         *x[:3],
         factors.contiguous(),
-        factors.amax(-1),
+        largest,
         *out[:3],
         x.rows,
         *sides,
@@ -263,4 +277,13 @@ def normalise_columns(X: Tensor) -> Split:
         ROWS=32,
         COLUMNS=_COLUMNS,
     )
+    return out
+
+
+def column_dots(X: Tensor, Y: Tensor) -> Tensor:
+    """Dot products of the columns of two contiguous stacks (k, rows, columns)."""
+    k, rows, columns = X.shape
+    out = torch.empty(k, columns, dtype=torch.float32, device=X.device)
+    grid = (-(-columns // _COLUMNS), k)
+    launch(_dots_kernel, grid, X, Y, out, rows, columns, ROWS=32, COLUMNS=_COLUMNS)
     return out

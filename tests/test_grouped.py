@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,7 @@ from kronbit.blocking import route
 from kronbit.config import Config
 from kronbit.gradients import GradientBlocks, plain_dtypes
 from kronbit.groups import Due, Member
-from kronbit.kernel_products import BF16, BF16X3, FLOAT32
+from kronbit.kernel_products import BF16, BF16X3, FLOAT32, _near
 from kronbit.nonfinite import Measured, NonfiniteGuard
 from kronbit.preconditioner import Preconditioner
 
@@ -124,11 +125,20 @@ def test_ways_are_chosen_by_the_angle(gain: float, way: int, kernels: torch.devi
             group.left.tensors["root"][0] = L.to(kernels)
     grads[0] = (low @ torch.randn(2, 66)).to(kernels)
     grads[1] = None
-    own.products.choose(grads, range(4))
+    own.products.choose(grads, range(4), new=range(4))
     assert own.products.ways == {0: way, 1: FLOAT32, 2: BF16, 3: BF16}
     grads[3] = grads[3].t().contiguous().t()  # type: ignore[union-attr]
-    own.products.choose(grads, range(4))
+    own.products.choose(grads, range(4), new=())
     assert own.products.ways[3] == FLOAT32  # the kernels take plain matrices only
+
+
+def test_a_way_changes_only_for_a_reason() -> None:
+    """Back to the cheaper way at half of the tolerance; who has a way keeps it up to all of it."""
+    cosines = {i: math.cos(math.radians(degrees)) for i, degrees in enumerate((0.2, 0.4, 0.6))}
+    cosines[3] = math.nan
+    assert _near(cosines, dict.fromkeys(range(4), BF16), BF16) == {0, 1}
+    assert _near(cosines, dict.fromkeys(range(4), BF16X3), BF16) == {0}
+    assert _near(cosines, dict.fromkeys(range(4), BF16X3), BF16X3) == {0, 1}
 
 
 def looked_at(own: Preconditioner, way: int, addresses: Tensor) -> dict[int, Tensor]:

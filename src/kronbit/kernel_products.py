@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -41,8 +41,8 @@ class KernelProducts:
         graphs: Whether the ordinary step may be a CUDA graph.
 
     Attributes:
-        ways: How each member's products are taken: the cheapest way whose Ĝ was, at the member's
-            last refresh, found within half a degree of the float32 one.
+        ways: How each member's products are taken: in a way whose Ĝ was, at the member's last
+            refresh, found within half a degree of the float32 one.
     """
 
     def __init__(self, preconditioner: Preconditioner, graphs: bool) -> None:
@@ -85,8 +85,18 @@ class KernelProducts:
             return self._shares.left
         return [i for i in sorted(refreshed) if i in self._shares.left or not there[i]]
 
-    def choose(self, grads: Sequence[Tensor | None], candidates: Collection[int]) -> None:
-        """Find out how products of refreshed members may be taken. Waits for the device."""
+    def choose(
+        self, grads: Sequence[Tensor | None], candidates: Collection[int], new: Collection[int]
+    ) -> None:
+        """Find out how products of refreshed members may be taken. Waits for the device.
+
+        Args:
+            grads: The members' gradients, on which it is tried.
+            candidates: Members that have just been refreshed.
+            new: Those that never were before. The others have a way, and take a cheaper one only
+                if it is near by far: the tables of kernels are made anew at every change.
+        """
+        before = {i: BF16 if i in new else self.ways[i] for i in candidates}
         for i in candidates:
             self.ways[i] = FLOAT32
         if not has_kernels(self._device):
@@ -100,10 +110,11 @@ class KernelProducts:
         undecided = frozenset(i for i in candidates if i in self._preconditioner.refreshed)
         # What BF16X3 rounds off is hundreds of times less than what BF16 does: where the two
         # agree, both are right.
-        near = self._near_to_bf16(undecided, grads)
+        near = _near(self._angles_to_bf16(undecided, grads), before, BF16)
         for i in near:
             self.ways[i] = BF16
-        for i in self._near_to_float32(undecided - near, grads):
+        undecided -= near
+        for i in _near(self._angles_to_float32(undecided, grads), before, BF16X3):
             self.ways[i] = BF16X3
 
     def graph_refused(self) -> str | None:
@@ -111,23 +122,22 @@ class KernelProducts:
         refusals = (grouped.graph_refused for grouped in self._grouped.values())
         return next((reason for reason in refusals if reason), None)
 
-    def _near_to_bf16(
+    def _angles_to_bf16(
         self, members: frozenset[int], grads: Sequence[Tensor | None]
-    ) -> frozenset[int]:
-        """Members whose Ĝ is nearly the same in BF16 and in BF16X3."""
+    ) -> dict[int, float]:
+        """Cosines of the angles between Ĝ in BF16 and in BF16X3."""
         if not any(grads[i] is not None for i in members):
-            return frozenset()
+            return {}
         assert self._compared is not None
-        sums = self._tables(BF16X3, members).compare(self._compared.tensor)
-        return members & _near(sums)
+        return _cosines(self._tables(BF16X3, members).compare(self._compared.tensor), members)
 
-    def _near_to_float32(
+    def _angles_to_float32(
         self, members: frozenset[int], grads: Sequence[Tensor | None]
-    ) -> frozenset[int]:
-        """Members whose Ĝ, taken in BF16X3, is near enough to the float32 one."""
+    ) -> dict[int, float]:
+        """Cosines of the angles between Ĝ in BF16X3 and in float32."""
         members = frozenset(i for i in members if grads[i] is not None)
         if not members:
-            return members
+            return {}
         own = self._preconditioner
         blocks = GradientBlocks(own.members, grads)
         sums = torch.zeros(len(grads), 3, dtype=torch.float32, device=self._device)
@@ -141,7 +151,7 @@ class KernelProducts:
 
         assert self._compared is not None
         self._tables(BF16X3, members).look(self._compared.tensor, compare)
-        return members & _near(sums)
+        return _cosines(sums, members)
 
     def _tables(self, way: int, members: frozenset[int]) -> GroupedProducts:
         """The kernels' tables for some members. Recent ones are remembered."""
@@ -189,11 +199,17 @@ class _Shares:
         return refreshed == self.refreshed and ways == self.ways
 
 
-def _near(sums: Tensor) -> frozenset[int]:
-    """Members by ⟨a, b⟩, ⟨a, a⟩ and ⟨b, b⟩: where a and b are near enough. Waits for the device."""
-    cosine = sums[:, 0] / (sums[:, 1].sqrt() * sums[:, 2].sqrt())
-    good = cosine >= math.cos(math.radians(_TOLERANCE))  # False for NaN
-    return frozenset(i for i, near in enumerate(good.tolist()) if near)
+def _cosines(sums: Tensor, members: Collection[int]) -> dict[int, float]:
+    """Of members, from ⟨a, b⟩, ⟨a, a⟩ and ⟨b, b⟩. Waits for the device."""
+    cosines = (sums[:, 0] / (sums[:, 1].sqrt() * sums[:, 2].sqrt())).tolist()
+    return {i: cosines[i] for i in members}
+
+
+def _near(cosines: Mapping[int, float], before: Mapping[int, int], way: int) -> frozenset[int]:
+    """Members that are near enough for a way: by half of the tolerance, if it is new to them."""
+    most = {new: math.cos(math.radians(_TOLERANCE / (2 if new else 1))) for new in (False, True)}
+    # False for NaN
+    return frozenset(i for i, cosine in cosines.items() if cosine >= most[before[i] > way])
 
 
 def _stretches(

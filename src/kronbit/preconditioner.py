@@ -225,7 +225,7 @@ class Preconditioner:
         # Staggered blocks are compared together, at the turn of the last.
         last = {i for i in staggered if self.phases[i][-1] in (due[i].phases or ())}
         new = self.refreshed - known
-        self.products.choose(grads, [i for i in due if i not in staggered - last - new])
+        self.products.choose(grads, [i for i in due if i not in staggered - last - new], new)
 
     def find_refreshed(self, candidates: Collection[int], whole: bool = False) -> None:
         """Note which candidates have left the identity. Waits for the device.

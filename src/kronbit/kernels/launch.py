@@ -6,13 +6,15 @@ takes longer than most of our kernels run. What that depends on is looked up her
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
+from triton.runtime import driver
 
-_COMPILED: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
+_COMPILED: dict[tuple[Any, ...], Callable[[tuple[int, ...], list[Any]], None]] = {}
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
@@ -44,15 +46,28 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any
     if together % 16:
         offsets = tuple(a.data_ptr() % 16 for a in arguments if isinstance(a, Tensor))
     key = (id(kernel), device, *constants.values(), offsets)
-    known = _COMPILED.get(key)
-    if known is not None:
-        compiled, values = known
-        compiled[(*grid, 1, 1)[:3]](*plain, *values)
+    run = _COMPILED.get(key)
+    if run is not None:
+        run((*grid, 1, 1), plain)
         return
     compiled = kernel[grid](*arguments, **constants)
     if compiled is not None:  # Triton's interpreter has nothing to keep
-        names = kernel.arg_names[len(arguments) :]
-        _COMPILED[key] = compiled, tuple(constants[name] for name in names)
+        values = [constants[name] for name in kernel.arg_names[len(arguments) :]]
+        _COMPILED[key] = _runner(compiled, device.index, values)
+
+
+def _runner(
+    compiled: Any, device: int, values: list[Any]
+) -> Callable[[tuple[int, ...], list[Any]], None]:
+    """What launches a compiled kernel: as Triton does, without what it does for profilers."""
+    stream = driver.active.get_current_stream
+    run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
+
+    def launch_it(grid: tuple[int, ...], arguments: list[Any]) -> None:
+        x, y, z, *_ = grid
+        run(x, y, z, stream(device), function, metadata, None, None, None, *arguments, *values)
+
+    return launch_it
 
 
 @cache

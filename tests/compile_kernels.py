@@ -110,8 +110,8 @@ def main() -> None:
             for precise in (False, True):
                 products = GroupedProducts(own, {0, 1}, Precision(precise), graphs=False)
                 for zero in (True, False):
-                    products.precondition(addresses.tensor, norms.norms, zero)
-            products.compare(addresses.tensor)
+                    products.precondition(addresses, norms.norms, zero)
+            products.compare(addresses)
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from kronbit.nonfinite import Measured, NonfiniteGuard
 from kronbit.preconditioner import Preconditioner
 
 if TYPE_CHECKING:
+    from kronbit.addresses import AddressTable
     from kronbit.tables import TableBlock
 
 pytest.importorskip("triton")
@@ -141,7 +142,36 @@ def test_a_way_changes_only_for_a_reason() -> None:
     assert _near(cosines, dict.fromkeys(range(4), BF16X3), BF16X3) == {0, 1}
 
 
-def looked_at(own: Preconditioner, way: int, addresses: Tensor) -> dict[int, Tensor]:
+def test_gradients_that_begin_anywhere(kernels: torch.device) -> None:
+    """Rows of multiples of 8 elements are read and written wide, if they are aligned."""
+    config = Config(max_order=64)
+    own = Preconditioner(
+        [Member(route((64, 128), config), config)], Shampoo.algorithm, 2**21, False, kernels
+    )
+    for group in own.groups:
+        for factors in (group.left, group.right):
+            A = torch.randn(factors.rows, factors.order, factors.order) / factors.order**0.5
+            roots = factors.method.root.encode((A @ A.mT + torch.eye(factors.order)).to(kernels))
+            for name, leaf in roots.items():
+                factors.tensors[name].copy_(leaf)
+    own.find_refreshed(range(1))
+    own.products.ways = {0: BF16}
+    G, results = torch.randn(64, 128), []
+    for shift in (0, 1):
+        grad = torch.zeros(64 * 128 + 8, device=kernels)[shift : shift + 64 * 128].view(64, 128)
+        grad.copy_(G)
+        step = measured(kernels, [grad])
+        assert step.addresses is not None
+        assert step.addresses.aligned == (shift == 0)
+        own.precondition(step, True)
+        results.append(grad)
+    (tables,) = own.products._grouped.values()
+    assert all(chunk.wide for wave in tables._waves for chunk in wave.chunks)
+    assert torch.equal(*results)
+    assert not torch.equal(results[0].cpu(), G)
+
+
+def looked_at(own: Preconditioner, way: int, addresses: AddressTable) -> dict[int, Tensor]:
     """Ĝ of every member as kernels compute it, block after block."""
     found: dict[int, list[tuple[int, Tensor]]] = {i: [] for i in range(len(SHAPES))}
 
@@ -174,8 +204,8 @@ def test_ways_are_as_accurate_as_they_say(
                 exact[span.member].append((block.index, stack[row].double().flatten().cpu()))
     addresses = measured(kernels, grads).addresses
     assert addresses is not None
-    half, single = (looked_at(own, way, addresses.tensor) for way in (BF16, BF16X3))
-    sums = own.products._tables(BF16X3, frozenset(range(4))).compare(addresses.tensor).cpu()
+    half, single = (looked_at(own, way, addresses) for way in (BF16, BF16X3))
+    sums = own.products._tables(BF16X3, frozenset(range(4))).compare(addresses).cpu()
     for i in range(4):
         reference = torch.cat([x for _, x in sorted(exact[i], key=lambda x: x[0])])
         assert relative_error(single[i], reference) < 3e-4
@@ -229,11 +259,11 @@ def test_what_does_not_fit_is_computed_twice_and_is_the_same(kernels: torch.devi
 def test_lanes_never_share_memory(workspace: int, precise: bool) -> None:
     """Chunks of different lanes run at the same time in a graph."""
     from kronbit.kernels.grouped import Field
-    from kronbit.tables import Precision, make_waves
+    from kronbit.tables import Precision, held_size, make_waves
 
     own = made(torch.device("cpu"))
     own.workspace = workspace
-    for wave in make_waves(own, range(4), Precision(precise), torch.device("cpu")):
+    for wave in make_waves(own, range(4), Precision(precise), torch.device("cpu"))[0]:
         lines = wave.lines.tolist()
         used: dict[tuple[str, int], set[int]] = {}
         line = 0
@@ -242,7 +272,7 @@ def test_lanes_never_share_memory(workspace: int, precise: bool) -> None:
                 start, size = lines[line][Field.LEFT], block.scratch(Precision(precise))
                 assert start + size <= wave.scratch
                 used.setdefault(("scratch", chunk.lane), set()).update(range(start, start + size))
-                start, size = wave.offsets[block], block.group.shape[0] * block.group.shape[1]
+                start, size = wave.offsets[block], held_size(block)
                 assert start + size <= wave.held
                 if not wave.fits:
                     used.setdefault(("held", chunk.lane), set()).update(range(start, start + size))

@@ -83,7 +83,13 @@ class Integers:
 
 
 class AddressTable(Integers):
-    """Where a step's gradients are, and of which kind (``kernels.gradients``)."""
+    """Where a step's gradients are, and of which kind (``kernels.gradients``).
+
+    Attributes:
+        aligned: Whether all of them begin at multiples of 16 bytes, as new tensors do.
+    """
+
+    aligned = True
 
     def fill(self, grads: Sequence[Tensor | None], dtypes: set[torch.dtype] | None = None) -> None:
         """Note where gradients are now.
@@ -100,4 +106,7 @@ class AddressTable(Integers):
                 values = list(map(Tensor.data_ptr, cast("Sequence[Tensor]", grads)))
         if values is None:
             values = [0 if g is None else g.data_ptr() + _TAGS[g.dtype] for g in grads]
-        self.write(values + [0] * (len(self.values) - len(values)))
+        values += [0] * (len(self.values) - len(values))
+        if values != self.values:
+            self.aligned = not any(map((15).__and__, values))
+            self.write(values)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kronbit.addresses import Integers
+from kronbit.addresses import AddressTable, Integers
 from kronbit.kernels import grouped as kernels
 from kronbit.kernels.grouped import STRIP, Buffer, Field
 from kronbit.kernels.launch import launch
@@ -20,8 +20,9 @@ from kronbit.tables import (
     Precision,
     TableBlock,
     TableWave,
-    block_size,
+    held_size,
     make_waves,
+    padded,
 )
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ class GroupedProducts:
         self._weak, self._precision = weakref.ref(preconditioner), precision
         ratios = preconditioner.graft_ratio
         self._device = ratios.device
-        self._waves = make_waves(preconditioner, wanted, precision, self._device)
+        self._waves, self._shape = make_waves(preconditioner, wanted, precision, self._device)
         self._scratch_size = max(wave.scratch for wave in self._waves)
         self._held_size = max(wave.held for wave in self._waves)
         self._buffers = Integers(Buffer.LENGTH, self._device)
@@ -66,10 +67,11 @@ class GroupedProducts:
         self._squares = torch.zeros(max(w.squares for w in self._waves), device=self._device)
         self._anchor = torch.zeros(64, dtype=torch.bfloat16, device=self._device)
         self._capturing = graphs and ratios.is_cuda
-        # Values of ``zero_nonfinite`` that have been run: their kernels are compiled.
-        self._warm: set[bool] = set()
-        # The step by ``zero_nonfinite``, with some addresses; ``None`` where capture was refused.
-        self._graphs: dict[bool, torch.cuda.CUDAGraph | None] = {}
+        # Which of them have been run: their kernels are compiled.
+        self._warm: set[tuple[bool, bool]] = set()
+        # The step by ``zero_nonfinite`` and by whether gradients are aligned, with some addresses;
+        # ``None`` where capture was refused.
+        self._graphs: dict[tuple[bool, bool], torch.cuda.CUDAGraph | None] = {}
         self._captured_with: Tensor | None = None
         self.graph_refused: str | None = None
 
@@ -80,7 +82,7 @@ class GroupedProducts:
         assert owner is not None
         return owner
 
-    def precondition(self, addresses: Tensor, norms: Tensor, zero_nonfinite: bool) -> None:
+    def precondition(self, addresses: AddressTable, norms: Tensor, zero_nonfinite: bool) -> None:
         """Write G̃ = Ĝ ‖G‖ / ‖Ĝ‖ over the gradients.
 
         Args:
@@ -95,24 +97,23 @@ class GroupedProducts:
         if not self._capturing or torch.cuda.is_current_stream_capturing():
             self._step(addresses, zero_nonfinite)
             return
-        if self._captured_with is not addresses:
-            self._captured_with = addresses
+        if self._captured_with is not addresses.tensor:
+            self._captured_with = addresses.tensor
             self._graphs.clear()
+        kind = (zero_nonfinite, addresses.aligned)
         # Kernels are compiled in the first step; a graph can only hold compiled ones.
-        if zero_nonfinite in self._warm and zero_nonfinite not in self._graphs:
-            self._graphs[zero_nonfinite] = self._capture(
-                lambda: self._step(addresses, zero_nonfinite)
-            )
-        graph = self._graphs.get(zero_nonfinite)
+        if kind in self._warm and kind not in self._graphs:
+            self._graphs[kind] = self._capture(lambda: self._step(addresses, zero_nonfinite))
+        graph = self._graphs.get(kind)
         if graph is not None:
             graph.replay()
         else:
             self._step(addresses, zero_nonfinite)
-            self._warm.add(zero_nonfinite)
+            self._warm.add(kind)
 
     def look(
         self,
-        addresses: Tensor,
+        addresses: AddressTable,
         seen: Callable[[Sequence[tuple[TableBlock, Tensor]]], None],
     ) -> None:
         """Compute Ĝ without writing it, and show it: (block, its Ĝ) for a few blocks at a time."""
@@ -124,7 +125,7 @@ class GroupedProducts:
                 first = wave.offsets[chunk.blocks[0]]
                 seen([(b, _view(held, wave.offsets[b] - first, b)) for b in chunk.blocks])
 
-    def compare(self, addresses: Tensor) -> Tensor:
+    def compare(self, addresses: AddressTable) -> Tensor:
         """(members, 3): ⟨a, b⟩, ⟨a, a⟩ and ⟨b, b⟩, where a is Ĝ taken so, and b is Ĝ in bf16.
 
         Both use the same scratch, because what is kept as hi + lo begins with hi.
@@ -149,7 +150,7 @@ class GroupedProducts:
         self, wave: TableWave, chunk: Chunk, scratch: Tensor, dtype: torch.dtype
     ) -> Tensor:
         """Room for Ĝ of one chunk alone: the held stack seems to begin before it."""
-        held = self._empty(sum(map(block_size, chunk.blocks)), dtype)
+        held = self._empty(sum(map(held_size, chunk.blocks)), dtype)
         begin = held.data_ptr() - wave.offsets[chunk.blocks[0]] * held.element_size()
         self._buffers.write([self._from_anchor(scratch), begin, 0])
         return held
@@ -179,14 +180,14 @@ class GroupedProducts:
             return None
         return graph
 
-    def _step(self, addresses: Tensor, zero_nonfinite: bool) -> None:
+    def _step(self, addresses: AddressTable, zero_nonfinite: bool) -> None:
         for wave in self._waves:
             self._in_lanes(wave, lambda w, chunk: self._products(w, chunk, addresses))
             launch(
                 kernels.graft_kernel,
                 (len(wave.members),),
                 wave.members,
-                addresses,
+                addresses.tensor,
                 self._buffers.tensor,
                 self._squares,
                 self._scales,
@@ -197,7 +198,7 @@ class GroupedProducts:
             )
             self._in_lanes(wave, lambda w, chunk: self._write(w, chunk, addresses))
 
-    def _write(self, wave: TableWave, chunk: Chunk, addresses: Tensor) -> None:
+    def _write(self, wave: TableWave, chunk: Chunk, addresses: AddressTable) -> None:
         """G̃ of a chunk's blocks over the gradients."""
         if not wave.fits:
             self._products(wave, chunk, addresses)
@@ -206,10 +207,11 @@ class GroupedProducts:
             (len(chunk.strips),),
             chunk.strips,
             wave.lines,
-            addresses,
+            addresses.tensor,
             self._buffers.tensor,
             self._scales,
             PRECISE=self._precision.precise,
+            WIDE=chunk.wide and addresses.aligned,
             ROWS=STRIP,
             COLUMNS=_COLUMNS,
         )
@@ -230,13 +232,13 @@ class GroupedProducts:
         for lane in lanes[1:]:
             here.wait_stream(lane)
 
-    def _products(self, wave: TableWave, chunk: Chunk, addresses: Tensor) -> None:
+    def _products(self, wave: TableWave, chunk: Chunk, addresses: AddressTable) -> None:
         """Ĝ of a chunk's blocks into the held stack, and their squares."""
         self._restore(wave, chunk, addresses)
         self._gather(wave, chunk, addresses, self._precision)
         self._passes(wave, chunk, addresses, self._precision, self._squares)
 
-    def _restore(self, wave: TableWave, chunk: Chunk, addresses: Tensor) -> None:
+    def _restore(self, wave: TableWave, chunk: Chunk, addresses: AddressTable) -> None:
         """Roots of a chunk's blocks into the scratch."""
         for quantizer, words, tiles in chunk.roots:
             coded = quantizer.bits < 32
@@ -245,7 +247,7 @@ class GroupedProducts:
                 (len(tiles),),
                 tiles,
                 wave.lines,
-                addresses,
+                addresses.tensor,
                 self._buffers.tensor,
                 self._anchor,
                 codebook(quantizer.mapping, quantizer.bits, self._device)
@@ -260,7 +262,7 @@ class GroupedProducts:
             )
 
     def _gather(
-        self, wave: TableWave, chunk: Chunk, addresses: Tensor, precision: Precision
+        self, wave: TableWave, chunk: Chunk, addresses: AddressTable, precision: Precision
     ) -> None:
         """X ← G of a chunk's blocks."""
         launch(
@@ -268,10 +270,11 @@ class GroupedProducts:
             (len(chunk.strips),),
             chunk.strips,
             wave.lines,
-            addresses,
+            addresses.tensor,
             self._buffers.tensor,
             self._anchor,
             PRECISE=precision.precise,
+            WIDE=chunk.wide and addresses.aligned,
             ROWS=STRIP,
             COLUMNS=_COLUMNS,
         )
@@ -280,13 +283,13 @@ class GroupedProducts:
         self,
         wave: TableWave,
         chunk: Chunk,
-        addresses: Tensor,
+        addresses: AddressTable,
         precision: Precision,
         sums: Tensor,
         compare: bool = False,
     ) -> None:
         """Ĝ of a chunk's blocks from X, and sums over what each program has computed."""
-        shape = self._precision.shape  # the tables are cut for it
+        shape = self._shape
         source, target = int(Field.X), int(Field.Y)
         for number, by in enumerate(self._own.rule, 1):
             last = number == len(self._own.rule)
@@ -295,7 +298,7 @@ class GroupedProducts:
                 (len(chunk.tiles),),
                 chunk.tiles,
                 wave.lines,
-                addresses,
+                addresses.tensor,
                 self._buffers.tensor,
                 self._anchor,
                 sums,
@@ -317,4 +320,6 @@ class GroupedProducts:
 
 
 def _view(held: Tensor, start: int, block: TableBlock) -> Tensor:
-    return held[start : start + block_size(block)].view(block.group.shape)
+    m, n = block.group.shape
+    whole = held[start : start + held_size(block)].view(padded(m), padded(n))
+    return whole[:m, :n]

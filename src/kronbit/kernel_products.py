@@ -80,7 +80,7 @@ class KernelProducts:
             # Whoever has no gradient is passed over: the tables do not depend on who has one now.
             if any(map(there.__getitem__, members)):
                 tables = self._tables(way, members)
-                tables.precondition(measured.addresses.tensor, measured.norms, zero_nonfinite)
+                tables.precondition(measured.addresses, measured.norms, zero_nonfinite)
         if measured.kernel is not None:  # kernels can take all gradients
             return self._shares.left
         return [i for i in sorted(refreshed) if i in self._shares.left or not there[i]]
@@ -129,7 +129,7 @@ class KernelProducts:
         if not any(grads[i] is not None for i in members):
             return {}
         assert self._compared is not None
-        return _cosines(self._tables(BF16X3, members).compare(self._compared.tensor), members)
+        return _cosines(self._tables(BF16X3, members).compare(self._compared), members)
 
     def _angles_to_float32(
         self, members: frozenset[int], grads: Sequence[Tensor | None]
@@ -150,7 +150,7 @@ class KernelProducts:
                 sums.index_add_(0, group.owner[rows], found)
 
         assert self._compared is not None
-        self._tables(BF16X3, members).look(self._compared.tensor, compare)
+        self._tables(BF16X3, members).look(self._compared, compare)
         return _cosines(sums, members)
 
     def _tables(self, way: int, members: frozenset[int]) -> GroupedProducts:

@@ -62,13 +62,23 @@ class Precision:
         """What Ĝ is held in."""
         return torch.float32 if self.precise else torch.bfloat16
 
-    @property
-    def shape(self) -> Shape:
-        """How programs are cut."""
-        return _SHAPES[self.precise]
+    def shape(self, blocks: Iterable[tuple[int, int]]) -> Shape:
+        """How programs are cut, for products of such blocks.
+
+        Larger tiles read less, but more of them hangs over the edges.
+        """
+        if self.precise:
+            return _PRECISE
+        blocks = list(blocks)
+        small, large = (
+            sum(-(-m // rows) * rows * -(-n // columns) * columns for m, n in blocks)
+            for rows, columns in (_SMALL.tile, _LARGE.tile)
+        )
+        return _LARGE if large <= 1.1 * small else _SMALL
 
 
-_SHAPES = {False: Shape((128, 128), 64, 4, 3), True: Shape((64, 128), 64, 4, 3)}
+_SMALL, _LARGE = Shape((128, 128), 64, 4, 3), Shape((128, 256), 64, 8, 4)
+_PRECISE = Shape((64, 128), 64, 4, 3)
 
 
 @dataclass(frozen=True, eq=False)  # two blocks are never the same
@@ -97,6 +107,7 @@ class Chunk:
         roots: Of each root format: whether eight codes are a word of their own, as those of a row
             of a multiple of eight are, and (block, side, first row) of each program that restores.
         strips: (block, first row) of each program that gathers or scatters.
+        wide: Whether rows of all gradients begin and end at multiples of 8 elements.
         tiles: (block, first row, first column) of each program of a product.
         square: Where its programs' sums of squares begin among the wave's.
         lane: Whose scratch it uses.
@@ -105,6 +116,7 @@ class Chunk:
     blocks: tuple[TableBlock, ...]
     roots: tuple[tuple[Quantizer, bool, Tensor], ...]
     strips: Tensor
+    wide: bool
     tiles: Tensor
     square: int
     lane: int
@@ -145,7 +157,7 @@ def make_waves(
     wanted: Collection[int],
     precision: Precision,
     device: torch.device,
-) -> list[TableWave]:
+) -> tuple[list[TableWave], Shape]:
     """Cut members into waves whose Ĝ, and whose chunks' scratch, fit into the workspace.
 
     Args:
@@ -154,6 +166,9 @@ def make_waves(
         wanted: Which of the members.
         precision: How much scratch they need.
         device: Where the tables go.
+
+    Returns:
+        The waves, and how their products are cut.
     """
     members, groups = preconditioner.members, preconditioner.groups
     workspace = preconditioner.workspace
@@ -164,13 +179,14 @@ def make_waves(
     waves: list[list[TableBlock]] = []
     total = 0
     for own in _runs(blocks):
-        size = sum(block_size(block) for block in own)
+        size = sum(held_size(block) for block in own)
         if not waves or total + size > hold:
             waves.append([])
             total = 0
         waves[-1] += own
         total += size
-    return [_make_wave(wave, precision, hold, scratch, device) for wave in waves]
+    shape = precision.shape(block.group.shape for block in blocks)
+    return [_make_wave(wave, precision, shape, hold, scratch, device) for wave in waves], shape
 
 
 def _blocks(members: Sequence[Member], groups: Iterable[Group]) -> Iterator[TableBlock]:
@@ -194,27 +210,28 @@ def _runs(blocks: Sequence[TableBlock]) -> Iterator[list[TableBlock]]:
         yield own
 
 
-def block_size(block: TableBlock) -> int:
-    """Elements of a block."""
-    m, n = block.group.shape
+def held_size(block: TableBlock) -> int:
+    """Elements of Ĝ of a block, as it is held."""
+    m, n = map(padded, block.group.shape)
     return m * n
 
 
 def _make_wave(
     blocks: Sequence[TableBlock],
     precision: Precision,
+    shape: Shape,
     hold: int,
     scratch: int,
     device: torch.device,
 ) -> TableWave:
-    fits = sum(map(block_size, blocks)) <= hold
+    fits = sum(map(held_size, blocks)) <= hold
     hold = hold // LANES  # of a chunk, where the wave does not fit
     pieces = list(_pieces(blocks, precision, scratch, hold if not fits else None))
     lines, chunks, offsets = [], [], {}
     segments: dict[int, list[int]] = {}
     squares = held = largest_held = 0
     lane_size = max(sum(block.scratch(precision) for block in piece) for piece in pieces)
-    lane_held = max(sum(map(block_size, piece)) for piece in pieces)
+    lane_held = max(sum(map(held_size, piece)) for piece in pieces)
     for number, piece in enumerate(pieces):
         if not fits:
             held = number % LANES * lane_held
@@ -224,8 +241,8 @@ def _make_wave(
             offsets[block] = held
             lines.append(_line(block, precision, place, held))
             place += block.scratch(precision)
-            held += block_size(block)
-            own = list(_tiles(len(lines) - 1, block.group.shape, precision.shape.tile))
+            held += held_size(block)
+            own = list(_tiles(len(lines) - 1, block.group.shape, shape.tile))
             segment = segments.setdefault(block.member, [squares + len(tiles), 0])
             tiles += own
             segment[1] = squares + len(tiles)
@@ -254,12 +271,12 @@ def _pieces(
     used = kept = 0
     for block in blocks:
         full = used + block.scratch(precision) > scratch
-        full = full or (hold is not None and kept + block_size(block) > hold)
+        full = full or (hold is not None and kept + held_size(block) > hold)
         if piece and full:
             yield piece
             piece, used, kept = [], 0, 0
         piece.append(block)
-        used, kept = used + block.scratch(precision), kept + block_size(block)
+        used, kept = used + block.scratch(precision), kept + held_size(block)
     yield piece
 
 
@@ -285,6 +302,11 @@ def _make_chunk(
         blocks=tuple(piece),
         roots=tuple((*key, to_device(own, device, torch.int32)) for key, own in roots.items()),
         strips=to_device(strips, device, torch.int32),
+        wide=all(
+            side % 8 == 0
+            for block in piece
+            for side in (block.group.shape[1], block.first, block.stride)
+        ),
         tiles=to_device(tiles, device, torch.int32),
         square=square,
         lane=lane,

@@ -41,34 +41,48 @@ def find(addresses, i):
 
 
 @triton.jit
-def load(address, kind, place, mask):
+def _aligned(pointer, WIDE: tl.constexpr):
+    """A pointer made of an integer counts as unaligned: no wide loads, unless it is said."""
+    if WIDE:
+        pointer = tl.multiple_of(pointer, 16)
+    return pointer
+
+
+@triton.jit
+def _read(pointer, place, mask, WIDE: tl.constexpr):
+    return tl.load(_aligned(pointer, WIDE) + place, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def load(address, kind, place, mask, WIDE: tl.constexpr = False):
     """Elements of a gradient in float32."""
     value = tl.zeros_like(place).to(tl.float32)
     if kind == FLOAT32:
-        value = tl.load(address.to(tl.pointer_type(tl.float32)) + place, mask=mask, other=0.0)
+        value = _read(address.to(tl.pointer_type(tl.float32)), place, mask, WIDE)
     elif kind == BFLOAT16:
-        value = tl.load(address.to(tl.pointer_type(tl.bfloat16)) + place, mask=mask, other=0.0).to(
-            tl.float32
-        )
+        value = _read(address.to(tl.pointer_type(tl.bfloat16)), place, mask, WIDE)
     else:
-        value = tl.load(address.to(tl.pointer_type(tl.float16)) + place, mask=mask, other=0.0).to(
-            tl.float32
-        )
+        value = _read(address.to(tl.pointer_type(tl.float16)), place, mask, WIDE)
     return value
 
 
 @triton.jit
-def store(address, kind, place, value, mask):
+def store(address, kind, place, value, mask, WIDE: tl.constexpr = False):
     """Write float32 values to a gradient in its own type."""
     if kind == FLOAT32:
-        tl.store(address.to(tl.pointer_type(tl.float32)) + place, value, mask=mask)
+        tl.store(_aligned(address.to(tl.pointer_type(tl.float32)), WIDE) + place, value, mask=mask)
     elif kind == BFLOAT16:
-        half = value.to(tl.bfloat16)
-        tl.store(address.to(tl.pointer_type(tl.bfloat16)) + place, half, mask=mask)
+        tl.store(
+            _aligned(address.to(tl.pointer_type(tl.bfloat16)), WIDE) + place,
+            value.to(tl.bfloat16),
+            mask=mask,
+        )
     else:
         # The norm is that of G, but one element may exceed what G's had: saturate.
         saturated = tl.minimum(tl.maximum(value, -65504.0), 65504.0).to(tl.float16)
-        tl.store(address.to(tl.pointer_type(tl.float16)) + place, saturated, mask=mask)
+        tl.store(
+            _aligned(address.to(tl.pointer_type(tl.float16)), WIDE) + place, saturated, mask=mask
+        )
 
 
 @triton.jit

@@ -193,6 +193,16 @@ def roots_kernel(
 
 
 @triton.jit
+def _place(line, n, WIDE: tl.constexpr):
+    """Where a block's gradient begins, from row to row there, and n; WIDE: multiples of 8."""
+    first, stride = tl.load(line + _GRADIENT), tl.load(line + _STRIDE)
+    if WIDE:
+        first, stride = tl.multiple_of(first, 8), tl.multiple_of(stride, 8)
+        n = tl.multiple_of(n, 8)
+    return first, stride, n
+
+
+@triton.jit
 def gather_kernel(
     tiles,
     blocks,
@@ -200,6 +210,7 @@ def gather_kernel(
     buffers,
     anchor,
     PRECISE: tl.constexpr,
+    WIDE: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
@@ -212,12 +223,12 @@ def gather_kernel(
     m, n = tl.load(line + _M).to(tl.int32), tl.load(line + _N).to(tl.int32)
     padded_m, padded_n = _padded(m), _padded(n)
     row = tl.load(tile + 1) + tl.arange(0, ROWS)[:, None]
-    first, stride = tl.load(line + _GRADIENT), tl.load(line + _STRIDE)
+    first, stride, n = _place(line, n, WIDE)
     out = _scratch(anchor, buffers, tl.load(line + _X))
     for start in range(0, padded_n, COLUMNS):
         column = start + tl.arange(0, COLUMNS)[None, :]
         place = first + row.to(tl.int64) * stride + column
-        value = load(address, kind, place, (row < m) & (column < n))
+        value = load(address, kind, place, (row < m) & (column < n), WIDE)
         inside = (row < padded_m) & (column < padded_n)
         _keep(out + row * padded_n + column, padded_m * padded_n, value, inside, PRECISE)
 
@@ -308,24 +319,25 @@ def pass_kernel(
         diagonal = tl.load(line + _DIAGONAL + _OTHER_SIDE).to(tl.pointer_type(tl.float32))
         stride = tl.load(line + _DIAGONAL_STRIDE + _OTHER_SIDE)
         total += tl.load(diagonal + column * stride, mask=column < n, other=0.0)[None, :] * value
-    if LAST:
-        inside = (row < m)[:, None] & (column < n)[None, :]
-        place = tl.load(line + _HELD) + row[:, None] * n + column[None, :]
+    if not LAST:
+        y = _scratch(anchor, buffers, tl.load(line + TARGET))
+        inside = (row < padded_m)[:, None] & (column < padded_n)[None, :]
+        _keep(y + row[:, None] * padded_n + column[None, :], size, total, inside, PRECISE)
+    else:
+        total = tl.where((row < m)[:, None] & (column < n)[None, :], total, 0.0)
+        inside = (row < padded_m)[:, None] & (column < padded_n)[None, :]
+        first = tl.multiple_of(tl.load(line + _HELD), _PAD)
+        place = first + row[:, None] * padded_n + column[None, :]
         stack = tl.load(buffers + _HELD_STACK)
-        total = tl.where(inside, total, 0.0)
         if COMPARE:
-            other = load(stack, BFLOAT16, place, inside)
+            other = load(stack, BFLOAT16, place, inside, True)
             sums = squares + (first_square + program) * 3
             tl.store(sums, tl.sum(total * other))
             tl.store(sums + 1, tl.sum(total * total))
             tl.store(sums + 2, tl.sum(other * other))
         else:
-            store(stack, FLOAT32 if PRECISE else BFLOAT16, place, total, inside)
+            store(stack, FLOAT32 if PRECISE else BFLOAT16, place, total, inside, True)
             tl.store(squares + first_square + program, tl.sum(total * total))
-    else:
-        y = _scratch(anchor, buffers, tl.load(line + TARGET))
-        inside = (row < padded_m)[:, None] & (column < padded_n)[None, :]
-        _keep(y + row[:, None] * padded_n + column[None, :], size, total, inside, PRECISE)
 
 
 @triton.jit
@@ -371,6 +383,7 @@ def scatter_kernel(
     buffers,
     scales,
     PRECISE: tl.constexpr,
+    WIDE: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
@@ -384,13 +397,14 @@ def scatter_kernel(
     address, kind = find(addresses, member)
     m, n = tl.load(line + _M).to(tl.int32), tl.load(line + _N).to(tl.int32)
     row = tl.load(tile + 1) + tl.arange(0, ROWS)[:, None]
-    first, stride = tl.load(line + _GRADIENT), tl.load(line + _STRIDE)
+    padded_m, padded_n = _padded(m), _padded(n)
+    first, stride, n = _place(line, n, WIDE)
     stack = tl.load(buffers + _HELD_STACK)
-    source = tl.load(line + _HELD) + row * n
-    for start in range(0, n, COLUMNS):
+    source = tl.multiple_of(tl.load(line + _HELD), _PAD) + row * padded_n
+    for start in range(0, padded_n, COLUMNS):
         column = start + tl.arange(0, COLUMNS)[None, :]
-        mask = (row < m) & (column < n)
-        value = load(stack, FLOAT32 if PRECISE else BFLOAT16, source + column, mask)
+        inside = (row < padded_m) & (column < padded_n)
+        value = load(stack, FLOAT32 if PRECISE else BFLOAT16, source + column, inside, True)
         value = tl.where(scale == _ZERO, 0.0, value * scale)
         place = first + row.to(tl.int64) * stride + column
-        store(address, kind, place, value, mask)
+        store(address, kind, place, value, (row < m) & (column < n), WIDE)

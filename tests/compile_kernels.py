@@ -14,7 +14,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from kronbit import acceleration, rules
+from kronbit import Shampoo, acceleration, rules
 from kronbit.addresses import AddressTable
 from kronbit.batches import UPDATE, batches, due_parts
 from kronbit.blocking import route
@@ -28,6 +28,7 @@ from kronbit.nonfinite import Measured
 from kronbit.norms import KernelNorms
 from kronbit.preconditioner import Preconditioner
 from kronbit.quantization import triton as quantiser
+from kronbit.warm_up import warm_up
 from kronbit.tables import Precision
 
 CPU = torch.device("cpu")
@@ -112,6 +113,19 @@ def main() -> None:
                 for zero in (True, False):
                     products.precondition(addresses, norms.norms, zero)
             products.compare(addresses)
+    nothing_is_left_after_the_warm_up()
+
+
+def nothing_is_left_after_the_warm_up() -> None:
+    params = [torch.nn.Parameter(torch.randn(*shape)) for shape in ((320, 64), (64, 512), (8,))]
+    optimizer = Shampoo(params, base="sgd", lr=0.1, update_every=1, refresh_every=1)
+    warm_up.__wrapped__(CPU, Shampoo.algorithm, optimizer.config)
+    before = len(compiled)
+    for _ in range(2):
+        for p in params:
+            p.grad = torch.randn_like(p)
+        optimizer.step()
+    assert len(compiled) == before, "a kernel was compiled after the warm-up"
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kronbit.acceleration import has_kernels
 from kronbit.blocking import Blocking, route
 from kronbit.config import CUT_OPTIONS, FORMAT_OPTIONS, Config
 from kronbit.factors import Factors
@@ -67,6 +68,12 @@ class Plan:
             device: Preconditioner(there, algorithm, workspace, options.cuda_graph, device)
             for device, there in members.items()
         }
+        for device, there in members.items():
+            if has_kernels(device) and device.type == "cuda":
+                from kronbit.warm_up import warm_up
+
+                for config in {member.config for member in there}:
+                    warm_up(device, algorithm, config)
 
     def blocks(self) -> Iterator[PlannedBlock]:
         """Every block of every parameter."""

@@ -6,14 +6,19 @@ takes longer than most of our kernels run. What that depends on is looked up her
 
 from __future__ import annotations
 
+import os
+import threading
 from collections.abc import Callable
-from functools import cache
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from triton.runtime import driver
 
+_THREADS = 16
+_here = threading.local()
 _COMPILED: dict[tuple[Any, ...], Callable[[tuple[int, ...], list[Any]], None]] = {}
 
 
@@ -50,10 +55,34 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any
     if run is not None:
         run((*grid, 1, 1), plain)
         return
+    waiting = getattr(_here, "waiting", None)
+    if waiting is not None:
+        waiting[key] = partial(launch, kernel, grid, *arguments, **constants)
+        return
     compiled = kernel[grid](*arguments, **constants)
     if compiled is not None:  # Triton's interpreter has nothing to keep
         values = [constants[name] for name in kernel.arg_names[len(arguments) :]]
         _COMPILED[key] = _runner(compiled, device.index, values)
+
+
+def compile_together(work: Callable[[], object]) -> None:
+    """Compile the kernels that some work would launch, side by side.
+
+    Compilers mostly work outside of Python, so threads help.
+
+    Args:
+        work: Called once. Kernels that are not compiled yet are not launched while it runs, but
+            afterwards, each once and in any order: its results are garbage.
+    """
+    waiting: dict[tuple[Any, ...], Callable[[], None]] = {}
+    _here.waiting = waiting
+    try:
+        work()
+    finally:
+        del _here.waiting
+    with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1)) as threads:
+        for compiled in [threads.submit(call) for call in waiting.values()]:
+            compiled.result()
 
 
 def _runner(

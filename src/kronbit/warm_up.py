@@ -1,0 +1,54 @@
+"""Compiling the kernels of a run side by side, before its first steps need them one by one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import torch
+
+from kronbit.batches import due_parts
+from kronbit.blocking import Blocking, route
+from kronbit.config import Config
+from kronbit.gradients import plain_dtypes
+from kronbit.groups import Due, Member
+from kronbit.kernel_products import BF16, BF16X3
+from kronbit.kernels.launch import compile_together
+from kronbit.linalg import cholesky_qr
+from kronbit.nonfinite import NonfiniteGuard
+from kronbit.preconditioner import Preconditioner
+from kronbit.rules import Algorithm
+
+# Of parameters that stay in float32 or are quantised, and are multiplied in small or large tiles.
+_SHAPES = ((8, 8), (320, 320), (256, 512))
+
+
+@cache
+def warm_up(device: torch.device, algorithm: Algorithm, config: Config) -> None:
+    """Compile the kernels for parameters with some options; later calls do nothing.
+
+    What is compiled and never used costs time, but little; what is missed here is compiled when it
+    is needed.
+    """
+    config = replace(config, split_sizes=None, batch_dims=0, precondition=True)
+    ways = [route(shape, config) for shape in _SHAPES]
+    members = [Member(way, config) for way in ways if isinstance(way, Blocking)]
+    own = Preconditioner(members, algorithm, 2**24, graphs=False, device=device)
+    due = {i: Due(config) for i in range(len(members))}
+    grads = [torch.zeros(member.blocking.matrices, device=device).squeeze(0) for member in members]
+    guard = NonfiniteGuard(device)
+
+    def every_kind_of_step() -> None:
+        sizes = [grad.numel() for grad in grads]
+        measured = guard.measure(grads, sizes, plain_dtypes(grads), count=True)
+        assert measured.addresses is not None
+        outer_products = own._outer_products(measured, due)
+        own._update(due_parts(own.groups, due), outer_products, measured.finite, cholesky_qr)
+        own.refreshed.update(due)
+        own.refresh(grads, due)
+        for way, some in ((BF16, (0, 1)), (BF16, (2,)), (BF16X3, (0, 1, 2))):
+            tables = own.products._tables(way, frozenset(some))
+            tables.precondition(measured.addresses, measured.norms, config.nonfinite == "zero")
+        measured.zero_nonfinite(())
+
+    compile_together(every_kind_of_step)

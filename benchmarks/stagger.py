@@ -27,7 +27,6 @@ from kronbit import Shampoo
 
 def run(case: Case, steps: int, every: int, **options: Any) -> dict[str, float]:
     model = prepare(case)
-    batches = [case.batch() for _ in range(16)]
     if options:
         schedule = {"update_every": every, "refresh_every": every}
         optimizer: torch.optim.Optimizer = Shampoo(
@@ -39,7 +38,7 @@ def run(case: Case, steps: int, every: int, **options: Any) -> dict[str, float]:
     for t in range(steps):
         start = time.perf_counter()
         optimizer.zero_grad()
-        case.loss(model, batches[t % 16]).backward()
+        case.loss(model, case.batch()).backward()
         optimizer.step()
         torch.cuda.synchronize()
         times.append(1e3 * (time.perf_counter() - start))

@@ -28,8 +28,8 @@ from kronbit.nonfinite import Measured
 from kronbit.norms import KernelNorms
 from kronbit.preconditioner import Preconditioner
 from kronbit.quantization import triton as quantiser
-from kronbit.warm_up import warm_up
 from kronbit.tables import Precision
+from kronbit.warm_up import warm_up
 
 CPU = torch.device("cpu")
 

@@ -35,7 +35,7 @@ def run(case: Case, steps: int, every: int, **options: Any) -> dict[str, float]:
     else:
         optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
     times = []
-    for t in range(steps):
+    for _ in range(steps):
         start = time.perf_counter()
         optimizer.zero_grad()
         case.loss(model, case.batch()).backward()

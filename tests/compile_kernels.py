@@ -112,7 +112,7 @@ def main() -> None:
                 products = GroupedProducts(own, {0, 1}, Precision(precise), graphs=False)
                 for zero in (True, False):
                     products.precondition(addresses, norms.norms, zero)
-            products.compare(addresses)
+            products.compare(addresses, norms.norms)
     nothing_is_left_after_the_warm_up()
 
 

@@ -15,7 +15,7 @@ from networks import assert_same_state
 from torch import Tensor, nn
 
 from kronbit import Shampoo, acceleration
-from kronbit.kernel_products import BF16
+from kronbit.kernel_products import HALF
 from kronbit.products import (
     column_dots,
     compose,
@@ -230,7 +230,7 @@ def test_a_graph_changes_nothing_although_gradients_move() -> None:
     found = with_graph.diagnostics()
     assert found["kernels"] == {"cuda:0": "used"}
     assert found["cuda_graph"] == {"cuda:0": "not refused"}
-    assert found["products"] == {BF16: 3}
+    assert found["products"] == {HALF: 3}
     (own,) = with_graph._plan.preconditioners.values()
     graphs = [tables._graphs for tables in own.products._grouped.values()]
     assert any(graph is not None for known in graphs for graph in known.values())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,25 +11,24 @@ from torch import Tensor
 
 from kronbit.addresses import AddressTable, Integers
 from kronbit.kernels import grouped as kernels
-from kronbit.kernels.grouped import STRIP, Buffer, Field
 from kronbit.kernels.launch import launch
+from kronbit.kernels.lines import STRIP, Buffer, Field
 from kronbit.quantization import codebook
+from kronbit.rules import Pass
 from kronbit.tables import (
     LANES,
     Chunk,
     Precision,
-    TableBlock,
     TableWave,
     held_size,
     make_waves,
-    padded,
 )
 
 if TYPE_CHECKING:
     from kronbit.preconditioner import Preconditioner
 
 _COLUMNS = 256
-_BF16 = Precision(precise=False)
+_HALF = Precision(precise=False)
 
 
 class GroupedProducts:
@@ -65,7 +64,11 @@ class GroupedProducts:
         self._scales = torch.empty_like(ratios)
         # Of a wave's programs.
         self._squares = torch.zeros(max(w.squares for w in self._waves), device=self._device)
-        self._anchor = torch.zeros(64, dtype=torch.bfloat16, device=self._device)
+        # What scratch is seen from, as either type of numbers.
+        anchor = torch.zeros(64, dtype=torch.bfloat16, device=self._device)
+        self._anchors = {True: anchor, False: anchor.view(torch.float16)}
+        # Of both roots of each of a wave's blocks.
+        self._units = torch.ones(2 * max(len(w.lines) for w in self._waves), device=self._device)
         self._capturing = graphs and ratios.is_cuda
         # Which of them have been run: their kernels are compiled.
         self._warm: set[tuple[bool, bool]] = set()
@@ -111,33 +114,24 @@ class GroupedProducts:
             self._step(addresses, zero_nonfinite)
             self._warm.add(kind)
 
-    def look(
-        self,
-        addresses: AddressTable,
-        seen: Callable[[Sequence[tuple[TableBlock, Tensor]]], None],
-    ) -> None:
-        """Compute Ĝ without writing it, and show it: (block, its Ĝ) for a few blocks at a time."""
-        scratch = self._scratch()
-        for wave in self._waves:
-            for chunk in wave.chunks:
-                held = self._hold_chunk(wave, chunk, scratch, self._precision.held)
-                self._products(wave, chunk, addresses)
-                first = wave.offsets[chunk.blocks[0]]
-                seen([(b, _view(held, wave.offsets[b] - first, b)) for b in chunk.blocks])
+    def compare(self, addresses: AddressTable, norms: Tensor) -> Tensor:
+        """(members, 3): ⟨a, b⟩, ⟨a, a⟩ and ⟨b, b⟩, where a is Ĝ taken so, and b is Ĝ in float16.
 
-    def compare(self, addresses: AddressTable) -> Tensor:
-        """(members, 3): ⟨a, b⟩, ⟨a, a⟩ and ⟨b, b⟩, where a is Ĝ taken so, and b is Ĝ in bf16.
-
-        Both use the same scratch, because what is kept as hi + lo begins with hi.
+        Args:
+            addresses: Where the gradients are.
+            norms: ‖G‖_F of each.
         """
         found = self._own.graft_ratio.new_zeros(len(self._scales), 3)
         scratch = self._scratch()
         for wave in self._waves:
             sums = found.new_zeros(wave.squares, 3)
             for chunk in wave.chunks:
-                held = self._hold_chunk(wave, chunk, scratch, _BF16.held)
-                self._restore(wave, chunk, addresses)
-                for precision, into in ((_BF16, self._squares), (self._precision, sums)):
+                # Room for Ĝ of one chunk alone: the held stack seems to begin before it.
+                held = self._empty(sum(map(held_size, chunk.blocks)), _HALF.held)
+                begin = held.data_ptr() - wave.offsets[chunk.blocks[0]] * held.element_size()
+                self._buffers.write([self._from_anchor(scratch), begin, norms.data_ptr()])
+                for precision, into in ((_HALF, self._squares), (self._precision, sums)):
+                    self._restore(wave, chunk, addresses, precision)
                     self._gather(wave, chunk, addresses, precision)
                     self._passes(wave, chunk, addresses, precision, into, compare=into is sums)
                 del held
@@ -145,15 +139,6 @@ class GroupedProducts:
             by_member = torch.segment_reduce(sums, "sum", lengths=stops - starts, unsafe=True)
             found.index_copy_(0, members, by_member)
         return found
-
-    def _hold_chunk(
-        self, wave: TableWave, chunk: Chunk, scratch: Tensor, dtype: torch.dtype
-    ) -> Tensor:
-        """Room for Ĝ of one chunk alone: the held stack seems to begin before it."""
-        held = self._empty(sum(map(held_size, chunk.blocks)), dtype)
-        begin = held.data_ptr() - wave.offsets[chunk.blocks[0]] * held.element_size()
-        self._buffers.write([self._from_anchor(scratch), begin, 0])
-        return held
 
     def _scratch(self) -> Tensor:
         return self._empty(self._scratch_size, torch.bfloat16)
@@ -163,7 +148,7 @@ class GroupedProducts:
 
     def _from_anchor(self, scratch: Tensor) -> int:
         """Elements from the anchor to the scratch; both are aligned to much more than that."""
-        return (scratch.data_ptr() - self._anchor.data_ptr()) // scratch.element_size()
+        return (scratch.data_ptr() - self._anchors[True].data_ptr()) // scratch.element_size()
 
     def _capture(self, step: Callable[[], None]) -> torch.cuda.CUDAGraph | None:
         """Record a step as a graph. It allocates nothing, and nothing waits for the device."""
@@ -234,11 +219,13 @@ class GroupedProducts:
 
     def _products(self, wave: TableWave, chunk: Chunk, addresses: AddressTable) -> None:
         """Ĝ of a chunk's blocks into the held stack, and their squares."""
-        self._restore(wave, chunk, addresses)
+        self._restore(wave, chunk, addresses, self._precision)
         self._gather(wave, chunk, addresses, self._precision)
         self._passes(wave, chunk, addresses, self._precision, self._squares)
 
-    def _restore(self, wave: TableWave, chunk: Chunk, addresses: AddressTable) -> None:
+    def _restore(
+        self, wave: TableWave, chunk: Chunk, addresses: AddressTable, precision: Precision
+    ) -> None:
         """Roots of a chunk's blocks into the scratch."""
         for quantizer, words, tiles in chunk.roots:
             coded = quantizer.bits < 32
@@ -249,11 +236,12 @@ class GroupedProducts:
                 wave.lines,
                 addresses.tensor,
                 self._buffers.tensor,
-                self._anchor,
+                self._anchors[precision.precise],
+                self._units,
                 codebook(quantizer.mapping, quantizer.bits, self._device)
                 if coded
                 else self._squares,
-                PRECISE=self._precision.precise,
+                PRECISE=precision.precise,
                 BITS=quantizer.bits,
                 WORDS=words,
                 BLOCK=quantizer.block_size,
@@ -272,7 +260,7 @@ class GroupedProducts:
             wave.lines,
             addresses.tensor,
             self._buffers.tensor,
-            self._anchor,
+            self._anchors[precision.precise],
             PRECISE=precision.precise,
             WIDE=chunk.wide and addresses.aligned,
             ROWS=STRIP,
@@ -291,6 +279,7 @@ class GroupedProducts:
         """Ĝ of a chunk's blocks from X, and sums over what each program has computed."""
         shape = self._shape
         source, target = int(Field.X), int(Field.Y)
+        before: Pass | None = None
         for number, by in enumerate(self._own.rule, 1):
             last = number == len(self._own.rule)
             launch(
@@ -300,13 +289,16 @@ class GroupedProducts:
                 wave.lines,
                 addresses.tensor,
                 self._buffers.tensor,
-                self._anchor,
+                self._anchors[precision.precise],
+                self._units,
                 sums,
                 chunk.square,
                 SOURCE=source,
                 TARGET=target,
                 BY_LEFT=by.left,
                 BY_RIGHT=by.right,
+                BEFORE_LEFT=before is not None and before.left,
+                BEFORE_RIGHT=before is not None and before.right,
                 PRECISE=precision.precise,
                 LAST=last,
                 COMPARE=last and compare,
@@ -316,10 +308,4 @@ class GroupedProducts:
                 num_warps=shape.warps,
                 num_stages=shape.stages,
             )
-            source, target = target, source
-
-
-def _view(held: Tensor, start: int, block: TableBlock) -> Tensor:
-    m, n = block.group.shape
-    whole = held[start : start + held_size(block)].view(padded(m), padded(n))
-    return whole[:m, :n]
+            source, target, before = target, source, by

@@ -140,7 +140,7 @@ class SecondOrder(Optimizer):
                     # t % T2 = 0: L̂ ← PIRU(L), R̂ ← PIRU(R)
                     due = work.due(Config.refreshes_at)
                     if due:
-                        preconditioner.refresh(work.grads, due)
+                        preconditioner.refresh(work.measured, due)
                         work.note_products(due)
                     # Ĝ = L̂ G R̂, and G̃ = Ĝ ‖G‖ / ‖Ĝ‖ in the place of G. While L̂ = R̂ = I, G̃ is G.
                     zero = self.config.nonfinite == "zero"

@@ -200,13 +200,13 @@ class Preconditioner:
             self._remembered_owners[key] = owners
         return self._remembered_owners[key]
 
-    def refresh(self, grads: Sequence[Tensor | None], due: Mapping[int, Due]) -> None:
+    def refresh(self, measured: Measured, due: Mapping[int, Due]) -> None:
         """PIRU for L̂ and R̂ of the blocks that are due. Waits for the device.
 
         A member counts as refreshed once all its blocks are; staggered ones are so one by one.
 
         Args:
-            grads: The members' gradients, on which products in bf16 are tried.
+            measured: The members' gradients, on which products in less than float32 are tried.
             due: Members to refresh, with their options and blocks.
         """
         done: list[Part] = []
@@ -225,7 +225,7 @@ class Preconditioner:
         # Staggered blocks are compared together, at the turn of the last.
         last = {i for i in staggered if self.phases[i][-1] in (due[i].phases or ())}
         new = self.refreshed - known
-        self.products.choose(grads, [i for i in due if i not in staggered - last - new], new)
+        self.products.choose(measured, [i for i in due if i not in staggered - last - new], new)
 
     def find_refreshed(self, candidates: Collection[int], whole: bool = False) -> None:
         """Note which candidates have left the identity. Waits for the device.

@@ -16,7 +16,7 @@ from torch import Tensor
 from kronbit.addresses import to_device
 from kronbit.factors import Factors
 from kronbit.groups import Group, Member
-from kronbit.kernels.grouped import COUNT, OTHER_SIDE, PAD, STRIP, Field
+from kronbit.kernels.lines import COUNT, OTHER_SIDE, PAD, STRIP, Field
 from kronbit.quantization import Quantizer
 
 if TYPE_CHECKING:
@@ -46,15 +46,15 @@ class Precision:
     """How products are taken.
 
     Attributes:
-        precise: Roots, gradients, X and Y are sums of two bf16 numbers, not one, and Ĝ is held in
-            float32, not bf16.
+        precise: Roots, gradients, X and Y are sums of two bf16 numbers, not float16, and Ĝ is held
+            in float32, not bf16.
     """
 
     precise: bool
 
     @property
     def parts(self) -> int:
-        """Bf16 numbers that make up an element of a root, of X and of Y."""
+        """Numbers of 16 bits that make up an element of a root, of X and of Y."""
         return 2 if self.precise else 1
 
     @property
@@ -93,7 +93,7 @@ class TableBlock:
     stride: int
 
     def scratch(self, precision: Precision) -> int:
-        """Elements of bf16 scratch: two roots, X and Y."""
+        """Elements of scratch: two roots, X and Y."""
         m, n = map(padded, self.group.shape)
         return precision.parts * (m * m + n * n + 2 * m * n)
 

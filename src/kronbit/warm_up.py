@@ -12,7 +12,7 @@ from kronbit.blocking import Blocking, route
 from kronbit.config import Config
 from kronbit.gradients import plain_dtypes
 from kronbit.groups import Due, Member
-from kronbit.kernel_products import BF16, BF16X3
+from kronbit.kernel_products import BF16X3, HALF
 from kronbit.kernels.launch import compile_together
 from kronbit.linalg import cholesky_qr
 from kronbit.nonfinite import NonfiniteGuard
@@ -45,8 +45,8 @@ def warm_up(device: torch.device, algorithm: Algorithm, config: Config) -> None:
         outer_products = own._outer_products(measured, due)
         own._update(due_parts(own.groups, due), outer_products, measured.finite, cholesky_qr)
         own.refreshed.update(due)
-        own.refresh(grads, due)
-        for way, some in ((BF16, (0, 1)), (BF16, (2,)), (BF16X3, (0, 1, 2))):
+        own.refresh(measured, due)
+        for way, some in ((HALF, (0, 1)), (HALF, (2,)), (BF16X3, (0, 1, 2))):
             tables = own.products._tables(way, frozenset(some))
             tables.precondition(measured.addresses, measured.norms, config.nonfinite == "zero")
         measured.zero_nonfinite(())

@@ -205,11 +205,6 @@ class Work:
         """The state of the device's matrices."""
         return self.errand.preconditioner
 
-    @property
-    def grads(self) -> Sequence[Tensor | None]:
-        """The gradient of every member."""
-        return self.measured.grads[: len(self.errand.members)]
-
     def due(self, scheduled: Callable[[Config, int, float], bool]) -> dict[int, Due]:
         """Members whose update or refresh falls on this step, with their options and blocks."""
         steps = set(map(_STEP, self.errand.entries_there))

@@ -7,92 +7,61 @@ launches does not grow with the number of parameters or shapes.
 Gradients are found by a table of addresses (``kernels.gradients``), the step's buffers by another
 (``Buffer``), so that a captured graph stays valid although they move.
 
-A root is D + O: a float32 diagonal, and the rest. Products with O run in bf16 and add up in
-float32; the product with D, which is most of it, is done in float32 on the way. What goes in, what
-lies between two passes and what comes out is kept in bf16. Where that is not enough (PRECISE), O
-and all that is multiplied with it are sums of two bf16 numbers, hi + lo, and the tensor cores
-multiply both: 16 bits instead of 8; Ĝ is float32 then.
+A root is D + O: a float32 diagonal, and the rest. Products with O run in float16 and add up in
+float32; the product with D, which is most of it, is done in float32 on the way. What goes in and
+what lies between two passes is kept in float16, divided by powers of two (``lines.gradient_unit``,
+``lines.root_unit``) that keep it inside of float16's range. Where its 11 bits are not enough
+(PRECISE), O and all that is multiplied with it are sums of two bf16 numbers, hi + lo, and the
+tensor cores multiply both: 16 bits, and no units.
 
 Scratch is padded to multiples of ``PAD`` with zeros, so that the loads of products need no masks.
 """
 
 from __future__ import annotations
 
-import enum
 import os
 
 import triton
 import triton.language as tl
 
 from kronbit.kernels.gradients import BFLOAT16, FLOAT32, find, load, store
+from kronbit.kernels.lines import (
+    CODES,
+    DIAGONAL,
+    DIAGONAL_STRIDE,
+    GRADIENT,
+    HELD,
+    HELD_STACK,
+    LEFT,
+    LINE,
+    MEMBER,
+    NORMS,
+    PADDING,
+    RIGHT,
+    SCALES,
+    STRIDE,
+    TO_RIGHT,
+    M,
+    N,
+    X,
+    gradient_unit,
+    keep,
+    padded,
+    root_unit,
+    scratch,
+)
 from kronbit.quantization.triton import restore
 
-PAD = 64
-STRIP = 16  # rows of a block that a program gathers, restores or scatters
-_PAD: tl.constexpr = tl.constexpr(PAD)
 # Triton's interpreter multiplies the bits of bf16 numbers as if they were integers.
 _WIDEN: tl.constexpr = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
 
-class Field(enum.IntEnum):
-    """What stands where in a block's line."""
-
-    MEMBER = 0
-    M = 1
-    N = 2
-    GRADIENT = 3  # first element in the parameter's gradient
-    STRIDE = 4  # from row to row there
-    LEFT = 5  # scratch: O of L̂
-    RIGHT = 6  # scratch: O of R̂
-    X = 7  # scratch: hi, then lo where it is kept
-    Y = 8
-    HELD = 9  # first element of Ĝ in the held stack
-    CODES = 10  # addresses of L̂; those of R̂ follow, OTHER_SIDE later
-    SCALES = 11
-    DIAGONAL = 12
-    DIAGONAL_STRIDE = 13
-
-
-class Buffer(enum.IntEnum):
-    """What stands where in the table of a step's buffers."""
-
-    SCRATCH = 0  # not an address, but elements from the anchor on
-    HELD = 1  # the address of the held stack
-    NORMS = 2  # the address of ‖G‖_F of every member
-    LENGTH = 3
-
-
-OTHER_SIDE = 4
-COUNT = 18  # integers in a line
-
-
-_MEMBER: tl.constexpr = tl.constexpr(int(Field.MEMBER))
-_M: tl.constexpr = tl.constexpr(int(Field.M))
-_N: tl.constexpr = tl.constexpr(int(Field.N))
-_GRADIENT: tl.constexpr = tl.constexpr(int(Field.GRADIENT))
-_STRIDE: tl.constexpr = tl.constexpr(int(Field.STRIDE))
-_LEFT: tl.constexpr = tl.constexpr(int(Field.LEFT))
-_RIGHT: tl.constexpr = tl.constexpr(int(Field.RIGHT))
-_X: tl.constexpr = tl.constexpr(int(Field.X))
-_HELD: tl.constexpr = tl.constexpr(int(Field.HELD))
-_CODES: tl.constexpr = tl.constexpr(int(Field.CODES))
-_SCALES: tl.constexpr = tl.constexpr(int(Field.SCALES))
-_DIAGONAL: tl.constexpr = tl.constexpr(int(Field.DIAGONAL))
-_DIAGONAL_STRIDE: tl.constexpr = tl.constexpr(int(Field.DIAGONAL_STRIDE))
-_OTHER_SIDE: tl.constexpr = tl.constexpr(OTHER_SIDE)
-_COUNT: tl.constexpr = tl.constexpr(COUNT)
-_SCRATCH: tl.constexpr = tl.constexpr(int(Buffer.SCRATCH))
-_HELD_STACK: tl.constexpr = tl.constexpr(int(Buffer.HELD))
-_NORMS: tl.constexpr = tl.constexpr(int(Buffer.NORMS))
-
+# Sums of up to 4096 products of numbers up to 1 and 2¹⁵, of which the second have such a norm, stay
+# below 2²¹: what lies between passes is divided by this.
+_ROOM: tl.constexpr = tl.constexpr(64.0)
 # What scatter does with a gradient, where it does not scale Ĝ.
 _LEAVE: tl.constexpr = tl.constexpr(-1.0)
 _ZERO: tl.constexpr = tl.constexpr(-2.0)
-
-
-@triton.jit
-def _padded(size):
-    return (size + (_PAD - 1)) // _PAD * _PAD
 
 
 @triton.jit
@@ -119,30 +88,13 @@ def _multiply(
 
 
 @triton.jit
-def _scratch(anchor, buffers, offset):
-    """A place in the scratch: seen from a tensor that stays where it is.
-
-    A pointer made of an integer counts as unaligned; its loads would go element by element.
-    """
-    return anchor + tl.multiple_of(tl.load(buffers + _SCRATCH) + offset, _PAD)
-
-
-@triton.jit
-def _keep(target, size, value, mask, PRECISE: tl.constexpr):
-    """Keep a float32 value as hi (+ lo) in bf16; lo lies ``size`` elements behind hi."""
-    high = value.to(tl.bfloat16)
-    tl.store(target, high, mask=mask)
-    if PRECISE:
-        tl.store(target + size, (value - high.to(tl.float32)).to(tl.bfloat16), mask=mask)
-
-
-@triton.jit
 def roots_kernel(
     tiles,
     blocks,
     addresses,
     buffers,
     anchor,
+    units,
     table,
     PRECISE: tl.constexpr,
     BITS: tl.constexpr,
@@ -151,23 +103,28 @@ def roots_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Restore some rows of O in bf16; the diagonal counts as zero."""
+    """Restore some rows of O; the diagonal counts as zero."""
     tile = tiles + tl.program_id(0) * 3
-    line = blocks + tl.load(tile) * _COUNT
+    block = tl.load(tile)
+    line = blocks + block * LINE
     side = tl.load(tile + 1)
-    address, _ = find(addresses, tl.load(line + _MEMBER))
+    address, _ = find(addresses, tl.load(line + MEMBER))
     if address == 0:
         return
-    n = tl.load(line + _M + side).to(tl.int32)
-    padded = _padded(n)
+    n = tl.load(line + M + side).to(tl.int32)
+    wide = padded(n)
+    unit = 1.0
+    if not PRECISE:
+        unit = root_unit(line, side, n)
     first = tl.load(tile + 2)
+    tl.store(units + block * 2 + side, unit, mask=first == 0)
     row = first + tl.arange(0, ROWS)[:, None]
-    codes = tl.load(line + _CODES + side * _OTHER_SIDE)
-    scales = tl.load(line + _SCALES + side * _OTHER_SIDE).to(tl.pointer_type(tl.float32))
+    codes = tl.load(line + CODES + side * TO_RIGHT)
+    scales = tl.load(line + SCALES + side * TO_RIGHT).to(tl.pointer_type(tl.float32))
     code_length = (n * BITS + 7) // 8
     scale_length = (n + BLOCK - 1) // BLOCK
-    out = _scratch(anchor, buffers, tl.load(line + _LEFT + side))
-    for start in range(0, padded, COLUMNS):
+    out = scratch(anchor, buffers, tl.load(line + LEFT + side))
+    for start in range(0, wide, COLUMNS):
         column = start + tl.arange(0, COLUMNS)[None, :]
         mask = (row < n) & (column < n) & (row != column)
         if BITS == 32:
@@ -188,14 +145,14 @@ def roots_kernel(
             base = codes.to(tl.pointer_type(tl.uint8)) + row * code_length
             value = restore(base, scales + row * scale_length, table, column, mask, BITS, BLOCK)
             value = tl.where(mask, value, 0.0)
-        inside = (row < padded) & (column < padded)
-        _keep(out + row * padded + column, padded * padded, value, inside, PRECISE)
+        inside = (row < wide) & (column < wide)
+        keep(out + row * wide + column, wide * wide, value * (1.0 / unit), inside, PRECISE)
 
 
 @triton.jit
 def _place(line, n, WIDE: tl.constexpr):
     """Where a block's gradient begins, from row to row there, and n; WIDE: multiples of 8."""
-    first, stride = tl.load(line + _GRADIENT), tl.load(line + _STRIDE)
+    first, stride = tl.load(line + GRADIENT), tl.load(line + STRIDE)
     if WIDE:
         first, stride = tl.multiple_of(first, 8), tl.multiple_of(stride, 8)
         n = tl.multiple_of(n, 8)
@@ -216,21 +173,40 @@ def gather_kernel(
 ):
     """Copy some rows of G into scratch."""
     tile = tiles + tl.program_id(0) * 2
-    line = blocks + tl.load(tile) * _COUNT
-    address, kind = find(addresses, tl.load(line + _MEMBER))
+    line = blocks + tl.load(tile) * LINE
+    member = tl.load(line + MEMBER)
+    address, kind = find(addresses, member)
     if address == 0:
         return
-    m, n = tl.load(line + _M).to(tl.int32), tl.load(line + _N).to(tl.int32)
-    padded_m, padded_n = _padded(m), _padded(n)
+    m, n = tl.load(line + M).to(tl.int32), tl.load(line + N).to(tl.int32)
+    padded_m, padded_n = padded(m), padded(n)
     row = tl.load(tile + 1) + tl.arange(0, ROWS)[:, None]
     first, stride, n = _place(line, n, WIDE)
-    out = _scratch(anchor, buffers, tl.load(line + _X))
+    unit = 1.0
+    if not PRECISE:
+        unit = gradient_unit(buffers, member)
+    out = scratch(anchor, buffers, tl.load(line + X))
     for start in range(0, padded_n, COLUMNS):
         column = start + tl.arange(0, COLUMNS)[None, :]
         place = first + row.to(tl.int64) * stride + column
         value = load(address, kind, place, (row < m) & (column < n), WIDE)
         inside = (row < padded_m) & (column < padded_n)
-        _keep(out + row * padded_n + column, padded_m * padded_n, value, inside, PRECISE)
+        place = out + row * padded_n + column
+        keep(place, padded_m * padded_n, value * (1.0 / unit), inside, PRECISE)
+
+
+@triton.jit
+def _unit_between(
+    left_unit, right_unit, BY_LEFT: tl.constexpr, BY_RIGHT: tl.constexpr, PRECISE: tl.constexpr
+):
+    """The power of two by which the result of a pass is divided, for the next one."""
+    unit = 1.0
+    if not PRECISE:
+        if BY_LEFT:
+            unit = left_unit * _ROOM
+        if BY_RIGHT:
+            unit = tl.maximum(right_unit * _ROOM, unit) if BY_LEFT else right_unit * _ROOM
+    return unit
 
 
 @triton.jit(do_not_specialize=["first_square"])
@@ -240,12 +216,15 @@ def pass_kernel(
     addresses,
     buffers,
     anchor,
+    units,
     squares,
     first_square,
     SOURCE: tl.constexpr,
     TARGET: tl.constexpr,
     BY_LEFT: tl.constexpr,
     BY_RIGHT: tl.constexpr,
+    BEFORE_LEFT: tl.constexpr,
+    BEFORE_RIGHT: tl.constexpr,
     PRECISE: tl.constexpr,
     LAST: tl.constexpr,
     COMPARE: tl.constexpr,
@@ -253,14 +232,16 @@ def pass_kernel(
     TILE_N: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
-    """One pass of the rule on a tile: L̂ X, X R̂, or L̂ X + X R̂.
+    """One pass of the rule on a tile: L̂ X, X R̂, or L̂ X + X R̂; and what the pass before it did.
 
     The last one also sums up squares. Or it writes nothing (COMPARE), and sums up the products of
     its Ĝ with a held one in bf16, of its own with itself and of the held one with itself.
     """
     program = tl.program_id(0)
-    line = blocks + tl.load(tiles + program * 3) * _COUNT
-    address, _ = find(addresses, tl.load(line + _MEMBER))
+    block = tl.load(tiles + program * 3)
+    line = blocks + block * LINE
+    member = tl.load(line + MEMBER)
+    address, _ = find(addresses, member)
     if address == 0:
         if COMPARE:
             for i in tl.static_range(3):
@@ -268,19 +249,20 @@ def pass_kernel(
         elif LAST:
             tl.store(squares + first_square + program, 0.0)
         return
-    m, n = tl.load(line + _M).to(tl.int32), tl.load(line + _N).to(tl.int32)
-    padded_m, padded_n = _padded(m), _padded(n)
+    m, n = tl.load(line + M).to(tl.int32), tl.load(line + N).to(tl.int32)
+    padded_m, padded_n = padded(m), padded(n)
     row = tl.load(tiles + program * 3 + 1) + tl.arange(0, TILE_M)
     column = tl.load(tiles + program * 3 + 2) + tl.arange(0, TILE_N)
     k = tl.arange(0, DEPTH)
     # Rows beyond the padding wrap around: what they give is never stored.
     x_row = row % padded_m
-    x_column = tl.max_contiguous(tl.multiple_of(column % padded_n, _PAD), _PAD)
-    x = _scratch(anchor, buffers, tl.load(line + SOURCE))
+    x_column = tl.max_contiguous(tl.multiple_of(column % padded_n, PADDING), PADDING)
+    x = scratch(anchor, buffers, tl.load(line + SOURCE))
     total = tl.zeros((TILE_M, TILE_N), dtype=tl.float32)
     size = padded_m * padded_n
+    left_unit, right_unit = tl.load(units + block * 2), tl.load(units + block * 2 + 1)
     if BY_LEFT:
-        left = _scratch(anchor, buffers, tl.load(line + _LEFT))
+        left = scratch(anchor, buffers, tl.load(line + LEFT))
         total = _multiply(
             left + x_row[:, None] * padded_m + k[None, :],
             padded_m * padded_m,
@@ -293,8 +275,11 @@ def pass_kernel(
             PRECISE,
             DEPTH,
         )
+        total *= left_unit
     if BY_RIGHT:
-        right = _scratch(anchor, buffers, tl.load(line + _RIGHT))
+        right = scratch(anchor, buffers, tl.load(line + RIGHT))
+        if BY_LEFT:
+            total *= 1.0 / right_unit
         total = _multiply(
             x + x_row[:, None] * padded_n + k[None, :],
             size,
@@ -307,28 +292,33 @@ def pass_kernel(
             PRECISE,
             DEPTH,
         )
+        total *= right_unit
     place = x_row[:, None] * padded_n + x_column[None, :]
     value = tl.load(x + place).to(tl.float32)
     if PRECISE:
         value += tl.load(x + size + place).to(tl.float32)
     if BY_LEFT:
-        diagonal = tl.load(line + _DIAGONAL).to(tl.pointer_type(tl.float32))
-        stride = tl.load(line + _DIAGONAL_STRIDE)
+        diagonal = tl.load(line + DIAGONAL).to(tl.pointer_type(tl.float32))
+        stride = tl.load(line + DIAGONAL_STRIDE)
         total += tl.load(diagonal + row * stride, mask=row < m, other=0.0)[:, None] * value
     if BY_RIGHT:
-        diagonal = tl.load(line + _DIAGONAL + _OTHER_SIDE).to(tl.pointer_type(tl.float32))
-        stride = tl.load(line + _DIAGONAL_STRIDE + _OTHER_SIDE)
+        diagonal = tl.load(line + DIAGONAL + TO_RIGHT).to(tl.pointer_type(tl.float32))
+        stride = tl.load(line + DIAGONAL_STRIDE + TO_RIGHT)
         total += tl.load(diagonal + column * stride, mask=column < n, other=0.0)[None, :] * value
     if not LAST:
-        y = _scratch(anchor, buffers, tl.load(line + TARGET))
+        y = scratch(anchor, buffers, tl.load(line + TARGET))
         inside = (row < padded_m)[:, None] & (column < padded_n)[None, :]
-        _keep(y + row[:, None] * padded_n + column[None, :], size, total, inside, PRECISE)
+        total *= 1.0 / _unit_between(left_unit, right_unit, BY_LEFT, BY_RIGHT, PRECISE)
+        keep(y + row[:, None] * padded_n + column[None, :], size, total, inside, PRECISE)
     else:
+        if not PRECISE:
+            total *= gradient_unit(buffers, member)
+        total *= _unit_between(left_unit, right_unit, BEFORE_LEFT, BEFORE_RIGHT, PRECISE)
         total = tl.where((row < m)[:, None] & (column < n)[None, :], total, 0.0)
         inside = (row < padded_m)[:, None] & (column < padded_n)[None, :]
-        first = tl.multiple_of(tl.load(line + _HELD), _PAD)
+        first = tl.multiple_of(tl.load(line + HELD), PADDING)
         place = first + row[:, None] * padded_n + column[None, :]
-        stack = tl.load(buffers + _HELD_STACK)
+        stack = tl.load(buffers + HELD_STACK)
         if COMPARE:
             other = load(stack, BFLOAT16, place, inside, True)
             sums = squares + (first_square + program) * 3
@@ -363,7 +353,7 @@ def graft_kernel(
     for first in range(start, stop, BLOCK):
         place = first + tl.arange(0, BLOCK)
         total += tl.sum(tl.load(squares + place, mask=place < stop, other=0.0))
-    norm = tl.load(tl.load(buffers + _NORMS).to(tl.pointer_type(tl.float32)) + member)
+    norm = tl.load(tl.load(buffers + NORMS).to(tl.pointer_type(tl.float32)) + member)
     scale = norm / (tl.sqrt(total) + 1e-12)
     tl.store(ratios + member, scale)
     finite = tl.abs(norm) < float("inf")  # False for NaN
@@ -389,18 +379,18 @@ def scatter_kernel(
 ):
     """Write some rows of G̃ over the gradient."""
     tile = tiles + tl.program_id(0) * 2
-    line = blocks + tl.load(tile) * _COUNT
-    member = tl.load(line + _MEMBER)
+    line = blocks + tl.load(tile) * LINE
+    member = tl.load(line + MEMBER)
     scale = tl.load(scales + member)
     if scale == _LEAVE:
         return
     address, kind = find(addresses, member)
-    m, n = tl.load(line + _M).to(tl.int32), tl.load(line + _N).to(tl.int32)
+    m, n = tl.load(line + M).to(tl.int32), tl.load(line + N).to(tl.int32)
     row = tl.load(tile + 1) + tl.arange(0, ROWS)[:, None]
-    padded_m, padded_n = _padded(m), _padded(n)
+    padded_m, padded_n = padded(m), padded(n)
     first, stride, n = _place(line, n, WIDE)
-    stack = tl.load(buffers + _HELD_STACK)
-    source = tl.multiple_of(tl.load(line + _HELD), _PAD) + row * padded_n
+    stack = tl.load(buffers + HELD_STACK)
+    source = tl.multiple_of(tl.load(line + HELD), PADDING) + row * padded_n
     for start in range(0, padded_n, COLUMNS):
         column = start + tl.arange(0, COLUMNS)[None, :]
         inside = (row < padded_m) & (column < padded_n)

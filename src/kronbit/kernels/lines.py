@@ -1,0 +1,115 @@
+"""What the kernels of the ordinary step read of a block, and how they keep it in the scratch."""
+
+from __future__ import annotations
+
+import enum
+
+import triton
+import triton.language as tl
+
+from kronbit.kernels.split import power_below
+
+PAD = 64  # scratch is padded with zeros to multiples of it
+STRIP = 16  # rows of a block that a program gathers, restores or scatters
+
+
+class Field(enum.IntEnum):
+    """What stands where in a block's line."""
+
+    MEMBER = 0
+    M = 1
+    N = 2
+    GRADIENT = 3  # first element in the parameter's gradient
+    STRIDE = 4  # from row to row there
+    LEFT = 5  # scratch: O of L̂
+    RIGHT = 6  # scratch: O of R̂
+    X = 7  # scratch
+    Y = 8
+    HELD = 9  # first element of Ĝ in the held stack
+    CODES = 10  # addresses of L̂; those of R̂ follow, OTHER_SIDE later
+    SCALES = 11
+    DIAGONAL = 12
+    DIAGONAL_STRIDE = 13
+
+
+class Buffer(enum.IntEnum):
+    """What stands where in the table of a step's buffers."""
+
+    SCRATCH = 0  # not an address, but elements from the anchor on
+    HELD = 1  # the address of the held stack
+    NORMS = 2  # the address of ‖G‖_F of every member
+    LENGTH = 3
+
+
+OTHER_SIDE = 4
+COUNT = 18  # integers in a line
+
+
+MEMBER: tl.constexpr = tl.constexpr(int(Field.MEMBER))
+M: tl.constexpr = tl.constexpr(int(Field.M))
+N: tl.constexpr = tl.constexpr(int(Field.N))
+GRADIENT: tl.constexpr = tl.constexpr(int(Field.GRADIENT))
+STRIDE: tl.constexpr = tl.constexpr(int(Field.STRIDE))
+LEFT: tl.constexpr = tl.constexpr(int(Field.LEFT))
+RIGHT: tl.constexpr = tl.constexpr(int(Field.RIGHT))
+X: tl.constexpr = tl.constexpr(int(Field.X))
+HELD: tl.constexpr = tl.constexpr(int(Field.HELD))
+CODES: tl.constexpr = tl.constexpr(int(Field.CODES))
+SCALES: tl.constexpr = tl.constexpr(int(Field.SCALES))
+DIAGONAL: tl.constexpr = tl.constexpr(int(Field.DIAGONAL))
+DIAGONAL_STRIDE: tl.constexpr = tl.constexpr(int(Field.DIAGONAL_STRIDE))
+TO_RIGHT: tl.constexpr = tl.constexpr(OTHER_SIDE)
+LINE: tl.constexpr = tl.constexpr(COUNT)
+SCRATCH: tl.constexpr = tl.constexpr(int(Buffer.SCRATCH))
+HELD_STACK: tl.constexpr = tl.constexpr(int(Buffer.HELD))
+NORMS: tl.constexpr = tl.constexpr(int(Buffer.NORMS))
+PADDING: tl.constexpr = tl.constexpr(PAD)
+
+
+@triton.jit
+def padded(size):
+    """The size of scratch for a side."""
+    return (size + (PADDING - 1)) // PADDING * PADDING
+
+
+@triton.jit
+def scratch(anchor, buffers, offset):
+    """A place in the scratch: seen from a tensor that stays where it is.
+
+    A pointer made of an integer counts as unaligned; its loads would go element by element.
+    """
+    return anchor + tl.multiple_of(tl.load(buffers + SCRATCH) + offset, PADDING)
+
+
+@triton.jit
+def keep(target, size, value, mask, PRECISE: tl.constexpr):
+    """Keep a float32 value in float16, or as hi + lo in bf16, lo ``size`` elements behind hi."""
+    if PRECISE:
+        high = value.to(tl.bfloat16)
+        tl.store(target, high, mask=mask)
+        tl.store(target + size, (value - high.to(tl.float32)).to(tl.bfloat16), mask=mask)
+    else:
+        tl.store(target, value.to(tl.float16), mask=mask)
+
+
+@triton.jit
+def gradient_unit(buffers, member):
+    """The power of two by which a gradient is divided: none of its elements exceeds 2¹⁵ then."""
+    norms = tl.load(buffers + NORMS).to(tl.pointer_type(tl.float32))
+    return power_below(tl.load(norms + member)) / 16384.0
+
+
+@triton.jit
+def root_unit(line, side, n):
+    """The power of two by which a root is divided: no element is above 1 then.
+
+    A root is positive semi-definite: its largest element is on the diagonal.
+    """
+    diagonal = tl.load(line + DIAGONAL + side * TO_RIGHT).to(tl.pointer_type(tl.float32))
+    stride = tl.load(line + DIAGONAL_STRIDE + side * TO_RIGHT)
+    largest = tl.zeros((256,), dtype=tl.float32)
+    for start in range(0, n, 256):
+        i = start + tl.arange(0, 256)
+        value = tl.load(diagonal + i * stride, mask=i < n, other=0.0)
+        largest = tl.maximum(largest, tl.abs(value))
+    return 2.0 * power_below(tl.max(largest))

@@ -26,6 +26,7 @@ from models import SwinTiny
 import kronbit
 from kronbit import Shampoo
 from kronbit.groups import Due
+from kronbit.nonfinite import NonfiniteGuard
 from kronbit.preconditioner import Preconditioner
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
@@ -49,12 +50,14 @@ def prepared() -> tuple[Preconditioner, list[torch.Tensor | None], Any]:
 def batched(own: Preconditioner, grads: Any, config: Any, warm_up: int, runs: int) -> float:
     """Seconds of an update, once the eigenvectors have settled."""
     due = {i: Due(config) for i in range(len(own.members))}
-    finite = torch.ones(len(own.members), dtype=torch.bool)
+    guard = NonfiniteGuard(torch.device("cpu"))
+    sizes = [grad.numel() for grad in grads]
     found = []
     for _ in range(warm_up + runs):
         fresh = [torch.randn_like(grad) for grad in grads]
+        measured = guard.measure(fresh, sizes, {torch.float32}, count=False)
         start = time.perf_counter()
-        own.update(fresh, finite, due)
+        own.update(measured, due)
         found.append(time.perf_counter() - start)
     return statistics.median(found[warm_up:])
 

@@ -177,6 +177,21 @@ def test_the_inverse_factor_is_choleskys(
         assert relative_error(inverse[i], exact) < 1e-5
 
 
+def test_tiny_statistics_are_not_lost_under_what_is_forgotten(kernels: torch.device) -> None:
+    """With beta=0 the start value has no weight: the scale of A is that of M alone."""
+    p = nn.Parameter(torch.zeros(20, 24, device=kernels))
+    optimizer = Shampoo([p], base="sgd", lr=0.1, beta=0, update_every=1, refresh_every=1)
+    p.grad = 1e-17 * torch.randn(20, 24, device=kernels)
+    optimizer.step()
+    left = optimizer.state[p]["block_0"]["left"]
+    G = torch.randn(20, 24)
+    assert left["eigenvalues"].max() > 1e-34
+    assert not torch.equal(left["root"].cpu(), torch.eye(20))
+    p.grad = G.to(kernels)
+    optimizer.step()
+    assert torch.isfinite(p.grad).all()
+
+
 def test_the_environment_turns_kernels_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KRONBIT_KERNELS", "0")
     device = torch.device("cuda", 7)

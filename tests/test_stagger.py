@@ -28,6 +28,7 @@ def test_every_block_runs_the_papers_schedule_with_its_own_delay(update: int, re
         for t in range(1, 4 * longest):
             late = t - delay
             assert config.updates_at(t, phase) == (late > 0 and paper.updates_at(late))
+            late -= 1  # the refresh follows the update
             assert config.refreshes_at(t, phase) == (late > 0 and paper.refreshes_at(late))
     assert all(paper.delay(phase) == 0 for phase in PHASES)
 

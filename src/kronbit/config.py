@@ -195,10 +195,13 @@ class Config:
         return t > 0 and t % self.update_every == 0
 
     def refreshes_at(self, t: int, phase: float = 0.0) -> bool:
-        """Whether a block's inverse roots are refreshed at step t; see ``updates_at``."""
+        """Whether a block's inverse roots are refreshed at step t; see ``updates_at``.
+
+        Staggered, that comes one step after the update: no step shall do both.
+        """
         if self._early(t):
             return self._doubles_at(t)
-        t -= self.delay(phase)
+        t -= self.delay(phase) + self.stagger
         return t > 0 and t % self.refresh_every == 0
 
     def delay(self, phase: float) -> int:
@@ -215,7 +218,7 @@ class Config:
 
     def first_refresh_step(self, phase: float = 0.0) -> int:
         """The step of a block's first refresh."""
-        return self.first_refresh or self.refresh_every + self.delay(phase)
+        return self.first_refresh or self.refresh_every + self.delay(phase) + self.stagger
 
     def first_preconditioned_step(self, phase: float = 0.0) -> int:
         """The first step whose gradient is preconditioned: a refresh at or after an update.
@@ -226,7 +229,7 @@ class Config:
         if self.first_refresh is not None:
             return self.first_refresh
         first = -(-self.update_every // self.refresh_every) * self.refresh_every
-        return first + self.delay(phase)
+        return first + self.delay(phase) + self.stagger
 
 
 def take_options(keywords: MutableMapping[str, Any]) -> Config:

@@ -54,7 +54,7 @@ class Eigen:
         decay, weight = decay_weights(config.beta)
         # No element of a positive semi-definite matrix exceeds its largest diagonal one.
         largest = lam.amax(-1)
-        bound = M.diagonal(dim1=-2, dim2=-1).amax(-1).add_(largest)
+        bound = M.diagonal(dim1=-2, dim2=-1).amax(-1).mul_(weight).add_(largest, alpha=decay)
         # A = β V Λ Vᵀ + (1 - β) M
         scaled = scale_rows(Vt, lam, largest)
         A = compose(Vt.mT, scaled, C=M, alpha=decay, beta=weight, symmetric=True, bound=bound)

@@ -148,13 +148,13 @@ class Preconditioner:
         if not flags:
             return []
         failed = []
-        for row, trusted, good, replaced in zip(
+        for (part, row), trusted, good, replaced in zip(
             _rows(done), *torch.cat(flags, 1).tolist(), strict=True
         ):
             if trusted and not good:
-                failed.append(row)
+                failed.append(part.row(row))
             elif trusted and not replaced:
-                row.factors.counters["discarded_statistics"] += 1
+                part.factors.counters["discarded_statistics"] += 1
         return failed
 
     def _outer_products(
@@ -216,8 +216,8 @@ class Preconditioner:
             flags.append(batch.refresh(parts[0].config))
             done += parts
         if flags:
-            for row, replaced in zip(_rows(done), torch.cat(flags).tolist(), strict=True):
-                row.factors.counters["discarded_roots"] += not replaced
+            for (part, _), replaced in zip(_rows(done), torch.cat(flags).tolist(), strict=True):
+                part.factors.counters["discarded_roots"] += not replaced
         staggered = {i for i, own in due.items() if own.phases is not None}
         known = set(self.refreshed)
         self.find_refreshed(due.keys() - staggered)
@@ -341,9 +341,9 @@ class Preconditioner:
         return Wave(parts, mask, fits)
 
 
-def _rows(parts: Sequence[Part]) -> Iterator[Part]:
-    """The rows of a batch, each as a part of its own."""
-    return (part.row(row) for part in parts for row in range(part.rows.start, part.rows.stop))
+def _rows(parts: Sequence[Part]) -> Iterator[tuple[Part, int]]:
+    """The rows of parts, one by one."""
+    return ((part, row) for part in parts for row in range(part.rows.start, part.rows.stop))
 
 
 def _per_row(values: Tensor) -> Tensor:

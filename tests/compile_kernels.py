@@ -119,7 +119,7 @@ def main() -> None:
 def nothing_is_left_after_the_warm_up() -> None:
     params = [torch.nn.Parameter(torch.randn(*shape)) for shape in ((320, 64), (64, 512), (8,))]
     optimizer = Shampoo(params, base="sgd", lr=0.1, update_every=1, refresh_every=1)
-    warm_up.__wrapped__(CPU, Shampoo.algorithm, optimizer.config)
+    warm_up(CPU, Shampoo.algorithm, optimizer.config)
     before = len(compiled)
     for _ in range(2):
         for p in params:

@@ -40,7 +40,8 @@ def _trial(device: torch.device) -> str | None:
 
     try:
         addresses = AddressTable(1, device)
-        addresses.fill([torch.zeros(1, device=device)])
+        gradient = torch.zeros(1, device=device)
+        addresses.fill([gradient])
         skipped = torch.zeros((), dtype=torch.int64, device=device)
         norms = KernelNorms([1], device)
         for _ in range(2):  # to be compiled, and to be launched as it is from then on

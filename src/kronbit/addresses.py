@@ -72,6 +72,7 @@ class Integers:
     def __init__(self, count: int, device: torch.device) -> None:
         self.values = [0] * count
         self.tensor = torch.zeros(count, dtype=torch.int64, device=device)
+        self._captured: list[Tensor] = []
 
     def write(self, values: list[int]) -> None:
         """Set all of them, in stream order and without waiting for the device."""
@@ -79,7 +80,10 @@ class Integers:
             self.values = values
             # Of a list, torch.tensor makes four times as slowly what an array already is.
             host = torch.frombuffer(array("q", values), dtype=torch.int64)
-            self.tensor.copy_(_sendable(host, self.tensor.device), non_blocking=True)
+            host = _sendable(host, self.tensor.device)
+            self.tensor.copy_(host, non_blocking=True)
+            if self.tensor.is_cuda and torch.cuda.is_current_stream_capturing():
+                self._captured.append(host)  # every replay copies it again
 
 
 class AddressTable(Integers):

@@ -197,7 +197,8 @@ class Config:
     def refreshes_at(self, t: int, phase: float = 0.0) -> bool:
         """Whether a block's inverse roots are refreshed at step t; see ``updates_at``.
 
-        Staggered, that comes one step after the update: no step shall do both.
+        Staggered, that comes one step after the update, so that a step does not do both (but for
+        early refreshes).
         """
         if self._early(t):
             return self._doubles_at(t)
@@ -215,10 +216,6 @@ class Config:
         """Whether t is k, 2k, 4k, ..."""
         times, rest = divmod(t, self.first_refresh or 1)
         return rest == 0 and times > 0 and times & (times - 1) == 0
-
-    def first_refresh_step(self, phase: float = 0.0) -> int:
-        """The step of a block's first refresh."""
-        return self.first_refresh or self.refresh_every + self.delay(phase) + self.stagger
 
     def first_preconditioned_step(self, phase: float = 0.0) -> int:
         """The first step whose gradient is preconditioned: a refresh at or after an update.

@@ -33,14 +33,13 @@ class KernelProducts:
         graphs: Whether the ordinary step may be a CUDA graph.
 
     Attributes:
-        ways: How each member's products are taken: in a way whose Ĝ was, at the member's last
-            refresh, found within half a degree of the float32 one.
+        ways: How each member's products are taken: in a way whose Ĝ was, by what was measured at
+            the member's last refresh, within half a degree of the float32 one.
     """
 
     def __init__(self, preconditioner: Preconditioner, graphs: bool) -> None:
         self._weak, self._graphs = weakref.ref(preconditioner), graphs
         self.ways = dict.fromkeys(range(len(preconditioner.members)), FLOAT32)
-        self._device = preconditioner.graft_ratio.device
         self._grouped: dict[tuple[int, frozenset[int]], GroupedProducts] = {}
         self._shares = _Shares.make(set(), self.ways)
 

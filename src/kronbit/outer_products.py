@@ -94,17 +94,15 @@ class OuterProducts:
         size = largest = 0
         for part in parts:
             m, n = part.group.shape
-            for span in part.group.spans:
-                _, M, N = self._members[span.member].blocking.matrices
-                for row, block in enumerate(span.grid.blocks(), span.start):
-                    if not part.rows.start <= row < part.rows.stop:
-                        continue
-                    line = [0] * kernels.COUNT
-                    line[Field.MEMBER], line[Field.M], line[Field.N] = span.member, m, n
-                    line[Field.GRADIENT] = (block.batch * M + block.row) * N + block.column
-                    line[Field.STRIDE], line[Field.RIGHT] = N, int(part.right)
-                    line[Field.PLACE], line[Field.DEPTH] = size, padded(m if part.right else n)
-                    lines.append(line)
-                    size += padded(m) * padded(n)
+            for row, member, _, first, stride in part.group.places(self._members):
+                if not part.rows.start <= row < part.rows.stop:
+                    continue
+                line = [0] * kernels.COUNT
+                line[Field.MEMBER], line[Field.M], line[Field.N] = member, m, n
+                line[Field.GRADIENT], line[Field.STRIDE] = first, stride
+                line[Field.RIGHT] = int(part.right)
+                line[Field.PLACE], line[Field.DEPTH] = size, padded(m if part.right else n)
+                lines.append(line)
+                size += padded(m) * padded(n)
             largest = max(largest, padded(m) // TILE * (padded(n) // TILE))
         return _Lines(to_device(lines, self._device, torch.int64), size, largest)

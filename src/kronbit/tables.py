@@ -15,8 +15,9 @@ from torch import Tensor
 
 from kronbit.addresses import to_device
 from kronbit.factors import Factors
-from kronbit.groups import Group, Member
-from kronbit.kernels.lines import COUNT, OTHER_SIDE, PAD, STRIP, Field
+from kronbit.groups import Group
+from kronbit.kernels.lines import COUNT, OTHER_SIDE, STRIP, Field
+from kronbit.kernels.split import padded
 from kronbit.quantization import Quantizer
 
 if TYPE_CHECKING:
@@ -147,11 +148,6 @@ class TableWave:
     offsets: dict[TableBlock, int]
 
 
-def padded(size: int) -> int:
-    """The size of scratch for a side."""
-    return -(-size // PAD) * PAD
-
-
 def make_waves(
     preconditioner: Preconditioner,
     wanted: Collection[int],
@@ -172,7 +168,12 @@ def make_waves(
     """
     members, groups = preconditioner.members, preconditioner.groups
     workspace = preconditioner.workspace
-    blocks = [block for block in _blocks(members, groups) if block.member in wanted]
+    blocks = [
+        TableBlock(member, number, group, row, first, stride)
+        for group in groups
+        for row, member, number, first, stride in group.places(members)
+        if member in wanted
+    ]
     blocks.sort(key=lambda block: (block.member, block.number))
     scratch = workspace * 3 // 8 // 2 // LANES
     hold = workspace * 5 // 8 // precision.held.itemsize
@@ -187,15 +188,6 @@ def make_waves(
         total += size
     shape = precision.shape(block.group.shape for block in blocks)
     return [_make_wave(wave, precision, shape, hold, scratch, device) for wave in waves], shape
-
-
-def _blocks(members: Sequence[Member], groups: Iterable[Group]) -> Iterator[TableBlock]:
-    for group in groups:
-        for span in group.spans:
-            _, M, N = members[span.member].blocking.matrices
-            for row, block in enumerate(span.grid.blocks(), span.start):
-                first = (block.batch * M + block.row) * N + block.column
-                yield TableBlock(span.member, block.index, group, row, first, N)
 
 
 def _runs(blocks: Sequence[TableBlock]) -> Iterator[list[TableBlock]]:

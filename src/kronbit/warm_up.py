@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import cache
 
 import torch
 
 from kronbit.batches import due_parts
 from kronbit.blocking import Blocking, route
-from kronbit.config import Config
+from kronbit.config import FORMAT_OPTIONS, Config
 from kronbit.gradients import plain_dtypes
 from kronbit.groups import Due, Member
 from kronbit.kernel_products import BF16X3, HALF
@@ -23,14 +22,18 @@ from kronbit.rules import Algorithm
 _SHAPES = ((8, 8), (320, 320), (256, 512))
 
 
-@cache
 def warm_up(device: torch.device, algorithm: Algorithm, config: Config) -> None:
     """Compile the kernels for parameters with some options; later calls do nothing.
 
     What is compiled and never used costs time, but little; what is missed here is compiled when it
     is needed.
     """
-    config = replace(config, split_sizes=None, batch_dims=0, precondition=True)
+    decisive = (*FORMAT_OPTIONS, "root", "nonfinite")
+    _warm_up(device, algorithm, Config(**{name: getattr(config, name) for name in decisive}))
+
+
+@cache
+def _warm_up(device: torch.device, algorithm: Algorithm, config: Config) -> None:
     ways = [route(shape, config) for shape in _SHAPES]
     members = [Member(way, config) for way in ways if isinstance(way, Blocking)]
     own = Preconditioner(members, algorithm, 2**24, graphs=False, device=device)

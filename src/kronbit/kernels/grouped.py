@@ -56,9 +56,9 @@ from kronbit.quantization.triton import restore
 _WIDEN: tl.constexpr = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
 
-# Sums of up to 4096 products of numbers up to 1 and 2¹⁵, of which the second have such a norm, stay
-# below 2²¹: what lies between passes is divided by this.
-_ROOM: tl.constexpr = tl.constexpr(64.0)
+# What lies between passes is divided by this. Sums of n products of numbers up to 1 with such that
+# have a norm of 2¹⁵ stay below 2¹⁵ times the root of n; two of them are added.
+_ROOM: tl.constexpr = tl.constexpr(256.0)
 # What scatter does with a gradient, where it does not scale Ĝ.
 _LEAVE: tl.constexpr = tl.constexpr(-1.0)
 _ZERO: tl.constexpr = tl.constexpr(-2.0)

@@ -10,6 +10,7 @@ import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from functools import cache, partial
 from typing import Any
 
@@ -57,7 +58,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any
         return
     waiting = getattr(_here, "waiting", None)
     if waiting is not None:
-        waiting[key] = partial(launch, kernel, grid, *arguments, **constants)
+        waiting[key] = device, partial(kernel.warmup, *arguments, grid=grid, **constants)
         return
     compiled = kernel[grid](*arguments, **constants)
     if compiled is not None:  # Triton's interpreter has nothing to keep
@@ -71,18 +72,24 @@ def compile_together(work: Callable[[], object]) -> None:
     Compilers mostly work outside of Python, so threads help.
 
     Args:
-        work: Called once. Kernels that are not compiled yet are not launched while it runs, but
-            afterwards, each once and in any order: its results are garbage.
+        work: Called once. Kernels that are not compiled yet are not launched: its results are
+            garbage.
     """
-    waiting: dict[tuple[Any, ...], Callable[[], None]] = {}
+    waiting: dict[tuple[Any, ...], tuple[torch.device, Callable[[], object]]] = {}
     _here.waiting = waiting
     try:
         work()
     finally:
         del _here.waiting
     with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1)) as threads:
-        for compiled in [threads.submit(call) for call in waiting.values()]:
+        for compiled in [threads.submit(_on, *call) for call in waiting.values()]:
             compiled.result()
+
+
+def _on(device: torch.device, call: Callable[[], object]) -> None:
+    """Call something with a GPU as the current one: each thread has its own."""
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        call()
 
 
 def _runner(

@@ -7,9 +7,8 @@ import enum
 import triton
 import triton.language as tl
 
-from kronbit.kernels.split import power_below
+from kronbit.kernels.split import PAD, power_below
 
-PAD = 64  # scratch is padded with zeros to multiples of it
 STRIP = 16  # rows of a block that a program gathers, restores or scatters
 
 

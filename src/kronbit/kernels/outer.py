@@ -15,7 +15,7 @@ from kronbit.kernels.gradients import find, load
 from kronbit.kernels.matmul import accumulate, place_of_tile
 from kronbit.kernels.split import PAD, power_below, store_parts
 
-TILE = 64  # of a gradient, per program
+TILE = PAD  # of a gradient, per program
 _PAD: tl.constexpr = tl.constexpr(PAD)
 
 

@@ -1,8 +1,8 @@
 """Matrices as sums of two float16 matrices, which the tensor cores can multiply.
 
 A float32 number, scaled by a power of two, is the sum of two float16 numbers to 22 bits. One scale
-per matrix keeps the parts inside of float16's range: elements that are 2⁻²⁷ of the largest still
-have their 22 bits.
+per matrix keeps the parts inside of float16's range. Elements down to 2⁻¹⁴ of the largest have all
+their bits; of smaller ones, what is lost is 2⁻³⁷ of the largest.
 """
 
 from __future__ import annotations

@@ -290,3 +290,29 @@ def test_windows_of_one_stack_are_neighbours_and_others_are_copied() -> None:
     near = Batch([(part, slice(0, part.rows)) for part in parts[:2]])
     assert len(near._slices) == 1
     assert parts[1].tensors["codes"].data_ptr() == whole.tensors["codes"][2].data_ptr()
+
+
+@pytest.mark.parametrize("trusted", [True, False])
+def test_small_orders_in_one_batch_are_as_alone(trusted: bool, device: torch.device) -> None:
+    config = Config(update_every=1, refresh_every=1)
+    generator = torch.Generator().manual_seed(3)
+    orders = (3, 12, 49)
+    alone = [stack(n, 2, config, device) for n in orders]
+    mixed = [stack(n, 2, config, device) for n in orders]
+    batch = Batch([(factors, slice(0, 2)) for factors in mixed])
+    flags = torch.tensor([trusted, True] * 3, device=device)
+    for _ in range(3):
+        M = torch.zeros(6, 49, 49, device=device)
+        for i, factors in enumerate(alone):
+            own = gram(2, factors.order, generator).to(device)
+            M[2 * i : 2 * i + 2, : factors.order, : factors.order] = own
+            assert update(factors, own, flags[:2], config) == 0
+        batch.update(M, flags, config)
+    batch.refresh(config)
+    for factors, other in zip(alone, mixed, strict=True):
+        refresh(factors, config)
+        for mine, theirs in (
+            (factors.method.matrix(factors.tensors), other.method.matrix(other.tensors)),
+            (factors.roots(everything(factors)), other.roots(everything(other))),
+        ):
+            assert relative_error(theirs, mine) < 1e-4

@@ -339,7 +339,8 @@ def test_kernels_and_torch_count_alike(
     assert int(by_kernels.skipped) == kept
 
 
-def test_outer_products_are_read_where_gradients_lie(kernels: torch.device) -> None:
+@pytest.mark.parametrize("mixed", [False, True])
+def test_outer_products_are_read_where_gradients_lie(mixed: bool, kernels: torch.device) -> None:
     """Of both sides, in several types, and zero where a gradient is not finite."""
     own = made(kernels)
     grads: list[Tensor | None] = [torch.randn(shape).to(kernels) for shape in SHAPES]
@@ -352,11 +353,14 @@ def test_outer_products_are_read_where_gradients_lie(kernels: torch.device) -> N
     by_kernels = own._outer_products(seen, due)
     blocks = GradientBlocks(own.members, grads)
     count = 0
-    for parts in batches(due_parts(own.groups, due), own.workspace, UPDATE):
+    orders = []
+    for parts in batches(due_parts(own.groups, due), own.workspace, UPDATE, mixed=mixed):
+        orders.append({part.factors.order for part in parts})
         expected = own._outer_products_by_torch(blocks, finite, parts)
         M = by_kernels(parts)
         assert M.shape == expected.shape
         assert (M - expected).abs().max() <= 1e-6 * expected.abs().max()
         count += len(M)
     assert isinstance(own._outer, OuterProducts)
+    assert (max(map(len, orders)) > 1) == mixed
     assert count == sum(2 * len(own.members[i].blocking) for i in due)

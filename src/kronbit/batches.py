@@ -11,6 +11,7 @@ from kronbit.factors import Factors
 from kronbit.groups import Due, Group
 
 _MOST_ROWS = 65535  # of a batch: what a grid of programs can hold
+_SMALL = 64  # orders below it may be mixed
 _PAD = 64  # kernels fill up the sides of matrices to multiples of it
 
 
@@ -70,8 +71,17 @@ def due_parts(groups: Sequence[Group], due: Mapping[int, Due]) -> Iterator[Part]
             yield Part(group, True, run, config)
 
 
+def order_of(parts: Sequence[Part]) -> int:
+    """The order of a batch: the largest of its parts'."""
+    return max(part.factors.order for part in parts)
+
+
 def batches(
-    parts: Iterable[Part], workspace: int, cost: Cost, newton: Cost | None = None
+    parts: Iterable[Part],
+    workspace: int,
+    cost: Cost,
+    newton: Cost | None = None,
+    mixed: bool = False,
 ) -> Iterator[list[Part]]:
     """Batches of rows of equal order, format and options, each as large as the workspace allows.
 
@@ -82,19 +92,33 @@ def batches(
         workspace: In bytes.
         cost: What a row needs.
         newton: What it needs where roots are taken by Schur-Newton.
+        mixed: Whether small orders may share a batch.
     """
     found: dict[tuple[int, Format, Config], list[Part]] = {}
     for part in parts:
-        key = (part.factors.order, part.factors.format, part.config)
-        found.setdefault(key, []).append(part)
-    for (order, format, config), own in found.items():
-        own.sort(key=lambda part: part.factors.first + part.rows.start)
+        order = _SMALL if mixed and _can_be_enlarged(part) else part.factors.order
+        found.setdefault((order, part.factors.format, part.config), []).append(part)
+    for (_, format, config), own in found.items():
+        order = order_of(own)
+        own.sort(key=lambda part: (part.factors.order, part.factors.first + part.rows.start))
         largest = max((part.group.shape for part in own), key=math.prod)
         by_newton = format.method != "eigen" or config.root == "schur_newton"
         needs = newton if newton is not None and by_newton else cost
         if format.statistic.bits == 32:  # rows that are not neighbours are copied as they are
             needs = replace(needs, square=needs.square + 1)
         yield from _cut(own, needs.rows(order, largest, workspace))
+
+
+def _can_be_enlarged(part: Part) -> bool:
+    """Whether a matrix can be a part of a larger one, without a trace of that in its root."""
+    format, config = part.factors.format, part.config
+    return (
+        part.factors.order < _SMALL
+        and format.method == "eigen"
+        and format.statistic.bits == format.root.bits == 32
+        and config.root == "eigen"
+        and config.beta > 0
+    )
 
 
 def _cut(parts: Sequence[Part], size: int) -> Iterator[list[Part]]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kronbit.addresses import to_device
-from kronbit.batches import Part
+from kronbit.batches import Part, order_of
 from kronbit.groups import Member
 from kronbit.kernels import outer as kernels
 from kronbit.kernels.launch import launch
@@ -55,7 +55,7 @@ class OuterProducts:
             finite: bool (members,): whose gradient is finite.
             parts: The rows.
         """
-        n = parts[0].factors.order
+        n = order_of(parts)
         table = self._lines(parts)
         k = len(table.lines)
         hi, lo = (

@@ -15,7 +15,17 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kronbit.batches import NEWTON, PRECONDITION, REFRESH, UPDATE, Part, batches, due_parts
+from kronbit.acceleration import has_kernels
+from kronbit.batches import (
+    NEWTON,
+    PRECONDITION,
+    REFRESH,
+    UPDATE,
+    Part,
+    batches,
+    due_parts,
+    order_of,
+)
 from kronbit.factors import Batch
 from kronbit.gradients import GradientBlocks
 from kronbit.groups import Due, Group, Member, chunks, make_groups
@@ -102,6 +112,8 @@ class Preconditioner:
         self._blocks = [len(member.blocking) for member in members]
         self._lengths = torch.tensor(self._blocks, dtype=torch.int64, device=device)
         self._waves: dict[tuple[int, ...], list[Wave]] = {}
+        # One launch for several orders is worth copies; without kernels there are no launches.
+        self._mixed = has_kernels(device)
         self._outer: OuterProducts | None = None
         self._remembered_owners: dict[tuple[tuple[int, int, int], ...], Tensor] = {}
 
@@ -138,7 +150,7 @@ class Preconditioner:
         """PU of some rows; returns those whose QR has failed, which are as they were."""
         done: list[Part] = []
         flags: list[Tensor] = []
-        for parts in batches(wanted, self.workspace, UPDATE):
+        for parts in batches(wanted, self.workspace, UPDATE, mixed=self._mixed):
             M = outer_products(parts)
             trusted = finite[self._owners(parts)]
             batch = Batch([(part.factors, part.rows) for part in parts])
@@ -174,8 +186,8 @@ class Preconditioner:
     def _outer_products_by_torch(
         self, blocks: GradientBlocks, finite: Tensor, parts: Sequence[Part]
     ) -> Tensor:
-        n, count = parts[0].factors.order, sum(part.rows.stop - part.rows.start for part in parts)
-        M = torch.empty(count, n, n, dtype=torch.float32, device=self._device)
+        n, count = order_of(parts), sum(part.rows.stop - part.rows.start for part in parts)
+        M = torch.zeros(count, n, n, dtype=torch.float32, device=self._device)
         start = 0
         for part in parts:
             here = slice(start, start + part.rows.stop - part.rows.start)
@@ -184,7 +196,12 @@ class Preconditioner:
             G = blocks.gather(part.group, part.rows)
             G.masked_fill_(_per_row(~trusted), 0.0)  # not a product: 0 times NaN is NaN
             g = operand(G.mT if part.right else G)
-            multiply(g, g.mT, symmetric=True, out=M[here])
+            if part.factors.order == n:
+                multiply(g, g.mT, symmetric=True, out=M[here])
+            else:
+                M[here, : part.factors.order, : part.factors.order] = multiply(
+                    g, g.mT, symmetric=True
+                )
             del G, g
         return M
 
@@ -211,7 +228,8 @@ class Preconditioner:
         """
         done: list[Part] = []
         flags: list[Tensor] = []
-        for parts in batches(due_parts(self.groups, due), self.workspace, REFRESH, NEWTON):
+        wanted = due_parts(self.groups, due)
+        for parts in batches(wanted, self.workspace, REFRESH, NEWTON, self._mixed):
             batch = Batch([(part.factors, part.rows) for part in parts])
             flags.append(batch.refresh(parts[0].config))
             done += parts

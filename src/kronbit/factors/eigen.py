@@ -78,6 +78,18 @@ class Eigen:
         damped = torch.where(largest == 0, 1.0, lam + largest * config.damping)
         return self.root.encode(_scaled_square(Vt, damped.pow_(-1 / self.p)))
 
+    def enlarged(self, leaves: Mapping[str, Tensor], order: int) -> Leaves:
+        """A 32-bit statistic as a part of a larger one: the rest has unit vectors and largest λ.
+
+        Updates and roots of the part are those of the small one, and what is outside stays zero.
+        """
+        lam, U = leaves["eigenvalues"], leaves["eigenvectors"]
+        k, n = lam.shape
+        larger = torch.eye(order, dtype=U.dtype, device=U.device).repeat(k, 1, 1)
+        larger[:, :n, :n] = U
+        rest = lam.amax(-1, keepdim=True).expand(k, order - n)
+        return {"eigenvalues": torch.cat([lam, rest], -1), "eigenvectors": larger}
+
     def matrix(self, leaves: Mapping[str, Tensor]) -> Tensor:
         """A = V Λ Vᵀ, float32, from eigenvectors rectified to full orthogonality."""
         return self._matrix(leaves, rectify=_TO_THE_END)

@@ -127,14 +127,17 @@ class Factors:
 
 
 class Batch:
-    """Rows of several stacks of one order and one format, handled as one.
+    """Rows of several stacks of one format, handled as one.
 
     Args:
-        parts: (stack, rows) in order. Neighbours in one whole need no copies.
+        parts: (stack, rows) in order. Neighbours in one whole need no copies. If orders differ,
+            all are enlarged to the largest.
     """
 
     def __init__(self, parts: Sequence[tuple[Factors, slice]]) -> None:
         self.method = parts[0][0].method
+        orders = {factors.order for factors, _ in parts}
+        self._order = max(orders) if len(orders) > 1 else None
         stretches: list[tuple[Leaves, slice]] = []
         for factors, rows in parts:
             start, stop = factors.first + rows.start, factors.first + rows.stop
@@ -173,11 +176,15 @@ class Batch:
 
     def _statistics(self) -> Leaves:
         """All tensors but those of the roots."""
-        first, *others = self._slices
+        slices = self._slices
+        if self._order is not None:
+            assert isinstance(self.method, Eigen), "no other method is mixed"
+            slices = [self.method.enlarged(leaves, self._order) for leaves in slices]
+        first, *others = slices
         names = [name for name in first if not is_root(name)]
         if not others:
             return {name: first[name] for name in names}
-        return {name: torch.cat([leaves[name] for leaves in self._slices]) for name in names}
+        return {name: torch.cat([leaves[name] for leaves in slices]) for name in names}
 
     def _keep(self, new: Leaves, trusted: Tensor | None) -> Tensor:
         """Write new tensors where they are trusted and finite; elsewhere the old ones stay.
@@ -193,8 +200,10 @@ class Batch:
             rows = slice(start, start + len(next(iter(leaves.values()))))
             start = rows.stop
             for name, leaf in new.items():
+                old = leaves[name]
+                inside = (rows, *(slice(side) for side in old.shape[1:]))
                 mask = accepted[rows].view(-1, *[1] * (leaf.dim() - 1))
-                torch.where(mask, leaf[rows], leaves[name], out=leaves[name])
+                torch.where(mask, leaf[inside], old, out=old)
         return accepted
 
 

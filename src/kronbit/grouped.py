@@ -14,6 +14,7 @@ from kronbit.kernels import grouped as kernels
 from kronbit.kernels.launch import launch
 from kronbit.kernels.lines import STRIP, Buffer, Field
 from kronbit.quantization import codebook
+from kronbit.replay import Replay
 from kronbit.rules import Pass
 from kronbit.tables import (
     LANES,
@@ -42,9 +43,6 @@ class GroupedProducts:
         wanted: The members that will be asked for.
         precision: How products are taken.
         graphs: Whether to capture the step as a CUDA graph.
-
-    Attributes:
-        graph_refused: Why a step could not be captured; ``None`` if nothing was refused.
     """
 
     def __init__(
@@ -69,14 +67,14 @@ class GroupedProducts:
         self._anchors = {True: anchor, False: anchor.view(torch.float16)}
         # Of both roots of each of a wave's blocks.
         self._units = torch.ones(2 * max(len(w.lines) for w in self._waves), device=self._device)
-        self._capturing = graphs and ratios.is_cuda
-        # Which of them have been run: their kernels are compiled.
-        self._warm: set[tuple[bool, bool]] = set()
-        # The step by ``zero_nonfinite`` and by whether gradients are aligned, with some addresses;
-        # ``None`` where capture was refused.
-        self._graphs: dict[tuple[bool, bool], torch.cuda.CUDAGraph | None] = {}
-        self._captured_with: Tensor | None = None
-        self.graph_refused: str | None = None
+        # The step by ``zero_nonfinite`` and by whether gradients are aligned, with some addresses.
+        self._replay = Replay(self._device, graphs)
+        self._recorded_with: Tensor | None = None
+
+    @property
+    def graph_refused(self) -> str | None:
+        """Why a step could not be captured; ``None`` if nothing was refused."""
+        return self._replay.refused
 
     @property
     def _own(self) -> Preconditioner:
@@ -96,23 +94,11 @@ class GroupedProducts:
         scratch = self._scratch()
         held = self._empty(self._held_size, self._precision.held)
         self._buffers.write([self._from_anchor(scratch), held.data_ptr(), norms.data_ptr()])
-        # Inside of a capture of the user's, the launches become part of that.
-        if not self._capturing or torch.cuda.is_current_stream_capturing():
-            self._step(addresses, zero_nonfinite)
-            return
-        if self._captured_with is not addresses.tensor:
-            self._captured_with = addresses.tensor
-            self._graphs.clear()
+        if self._recorded_with is not addresses.tensor:
+            self._recorded_with = addresses.tensor
+            self._replay.forget()
         kind = (zero_nonfinite, addresses.aligned)
-        # Kernels are compiled in the first step; a graph can only hold compiled ones.
-        if kind in self._warm and kind not in self._graphs:
-            self._graphs[kind] = self._capture(lambda: self._step(addresses, zero_nonfinite))
-        graph = self._graphs.get(kind)
-        if graph is not None:
-            graph.replay()
-        else:
-            self._step(addresses, zero_nonfinite)
-            self._warm.add(kind)
+        self._replay(kind, lambda: self._step(addresses, zero_nonfinite))
 
     def compare(self, addresses: AddressTable, norms: Tensor) -> Tensor:
         """(members, 3): ⟨a, b⟩, ⟨a, a⟩ and ⟨b, b⟩, where a is Ĝ taken so, and b is Ĝ in float16.
@@ -149,21 +135,6 @@ class GroupedProducts:
     def _from_anchor(self, scratch: Tensor) -> int:
         """Elements from the anchor to the scratch; both are aligned to much more than that."""
         return (scratch.data_ptr() - self._anchors[True].data_ptr()) // scratch.element_size()
-
-    def _capture(self, step: Callable[[], None]) -> torch.cuda.CUDAGraph | None:
-        """Record a step as a graph. It allocates nothing, and nothing waits for the device."""
-        graph = torch.cuda.CUDAGraph()
-        try:
-            with torch.cuda.stream(torch.cuda.Stream(self._device)):
-                graph.capture_begin(capture_error_mode="thread_local")
-                try:
-                    step()
-                finally:
-                    graph.capture_end()
-        except RuntimeError as error:
-            self.graph_refused = str(error).splitlines()[0]
-            return None
-        return graph
 
     def _step(self, addresses: AddressTable, zero_nonfinite: bool) -> None:
         for wave in self._waves:

@@ -1,13 +1,15 @@
-"""Batched linear algebra of the factors: (k, n, n) stacks, full float32, no host sync."""
+"""Batched linear algebra of the factors: (k, n, n) stacks, full float32."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
+from kronbit.acceleration import has_kernels
 from kronbit.precision import full_precision
 from kronbit.products import (
     Operand,
@@ -23,8 +25,11 @@ QR: TypeAlias = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 # ‖QᵀQ - I‖, of which a correction leaves its square.
 _CORRECTABLE = 5e-3
-# Of the trace: a pass with it improves the condition by about 2000.
-_SHIFT = 3e-7
+# Of the trace of XᵀX, in which smaller pivots would be rounding errors.
+_LEAST_PIVOT = 3e-7
+# R⁻¹ is smaller than that, relative to what the least pivot gives: then Q is correctable.
+_ONE_PASS = 0.7
+_REPETITIONS = 3
 _NEWTON_TOLERANCE = 1e-6
 _NEWTON_GROWTH = 1.2
 
@@ -67,36 +72,73 @@ def orthogonality_error(Q: Tensor) -> Tensor:
     return error
 
 
-def _whitened(X: Operand, shift: float, room: Tensor | None) -> Operand:
-    """X R⁻¹ with Rᵀ R = Xᵀ X + shift trace(Xᵀ X) I; NaN, where there is no such R.
+def _whitened(X: Tensor, room: Tensor | None, graphs: bool = False, passes: int = 2) -> Operand:
+    """X R⁻¹ with Rᵀ R = Xᵀ X, of X with columns of length 1; NaN, where that fails.
 
-    ``room`` is overwritten, if there is some.
+    Rounding errors grow with the condition, and pivots near zero are nothing else. So pivots are
+    kept away from zero: then R⁻¹ is not that of X, but what it leaves is better conditioned, and a
+    second pass does the rest. A large R⁻¹ tells who needs it.
+
+    Args:
+        X: (k, m, n), contiguous, given away.
+        room: (k, n, n) that may be overwritten; it may be X itself.
+        graphs: Whether kernels may be launched as CUDA graphs.
+        passes: 2, or 1: then what is left is for a later call.
     """
-    S = multiply(X.mT, X, symmetric=True, out=room)
-    if shift:
-        diagonal = S.diagonal(dim1=-2, dim2=-1)
-        diagonal.add_(shift * diagonal.sum(-1, keepdim=True))
-    if not isinstance(X, Tensor):
-        from kronbit.kernels.cholesky import inverse_factor_
+    least = _LEAST_PIVOT * X.shape[-1]
+    limit = _ONE_PASS / math.sqrt(least) if passes == 2 else math.inf
+    if has_kernels(X.device):
+        from kronbit.kernels.whitening import whitened
 
-        W = inverse_factor_(S)
-        w = operand(W)
-        del W
-        return compose(X, w)
+        return whitened(X, room, least, limit, graphs)
+    largest = _whiten_once_(X, least)
+    again = ~(largest <= limit)  # true for NaN
+    if again.any():
+        rows = X[again]
+        _whiten_once_(rows, least)
+        X[again] = rows
+    return X
+
+
+def _whiten_once_(X: Tensor, least: float) -> Tensor:
+    """One pass by torch; returns the largest elements of R⁻¹, infinity where pivots were too small.
+
+    Where torch finds a pivot that is not positive, the least one is added to all of them: it does
+    not let us replace single ones.
+    """
+    normalise_columns(X)
+    S = multiply(X.mT, X, symmetric=True)
     lower, info = torch.linalg.cholesky_ex(S)
+    failed = info != 0
+    if failed.any():
+        S = S[failed]
+        S.diagonal(dim1=-2, dim2=-1).add_(least)
+        lower[failed], info[failed] = torch.linalg.cholesky_ex(S)
+        lower.masked_fill_((info != 0)[:, None, None], torch.nan)
     del S
-    lower.masked_fill_((info != 0)[:, None, None], torch.nan)
-    solved: Tensor = torch.linalg.solve_triangular(lower.mT, X, upper=True, left=False)
-    return solved
+    eye = torch.eye(X.shape[-1], dtype=X.dtype, device=X.device)
+    W = torch.linalg.solve_triangular(lower.mT, eye.expand_as(lower), upper=True)
+    del lower
+    X.copy_(multiply(X, W))
+    largest: Tensor = torch.linalg.vector_norm(W, ord=torch.inf, dim=(-2, -1))
+    return largest.masked_fill_(failed, torch.inf)
 
 
-def cholesky_qr(X: Tensor, shifts: Sequence[float] = ()) -> tuple[Tensor, Tensor]:
+def _corrected(Q: Operand, room: Tensor | None) -> tuple[Tensor, Tensor]:
+    """A nearly orthonormal Q corrected twice, and of which matrices that can be trusted."""
+    W, _ = correction(Q)
+    Q = compose(Q, W)
+    W, squares = correction(Q)
+    # A comparison with NaN is False, so a broken matrix counts as bad.
+    return multiply(Q, W, out=room), squares.sum(-1) <= _CORRECTABLE**2
+
+
+def cholesky_qr(X: Tensor, graphs: bool = False) -> tuple[Tensor, Tensor]:
     """QR(X) by Cholesky-QR on normalised columns, corrected twice: all matrix products.
 
     Args:
         X: (k, m, n) with m >= n, float32; given away: it may be overwritten.
-        shifts: Each asks for one more pass in front, with that much of the trace added to the
-            diagonal: it hardly ever fails, and leaves a matrix that is better conditioned.
+        graphs: Whether kernels may be launched as CUDA graphs.
 
     Returns:
         Q: (k, m, n), with R's diagonal non-negative.
@@ -105,26 +147,22 @@ def cholesky_qr(X: Tensor, shifts: Sequence[float] = ()) -> tuple[Tensor, Tensor
     """
     with full_precision():
         X = X.contiguous()
-        x = normalise_columns(X)
-        # The operand is a copy, or X itself.
-        room = X if X.shape[-2] == X.shape[-1] and not isinstance(x, Tensor) else None
-        for shift in (*shifts, 0.0):
-            x = _whitened(x, shift, room)
-        W, _ = correction(x)
-        x = compose(x, W)
-        W, squares = correction(x)
-        # A comparison with NaN is False, so a broken matrix counts as bad.
-        return multiply(x, W, out=room), squares.sum(-1) <= _CORRECTABLE**2
+        room = _room(X)
+        return _corrected(_whitened(X, room, graphs), room)
 
 
-def shifted_cholesky_qr(X: Tensor) -> tuple[Tensor, Tensor]:
-    """``cholesky_qr`` in two passes, for matrices of condition up to about 1e6."""
-    return cholesky_qr(X, (_SHIFT,))
+def repeated_cholesky_qr(X: Tensor) -> tuple[Tensor, Tensor]:
+    """``cholesky_qr`` in more passes, for matrices that are singular but for rounding."""
+    with full_precision():
+        for _ in range(_REPETITIONS):
+            X = X.contiguous()
+            X = _whitened(X, _room(X), passes=1).float()
+        return cholesky_qr(X)
 
 
-def thrice_shifted_cholesky_qr(X: Tensor) -> tuple[Tensor, Tensor]:
-    """``cholesky_qr`` in four passes, for matrices that are singular but for rounding."""
-    return cholesky_qr(X, (_SHIFT,) * 3)
+def _room(X: Tensor) -> Tensor | None:
+    """X itself, where products can be written over it: kernels work on copies."""
+    return X if X.shape[-2] == X.shape[-1] and has_kernels(X.device) else None
 
 
 def householder_qr(X: Tensor) -> tuple[Tensor, Tensor]:

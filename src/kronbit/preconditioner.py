@@ -34,8 +34,7 @@ from kronbit.linalg import (
     QR,
     cholesky_qr,
     householder_qr,
-    shifted_cholesky_qr,
-    thrice_shifted_cholesky_qr,
+    repeated_cholesky_qr,
 )
 from kronbit.nonfinite import Measured
 from kronbit.products import multiply, operand
@@ -47,8 +46,7 @@ if TYPE_CHECKING:
 
 # For matrices that are nearly singular, with the names under which that is counted.
 _MORE_ROBUST = (
-    (shifted_cholesky_qr, "shifted_qr"),
-    (thrice_shifted_cholesky_qr, "shifted_qr"),
+    (repeated_cholesky_qr, "repeated_qr"),
     (householder_qr, "householder"),
 )
 _REMEMBERED_WAVES = 16
@@ -81,7 +79,7 @@ class Preconditioner:
         members: The parameters, in order.
         algorithm: Rule and root.
         workspace: Bound of transient memory in bytes.
-        graphs: Whether the ordinary step may be a CUDA graph.
+        graphs: Whether launches may be CUDA graphs.
         device: Where the parameters live.
 
     Attributes:
@@ -107,7 +105,7 @@ class Preconditioner:
         self.ungrafted = torch.zeros((), dtype=torch.int64, device=device)
         self.graft_ratio = torch.ones(len(members), dtype=torch.float32, device=device)
         self.products = KernelProducts(self, graphs)
-        self._device = device
+        self._device, self._graphs = device, graphs
         self.phases = self._phases()
         self._blocks = [len(member.blocking) for member in members]
         self._lengths = torch.tensor(self._blocks, dtype=torch.int64, device=device)
@@ -134,7 +132,8 @@ class Preconditioner:
             due: Members to update, with their options and blocks.
         """
         finite, outer_products = measured.finite, self._outer_products(measured, due)
-        failed = self._update(due_parts(self.groups, due), outer_products, finite, cholesky_qr)
+        first = partial(cholesky_qr, graphs=self._graphs)
+        failed = self._update(due_parts(self.groups, due), outer_products, finite, first)
         for qr, counter in _MORE_ROBUST:
             for part in failed:
                 part.factors.counters[counter] += 1

@@ -67,7 +67,7 @@ class Factors:
         counters: How often something was refused or repaired.
     """
 
-    COUNTERS = ("shifted_qr", "householder", "discarded_statistics", "discarded_roots")
+    COUNTERS = ("repeated_qr", "householder", "discarded_statistics", "discarded_roots")
 
     def __init__(
         self,

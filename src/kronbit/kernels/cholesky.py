@@ -5,9 +5,15 @@ matrix are updated at once, and the program that updates the next diagonal tile 
 it, so that nothing waits. R takes the place of S's upper tiles, which are never read.
 
 R is inverted in blocks along its diagonal, and those are joined, two by two.
+
+That is a long chain of short launches, so it is replayed as a CUDA graph. Kernels find matrices by
+a table of addresses (``_Place``), so that the graph stays valid although they move.
 """
 
 from __future__ import annotations
+
+import enum
+from functools import lru_cache
 
 import torch
 import triton
@@ -15,6 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kronbit.kernels.launch import launch
+from kronbit.replay import Replay
 
 _TILE = 32
 _BLOCK = 8  # tiles that are inverted one after the other; larger blocks are joined
@@ -22,9 +29,45 @@ _JOINED, _DEPTH = 64, 16  # tiles of what joins two blocks
 _STEP_WARPS, _WARPS = 1, 4
 
 
+class _Place(enum.IntEnum):
+    """Which address stands where."""
+
+    S = 0
+    INVERSES = 1  # of the diagonal tiles' factors
+    OUT = 2
+    ONLY = 3  # which matrices are wanted
+
+
+_S: tl.constexpr = tl.constexpr(int(_Place.S))
+_INVERSES: tl.constexpr = tl.constexpr(int(_Place.INVERSES))
+_OUT: tl.constexpr = tl.constexpr(int(_Place.OUT))
+_ONLY: tl.constexpr = tl.constexpr(int(_Place.ONLY))
+
+
 @triton.jit
-def _inverse_factor(D, HALF: tl.constexpr):
+def _note_kernel(places, S, inverses, out, only):
+    """Write down where everything is."""
+    tl.store(places + _S, S.to(tl.int64))
+    tl.store(places + _INVERSES, inverses.to(tl.int64))
+    tl.store(places + _OUT, out.to(tl.int64))
+    tl.store(places + _ONLY, only.to(tl.int64))
+
+
+@triton.jit
+def _find(places, PLACE: tl.constexpr):
+    return tl.load(places + PLACE).to(tl.pointer_type(tl.float32))
+
+
+@triton.jit
+def _wanted(places, matrix):
+    return tl.load(tl.load(places + _ONLY).to(tl.pointer_type(tl.int8)) + matrix) != 0
+
+
+@triton.jit
+def _inverse_factor(D, least, HALF: tl.constexpr):
     """L⁻¹ of a symmetric matrix D = L Lᵀ; not finite if a pivot is not positive.
+
+    Pivots below the least one are replaced by it.
 
     Gauss, from D | I to Lᵀ | L⁻¹ but for the square roots of the pivots. Column j of D is zero
     below the pivot from step j on, and that of the right half is zero until then: they share it.
@@ -35,6 +78,7 @@ def _inverse_factor(D, HALF: tl.constexpr):
     for j in range(HALF):
         D_j = tl.sum(tl.where(row == j, D, 0.0), axis=0)
         pivot = tl.sum(tl.where(index == j, D_j, 0.0), axis=0)
+        pivot = tl.where(pivot < least, least, pivot)  # NaN stays
         pivots = tl.where(index == j, pivot, pivots)
         # What remains of D is symmetric: its row j is its column j.
         factor = tl.where(index > j, D_j * (1.0 / pivot), 0.0)
@@ -65,7 +109,7 @@ def _load_square(S, row, column, n):
 
 
 @triton.jit
-def _diagonal(S, W_place, n, k, UPDATE: tl.constexpr, TILE: tl.constexpr):
+def _diagonal(S, W_place, n, k, least, UPDATE: tl.constexpr, TILE: tl.constexpr):
     """Bring diagonal tile k up to date and factor it, by quarters: D | 0, C | E."""
     HALF: tl.constexpr = TILE // 2
     half, whole = tl.arange(0, HALF), tl.arange(0, TILE)
@@ -83,10 +127,10 @@ def _diagonal(S, W_place, n, k, UPDATE: tl.constexpr, TILE: tl.constexpr):
         R = S + before[:, None] * n
         tl.store(R + top[None, :], tl.trans(L_top), mask=(top < n)[None, :])
         tl.store(R + bottom[None, :], tl.trans(L_bottom), mask=(bottom < n)[None, :])
-    W_D = _inverse_factor(D, HALF)
+    W_D = _inverse_factor(D, least, HALF)
     L = _exact_dot(C, tl.trans(W_D))
     E -= _exact_dot(L, tl.trans(L))
-    W_E = _inverse_factor(E, HALF)
+    W_E = _inverse_factor(E, least, HALF)
     W_C = _exact_dot(_exact_dot(W_E, L), W_D)
     corner = W_place + half[:, None] * TILE + half[None, :]
     tl.store(corner, W_D)
@@ -96,16 +140,16 @@ def _diagonal(S, W_place, n, k, UPDATE: tl.constexpr, TILE: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["n", "k", "tiles"])
-def _step_kernel(S, inverses, n, k, tiles, UPDATE: tl.constexpr, TILE: tl.constexpr):
+def _step_kernel(places, n, k, tiles, least, UPDATE: tl.constexpr, TILE: tl.constexpr):
     """Subtract the columns of diagonal tile k - 1, write its rows of R, and factor tile k."""
     i, j = k + tl.program_id(0), k + tl.program_id(1)
-    if j > i:
-        return
     matrix = tl.program_id(2).to(tl.int64)
-    S += matrix * n * n
-    W_place = inverses + (matrix * tiles + k) * TILE * TILE
+    if j > i or not _wanted(places, matrix):
+        return
+    S = _find(places, _S) + matrix * n * n
+    W_place = _find(places, _INVERSES) + (matrix * tiles + k) * TILE * TILE
     if i == k:  # and so j == k
-        _diagonal(S, W_place, n, k, UPDATE, TILE)
+        _diagonal(S, W_place, n, k, least, UPDATE, TILE)
         return
     if UPDATE:
         index = tl.arange(0, TILE)
@@ -123,15 +167,25 @@ def _step_kernel(S, inverses, n, k, tiles, UPDATE: tl.constexpr, TILE: tl.conste
 
 
 @triton.jit(do_not_specialize=["n", "tiles"])
-def _blocks_kernel(R, inverses, out, n, tiles, BLOCK: tl.constexpr, TILE: tl.constexpr):
-    """R⁻¹ of blocks along the diagonal, tile by tile: every program has rows of its own."""
+def _blocks_kernel(places, n, tiles, BLOCK: tl.constexpr, TILE: tl.constexpr):
+    """R⁻¹ of blocks along the diagonal, tile by tile: every program has rows of its own.
+
+    It also writes the zeros to the left of them.
+    """
     matrix = tl.program_id(1).to(tl.int64)
+    if not _wanted(places, matrix):
+        return
     i = tl.program_id(0)
     index = tl.arange(0, TILE)
     row = i * TILE + index
-    R += matrix * n * n
-    out += matrix * n * n
-    inverses += matrix * tiles * TILE * TILE + index[:, None] * TILE + index[None, :]
+    R = _find(places, _S) + matrix * n * n
+    out = _find(places, _OUT) + matrix * n * n
+    inverses = _find(places, _INVERSES) + matrix * tiles * TILE * TILE
+    inverses += index[:, None] * TILE + index[None, :]
+    for k in range(i):
+        column = k * TILE + index
+        zero = tl.zeros((TILE, TILE), dtype=tl.float32)
+        tl.store(out + row[:, None] * n + column[None, :], zero, mask=(row < n)[:, None])
     last = tl.minimum((i // BLOCK + 1) * BLOCK, tiles)
     for k in range(i, last):
         column = k * TILE + index
@@ -153,14 +207,16 @@ def _blocks_kernel(R, inverses, out, n, tiles, BLOCK: tl.constexpr, TILE: tl.con
 
 
 @triton.jit(do_not_specialize=["n", "size"])
-def _join_kernel(R, out, n, size, SECOND: tl.constexpr, TILE: tl.constexpr, DEPTH: tl.constexpr):
+def _join_kernel(places, n, size, SECOND: tl.constexpr, TILE: tl.constexpr, DEPTH: tl.constexpr):
     """What stands above B in R⁻¹, of two blocks A and B along its diagonal, and C above B in R.
 
     First T = C B, which goes transposed below A in R, where nothing is needed any more; then -A T.
     """
     matrix = tl.program_id(2).to(tl.int64)
-    R += matrix * n * n
-    out += matrix * n * n
+    if not _wanted(places, matrix):
+        return
+    R = _find(places, _S) + matrix * n * n
+    out = _find(places, _OUT) + matrix * n * n
     first = 2 * size * tl.program_id(1)  # of A; B begins at second
     second = first + size
     width = tl.minimum(n - second, size)
@@ -192,58 +248,80 @@ def _join_kernel(R, out, n, size, SECOND: tl.constexpr, TILE: tl.constexpr, DEPT
         tl.store(T + row[:, None], total, mask=wide)
 
 
-def inverse_factor_(S: Tensor) -> Tensor:
+def inverse_factor_(
+    S: Tensor, least: float = 0.0, only: Tensor | None = None, graphs: bool = False
+) -> Tensor:
     """R⁻¹ with Rᵀ R = S, for a contiguous float32 stack (k, n, n), which is overwritten.
 
+    Args:
+        S: Symmetric matrices; upper triangles are not read.
+        least: Pivots below it are replaced by it.
+        only: bool (k,): which of the matrices are wanted; the others' results are undefined.
+        graphs: Whether the launches may be a CUDA graph.
+
     Returns:
-        R⁻¹, upper triangular; it holds NaN where S is not positive definite.
+        R⁻¹, upper triangular; it holds NaN or infinity where a pivot was not positive.
     """
     k, n, _ = S.shape
-    tiles = triton.cdiv(n, _TILE)
-    inverses = torch.empty(k, tiles, _TILE, _TILE, dtype=torch.float32, device=S.device)
-    for step in range(tiles):
-        left = tiles - step if step else 1
-        launch(
-            _step_kernel,
-            (left, left, k),
-            S,
-            inverses,
-            n,
-            step,
-            tiles,
-            UPDATE=step > 0,
-            TILE=_TILE,
-            num_warps=_STEP_WARPS,
-        )
-    out = torch.zeros_like(S)
-    launch(
-        _blocks_kernel,
-        (tiles, k),
-        S,
-        inverses,
-        out,
-        n,
-        tiles,
-        BLOCK=_BLOCK,
-        TILE=_TILE,
-        num_warps=_WARPS,
-    )
-    size = _BLOCK * _TILE
-    while size < n:
-        pairs = -(-(n - size) // (2 * size))
-        grid = ((size // _JOINED) ** 2, pairs, k)
-        for second in (False, True):
-            launch(
-                _join_kernel,
-                grid,
-                S,
-                out,
-                n,
-                size,
-                SECOND=second,
-                TILE=_JOINED,
-                DEPTH=_DEPTH,
-                num_warps=_WARPS,
-            )
-        size *= 2
+    only = torch.ones(k, dtype=torch.bool, device=S.device) if only is None else only
+    inverses = S.new_empty(k, triton.cdiv(n, _TILE), _TILE, _TILE)
+    out = torch.empty_like(S)
+    stream = torch.cuda.current_stream(S.device).cuda_stream if S.is_cuda else 0
+    chain = _chain(S.device, stream, graphs)
+    launch(_note_kernel, (1,), chain.places, S, inverses, out, only)
+    chain.run(k, n, least)
     return out
+
+
+class _Chain:
+    """The launches on one stream, for matrices wherever they are."""
+
+    def __init__(self, device: torch.device, graphs: bool) -> None:
+        self.places = torch.zeros(len(_Place), dtype=torch.int64, device=device)
+        self._replay = Replay(device, graphs)
+
+    def run(self, k: int, n: int, least: float) -> None:
+        """Factor and invert k matrices of order n."""
+        self._replay((k, n, least), lambda: self._launch_all(k, n, least))
+
+    def _launch_all(self, k: int, n: int, least: float) -> None:
+        tiles = triton.cdiv(n, _TILE)
+        for step in range(tiles):
+            left = tiles - step if step else 1
+            launch(
+                _step_kernel,
+                (left, left, k),
+                self.places,
+                n,
+                step,
+                tiles,
+                least,
+                UPDATE=step > 0,
+                TILE=_TILE,
+                num_warps=_STEP_WARPS,
+            )
+        blocks = {"BLOCK": _BLOCK, "TILE": _TILE, "num_warps": _WARPS}
+        launch(_blocks_kernel, (tiles, k), self.places, n, tiles, **blocks)
+        size = _BLOCK * _TILE
+        while size < n:
+            pairs = -(-(n - size) // (2 * size))
+            grid = ((size // _JOINED) ** 2, pairs, k)
+            for second in (False, True):
+                launch(
+                    _join_kernel,
+                    grid,
+                    self.places,
+                    n,
+                    size,
+                    SECOND=second,
+                    TILE=_JOINED,
+                    DEPTH=_DEPTH,
+                    num_warps=_WARPS,
+                )
+            size *= 2
+
+
+@lru_cache(maxsize=16)
+def _chain(device: torch.device, stream: int, graphs: bool) -> _Chain:
+    """One per stream: chains on two of them may be under way at the same time."""
+    return _Chain(device, graphs)

@@ -66,6 +66,7 @@ def _product_kernel(
     out_lo,
     out_unit,
     bound,
+    only,
     m,
     n,
     padded_m,
@@ -79,12 +80,15 @@ def _product_kernel(
     WRITE: tl.constexpr,
     BOUNDED: tl.constexpr,
     SYMMETRIC: tl.constexpr,
+    MASKED: tl.constexpr,
     TILE: tl.constexpr,
     DEPTH: tl.constexpr,
     SUPER: tl.constexpr,
     PAD: tl.constexpr,
 ):
     matrix = tl.program_id(1).to(tl.int64)
+    if MASKED and tl.load(only + matrix) == 0:
+        return
     i, j = place_of_tile(m, n, TILE, SUPER)
     if SYMMETRIC and j > i:
         return
@@ -209,15 +213,19 @@ def multiply(
     beta: float = 1.0,
     symmetric: bool = False,
     out: Tensor | None = None,
+    only: Tensor | None = None,
 ) -> Tensor:
-    """Multiply and add as ``kronbit.products.multiply`` does, on operands that have been split."""
+    """Multiply and add as ``kronbit.products.multiply`` does, on operands that have been split.
+
+    With ``only``, bool (k,), the other matrices' results stay undefined.
+    """
     k, m, n = len(A.hi), A.rows, B.columns
     C = None if C is None else C.contiguous()
     if out is None:
         out = torch.empty(k, m, n, dtype=torch.float32, device=A.hi.device)
     added = (out,) * 3 if C is None else (C,) * 3
     adds = _NOTHING if C is None else _FLOATS
-    _launch(A, B, added, adds, (out,) * 3, _FLOATS, None, alpha, beta, symmetric)
+    _launch(A, B, added, adds, (out,) * 3, _FLOATS, None, only, alpha, beta, symmetric)
     return out
 
 
@@ -229,8 +237,12 @@ def compose(
     beta: float = 1.0,
     symmetric: bool = False,
     bound: Tensor | None = None,
+    only: Tensor | None = None,
 ) -> Split:
-    """Multiply and add as ``kronbit.products.compose`` does, on operands that have been split."""
+    """Multiply and add as ``kronbit.products.compose`` does, on operands that have been split.
+
+    With ``only``, bool (k,), the other matrices' results stay undefined.
+    """
     out = empty_split(len(A.hi), A.rows, B.columns, A.hi.device)
     added: tuple[Tensor, ...] = out[:3]
     adds = _NOTHING
@@ -239,7 +251,7 @@ def compose(
     elif C is not None:
         assert not C.transposed, "what is added lies as the result does"
         added, adds = C[:3], _PARTS
-    _launch(A, B, added, adds, out[:3], _PARTS, bound, alpha, beta, symmetric)
+    _launch(A, B, added, adds, out[:3], _PARTS, bound, only, alpha, beta, symmetric)
     return out
 
 
@@ -251,6 +263,7 @@ def _launch(
     out: tuple[Tensor, ...],
     writes: int,
     bound: Tensor | None,
+    only: Tensor | None,
     alpha: float,
     beta: float,
     symmetric: bool,
@@ -263,6 +276,7 @@ def _launch(
         *added,
         *out,
         A.unit if bound is None else bound,
+        A.unit if only is None else only,
         A.rows,
         B.columns,
         A.hi.shape[-2],
@@ -276,6 +290,7 @@ def _launch(
         WRITE=writes,
         BOUNDED=bound is None,
         SYMMETRIC=symmetric,
+        MASKED=only is not None,
         **PRODUCT,
     )
 

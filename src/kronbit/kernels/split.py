@@ -7,6 +7,7 @@ their bits; of smaller ones, what is lost is 2⁻³⁷ of the largest.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -18,6 +19,7 @@ from kronbit.kernels.launch import launch
 
 PAD = 64  # operands are padded with zeros to multiples of it: loads need no masks
 _ROWS = 8  # of a matrix, per program
+_TAKEN = 4096  # elements of a matrix, per program that copies
 _COLUMNS = 32  # of a matrix, per program that goes down its columns
 
 
@@ -42,7 +44,7 @@ class Split(NamedTuple):
 
     def float(self) -> Tensor:
         """The matrices in float32."""
-        whole = (self.hi.float() + self.lo.float()) * self.unit[:, None, None]
+        whole = self.hi.float().add_(self.lo).mul_(self.unit[:, None, None])
         return whole[:, : self.rows, : self.columns]
 
 
@@ -75,9 +77,21 @@ def store_parts(hi, lo, place, value, mask):
 
 
 @triton.jit(do_not_specialize=["rows", "columns", "matrix_stride", "row_stride"])
-def _largest_kernel(x, largest, rows, columns, matrix_stride, row_stride, ROWS: tl.constexpr):
+def _largest_kernel(
+    x,
+    largest,
+    only,
+    rows,
+    columns,
+    matrix_stride,
+    row_stride,
+    MASKED: tl.constexpr,
+    ROWS: tl.constexpr,
+):
     """The largest magnitude of a matrix, as the bits of a float32 (which sort as integers do)."""
     matrix = tl.program_id(1).to(tl.int64)
+    if MASKED and tl.load(only + matrix) == 0:
+        return
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     seen = tl.zeros((ROWS, 256), dtype=tl.int32)
     for start in range(0, columns, 256):
@@ -101,6 +115,7 @@ def _largest_kernel(x, largest, rows, columns, matrix_stride, row_stride, ROWS: 
 def _split_kernel(
     x,
     bound,
+    only,
     hi,
     lo,
     unit,
@@ -111,9 +126,12 @@ def _split_kernel(
     matrix_stride,
     row_stride,
     BOUNDED: tl.constexpr,
+    MASKED: tl.constexpr,
     ROWS: tl.constexpr,
 ):
     matrix = tl.program_id(1).to(tl.int64)
+    if MASKED and tl.load(only + matrix) == 0:
+        return
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     power = 1.0
     if not BOUNDED:
@@ -194,6 +212,19 @@ def _normalise_kernel(
     tl.store(unit + matrix, 1.0 / 4096.0, mask=tl.program_id(0) == 0)
 
 
+@triton.jit(do_not_specialize=["size"])
+def _take_kernel(hi, lo, unit, new_hi, new_lo, new_unit, only, size, BLOCK: tl.constexpr):
+    """Copy a matrix in two parts."""
+    matrix = tl.program_id(1).to(tl.int64)
+    if tl.load(only + matrix) == 0:
+        return
+    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask, place = place < size, matrix * size + place
+    tl.store(hi + place, tl.load(new_hi + place, mask=mask), mask=mask)
+    tl.store(lo + place, tl.load(new_lo + place, mask=mask), mask=mask)
+    tl.store(unit + matrix, tl.load(new_unit + matrix), mask=tl.program_id(0) == 0)
+
+
 @triton.jit(do_not_specialize=["rows", "columns"])
 def _dots_kernel(x, y, out, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Dot products of columns."""
@@ -218,26 +249,50 @@ def split(X: Tensor, bounded: bool = False) -> Split:
     if X.stride(-1) != 1 and X.stride(-2) == 1:
         return split(X.mT, bounded).mT
     X = X if X.stride(-1) == 1 else X.contiguous()
+    return _split(X, None, None) if bounded else measured_split(X)[0]
+
+
+def measured_split(X: Tensor, only: Tensor | None = None) -> tuple[Split, Tensor]:
+    """``split`` of a stack that lies by rows, and the largest magnitudes as bits of a float32.
+
+    Args:
+        X: The stack.
+        only: bool (k,): which of the matrices are wanted; the others' results are undefined.
+    """
+    k, rows, columns = X.shape
+    largest = torch.zeros(k, dtype=torch.int32, device=X.device)
+    launch(
+        _largest_kernel,
+        (-(-rows // _ROWS), k),
+        X,
+        largest,
+        largest if only is None else only,
+        rows,
+        columns,
+        *X.stride()[:2],
+        MASKED=only is not None,
+        ROWS=_ROWS,
+    )
+    return _split(X, largest.view(torch.float32), only), largest
+
+
+def _split(X: Tensor, bound: Tensor | None, only: Tensor | None) -> Split:
     k, rows, columns = X.shape
     out = empty_split(k, rows, columns, X.device)
     sides = out.hi.shape[1:]
-    grid = (-(-sides[0] // _ROWS), k)
-    bound = out.unit
-    if not bounded:
-        largest = torch.zeros(k, dtype=torch.int32, device=X.device)
-        launch(_largest_kernel, grid, X, largest, rows, columns, *X.stride()[:2], ROWS=_ROWS)
-        bound = largest.view(torch.float32)
     launch(
         _split_kernel,
-        grid,
+        (-(-sides[0] // _ROWS), k),
         X,
-        bound,
+        out.unit if bound is None else bound,
+        out.unit if only is None else only,
         *out[:3],
         rows,
         columns,
         *sides,
         *X.stride()[:2],
-        BOUNDED=bounded,
+        BOUNDED=bound is None,
+        MASKED=only is not None,
         ROWS=_ROWS,
     )
     return out
@@ -278,6 +333,13 @@ def normalise_columns(X: Tensor) -> Split:
         COLUMNS=_COLUMNS,
     )
     return out
+
+
+def take_(x: Split, new: Split, only: Tensor) -> None:
+    """Overwrite some of the matrices: ``only`` is bool (k,)."""
+    size = math.prod(x.hi.shape[1:])
+    grid = (-(-size // _TAKEN), len(x.hi))
+    launch(_take_kernel, grid, *x[:3], *new[:3], only, size, BLOCK=_TAKEN)
 
 
 def column_dots(X: Tensor, Y: Tensor) -> Tensor:

@@ -1,0 +1,47 @@
+"""X R⁻¹ with Rᵀ R = Xᵀ X, on the tensor cores."""
+
+from __future__ import annotations
+
+import struct
+
+from torch import Tensor
+
+from kronbit.kernels.cholesky import inverse_factor_
+from kronbit.kernels.matmul import compose, multiply
+from kronbit.kernels.split import Split, measured_split, normalise_columns, take_
+
+
+def whitened(X: Tensor, room: Tensor | None, least: float, limit: float, graphs: bool) -> Split:
+    """What ``kronbit.linalg`` asks for, without waiting for the device.
+
+    Which matrices need a second pass is known there alone: it is launched for all of them, and
+    programs that have nothing to do end at once.
+
+    Args:
+        X: (k, m, n), contiguous.
+        room: (k, n, n) that may be overwritten; it may be X itself.
+        least: The least pivot of the first pass.
+        limit: The largest element of R⁻¹ up to which one pass is enough.
+        graphs: Whether launches may be CUDA graphs.
+    """
+    x = normalise_columns(X)
+    S = multiply(x.mT, x, symmetric=True, out=room)
+    W = inverse_factor_(S, least, graphs=graphs)
+    w, largest = measured_split(W)
+    del S, W
+    y = compose(x, w)
+    del x, w
+    again = largest > _bits(limit)
+    S = multiply(y.mT, y, symmetric=True, out=room, only=again)
+    # No least pivot here: columns have lost their length.
+    W = inverse_factor_(S, only=again, graphs=graphs)
+    w, _ = measured_split(W, again)
+    del S, W
+    take_(y, compose(y, w, only=again), again)
+    return y
+
+
+def _bits(value: float) -> int:
+    """A positive float32 as an integer. Those of larger numbers, infinity and NaN are larger."""
+    (bits,) = struct.unpack("<i", struct.pack("<f", value))
+    return int(bits)

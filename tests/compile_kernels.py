@@ -23,7 +23,13 @@ from kronbit.grouped import GroupedProducts
 from kronbit.groups import Due, Member
 from kronbit.kernels.cholesky import inverse_factor_
 from kronbit.kernels.matmul import compose, correction, multiply
-from kronbit.kernels.split import column_dots, normalise_columns, scale_rows, split
+from kronbit.kernels.split import (
+    column_dots,
+    empty_split,
+    normalise_columns,
+    scale_rows,
+    split,
+)
 from kronbit.nonfinite import Measured
 from kronbit.norms import KernelNorms
 from kronbit.preconditioner import Preconditioner
@@ -66,7 +72,7 @@ def matrices(n: int) -> None:
         quantiser.decode(codes, scales, diagonal, bits, "linear2", 64)
         quantiser.encode(X.mT, False, bits, "linear2", 64)
         quantiser.decode(codes, scales, None, bits, "linear2", 64)
-        quantiser.decode_parts(codes, scales, bits, "linear2", 64)
+        quantiser.decode_parts_(empty_split(1, n, n, CPU), 0, codes, scales, bits, "linear2", 64)
     for bounded in (True, False):
         a = split(torch.randn(1, n, n), bounded)
     multiply(a, a)

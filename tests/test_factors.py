@@ -293,8 +293,20 @@ def test_windows_of_one_stack_are_neighbours_and_others_are_copied() -> None:
 
 
 @pytest.mark.parametrize("trusted", [True, False])
-def test_small_orders_in_one_batch_are_as_alone(trusted: bool, device: torch.device) -> None:
-    config = Config(update_every=1, refresh_every=1)
+@pytest.mark.parametrize("quantized", [True, False])
+def test_orders_in_one_batch_are_as_alone(
+    trusted: bool, quantized: bool, device: torch.device
+) -> None:
+    assert_mixed_as_alone(trusted, quantized, device)
+
+
+@pytest.mark.parametrize("quantized", [True, False])
+def test_kernels_take_orders_in_one_batch(quantized: bool, kernels: torch.device) -> None:
+    assert_mixed_as_alone(True, quantized, kernels)
+
+
+def assert_mixed_as_alone(trusted: bool, quantized: bool, device: torch.device) -> None:
+    config = Config(update_every=1, refresh_every=1, min_quantized_numel=0 if quantized else 4096)
     generator = torch.Generator().manual_seed(3)
     orders = (3, 12, 49)
     alone = [stack(n, 2, config, device) for n in orders]
@@ -315,4 +327,5 @@ def test_small_orders_in_one_batch_are_as_alone(trusted: bool, device: torch.dev
             (factors.method.matrix(factors.tensors), other.method.matrix(other.tensors)),
             (factors.roots(everything(factors)), other.roots(everything(other))),
         ):
-            assert relative_error(theirs, mine) < 1e-4
+            # One code that rounding moves over a threshold weighs a few 1e-3 at such orders.
+            assert relative_error(theirs, mine) < (1e-2 if quantized else 1e-4)

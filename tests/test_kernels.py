@@ -15,6 +15,7 @@ from networks import assert_same_state
 from torch import Tensor, nn
 
 from kronbit import Shampoo, acceleration
+from kronbit.factors.storage import enlarged
 from kronbit.kernel_products import HALF
 from kronbit.products import (
     column_dots,
@@ -48,6 +49,7 @@ QUANTISERS = [
 def test_codes_and_values_agree_to_the_bit(
     bits: int, mapping: str, block_size: int, n: int, kernels: torch.device
 ) -> None:
+    from kronbit.kernels.split import empty_split
     from kronbit.quantization import triton as quantiser
 
     X = torch.randn(2, n, n)
@@ -61,8 +63,14 @@ def test_codes_and_values_agree_to_the_bit(
         assert torch.equal(found[1].cpu(), expected.scales)
         back = quantiser.decode(found[0], found[1], None, bits, mapping, block_size)
         assert torch.equal(back.cpu(), reference.decode(expected, n))
-        parts = quantiser.decode_parts(found[0], found[1], bits, mapping, block_size)
-        assert relative_error(parts.float(), back) < 2**-21
+        larger = n + 70
+        parts = empty_split(3, larger, larger, found[0].device)
+        quantiser.decode_parts_(parts, 1, found[0], found[1], bits, mapping, block_size)
+        whole = enlarged(back, larger)
+        assert relative_error(parts.float()[1:], whole) < 2**-21
+        side = parts.hi.shape[-1]
+        assert not parts.hi[1:, larger:].any()
+        assert not parts.hi[1:, :, larger:side].any()
     apart = X.diagonal(dim1=-2, dim2=-1).clone()
     codes, scales, diagonal = quantiser.encode(X.to(kernels), True, bits, mapping, block_size)
     assert torch.equal(diagonal.cpu(), apart)

@@ -11,7 +11,7 @@ from kronbit.factors import Factors
 from kronbit.groups import Due, Group
 
 _MOST_ROWS = 65535  # of a batch: what a grid of programs can hold
-_SMALL = 64  # orders below it may be mixed
+_ENLARGED = 1 / 3  # of a batch: what may be computed in vain
 _PAD = 64  # kernels fill up the sides of matrices to multiples of it
 
 
@@ -83,7 +83,7 @@ def batches(
     newton: Cost | None = None,
     mixed: bool = False,
 ) -> Iterator[list[Part]]:
-    """Batches of rows of equal order, format and options, each as large as the workspace allows.
+    """Batches of rows of equal format and options, each as large as the workspace allows.
 
     Few large batches: the time of an update is that of its launches, where matrices are small.
 
@@ -92,39 +92,60 @@ def batches(
         workspace: In bytes.
         cost: What a row needs.
         newton: What it needs where roots are taken by Schur-Newton.
-        mixed: Whether small orders may share a batch.
+        mixed: Whether orders may share a batch.
     """
-    found: dict[tuple[int, Format, Config], list[Part]] = {}
+    found: dict[tuple[Format, Config], dict[int, list[Part]]] = {}
     for part in parts:
-        order = _SMALL if mixed and _can_be_enlarged(part) else part.factors.order
-        found.setdefault((order, part.factors.format, part.config), []).append(part)
-    for (_, format, config), own in found.items():
-        order = order_of(own)
-        own.sort(key=lambda part: (part.factors.order, part.factors.first + part.rows.start))
-        largest = max((part.group.shape for part in own), key=math.prod)
+        orders = found.setdefault((part.factors.format, part.config), {})
+        orders.setdefault(part.factors.order, []).append(part)
+    for (format, config), orders in found.items():
         by_newton = format.method != "eigen" or config.root == "schur_newton"
         needs = newton if newton is not None and by_newton else cost
         if format.statistic.bits == 32:  # rows that are not neighbours are copied as they are
             needs = replace(needs, square=needs.square + 1)
-        yield from _cut(own, needs.rows(order, largest, workspace))
+        mixable = mixed and not by_newton and config.beta > 0
+        for own in _shared(orders, workspace, needs) if mixable else orders.values():
+            own.sort(key=lambda part: (part.factors.order, part.factors.first + part.rows.start))
+            yield from _cut(own, _room_for(own, workspace, needs))
 
 
-def _can_be_enlarged(part: Part) -> bool:
-    """Whether a matrix can be a part of a larger one, without a trace of that in its root."""
-    format, config = part.factors.format, part.config
-    return (
-        part.factors.order < _SMALL
-        and format.method == "eigen"
-        and format.statistic.bits == format.root.bits == 32
-        and config.root == "eigen"
-        and config.beta > 0
-    )
+def _room_for(parts: Sequence[Part], workspace: int, needs: Cost) -> int:
+    """Rows of a batch of such parts."""
+    largest = max((part.group.shape for part in parts), key=math.prod)
+    return needs.rows(order_of(parts), largest, workspace)
+
+
+def _count(parts: Sequence[Part]) -> int:
+    return sum(part.rows.stop - part.rows.start for part in parts)
+
+
+def _shared(orders: Mapping[int, list[Part]], workspace: int, needs: Cost) -> Iterator[list[Part]]:
+    """Orders that share batches: small ones, of few rows, go along with a larger one.
+
+    They are enlarged to it, so that it takes longer to compute them. That is worth a batch less as
+    long as it is not more than a part of a batch.
+    """
+    together: list[Part] = []
+    largest, spared = 0, 0.0
+    for order in sorted(orders, reverse=True):
+        own = orders[order]
+        rows = _count(own)
+        extra = rows * (1 - (order / largest) ** 3) if together else math.inf
+        if extra <= spared and rows <= _room_for(own, workspace, needs):
+            together += own
+            spared -= extra
+            continue
+        if together:
+            yield together
+        together, largest = list(own), order
+        spared = _ENLARGED * _room_for(own, workspace, needs)
+    yield together
 
 
 def _cut(parts: Sequence[Part], size: int) -> Iterator[list[Part]]:
     """Cut parts, and divide them where needed, into lists of at most ``size`` rows."""
     # Equal ones: no batch is left with a few rows that cannot fill the device.
-    total = sum(part.rows.stop - part.rows.start for part in parts)
+    total = _count(parts)
     size = -(-total // -(-total // size))
     batch: list[Part] = []
     room = size

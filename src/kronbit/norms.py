@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from itertools import accumulate
 
@@ -32,16 +33,15 @@ class KernelNorms:
     def __init__(self, sizes: Sequence[int], device: torch.device) -> None:
         self.sizes = sizes
         piece = _BLOCK * _ROUNDS
-        tiles = [
-            (i, start, min(start + piece, size))
-            for i, size in enumerate(sizes)
-            for start in range(0, size, piece)
-        ]
-        self._programs = len(tiles)
-        self._tiles = to_device(tiles or [(0, 0, 0)], device, torch.int64)
+        tiles = array("q")
+        for i, size in enumerate(sizes):
+            for start in range(0, size, piece):
+                tiles.extend((i, start, min(start + piece, size)))
+        self._programs = len(tiles) // 3
+        self._tiles = to_device(tiles or array("q", (0, 0, 0)), device, 3)
         ends = accumulate((-(-size // piece) for size in sizes), initial=0)
-        self._ends = to_device(list(ends), device, torch.int64)
-        self._squares = torch.zeros(max(1, len(tiles)), dtype=torch.float32, device=device)
+        self._ends = to_device(array("q", ends), device)
+        self._squares = torch.zeros(max(1, self._programs), dtype=torch.float32, device=device)
         self.norms = torch.zeros(len(sizes), dtype=torch.float32, device=device)
         self._finite = torch.ones(len(sizes), dtype=torch.uint8, device=device)
         self.finite = self._finite.view(torch.bool)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -76,7 +77,6 @@ class OuterProducts:
             unit,
             M,
             n,
-            padded(n),
             **PRODUCT,
         )
         return M
@@ -90,7 +90,7 @@ class OuterProducts:
         return self._tables[key]
 
     def _make_lines(self, parts: Sequence[Part]) -> _Lines:
-        lines = []
+        lines = array("q")
         size = largest = 0
         for part in parts:
             m, n = part.group.shape
@@ -102,7 +102,7 @@ class OuterProducts:
                 line[Field.GRADIENT], line[Field.STRIDE] = first, stride
                 line[Field.RIGHT] = int(part.right)
                 line[Field.PLACE], line[Field.DEPTH] = size, padded(m if part.right else n)
-                lines.append(line)
+                lines.extend(line)
                 size += padded(m) * padded(n)
             largest = max(largest, padded(m) // TILE * (padded(n) // TILE))
-        return _Lines(to_device(lines, self._device, torch.int64), size, largest)
+        return _Lines(to_device(lines, self._device, kernels.COUNT), size, largest)

@@ -6,7 +6,8 @@ addresses are a small table of their own.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from array import array
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -106,10 +107,11 @@ class Chunk:
     Attributes:
         blocks: The blocks.
         roots: Of each root format: whether eight codes are a word of their own, as those of a row
-            of a multiple of eight are, and (block, side, first row) of each program that restores.
-        strips: (block, first row) of each program that gathers or scatters.
+            of a multiple of eight are, and (block, side, first) of each program that restores.
+            The first is that of the block's programs, here and below.
+        strips: (block, first) of each program that gathers or scatters.
         wide: Whether rows of all gradients begin and end at multiples of 8 elements.
-        tiles: (block, first row, first column) of each program of a product.
+        tiles: (block, first) of each program of a product.
         square: Where its programs' sums of squares begin among the wave's.
         lane: Whose scratch it uses.
     """
@@ -219,40 +221,63 @@ def _make_wave(
     fits = sum(map(held_size, blocks)) <= hold
     hold = hold // LANES  # of a chunk, where the wave does not fit
     pieces = list(_pieces(blocks, precision, scratch, hold if not fits else None))
-    lines, chunks, offsets = [], [], {}
-    segments: dict[int, list[int]] = {}
+    lines, members, offsets = array("q"), array("i"), {}
     squares = held = largest_held = 0
     lane_size = max(sum(block.scratch(precision) for block in piece) for piece in pieces)
     lane_held = max(sum(map(held_size, piece)) for piece in pieces)
+    lists = _ProgramLists()
+    chunks: list[Callable[[Tensor], Chunk]] = []
     for number, piece in enumerate(pieces):
         if not fits:
             held = number % LANES * lane_held
-        tiles: list[tuple[int, int, int]] = []
+        first_line, first_square = len(lines) // COUNT, squares
         place = number % LANES * lane_size
         for block in piece:
             offsets[block] = held
-            lines.append(_line(block, precision, place, held))
+            lines.extend(_line(block, precision, place, held))
             place += block.scratch(precision)
             held += held_size(block)
-            own = list(_tiles(len(lines) - 1, block.group.shape, shape.tile))
-            segment = segments.setdefault(block.member, [squares + len(tiles), 0])
-            tiles += own
-            segment[1] = squares + len(tiles)
-        chunks.append(
-            _make_chunk(piece, len(lines) - len(piece), tiles, squares, number % LANES, device)
-        )
-        squares += len(tiles)
+            before = squares
+            squares += _tile_count(block, shape)
+            if members and members[-3] == block.member:
+                members[-1] = squares
+            else:
+                members.extend((block.member, before, squares))
+        chunks.append(_plan_chunk(piece, first_line, first_square, number % LANES, shape, lists))
         largest_held = max(largest_held, held)
+    table = to_device(lists.integers, device).view(-1)
     return TableWave(
-        lines=to_device(lines, device, torch.int64),
-        members=to_device([[i, *ends] for i, ends in segments.items()], device, torch.int32),
-        chunks=tuple(chunks),
+        lines=to_device(lines, device, COUNT),
+        members=to_device(members, device, 3),
+        chunks=tuple(make(table) for make in chunks),
         squares=squares,
         held=largest_held,
         scratch=min(LANES, len(pieces)) * lane_size,
         fits=fits,
         offsets=offsets,
     )
+
+
+class _ProgramLists:
+    """Lists of programs in one table: many small ones would take long to send."""
+
+    def __init__(self) -> None:
+        self.integers = array("i")
+
+    def add(self, counts: Iterable[tuple[tuple[int, ...], int]]) -> Callable[[Tensor], Tensor]:
+        """A list in which everybody has a number of programs; returns how to find it again."""
+        start, first, width = len(self.integers), 0, 0
+        for who, count in counts:
+            self.integers.extend(array("i", (*who, first)) * count)
+            first, width = first + count, len(who) + 1
+        stop = len(self.integers)
+        self.integers.extend((0,) * (-stop % 4))  # the next one begins at a multiple of 16 bytes
+        return lambda table: table[start:stop].view(-1, width)
+
+
+def _tile_count(block: TableBlock, shape: Shape) -> int:
+    m, n = block.group.shape
+    return -(-m // shape.tile[0]) * -(-n // shape.tile[1])
 
 
 def _pieces(
@@ -272,45 +297,41 @@ def _pieces(
     yield piece
 
 
-def _make_chunk(
+def _plan_chunk(
     piece: Sequence[TableBlock],
     first_line: int,
-    tiles: list[tuple[int, int, int]],
     square: int,
     lane: int,
-    device: torch.device,
-) -> Chunk:
-    roots: dict[tuple[Quantizer, bool], list[tuple[int, int, int]]] = {}
-    strips = []
+    shape: Shape,
+    lists: _ProgramLists,
+) -> Callable[[Tensor], Chunk]:
+    """What makes the chunk, once its lists are on the device."""
+    formats: dict[tuple[Quantizer, bool], list[tuple[tuple[int, int], int]]] = {}
     for line, block in enumerate(piece, first_line):
         m, n = block.group.shape
-        strips += [(line, row) for row in range(0, padded(m), STRIP)]
         for side, (order, factors) in enumerate(((m, block.group.left), (n, block.group.right))):
             root = factors.format.root
             words = root.bits == 4 and root.block_size % 8 == 0 and order % 8 == 0
-            own = roots.setdefault((root, words), [])
-            own += [(line, side, row) for row in range(0, padded(order), STRIP)]
-    return Chunk(
+            count = padded(order) // STRIP
+            formats.setdefault((root, words), []).append(((line, side), count))
+    roots = {key: lists.add(counts) for key, counts in formats.items()}
+    numbered = list(enumerate(piece, first_line))
+    strips = lists.add(((i,), padded(block.group.shape[0]) // STRIP) for i, block in numbered)
+    tiles = lists.add(((i,), _tile_count(block, shape)) for i, block in numbered)
+    wide = all(
+        side % 8 == 0
+        for block in piece
+        for side in (block.group.shape[1], block.first, block.stride)
+    )
+    return lambda table: Chunk(
         blocks=tuple(piece),
-        roots=tuple((*key, to_device(own, device, torch.int32)) for key, own in roots.items()),
-        strips=to_device(strips, device, torch.int32),
-        wide=all(
-            side % 8 == 0
-            for block in piece
-            for side in (block.group.shape[1], block.first, block.stride)
-        ),
-        tiles=to_device(tiles, device, torch.int32),
+        roots=tuple((*key, find(table)) for key, find in roots.items()),
+        strips=strips(table),
+        wide=wide,
+        tiles=tiles(table),
         square=square,
         lane=lane,
     )
-
-
-def _tiles(
-    line: int, shape: tuple[int, int], tile: tuple[int, int]
-) -> Iterator[tuple[int, int, int]]:
-    for row in range(0, shape[0], tile[0]):
-        for column in range(0, shape[1], tile[1]):
-            yield line, row, column
 
 
 def _line(block: TableBlock, precision: Precision, place: int, held: int) -> list[int]:
@@ -332,13 +353,21 @@ def _line(block: TableBlock, precision: Precision, place: int, held: int) -> lis
 
 def _root(factors: Factors, row: int) -> dict[Field, int]:
     """Addresses of a root. A 32-bit one is its own diagonal, at every (n + 1)-th element."""
-    tensors, n = factors.tensors, factors.order
     if factors.format.root.bits == 32:
-        address = tensors["root"][row].data_ptr()
-        return {Field.CODES: address, Field.DIAGONAL: address, Field.DIAGONAL_STRIDE: n + 1}
+        address = _address(factors, "root", row)
+        return {
+            Field.CODES: address,
+            Field.DIAGONAL: address,
+            Field.DIAGONAL_STRIDE: factors.order + 1,
+        }
     return {
-        Field.CODES: tensors["root_codes"][row].data_ptr(),
-        Field.SCALES: tensors["root_scales"][row].data_ptr(),
-        Field.DIAGONAL: tensors["root_diagonal"][row].data_ptr(),
+        Field.CODES: _address(factors, "root_codes", row),
+        Field.SCALES: _address(factors, "root_scales", row),
+        Field.DIAGONAL: _address(factors, "root_diagonal", row),
         Field.DIAGONAL_STRIDE: 1,
     }
+
+
+def _address(factors: Factors, name: str, row: int) -> int:
+    tensor = factors.tensors[name]
+    return tensor.data_ptr() + row * tensor.stride(0) * tensor.element_size()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,6 +11,16 @@ from torch import Tensor
 from kronbit.config import Config, Format
 from kronbit.factors.storage import Layout, Leaves, MatrixStorage, decay_weights, root_storage
 from kronbit.linalg import QR, inverse_root
+
+
+class Square(NamedTuple):
+    """The matrices themselves, (k, n, n)."""
+
+    A: Tensor
+
+    def part(self, rows: slice, order: int) -> Square:
+        """Some of the matrices."""
+        return Square(self.A[rows])
 
 
 class Dense:
@@ -34,19 +45,24 @@ class Dense:
         """A0 = value I."""
         return self.statistic.encode(eye * value)
 
-    def update(
-        self, leaves: Mapping[str, Tensor], M: Tensor, config: Config, qr: QR
-    ) -> tuple[Leaves, Tensor]:
+    def restore(self, slices: Sequence[Mapping[str, Tensor]], order: int) -> Square:
+        """A of stacks, one behind the other: do not write to it."""
+        stacks = [self.statistic.decode(leaves) for leaves in slices]
+        return Square(stacks[0] if len(stacks) == 1 else torch.cat(stacks))
+
+    def update(self, statistic: Square, M: Tensor, config: Config, qr: QR) -> tuple[Square, Tensor]:
         """PU: the statistic with M averaged in."""
         decay, weight = decay_weights(config.beta)
-        A = (self.statistic.decode(leaves) * decay).add_(M, alpha=weight)
         good = torch.ones(len(M), dtype=torch.bool, device=M.device)
-        return self.statistic.encode(A), good
+        return Square((statistic.A * decay).add_(M, alpha=weight)), good
 
-    def refresh(self, leaves: Mapping[str, Tensor], config: Config) -> Leaves:
+    def refresh(self, statistic: Square, config: Config) -> Tensor:
         """PIRU: the root of the statistic."""
-        A = self.statistic.decode(leaves)
-        return self.root.encode(inverse_root(A, self.p, config.damping, config.newton_steps))
+        return inverse_root(statistic.A, self.p, config.damping, config.newton_steps)
+
+    def encode(self, statistic: Square) -> Leaves:
+        """Q(A); A may be written to."""
+        return self.statistic.encode(statistic.A)
 
     def matrix(self, leaves: Mapping[str, Tensor]) -> Tensor:
         """A, float32: do not write to it."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +22,18 @@ from kronbit.linalg import (
 from kronbit.products import Operand, column_dots, compose, multiply, operand, scale_rows
 
 _TO_THE_END = 4  # Björck steps after which 4-bit eigenvectors are orthogonal to float32
+
+
+class Spectrum(NamedTuple):
+    """Eigenvalues (k, n), and eigenvectors as rows of (k, n, n)."""
+
+    lam: Tensor
+    vectors: Operand
+
+    def part(self, rows: slice, order: int) -> Spectrum:
+        """Some of the matrices, without what they were enlarged by."""
+        assert isinstance(self.vectors, Tensor)
+        return Spectrum(self.lam[rows, :order], self.vectors[rows, :order, :order])
 
 
 class Eigen:
@@ -44,13 +57,24 @@ class Eigen:
 
     def start(self, eye: Tensor, value: float) -> Leaves:
         """A0 = value I as λ = value, U = I."""
-        return self._encode(torch.full_like(eye[..., 0], value), eye)
+        return self.encode(Spectrum(torch.full_like(eye[..., 0], value), eye))
+
+    def restore(self, slices: Sequence[Mapping[str, Tensor]], order: int) -> Spectrum:
+        """(λ, D(Ū)) of stacks, one behind the other.
+
+        A matrix of a smaller order becomes a part of a larger one, whose other eigenvectors are
+        unit vectors and whose other λ are its largest. Neither update nor root mixes the two.
+        """
+        lam = [_enlarged(leaves["eigenvalues"], order) for leaves in slices]
+        together = lam[0] if len(lam) == 1 else torch.cat(lam)
+        return Spectrum(together, self.vectors.operand(slices, order))
 
     def update(
-        self, leaves: Mapping[str, Tensor], M: Tensor, config: Config, qr: QR
-    ) -> tuple[Leaves, Tensor]:
-        """PU: rectify, average M in, one or more QR iterations, quantise the eigenvectors."""
-        lam, Vt = leaves["eigenvalues"], self._rectified(leaves, config.update_rectify)
+        self, statistic: Spectrum, M: Tensor, config: Config, qr: QR
+    ) -> tuple[Spectrum, Tensor]:
+        """PU: rectify, average M in, one or more QR iterations."""
+        lam, Vt = statistic.lam, self._rectified(statistic, config.update_rectify)
+        del statistic
         decay, weight = decay_weights(config.beta)
         # No element of a positive semi-definite matrix exceeds its largest diagonal one.
         largest = lam.amax(-1)
@@ -64,40 +88,35 @@ class Eigen:
         P, good = subspace_iteration(A, AV, config.qr_iterations, qr)
         # λ = diag(Pᵀ A P)
         lam = column_dots(P, multiply(A, operand(P, bounded=True)))
-        del A
-        return self._encode(lam, P), good
+        return Spectrum(lam, P.mT), good
 
-    def refresh(self, leaves: Mapping[str, Tensor], config: Config) -> Leaves:
+    def refresh(self, statistic: Spectrum, config: Config) -> Tensor:
         """PIRU: Â = V (Λ + max(λ) ε I)^(-1/p) Vᵀ, or by Schur-Newton from A."""
         if config.root == "schur_newton":
-            A = self._matrix(leaves, config.update_rectify)
-            return self.root.encode(inverse_root(A, self.p, config.damping, config.newton_steps))
-        lam, Vt = leaves["eigenvalues"], self._rectified(leaves, config.refresh_rectify)
+            A = self._matrix(statistic, config.update_rectify)
+            return inverse_root(A, self.p, config.damping, config.newton_steps)
+        lam, Vt = statistic.lam, self._rectified(statistic, config.refresh_rectify)
+        del statistic
         largest = lam.amax(-1, keepdim=True)
         # A zero statistic has no inverse root; 1 in its place gives the identity.
         damped = torch.where(largest == 0, 1.0, lam + largest * config.damping)
-        return self.root.encode(_scaled_square(Vt, damped.pow_(-1 / self.p)))
+        return _scaled_square(Vt, damped.pow_(-1 / self.p))
 
-    def enlarged(self, leaves: Mapping[str, Tensor], order: int) -> Leaves:
-        """A 32-bit statistic as a part of a larger one: the rest has unit vectors and largest λ.
-
-        Updates and roots of the part are those of the small one, and what is outside stays zero.
-        """
-        lam, U = leaves["eigenvalues"], leaves["eigenvectors"]
-        k, n = lam.shape
-        larger = torch.eye(order, dtype=U.dtype, device=U.device).repeat(k, 1, 1)
-        larger[:, :n, :n] = U
-        rest = lam.amax(-1, keepdim=True).expand(k, order - n)
-        return {"eigenvalues": torch.cat([lam, rest], -1), "eigenvectors": larger}
+    def encode(self, statistic: Spectrum) -> Leaves:
+        """(λ, Q(U)), with λ clamped at 0: a negative one would have no root."""
+        assert isinstance(statistic.vectors, Tensor)
+        vectors = self.vectors.encode(statistic.vectors)
+        return {"eigenvalues": statistic.lam.clamp(min=0)} | vectors
 
     def matrix(self, leaves: Mapping[str, Tensor]) -> Tensor:
         """A = V Λ Vᵀ, float32, from eigenvectors rectified to full orthogonality."""
-        return self._matrix(leaves, rectify=_TO_THE_END)
+        statistic = self.restore([leaves], leaves["eigenvalues"].shape[-1])
+        return self._matrix(statistic, rectify=_TO_THE_END)
 
     def encode_matrix(self, A: Tensor) -> Leaves:
         """The statistic that stands for a given A."""
         lam, U = torch.linalg.eigh(A.double())
-        return self._encode(lam.float(), U.float())
+        return self.encode(Spectrum(lam.float(), U.float().mT))
 
     def figures(self, leaves: Mapping[str, Tensor]) -> dict[str, float]:
         """Condition of A and orthogonality of the stored eigenvectors for ``diagnostics``."""
@@ -108,17 +127,21 @@ class Eigen:
             "rectified_orthogonality_error": float(orthogonality_error(bjorck(V, 1)).amax()),
         }
 
-    def _rectified(self, leaves: Mapping[str, Tensor], steps: int) -> Operand:
+    def _rectified(self, statistic: Spectrum, steps: int) -> Operand:
         """Vᵀ, eigenvectors as rows, after Björck's steps if they were quantised."""
-        rows = self.vectors.operand(leaves)
-        return rectified(rows, 0 if self.vectors.quantizer.bits == 32 else steps)
+        exact = self.vectors.quantizer.bits == 32
+        return rectified(statistic.vectors, 0 if exact else steps)
 
-    def _matrix(self, leaves: Mapping[str, Tensor], rectify: int) -> Tensor:
-        return _scaled_square(self._rectified(leaves, rectify), leaves["eigenvalues"])
+    def _matrix(self, statistic: Spectrum, rectify: int) -> Tensor:
+        return _scaled_square(self._rectified(statistic, rectify), statistic.lam)
 
-    def _encode(self, lam: Tensor, P: Tensor) -> Leaves:
-        """(λ, Q(P)), with λ clamped at 0: a negative one would have no root."""
-        return {"eigenvalues": lam.clamp(min=0)} | self.vectors.encode(P.mT)
+
+def _enlarged(lam: Tensor, order: int) -> Tensor:
+    """λ (k, n), filled up with the largest."""
+    n = lam.shape[-1]
+    if n == order:
+        return lam
+    return torch.cat([lam, lam.amax(-1, keepdim=True).expand(-1, order - n)], -1)
 
 
 def _scaled_square(Vt: Operand, lam: Tensor) -> Tensor:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from functools import reduce
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -13,12 +13,16 @@ from torch import Tensor
 from kronbit.config import Config, Format
 from kronbit.factors.dense import Dense
 from kronbit.factors.eigen import Eigen
-from kronbit.factors.storage import Layout, Leaves, MatrixStorage, is_root
+from kronbit.factors.storage import Layout, Leaves, MatrixStorage
 from kronbit.linalg import QR, cholesky_qr
 
 
 class Method(Protocol):
-    """The math of one way to keep a preconditioner: pure functions on a stack's tensors."""
+    """The math of one way to keep a preconditioner: pure functions on a stack's tensors.
+
+    Its statistic is something of its own: what is left of (λ, Ū), or of Q(A), after D. A part of
+    it is ``statistic.part(rows, order)``: some matrices, without what they were enlarged by.
+    """
 
     p: int
     root: MatrixStorage
@@ -30,13 +34,17 @@ class Method(Protocol):
     def start(self, eye: Tensor, value: float) -> Leaves:
         """A0 = value I; ``eye`` is (1, n, n)."""
 
-    def update(
-        self, leaves: Mapping[str, Tensor], M: Tensor, config: Config, qr: QR
-    ) -> tuple[Leaves, Tensor]:
+    def restore(self, slices: Sequence[Mapping[str, Tensor]], order: int) -> Any:
+        """D: the statistic of stacks, one behind the other, enlarged to this order."""
+
+    def update(self, statistic: Any, M: Tensor, config: Config, qr: QR) -> tuple[Any, Tensor]:
         """PU: the new statistic, and whose can be trusted, bool (k,). M may be written to."""
 
-    def refresh(self, leaves: Mapping[str, Tensor], config: Config) -> Leaves:
-        """PIRU: the new root."""
+    def encode(self, statistic: Any) -> Leaves:
+        """Q: the tensors that stand for a new statistic, which may be written to."""
+
+    def refresh(self, statistic: Any, config: Config) -> Tensor:
+        """PIRU: the new root, (k, n, n)."""
 
     def matrix(self, leaves: Mapping[str, Tensor]) -> Tensor:
         """The matrix A that the statistic stands for."""
@@ -136,17 +144,23 @@ class Batch:
 
     def __init__(self, parts: Sequence[tuple[Factors, slice]]) -> None:
         self.method = parts[0][0].method
-        orders = {factors.order for factors, _ in parts}
-        self._order = max(orders) if len(orders) > 1 else None
-        stretches: list[tuple[Leaves, slice]] = []
+        self._order = max(factors.order for factors, _ in parts)
+        stretches: list[tuple[Factors, slice]] = []
         for factors, rows in parts:
             start, stop = factors.first + rows.start, factors.first + rows.stop
-            if stretches and stretches[-1][0] is factors.whole and stretches[-1][1].stop == start:
-                start = stretches.pop()[1].start
-            stretches.append((factors.whole, slice(start, stop)))
-        self._slices = [
-            {name: tensor[rows] for name, tensor in whole.items()} for whole, rows in stretches
-        ]
+            if stretches:
+                before, known = stretches[-1]
+                if before.whole is factors.whole and known.stop == start:
+                    start = stretches.pop()[1].start
+            stretches.append((factors, slice(start, stop)))
+        # Tensors of the rows, their places in the batch, and their order.
+        self._slices: list[tuple[Leaves, slice, int]] = []
+        first = 0
+        for factors, rows in stretches:
+            leaves = {name: tensor[rows] for name, tensor in factors.whole.items()}
+            here = slice(first, first + rows.stop - rows.start)
+            self._slices.append((leaves, here, factors.order))
+            first = here.stop
 
     def update(
         self, M: Tensor, finite: Tensor, config: Config, qr: QR = cholesky_qr
@@ -163,8 +177,9 @@ class Batch:
             bool (rows,) twice: whose QR can be trusted; and whose statistic was replaced, because
             it is finite, too.
         """
-        new, good = self.method.update(self._statistics(), M, config, qr)
-        return good, self._keep(new, finite & good)
+        new, good = self.method.update(self._restored(), M, config, qr)
+        encode = self.method.encode
+        return good, self._keep(lambda rows, n: encode(new.part(rows, n)), finite & good)
 
     def refresh(self, config: Config) -> Tensor:
         """PIRU: ε, t2 and the number of Newton steps come from ``config``.
@@ -172,39 +187,34 @@ class Batch:
         Returns:
             bool (rows,): whose root was replaced, because it is finite.
         """
-        return self._keep(self.method.refresh(self._statistics(), config), None)
+        new = self.method.refresh(self._restored(), config)
+        encode = self.method.root.encode
+        return self._keep(lambda rows, n: encode(new[rows, :n, :n]), None)
 
-    def _statistics(self) -> Leaves:
-        """All tensors but those of the roots."""
-        slices = self._slices
-        if self._order is not None:
-            assert isinstance(self.method, Eigen), "no other method is mixed"
-            slices = [self.method.enlarged(leaves, self._order) for leaves in slices]
-        first, *others = slices
-        names = [name for name in first if not is_root(name)]
-        if not others:
-            return {name: first[name] for name in names}
-        return {name: torch.cat([leaves[name] for leaves in slices]) for name in names}
+    def _restored(self) -> Any:
+        return self.method.restore([leaves for leaves, _, _ in self._slices], self._order)
 
-    def _keep(self, new: Leaves, trusted: Tensor | None) -> Tensor:
+    def _keep(self, encoded: Callable[[slice, int], Leaves], trusted: Tensor | None) -> Tensor:
         """Write new tensors where they are trusted and finite; elsewhere the old ones stay.
+
+        Args:
+            encoded: The new tensors of some rows of an order.
+            trusted: bool (rows,), or all.
 
         Returns:
             bool (rows,): where that was.
         """
-        accepted = _finite_rows(new)
-        if trusted is not None:
-            accepted &= trusted
-        start = 0
-        for leaves in self._slices:
-            rows = slice(start, start + len(next(iter(leaves.values()))))
-            start = rows.stop
+        kept = []
+        for leaves, rows, order in self._slices:
+            new = encoded(rows, order)
+            accepted = _finite_rows(new)
+            if trusted is not None:
+                accepted &= trusted[rows]
             for name, leaf in new.items():
-                old = leaves[name]
-                inside = (rows, *(slice(side) for side in old.shape[1:]))
-                mask = accepted[rows].view(-1, *[1] * (leaf.dim() - 1))
-                torch.where(mask, leaf[inside], old, out=old)
-        return accepted
+                mask = accepted.view(-1, *[1] * (leaf.dim() - 1))
+                torch.where(mask, leaf, leaves[name], out=leaves[name])
+            kept.append(accepted)
+        return kept[0] if len(kept) == 1 else torch.cat(kept)
 
 
 def _finite_rows(leaves: Mapping[str, Tensor]) -> Tensor:

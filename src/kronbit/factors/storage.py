@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import TypeAlias
@@ -79,14 +79,28 @@ class MatrixStorage:
             X.diagonal(dim1=-2, dim2=-1).copy_(diagonal)
         return X
 
-    def operand(self, leaves: Mapping[str, Tensor]) -> Operand:
-        """D, for products, of matrices with no elements far above 1 and no diagonal apart."""
+    def operand(self, slices: Sequence[Mapping[str, Tensor]], order: int) -> Operand:
+        """D, for products, of matrices with no elements far above 1 and no diagonal apart.
+
+        Args:
+            slices: Stacks, one behind the other.
+            order: The largest of their orders. A smaller matrix becomes a part of that order; the
+                rest is the identity.
+        """
         assert not self.diagonal, "the diagonal would be left out"
-        codes = leaves.get(f"{self.prefix}codes")
-        if codes is None or not has_kernels(codes.device):
-            return operand(self.decode(leaves), bounded=True)
-        scales = leaves[f"{self.prefix}scales"]
-        parts: Operand = self._kernels().decode_parts(codes, scales, *self._parameters)
+        device = next(iter(slices[0].values())).device
+        if self.quantizer.bits == 32 or not has_kernels(device):
+            stacks = [enlarged(self.decode(leaves), order) for leaves in slices]
+            return operand(stacks[0] if len(stacks) == 1 else torch.cat(stacks), bounded=True)
+        from kronbit.kernels.split import empty_split
+
+        rows = [len(leaves[f"{self.prefix}codes"]) for leaves in slices]
+        parts = empty_split(sum(rows), order, order, device)
+        first = 0
+        for leaves, count in zip(slices, rows, strict=True):
+            codes, scales = leaves[f"{self.prefix}codes"], leaves[f"{self.prefix}scales"]
+            self._kernels().decode_parts_(parts, first, codes, scales, *self._parameters)
+            first += count
         return parts
 
     @property
@@ -96,6 +110,16 @@ class MatrixStorage:
     def _kernels(self) -> ModuleType:
         """The quantiser's kernels, which agree with it bit for bit."""
         return importlib.import_module("kronbit.quantization.triton")
+
+
+def enlarged(X: Tensor, order: int) -> Tensor:
+    """A stack (k, n, n) as parts of larger matrices, which are the identity elsewhere."""
+    k, n, _ = X.shape
+    if n == order:
+        return X
+    larger = torch.eye(order, dtype=X.dtype, device=X.device).repeat(k, 1, 1)
+    larger[:, :n, :n] = X
+    return larger
 
 
 def root_storage(quantizer: Quantizer) -> MatrixStorage:

@@ -1,8 +1,8 @@
 """The ordinary step for blocks of all shapes at once: a table says which program does what.
 
 Every block is a line of integers (``Field``): where its gradient, its roots and its scratch are.
-Every program of a launch finds its block and its place in it in a list of tiles. So the number of
-launches does not grow with the number of parameters or shapes.
+Every program of a launch finds its block in a list, and which of the block's programs is the first.
+So the number of launches does not grow with the number of parameters or shapes.
 
 Gradients are found by a table of addresses (``kernels.gradients``), the step's buffers by another
 (``Buffer``), so that a captured graph stays valid although they move.
@@ -89,7 +89,7 @@ def _multiply(
 
 @triton.jit
 def roots_kernel(
-    tiles,
+    programs,
     blocks,
     addresses,
     buffers,
@@ -104,10 +104,9 @@ def roots_kernel(
     COLUMNS: tl.constexpr,
 ):
     """Restore some rows of O; the diagonal counts as zero."""
-    tile = tiles + tl.program_id(0) * 3
-    block = tl.load(tile)
+    program = programs + tl.program_id(0) * 3
+    block, side = tl.load(program), tl.load(program + 1)
     line = blocks + block * LINE
-    side = tl.load(tile + 1)
     address, _ = find(addresses, tl.load(line + MEMBER))
     if address == 0:
         return
@@ -116,7 +115,7 @@ def roots_kernel(
     unit = 1.0
     if not PRECISE:
         unit = root_unit(line, side, n)
-    first = tl.load(tile + 2)
+    first = (tl.program_id(0) - tl.load(program + 2)) * ROWS
     tl.store(units + block * 2 + side, unit, mask=first == 0)
     row = first + tl.arange(0, ROWS)[:, None]
     codes = tl.load(line + CODES + side * TO_RIGHT)
@@ -161,7 +160,7 @@ def _place(line, n, WIDE: tl.constexpr):
 
 @triton.jit
 def gather_kernel(
-    tiles,
+    programs,
     blocks,
     addresses,
     buffers,
@@ -172,15 +171,16 @@ def gather_kernel(
     COLUMNS: tl.constexpr,
 ):
     """Copy some rows of G into scratch."""
-    tile = tiles + tl.program_id(0) * 2
-    line = blocks + tl.load(tile) * LINE
+    program = programs + tl.program_id(0) * 2
+    line = blocks + tl.load(program) * LINE
     member = tl.load(line + MEMBER)
     address, kind = find(addresses, member)
     if address == 0:
         return
     m, n = tl.load(line + M).to(tl.int32), tl.load(line + N).to(tl.int32)
     padded_m, padded_n = padded(m), padded(n)
-    row = tl.load(tile + 1) + tl.arange(0, ROWS)[:, None]
+    first_row = (tl.program_id(0) - tl.load(program + 1)) * ROWS
+    row = first_row + tl.arange(0, ROWS)[:, None]
     first, stride, n = _place(line, n, WIDE)
     unit = 1.0
     if not PRECISE:
@@ -211,7 +211,7 @@ def _unit_between(
 
 @triton.jit(do_not_specialize=["first_square"])
 def pass_kernel(
-    tiles,
+    programs,
     blocks,
     addresses,
     buffers,
@@ -238,7 +238,7 @@ def pass_kernel(
     its Ĝ with a held one in bf16, of its own with itself and of the held one with itself.
     """
     program = tl.program_id(0)
-    block = tl.load(tiles + program * 3)
+    block = tl.load(programs + program * 2)
     line = blocks + block * LINE
     member = tl.load(line + MEMBER)
     address, _ = find(addresses, member)
@@ -251,8 +251,9 @@ def pass_kernel(
         return
     m, n = tl.load(line + M).to(tl.int32), tl.load(line + N).to(tl.int32)
     padded_m, padded_n = padded(m), padded(n)
-    row = tl.load(tiles + program * 3 + 1) + tl.arange(0, TILE_M)
-    column = tl.load(tiles + program * 3 + 2) + tl.arange(0, TILE_N)
+    tile, across = program - tl.load(programs + program * 2 + 1), tl.cdiv(n, TILE_N)
+    row = tile // across * TILE_M + tl.arange(0, TILE_M)
+    column = tile % across * TILE_N + tl.arange(0, TILE_N)
     k = tl.arange(0, DEPTH)
     # Rows beyond the padding wrap around: what they give is never stored.
     x_row = row % padded_m
@@ -367,7 +368,7 @@ def graft_kernel(
 
 @triton.jit
 def scatter_kernel(
-    tiles,
+    programs,
     blocks,
     addresses,
     buffers,
@@ -378,15 +379,16 @@ def scatter_kernel(
     COLUMNS: tl.constexpr,
 ):
     """Write some rows of G̃ over the gradient."""
-    tile = tiles + tl.program_id(0) * 2
-    line = blocks + tl.load(tile) * LINE
+    program = programs + tl.program_id(0) * 2
+    line = blocks + tl.load(program) * LINE
     member = tl.load(line + MEMBER)
     scale = tl.load(scales + member)
     if scale == _LEAVE:
         return
     address, kind = find(addresses, member)
     m, n = tl.load(line + M).to(tl.int32), tl.load(line + N).to(tl.int32)
-    row = tl.load(tile + 1) + tl.arange(0, ROWS)[:, None]
+    first_row = (tl.program_id(0) - tl.load(program + 1)) * ROWS
+    row = first_row + tl.arange(0, ROWS)[:, None]
     padded_m, padded_n = padded(m), padded(n)
     first, stride, n = _place(line, n, WIDE)
     stack = tl.load(buffers + HELD_STACK)

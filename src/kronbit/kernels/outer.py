@@ -91,7 +91,7 @@ def copy_kernel(lines, addresses, finite, largest, hi, lo, unit, TILE: tl.conste
         store_parts(hi, lo, place, tl.trans(value), everywhere)
 
 
-@triton.jit(do_not_specialize=["n", "padded_n"])
+@triton.jit(do_not_specialize=["n"])
 def outer_kernel(
     lines,
     hi,
@@ -99,13 +99,12 @@ def outer_kernel(
     unit,
     out,
     n,
-    padded_n,
     TILE: tl.constexpr,
     DEPTH: tl.constexpr,
     SUPER: tl.constexpr,
     PAD: tl.constexpr,
 ):
-    """The product of a copy with its transpose, which is symmetric."""
+    """The product of a copy with its transpose, which is symmetric; zero beyond its order."""
     matrix = tl.program_id(1).to(tl.int64)
     i, j = place_of_tile(n, n, TILE, SUPER)
     if j > i:
@@ -113,24 +112,29 @@ def outer_kernel(
     line = lines + matrix * _COUNT
     first = tl.multiple_of(tl.load(line + _PLACE), PAD)
     depth = tl.multiple_of(tl.load(line + _DEPTH).to(tl.int32), PAD)
+    side = tl.where(tl.load(line + _RIGHT) == 0, _M, _N)
+    order = tl.load(line + side).to(tl.int32)
+    length = tl.where(i * TILE < order, depth, 0)
     row, column = i * TILE + tl.arange(0, TILE), j * TILE + tl.arange(0, TILE)
     k = tl.arange(0, DEPTH)
     # Rows beyond the padding wrap around: what they give is never stored.
+    padded = tl.cdiv(order, PAD) * PAD
     total = accumulate(
         hi,
         lo,
-        first + (row % padded_n)[:, None] * depth + k[None, :],
+        first + (row % padded)[:, None] * depth + k[None, :],
         DEPTH,
         hi,
         lo,
-        first + k[:, None] + (column % padded_n)[None, :] * depth,
+        first + k[:, None] + (column % padded)[None, :] * depth,
         DEPTH,
-        depth,
+        length,
         TILE,
         DEPTH,
     )
     scale = tl.load(unit + matrix)
-    total = total * scale * scale
+    within = (row < order)[:, None] & (column < order)[None, :]
+    total = tl.where(within, total * scale * scale, 0.0)
     first = matrix * n * n
     inside = (row < n)[:, None] & (column < n)[None, :]
     tl.store(out + first + row[:, None] * n + column[None, :], total, mask=inside)

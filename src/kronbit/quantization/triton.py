@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kronbit.kernels.launch import launch
-from kronbit.kernels.split import Split, empty_split, padded, store_parts
+from kronbit.kernels.split import Split, store_parts
 from kronbit.quantization.mappings import codebook, thresholds
 from kronbit.quantization.reference import WORD, block_count, packed_length
 
@@ -33,7 +33,7 @@ def restore(codes, scales, table, columns, mask, BITS: tl.constexpr, BLOCK: tl.c
     return tl.load(table + code) * scale
 
 
-@triton.jit(do_not_specialize=["n", "padded", "code_length", "scale_length"])
+@triton.jit(do_not_specialize=["first", "n", "order", "padded", "code_length", "scale_length"])
 def _decode_kernel(
     codes,
     scales,
@@ -42,7 +42,9 @@ def _decode_kernel(
     out,
     out_lo,
     out_unit,
+    first,
     n,
+    order,
     padded,
     code_length,
     scale_length,
@@ -64,11 +66,12 @@ def _decode_kernel(
     if DIAGONAL:
         x = tl.where(row == column, tl.load(diagonal + line, mask=row < n, other=0.0), x)
     if PARTS:
-        x = tl.where(mask, x, 0.0) * 4096.0
+        x = tl.where(mask, x, tl.where((row == column) & (row < order), 1.0, 0.0)) * 4096.0
+        matrix += first
         place = (matrix * padded + row) * padded + column
         store_parts(out, out_lo, place, x, (row < padded) & (column < padded))
-        first = tl.program_id(0) + tl.program_id(1) == 0
-        tl.store(out_unit + matrix, 1.0 / 4096.0, mask=first)
+        corner = tl.program_id(0) + tl.program_id(1) == 0
+        tl.store(out_unit + matrix, 1.0 / 4096.0, mask=corner)
     else:
         tl.store(out + line * n + column, x, mask=mask)
 
@@ -147,16 +150,26 @@ def decode(
     """
     k, n = codes.shape[:2]
     out = torch.empty(k, n, n, dtype=torch.float32, device=codes.device)
-    _decode(codes, scales, diagonal, (out,) * 3, n, bits, mapping, block_size)
+    _decode(codes, scales, diagonal, (out,) * 3, 0, n, n, bits, mapping, block_size)
     return out
 
 
-def decode_parts(codes: Tensor, scales: Tensor, bits: int, mapping: str, block_size: int) -> Split:
-    """``decode``, for products, of matrices with no elements far above 1."""
-    k, n = codes.shape[:2]
-    out = empty_split(k, n, n, codes.device)
-    _decode(codes, scales, None, out[:3], padded(n), bits, mapping, block_size)
-    return out
+def decode_parts_(
+    out: Split, first: int, codes: Tensor, scales: Tensor, bits: int, mapping: str, block_size: int
+) -> None:
+    """``decode``, for products, of matrices with no elements far above 1.
+
+    Args:
+        out: Takes the matrices. Where its order is larger, the rest becomes the identity.
+        first: Where the first one goes.
+        codes: Packed codes.
+        scales: Block scales.
+        bits: b, below 32.
+        mapping: R.
+        block_size: Elements that share one scale.
+    """
+    side = out.hi.shape[-1]
+    _decode(codes, scales, None, out[:3], first, out.rows, side, bits, mapping, block_size)
 
 
 def _decode(
@@ -164,6 +177,8 @@ def _decode(
     scales: Tensor,
     diagonal: Tensor | None,
     out: tuple[Tensor, ...],
+    first: int,
+    order: int,
     side: int,
     bits: int,
     mapping: str,
@@ -179,7 +194,9 @@ def _decode(
         scales if diagonal is None else diagonal,
         codebook(mapping, bits, codes.device),
         *out,
+        first,
         n,
+        order,
         side,
         codes.shape[-1],
         scales.shape[-1],

@@ -14,7 +14,7 @@ from conftest import no_host_sync, relative_error
 from networks import assert_same_state
 from torch import Tensor, nn
 
-from kronbit import Shampoo, acceleration
+from kronbit import Shampoo, acceleration, linalg
 from kronbit.factors.storage import enlarged
 from kronbit.kernel_products import HALF
 from kronbit.products import (
@@ -183,6 +183,48 @@ def test_the_inverse_factor_is_choleskys(
     for i in (0, 2):
         exact = torch.linalg.inv(torch.linalg.cholesky(S[i]).mT)
         assert relative_error(inverse[i], exact) < 1e-5
+
+
+def test_columns_with_tiny_pivots_are_put_off(kernels: torch.device) -> None:
+    """Against the textbook's algorithm in float64, in which such a pivot eliminates nothing."""
+    from kronbit.kernels.cholesky import inverse_factor_
+
+    n, least = 70, 1e-3
+    X = torch.randn(2, n, n, dtype=torch.float64)
+    X[:, :, 3] = X[:, :, 1] + X[:, :, 2]
+    X[:, :, 40] = X[:, :, 10] - X[:, :, 35]
+    X /= X.norm(dim=-2, keepdim=True)
+    S = X.mT @ X
+    expected = []
+    for rest in S.clone():
+        L = torch.zeros(n, n, dtype=torch.float64)
+        for j in range(n):
+            if rest[j, j] < least:
+                L[j, j] = least**0.5
+            else:
+                L[j:, j] = rest[j:, j] / rest[j, j].sqrt()
+                rest -= torch.outer(L[:, j], L[:, j])
+        assert (L.diagonal() == least**0.5).nonzero().flatten().tolist() == [3, 40]
+        expected.append(torch.linalg.inv(L.mT))
+    S = S.float().to(kernels)
+    found = inverse_factor_(S.clone(), least)
+    assert relative_error(found, torch.stack(expected)) < 1e-4
+    only = torch.tensor([False, True], device=kernels)
+    assert torch.equal(inverse_factor_(S, least, only)[1], found[1])
+
+
+@pytest.mark.parametrize(("n", "rank"), [(27, 13), (64, 3)])
+@pytest.mark.parametrize("ridge", [0.0, 1e-9])
+def test_kernels_take_singular_matrices(
+    n: int, rank: int, ridge: float, kernels: torch.device
+) -> None:
+    G = torch.randn(n, rank, dtype=torch.float64) * torch.logspace(0, -3, rank)
+    A = G @ G.mT + ridge * torch.eye(n)
+    V = torch.linalg.qr(torch.randn(n, n, dtype=torch.float64))[0]
+    X = (A @ V).float()[None].to(kernels)
+    Q, good = linalg.shifted_cholesky_qr(X)
+    assert good.all()
+    assert linalg.orthogonality_error(Q).max() < 1e-5
 
 
 def test_tiny_statistics_are_not_lost_under_what_is_forgotten(kernels: torch.device) -> None:

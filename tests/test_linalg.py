@@ -41,7 +41,7 @@ QRS = pytest.mark.parametrize(
     "qr",
     [
         linalg.cholesky_qr,
-        linalg.repeated_cholesky_qr,
+        linalg.shifted_cholesky_qr,
         linalg.householder_qr,
     ],
 )
@@ -95,8 +95,8 @@ def test_cholesky_qr_knows_what_it_cannot_do(kind: str, device: torch.device) ->
     [
         (1e4, linalg.cholesky_qr),
         (1e5, linalg.cholesky_qr),
-        (1e8, linalg.repeated_cholesky_qr),
-        (1e10, linalg.repeated_cholesky_qr),
+        (1e8, linalg.shifted_cholesky_qr),
+        (1e10, linalg.shifted_cholesky_qr),
     ],
 )
 def test_cholesky_qr_takes_nearly_singular_matrices(

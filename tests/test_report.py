@@ -78,7 +78,7 @@ def test_diagnostics_before_during_and_after() -> None:
     model, optimizer = build(update_every=1, refresh_every=2)
     counters = (
         "skipped_gradients",
-        "repeated_qr",
+        "shifted_qr",
         "householder",
         "discarded_statistics",
         "discarded_roots",
@@ -121,9 +121,9 @@ def test_counts_survive_a_new_plan() -> None:
     optimizer = Shampoo([p], base="sgd", lr=0.1, update_every=1, refresh_every=1)
     p.grad = torch.randn(64, 1) @ torch.randn(1, 66)
     optimizer.step()
-    before = optimizer.diagnostics()["repeated_qr"]
+    before = optimizer.diagnostics()["shifted_qr"]
     assert before > 0
     optimizer.add_param_group({"params": [q := nn.Parameter(torch.zeros(64, 66))]})
     p.grad, q.grad = None, torch.diag(torch.arange(1.0, 65.0)) @ torch.eye(64, 66)
     optimizer.step()
-    assert optimizer.diagnostics()["repeated_qr"] >= before
+    assert optimizer.diagnostics()["shifted_qr"] >= before

@@ -29,7 +29,7 @@ _CORRECTABLE = 5e-3
 _LEAST_PIVOT = 3e-7
 # R⁻¹ is smaller than that, relative to what the least pivot gives: then Q is correctable.
 _ONE_PASS = 0.7
-_REPETITIONS = 3
+_SHIFTED_PASSES = 3
 _NEWTON_TOLERANCE = 1e-6
 _NEWTON_GROWTH = 1.2
 
@@ -72,21 +72,20 @@ def orthogonality_error(Q: Tensor) -> Tensor:
     return error
 
 
-def _whitened(X: Tensor, room: Tensor | None, graphs: bool = False, passes: int = 2) -> Operand:
+def _whitened(X: Tensor, room: Tensor | None, graphs: bool) -> Operand:
     """X R⁻¹ with Rᵀ R = Xᵀ X, of X with columns of length 1; NaN, where that fails.
 
-    Rounding errors grow with the condition, and pivots near zero are nothing else. So pivots are
-    kept away from zero: then R⁻¹ is not that of X, but what it leaves is better conditioned, and a
-    second pass does the rest. A large R⁻¹ tells who needs it.
+    Rounding errors grow with the condition, and pivots near zero are nothing else. Such columns are
+    put off: they are made orthogonal to the others, but not to each other. What that leaves is
+    better conditioned, and a second pass does the rest. A large R⁻¹ tells who needs it.
 
     Args:
         X: (k, m, n), contiguous, given away.
         room: (k, n, n) that may be overwritten; it may be X itself.
         graphs: Whether kernels may be launched as CUDA graphs.
-        passes: 2, or 1: then what is left is for a later call.
     """
     least = _LEAST_PIVOT * X.shape[-1]
-    limit = _ONE_PASS / math.sqrt(least) if passes == 2 else math.inf
+    limit = _ONE_PASS / math.sqrt(least)
     if has_kernels(X.device):
         from kronbit.kernels.whitening import whitened
 
@@ -100,19 +99,35 @@ def _whitened(X: Tensor, room: Tensor | None, graphs: bool = False, passes: int 
     return X
 
 
-def _whiten_once_(X: Tensor, least: float) -> Tensor:
-    """One pass by torch; returns the largest elements of R⁻¹, infinity where pivots were too small.
+def _better_conditioned(X: Tensor, room: Tensor | None) -> Tensor:
+    """X R⁻¹ with Rᵀ R = Xᵀ X + shift I: that never fails, and gains three digits.
 
-    Where torch finds a pivot that is not positive, the least one is added to all of them: it does
-    not let us replace single ones.
+    Args:
+        X: (k, m, n), contiguous, given away.
+        room: (k, n, n) that may be overwritten; it may be X itself.
+    """
+    shift = _LEAST_PIVOT * X.shape[-1]
+    if has_kernels(X.device):
+        from kronbit.kernels.whitening import shifted
+
+        return shifted(X, room, shift)
+    _whiten_once_(X, shift, always=True)
+    return X
+
+
+def _whiten_once_(X: Tensor, shift: float, always: bool = False) -> Tensor:
+    """One pass by torch; returns the largest elements of R⁻¹, infinity where there was a shift.
+
+    Unless ``always``, there is one where torch finds a pivot that is not positive: it does not let
+    us put off single columns.
     """
     normalise_columns(X)
     S = multiply(X.mT, X, symmetric=True)
     lower, info = torch.linalg.cholesky_ex(S)
-    failed = info != 0
+    failed = torch.ones_like(info, dtype=torch.bool) if always else info != 0
     if failed.any():
         S = S[failed]
-        S.diagonal(dim1=-2, dim2=-1).add_(least)
+        S.diagonal(dim1=-2, dim2=-1).add_(shift)
         lower[failed], info[failed] = torch.linalg.cholesky_ex(S)
         lower.masked_fill_((info != 0)[:, None, None], torch.nan)
     del S
@@ -151,12 +166,12 @@ def cholesky_qr(X: Tensor, graphs: bool = False) -> tuple[Tensor, Tensor]:
         return _corrected(_whitened(X, room, graphs), room)
 
 
-def repeated_cholesky_qr(X: Tensor) -> tuple[Tensor, Tensor]:
-    """``cholesky_qr`` in more passes, for matrices that are singular but for rounding."""
+def shifted_cholesky_qr(X: Tensor) -> tuple[Tensor, Tensor]:
+    """``cholesky_qr`` after passes with shifts, for matrices that are singular but for rounding."""
     with full_precision():
-        for _ in range(_REPETITIONS):
+        for _ in range(_SHIFTED_PASSES):
             X = X.contiguous()
-            X = _whitened(X, _room(X), passes=1).float()
+            X = _better_conditioned(X, _room(X))
         return cholesky_qr(X)
 
 

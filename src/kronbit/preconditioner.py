@@ -34,7 +34,7 @@ from kronbit.linalg import (
     QR,
     cholesky_qr,
     householder_qr,
-    repeated_cholesky_qr,
+    shifted_cholesky_qr,
 )
 from kronbit.nonfinite import Measured
 from kronbit.products import multiply, operand
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 # For matrices that are nearly singular, with the names under which that is counted.
 _MORE_ROBUST = (
-    (repeated_cholesky_qr, "repeated_qr"),
+    (shifted_cholesky_qr, "shifted_qr"),
     (householder_qr, "householder"),
 )
 _REMEMBERED_WAVES = 16

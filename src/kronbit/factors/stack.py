@@ -75,7 +75,7 @@ class Factors:
         counters: How often something was refused or repaired.
     """
 
-    COUNTERS = ("repeated_qr", "householder", "discarded_statistics", "discarded_roots")
+    COUNTERS = ("shifted_qr", "householder", "discarded_statistics", "discarded_roots")
 
     def __init__(
         self,

@@ -67,7 +67,8 @@ def _wanted(places, matrix):
 def _inverse_factor(D, least, HALF: tl.constexpr):
     """L⁻¹ of a symmetric matrix D = L Lᵀ; not finite if a pivot is not positive.
 
-    Pivots below the least one are replaced by it.
+    Pivots below the least one are replaced by it, and nothing is eliminated by them: what stands
+    below them is rounding, too, and would only grow.
 
     Gauss, from D | I to Lᵀ | L⁻¹ but for the square roots of the pivots. Column j of D is zero
     below the pivot from step j on, and that of the right half is zero until then: they share it.
@@ -78,10 +79,11 @@ def _inverse_factor(D, least, HALF: tl.constexpr):
     for j in range(HALF):
         D_j = tl.sum(tl.where(row == j, D, 0.0), axis=0)
         pivot = tl.sum(tl.where(index == j, D_j, 0.0), axis=0)
+        usable = tl.where(pivot < least, 0.0, 1.0)
         pivot = tl.where(pivot < least, least, pivot)  # NaN stays
         pivots = tl.where(index == j, pivot, pivots)
         # What remains of D is symmetric: its row j is its column j.
-        factor = tl.where(index > j, D_j * (1.0 / pivot), 0.0)
+        factor = tl.where(index > j, D_j * (usable / pivot), 0.0)
         D_j = tl.where(index == j, 1.0, D_j)
         D = tl.where(column == j, 0.0, D) - factor[:, None] * D_j[None, :]
     W = tl.where(row > column, D, tl.where(row == column, 1.0, 0.0))
@@ -91,6 +93,15 @@ def _inverse_factor(D, least, HALF: tl.constexpr):
 @triton.jit
 def _exact_dot(a, b):
     return tl.dot(a, b, input_precision="tf32x3")
+
+
+@triton.jit
+def _eliminating(W, least, SIZE: tl.constexpr):
+    """Wᵀ, with zeros for the pivots that were replaced."""
+    index = tl.arange(0, SIZE)
+    pivots = tl.sum(tl.where(index[:, None] == index[None, :], W, 0.0), axis=0)
+    replaced = pivots > 0.999 * tl.rsqrt(least)
+    return tl.trans(tl.where(replaced[:, None], 0.0, W))
 
 
 @triton.jit
@@ -119,7 +130,8 @@ def _diagonal(S, W_place, n, k, least, UPDATE: tl.constexpr, TILE: tl.constexpr)
     if UPDATE:
         before = (k - 1) * TILE + whole
         place = W_place - TILE * TILE
-        Wt = tl.trans(tl.load(place + whole[:, None] * TILE + whole[None, :]))
+        W = tl.load(place + whole[:, None] * TILE + whole[None, :])
+        Wt = _eliminating(W, least, TILE)
         L_top, L_bottom = _panel(S, top, before, Wt, n), _panel(S, bottom, before, Wt, n)
         D -= _exact_dot(L_top, tl.trans(L_top))
         C -= _exact_dot(L_bottom, tl.trans(L_top))
@@ -128,7 +140,7 @@ def _diagonal(S, W_place, n, k, least, UPDATE: tl.constexpr, TILE: tl.constexpr)
         tl.store(R + top[None, :], tl.trans(L_top), mask=(top < n)[None, :])
         tl.store(R + bottom[None, :], tl.trans(L_bottom), mask=(bottom < n)[None, :])
     W_D = _inverse_factor(D, least, HALF)
-    L = _exact_dot(C, tl.trans(W_D))
+    L = _exact_dot(C, _eliminating(W_D, least, HALF))
     E -= _exact_dot(L, tl.trans(L))
     W_E = _inverse_factor(E, least, HALF)
     W_C = _exact_dot(_exact_dot(W_E, L), W_D)
@@ -156,7 +168,8 @@ def _step_kernel(places, n, k, tiles, least, UPDATE: tl.constexpr, TILE: tl.cons
         row, column, before = i * TILE + index, j * TILE + index, (k - 1) * TILE + index
         inside = (row < n)[:, None] & (column < n)[None, :]
         place = S + row[:, None] * n + column[None, :]
-        Wt = tl.trans(tl.load(W_place - TILE * TILE + index[:, None] * TILE + index[None, :]))
+        W = tl.load(W_place - TILE * TILE + index[:, None] * TILE + index[None, :])
+        Wt = _eliminating(W, least, TILE)
         D = tl.load(place, mask=inside, other=0.0)
         L_i = _panel(S, row, before, Wt, n)
         D -= _exact_dot(L_i, tl.trans(_panel(S, column, before, Wt, n)))
@@ -255,7 +268,7 @@ def inverse_factor_(
 
     Args:
         S: Symmetric matrices; upper triangles are not read.
-        least: Pivots below it are replaced by it.
+        least: Pivots below it are replaced by it; such a row of R is zero beside its diagonal.
         only: bool (k,): which of the matrices are wanted; the others' results are undefined.
         graphs: Whether the launches may be a CUDA graph.
 

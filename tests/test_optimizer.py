@@ -225,12 +225,16 @@ def test_replaced_state_is_noticed_and_taken_over() -> None:
         results.append(weights(model))
     assert same(*results)
     leaf = optimizer.state[model.linear.weight]["block_0"]["left"]
-    leaf["eigenvalues"] = torch.full_like(leaf["eigenvalues"], 7.0)
-    backward(model, 0)
-    optimizer.step()
-    assert (optimizer.state[model.linear.weight]["block_0"]["left"]["eigenvalues"] == 7.0).all()
-    leaf = optimizer.state[model.linear.weight]["block_0"]["left"]
+    mine = leaf["eigenvalues"] = torch.full_like(leaf["eigenvalues"], 7.0)
+    # A single tensor is noticed one step later.
+    for noticed in (False, True):
+        backward(model, 0)
+        optimizer.step()
+        leaf = optimizer.state[model.linear.weight]["block_0"]["left"]
+        assert (leaf["eigenvalues"] > 6).all()  # also after the update at the second one
+        assert (leaf["eigenvalues"] is not mine) == noticed
     leaf["eigenvalues"] = torch.zeros(3)
+    optimizer.step()
     with pytest.raises(ValueError, match=r"block_0\['left'\]\['eigenvalues'\] has shape \(3,\)"):
         optimizer.step()
 

@@ -19,7 +19,6 @@ _TAGS = {
     torch.float16: tag(Kind.FLOAT16),
 }
 _DTYPES = {"i": torch.int32, "q": torch.int64}
-_UNTAGGED = {dtype for dtype, bits in _TAGS.items() if bits == 0}  # float32 alone
 
 
 def takes(dtypes: set[torch.dtype] | None, grads: Sequence[Tensor | None]) -> bool:
@@ -104,10 +103,12 @@ class AddressTable(Integers):
             dtypes: All that they have, if that is known.
         """
         values: list[int] | None = None
-        if dtypes == _UNTAGGED:
+        if dtypes is not None and len(dtypes) == 1:
             # At nearly every step; a loop in Python takes twice as long.
+            (dtype,) = dtypes
             with suppress(TypeError):  # one is None
-                values = list(map(Tensor.data_ptr, cast("Sequence[Tensor]", grads)))
+                places = map(Tensor.data_ptr, cast("Sequence[Tensor]", grads))
+                values = list(map(_TAGS[dtype].__add__, places))
         if values is None:
             values = [0 if g is None else g.data_ptr() + _TAGS[g.dtype] for g in grads]
         values += [0] * (len(self.values) - len(values))

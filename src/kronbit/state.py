@@ -83,7 +83,8 @@ class Binding:
     """Keeps the state's tensors and the plan's stacks one.
 
     State leaves are views into the stacks. Others may replace or remove them (offloading, device
-    moves, a reset): ``intact`` notices, by identity.
+    moves, a reset): ``intact`` notices, by identity; of a block's single tensors, after the next
+    step, since there are thousands of them.
     """
 
     def __init__(self) -> None:
@@ -96,21 +97,25 @@ class Binding:
         # Live views of the dicts below the blocks, and the values that they shall show.
         self._dicts: list[ValuesView[Any]] = []
         self._values: list[Any] = []
+        self._replaced = False
 
     def intact(self, state: Mapping[Tensor, Any], same_entries: bool) -> bool:
-        """Whether every dict and tensor is still the one that was put there.
+        """Whether every block is still the one that was put there, and its tensors were lately.
 
         Args:
             state: The optimizer's state.
             same_entries: It is known to have the entries that it had when this was last true.
         """
         return (
-            state is self._state
+            not self._replaced
+            and state is self._state
             and (same_entries or all(state.get(p) is entry for p, entry in self._entries))
-            # There are thousands of tensors: no loop in Python is fast enough for every step.
             and all(map(is_, map(dict.get, self._owners, self._keys), self._views))
-            and all(map(is_, chain.from_iterable(self._dicts), self._values))
         )
+
+    def look_closer(self) -> None:
+        """Look at the tensors of all blocks, for ``intact``: at a time when the device is busy."""
+        self._replaced = not all(map(is_, chain.from_iterable(self._dicts), self._values))
 
     def bind(self, plan: Plan, state: MutableMapping[Tensor, dict[str, Any]]) -> set[Tensor]:
         """Put the plan's views into the state; values that the state already holds are kept.
@@ -132,7 +137,7 @@ class Binding:
                     for side, factors in block.sides.items()
                 }
             held.append(values)
-        self._state = state
+        self._state, self._replaced = state, False
         self._entries = [(p, state[p]) for p in plan.places]
         self._owners, self._keys, self._views, self._dicts = [], [], [], []
         for block, values in zip(blocks, held, strict=True):

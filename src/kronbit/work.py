@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import repeat
 from operator import attrgetter, is_, is_not, itemgetter
 from typing import Any, NamedTuple
@@ -205,14 +206,18 @@ class Work:
         """The state of the device's matrices."""
         return self.errand.preconditioner
 
+    @cached_property
+    def _steps(self) -> set[int]:
+        """How many steps its members have seen; mostly, that is one number."""
+        return set(map(_STEP, self.errand.entries_there))
+
     def due(self, scheduled: Callable[[Config, int, float], bool]) -> dict[int, Due]:
         """Members whose update or refresh falls on this step, with their options and blocks."""
-        steps = set(map(_STEP, self.errand.entries_there))
         # Nearly always, nobody's turn has come: asked of options and times, not of members.
         if not any(
             config.stagger or scheduled(config, step + 1, 0.0)
             for config in self.errand.configs_there
-            for step in steps
+            for step in self._steps
         ):
             return {}
         due = {}

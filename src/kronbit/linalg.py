@@ -91,11 +91,11 @@ def _whitened(X: Tensor, room: Tensor | None, graphs: bool) -> Operand:
 
         return whitened(X, room, least, limit, graphs)
     largest = _whiten_once_(X, least)
-    again = ~(largest <= limit)  # true for NaN
-    if again.any():
-        rows = X[again]
-        _whiten_once_(rows, least)
-        X[again] = rows
+    for row, enough in enumerate((largest <= limit).tolist()):  # False for NaN
+        if not enough:
+            alone = X[row : row + 1].clone()
+            _whiten_once_(alone, least)
+            X[row : row + 1] = alone
     return X
 
 
@@ -125,11 +125,12 @@ def _whiten_once_(X: Tensor, shift: float, always: bool = False) -> Tensor:
     S = multiply(X.mT, X, symmetric=True)
     lower, info = torch.linalg.cholesky_ex(S)
     failed = torch.ones_like(info, dtype=torch.bool) if always else info != 0
-    if failed.any():
-        S = S[failed]
-        S.diagonal(dim1=-2, dim2=-1).add_(shift)
-        lower[failed], info[failed] = torch.linalg.cholesky_ex(S)
-        lower.masked_fill_((info != 0)[:, None, None], torch.nan)
+    for row, bad in enumerate(failed.tolist()):
+        if bad:
+            again = S[row].clone()
+            again.diagonal().add_(shift)
+            lower[row], info = torch.linalg.cholesky_ex(again)
+            lower[row].masked_fill_(info != 0, torch.nan)
     del S
     eye = torch.eye(X.shape[-1], dtype=X.dtype, device=X.device)
     W = torch.linalg.solve_triangular(lower.mT, eye.expand_as(lower), upper=True)

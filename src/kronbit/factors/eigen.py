@@ -100,7 +100,10 @@ class Eigen:
         largest = lam.amax(-1, keepdim=True)
         # A zero statistic has no inverse root; 1 in its place gives the identity.
         damped = torch.where(largest == 0, 1.0, lam + largest * config.damping)
-        return _scaled_square(Vt, damped.pow_(-1 / self.p))
+        # Not pow: on a CPU, its last bit depends on where in a stack a number stands.
+        for _ in range(self.p.bit_length() - 1):  # p = 1, 2 or 4
+            damped.sqrt_()
+        return _scaled_square(Vt, damped.reciprocal_())
 
     def encode(self, statistic: Spectrum) -> Leaves:
         """(λ, Q(U)), with λ clamped at 0: a negative one would have no root."""

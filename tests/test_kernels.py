@@ -208,7 +208,7 @@ def test_columns_with_tiny_pivots_are_put_off(kernels: torch.device) -> None:
         expected.append(torch.linalg.inv(L.mT))
     S = S.float().to(kernels)
     found = inverse_factor_(S.clone(), least)
-    assert relative_error(found, torch.stack(expected)) < 1e-4
+    assert relative_error(found, torch.stack(expected)) < 1e-3
     only = torch.tensor([False, True], device=kernels)
     assert torch.equal(inverse_factor_(S, least, only)[1], found[1])
 

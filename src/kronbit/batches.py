@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from kronbit.config import Config, Format
 from kronbit.factors import Factors
 from kronbit.groups import Due, Group
+from kronbit.linalg import least_pivot
 
 _MOST_ROWS = 65535  # of a batch: what a grid of programs can hold
 _ENLARGED = 1 / 3  # of a batch: what may be computed in vain
@@ -123,14 +124,15 @@ def _shared(orders: Mapping[int, list[Part]], workspace: int, needs: Cost) -> It
     """Orders that share batches: small ones, of few rows, go along with a larger one.
 
     They are enlarged to it, so that it takes longer to compute them. That is worth a batch less as
-    long as it is not more than a part of a batch.
+    long as it is not more than a part of a batch. To the bit, results are those of a batch alone.
     """
     together: list[Part] = []
     largest, spared = 0, 0.0
     for order in sorted(orders, reverse=True):
         own = orders[order]
         rows = _count(own)
-        extra = rows * (1 - (order / largest) ** 3) if together else math.inf
+        alike = bool(together) and least_pivot(order) == least_pivot(largest)
+        extra = rows * (1 - (order / largest) ** 3) if alike else math.inf
         if extra <= spared and rows <= _room_for(own, workspace, needs):
             together += own
             spared -= extra

@@ -26,7 +26,7 @@ QR: TypeAlias = Callable[[Tensor], tuple[Tensor, Tensor]]
 # ‖QᵀQ - I‖, of which a correction leaves its square.
 _CORRECTABLE = 5e-3
 # Of the trace of XᵀX, in which smaller pivots would be rounding errors.
-_LEAST_PIVOT = 3e-7
+_ROUNDING = 3e-7
 # R⁻¹ is smaller than that, relative to what the least pivot gives: then Q is correctable.
 _ONE_PASS = 0.7
 _SHIFTED_PASSES = 3
@@ -72,6 +72,14 @@ def orthogonality_error(Q: Tensor) -> Tensor:
     return error
 
 
+def least_pivot(order: int) -> float:
+    """Of XᵀX with a diagonal of ones: smaller pivots are rounding errors.
+
+    By the thousand: what comes of a matrix must not depend on those that it shares a batch with.
+    """
+    return _ROUNDING * 1024 * -(-order // 1024)
+
+
 def _whitened(X: Tensor, room: Tensor | None, graphs: bool) -> Operand:
     """X R⁻¹ with Rᵀ R = Xᵀ X, of X with columns of length 1; NaN, where that fails.
 
@@ -84,7 +92,7 @@ def _whitened(X: Tensor, room: Tensor | None, graphs: bool) -> Operand:
         room: (k, n, n) that may be overwritten; it may be X itself.
         graphs: Whether kernels may be launched as CUDA graphs.
     """
-    least = _LEAST_PIVOT * X.shape[-1]
+    least = least_pivot(X.shape[-1])
     limit = _ONE_PASS / math.sqrt(least)
     if has_kernels(X.device):
         from kronbit.kernels.whitening import whitened
@@ -106,7 +114,7 @@ def _better_conditioned(X: Tensor, room: Tensor | None) -> Tensor:
         X: (k, m, n), contiguous, given away.
         room: (k, n, n) that may be overwritten; it may be X itself.
     """
-    shift = _LEAST_PIVOT * X.shape[-1]
+    shift = least_pivot(X.shape[-1])
     if has_kernels(X.device):
         from kronbit.kernels.whitening import shifted
 

@@ -115,9 +115,9 @@ def main() -> None:
             for parts in batches(due_parts(own.groups, due), own.workspace, UPDATE):
                 own._outer_products(measured, due)(parts)
             for precise in (False, True):
-                products = GroupedProducts(own, {0, 1}, Precision(precise), graphs=False)
+                products = GroupedProducts(own, {0, 1}, Precision(precise))
                 for zero in (True, False):
-                    products.precondition(addresses, norms.norms, zero)
+                    products.step(addresses, zero)
             products.compare(addresses, norms.norms)
     nothing_is_left_after_the_warm_up()
 

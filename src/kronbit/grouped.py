@@ -14,7 +14,6 @@ from kronbit.kernels import grouped as kernels
 from kronbit.kernels.launch import launch
 from kronbit.kernels.lines import STRIP, Buffer, Field
 from kronbit.quantization import codebook
-from kronbit.replay import Replay
 from kronbit.rules import Pass
 from kronbit.tables import (
     LANES,
@@ -42,22 +41,21 @@ class GroupedProducts:
         preconditioner: Members, blocks and factors.
         wanted: The members that will be asked for.
         precision: How products are taken.
-        graphs: Whether to capture the step as a CUDA graph.
+
+    Attributes:
+        scratch_size: Elements of 16 bits that a step needs as scratch.
+        held_bytes: What it needs to hold Ĝ.
     """
 
     def __init__(
-        self,
-        preconditioner: Preconditioner,
-        wanted: Collection[int],
-        precision: Precision,
-        graphs: bool,
+        self, preconditioner: Preconditioner, wanted: Collection[int], precision: Precision
     ) -> None:
         self._weak, self._precision = weakref.ref(preconditioner), precision
         ratios = preconditioner.graft_ratio
         self._device = ratios.device
         self._waves, self._shape = make_waves(preconditioner, wanted, precision, self._device)
-        self._scratch_size = max(wave.scratch for wave in self._waves)
-        self._held_size = max(wave.held for wave in self._waves)
+        self.scratch_size = max(wave.scratch for wave in self._waves)
+        self.held_bytes = max(wave.held for wave in self._waves) * precision.held.itemsize
         self._buffers = Integers(Buffer.LENGTH, self._device)
         self._scales = torch.empty_like(ratios)
         # Of a wave's programs.
@@ -67,14 +65,6 @@ class GroupedProducts:
         self._anchors = {True: anchor, False: anchor.view(torch.float16)}
         # Of both roots of each of a wave's blocks.
         self._units = torch.ones(2 * max(len(w.lines) for w in self._waves), device=self._device)
-        # The step by ``zero_nonfinite`` and by whether gradients are aligned, with some addresses.
-        self._replay = Replay(self._device, graphs)
-        self._recorded_with: Tensor | None = None
-
-    @property
-    def graph_refused(self) -> str | None:
-        """Why a step could not be captured; ``None`` if nothing was refused."""
-        return self._replay.refused
 
     @property
     def _own(self) -> Preconditioner:
@@ -83,22 +73,9 @@ class GroupedProducts:
         assert owner is not None
         return owner
 
-    def precondition(self, addresses: AddressTable, norms: Tensor, zero_nonfinite: bool) -> None:
-        """Write G̃ = Ĝ ‖G‖ / ‖Ĝ‖ over the gradients.
-
-        Args:
-            addresses: Where they are.
-            norms: ‖G‖_F of each, not finite where the gradient is not.
-            zero_nonfinite: Whether a non-finite gradient becomes zero; else it stays as it is.
-        """
-        scratch = self._scratch()
-        held = self._empty(self._held_size, self._precision.held)
+    def place(self, scratch: Tensor, held: Tensor, norms: Tensor) -> None:
+        """Note where a step finds its buffers, and ‖G‖_F of each gradient."""
         self._buffers.write([self._from_anchor(scratch), held.data_ptr(), norms.data_ptr()])
-        if self._recorded_with is not addresses.tensor:
-            self._recorded_with = addresses.tensor
-            self._replay.forget()
-        kind = (zero_nonfinite, addresses.aligned)
-        self._replay(kind, lambda: self._step(addresses, zero_nonfinite))
 
     def compare(self, addresses: AddressTable, norms: Tensor) -> Tensor:
         """(members, 3): ⟨a, b⟩, ⟨a, a⟩ and ⟨b, b⟩, where a is Ĝ taken so, and b is Ĝ in float16.
@@ -108,7 +85,7 @@ class GroupedProducts:
             norms: ‖G‖_F of each.
         """
         found = self._own.graft_ratio.new_zeros(len(self._scales), 3)
-        scratch = self._scratch()
+        scratch = self._empty(self.scratch_size, torch.bfloat16)
         for wave in self._waves:
             sums = found.new_zeros(wave.squares, 3)
             for chunk in wave.chunks:
@@ -126,9 +103,6 @@ class GroupedProducts:
             found.index_copy_(0, members, by_member)
         return found
 
-    def _scratch(self) -> Tensor:
-        return self._empty(self._scratch_size, torch.bfloat16)
-
     def _empty(self, size: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(size, dtype=dtype, device=self._device)
 
@@ -136,7 +110,13 @@ class GroupedProducts:
         """Elements from the anchor to the scratch; both are aligned to much more than that."""
         return (scratch.data_ptr() - self._anchors[True].data_ptr()) // scratch.element_size()
 
-    def _step(self, addresses: AddressTable, zero_nonfinite: bool) -> None:
+    def step(self, addresses: AddressTable, zero_nonfinite: bool) -> None:
+        """Launch what writes G̃ = Ĝ ‖G‖ / ‖Ĝ‖ over the gradients. Allocates nothing.
+
+        Args:
+            addresses: Where they are.
+            zero_nonfinite: Whether a non-finite gradient becomes zero; else it stays as it is.
+        """
         for wave in self._waves:
             self._in_lanes(wave, lambda w, chunk: self._products(w, chunk, addresses))
             launch(

@@ -8,7 +8,13 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
+from torch import Tensor
+
+from kronbit.replay import Replay
+
 if TYPE_CHECKING:
+    from kronbit.addresses import AddressTable
     from kronbit.grouped import GroupedProducts
     from kronbit.nonfinite import Measured
     from kronbit.preconditioner import Preconditioner
@@ -38,10 +44,14 @@ class KernelProducts:
     """
 
     def __init__(self, preconditioner: Preconditioner, graphs: bool) -> None:
-        self._weak, self._graphs = weakref.ref(preconditioner), graphs
+        self._weak = weakref.ref(preconditioner)
         self.ways = dict.fromkeys(range(len(preconditioner.members)), FLOAT32)
         self._grouped: dict[tuple[int, frozenset[int]], GroupedProducts] = {}
         self._shares = _Shares.make(set(), self.ways)
+        # The step by who takes part in which way, by ``zero_nonfinite`` and by whether gradients
+        # are aligned; with one table of addresses.
+        self._replay = Replay(preconditioner.graft_ratio.device, graphs)
+        self._addresses: Tensor | None = None
 
     @property
     def _preconditioner(self) -> Preconditioner:
@@ -66,14 +76,51 @@ class KernelProducts:
         if not self._shares.hold(refreshed, self.ways):
             self._shares = _Shares.make(refreshed, self.ways)
         there = measured.addresses.values
-        for way, members in self._shares.by_kernels:
-            # Whoever has no gradient is passed over: the tables do not depend on who has one now.
-            if any(map(there.__getitem__, members)):
-                tables = self._tables(way, members)
-                tables.precondition(measured.addresses, measured.norms, zero_nonfinite)
+        # Whoever has no gradient is passed over: the tables do not depend on who has one now.
+        chosen = tuple(
+            (way, members)
+            for way, members in self._shares.by_kernels
+            if any(map(there.__getitem__, members))
+        )
+        if chosen:
+            self.step(chosen, measured.addresses, measured.norms, zero_nonfinite)
         if measured.kernel is not None:  # kernels can take all gradients
             return self._shares.left
         return [i for i in sorted(refreshed) if i in self._shares.left or not there[i]]
+
+    def step(
+        self,
+        chosen: tuple[tuple[int, frozenset[int]], ...],
+        addresses: AddressTable,
+        norms: Tensor,
+        zero_nonfinite: bool,
+    ) -> None:
+        """Write G̃ over some gradients.
+
+        Args:
+            chosen: Ways, and the members whose products are taken so.
+            addresses: Where the gradients are.
+            norms: ‖G‖_F of each, not finite where the gradient is not.
+            zero_nonfinite: Whether a non-finite gradient becomes zero; else it stays as it is.
+        """
+        tables = [self._tables(way, members) for way, members in chosen]
+        scratch = torch.empty(
+            max(own.scratch_size for own in tables), dtype=torch.bfloat16, device=norms.device
+        )
+        held = torch.empty(
+            max(own.held_bytes for own in tables), dtype=torch.uint8, device=norms.device
+        )
+        for own in tables:
+            own.place(scratch, held, norms)
+        if self._addresses is not addresses.tensor:
+            self._addresses = addresses.tensor
+            self._replay.forget()
+
+        def launch_all() -> None:
+            for own in tables:
+                own.step(addresses, zero_nonfinite)
+
+        self._replay((chosen, zero_nonfinite, addresses.aligned), launch_all)
 
     def choose(self, measured: Measured, candidates: Collection[int], new: Collection[int]) -> None:
         """Find out how products of refreshed members may be taken. Waits for the device.
@@ -100,8 +147,7 @@ class KernelProducts:
 
     def graph_refused(self) -> str | None:
         """Why the ordinary step could not be captured as a graph; ``None`` if it could be."""
-        refusals = (grouped.graph_refused for grouped in self._grouped.values())
-        return next((reason for reason in refusals if reason), None)
+        return self._replay.refused
 
     def _tables(self, way: int, members: frozenset[int]) -> GroupedProducts:
         """The kernels' tables for some members. Recent ones are remembered."""
@@ -113,7 +159,8 @@ class KernelProducts:
             if len(self._grouped) == _REMEMBERED:
                 self._grouped.pop(next(iter(self._grouped)))  # the one not used for longest
             precision = Precision(precise=way == BF16X3)
-            grouped = GroupedProducts(self._preconditioner, members, precision, self._graphs)
+            grouped = GroupedProducts(self._preconditioner, members, precision)
+            self._replay.forget()  # graphs may hold the tables of one that has gone
         self._grouped[way, members] = grouped
         return grouped
 

@@ -50,8 +50,9 @@ def _warm_up(device: torch.device, algorithm: Algorithm, config: Config) -> None
         own.refreshed.update(due)
         own.refresh(measured, due)
         for way, some in ((HALF, (0, 1)), (HALF, (2,)), (BF16X3, (0, 1, 2))):
-            tables = own.products._tables(way, frozenset(some))
-            tables.precondition(measured.addresses, measured.norms, config.nonfinite == "zero")
+            chosen = ((way, frozenset(some)),)
+            zero = config.nonfinite == "zero"
+            own.products.step(chosen, measured.addresses, measured.norms, zero)
         measured.zero_nonfinite(())
 
     compile_together(every_kind_of_step)

@@ -82,8 +82,8 @@ def measure(k: int, n: int) -> dict[str, dict[str, float]]:
             ("product, operands included", lambda: multiply(operand(A), operand(V)), flops),
             ("symmetric product", lambda: multiply(v, v.mT, symmetric=True), flops),
             ("product, torch float32", lambda: A @ V, flops),
-            ("inverse Cholesky factor", lambda: inverse_factor_(S.clone()), flops / 3),
-            ("orthonormalise", lambda: linalg.cholesky_qr(V.clone()), 5 * flops),
+            ("inverse Cholesky factor", lambda: inverse_factor_(S.clone(), graphs=True), flops / 3),
+            ("orthonormalise", lambda: linalg.cholesky_qr(V.clone(), graphs=True), 5 * flops),
             ("inverse root, Schur-Newton", lambda: linalg.inverse_root(A, 4, 1e-6, 10), 40 * flops),
         ):
             spent = milliseconds(call)

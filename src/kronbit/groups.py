@@ -10,6 +10,7 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import TypeAlias
 
 import torch
@@ -22,7 +23,7 @@ from kronbit.factors import Factors
 # What the blocks of a group have in common: their shape, both sides' formats, the start value.
 _Key: TypeAlias = tuple[tuple[int, int], Format, Format, float]
 
-_BATCH = 2**23  # elements of the larger sides of blocks that are staggered together
+_BATCH = 2**23  # elements of the larger sides of blocks that have their turn together
 
 
 @dataclass(frozen=True)
@@ -172,13 +173,9 @@ def make_groups(members: Sequence[Member], p: int, device: torch.device) -> list
             earlier.append(Span(index, grid, earlier[-1].stop if earlier else 0))
     stacks = _stacks(spans, p, device)
     groups = []
-    # Staggered blocks go in batches of one group, large enough to keep a GPU busy.
-    batches = {key: max(1, _BATCH // max(key[0]) ** 2) for key in spans}
-    units = sum(-(-own[-1].stop // batches[key]) for key, own in spans.items())
-    unit = 0
+    turns, count = _turns(spans)
     for key, own in spans.items():
-        segments = tuple(_segments(own, batches[key], unit, units))
-        unit += -(-own[-1].stop // batches[key])
+        segments = tuple(_segments(own, turns[key], count))
         blocks = [(span.member, block.index) for span in own for block in span.grid.blocks()]
         groups.append(
             Group(
@@ -222,12 +219,30 @@ def _stacks(
     }
 
 
-def _segments(spans: Sequence[Span], batch: int, unit: int, units: int) -> Iterator[Segment]:
-    """Cut the rows of a group where the member or the batch changes."""
+def _turns(spans: Mapping[_Key, Sequence[Span]]) -> tuple[dict[_Key, list[int]], int]:
+    """The turns of each group's rows, when blocks are staggered, and how many turns there are.
+
+    A turn is enough to keep a GPU busy. Large blocks come first, so that those of a turn are of
+    similar orders, and can share batches.
+    """
+    found: dict[_Key, list[int]] = {}
+    turn = filled = 0
+    for key in sorted(spans, key=lambda key: max(key[0]), reverse=True):
+        size = max(key[0]) ** 2
+        found[key] = []
+        for _ in range(spans[key][-1].stop):
+            if filled and filled + size > _BATCH:
+                turn, filled = turn + 1, 0
+            found[key].append(turn)
+            filled += size
+    return found, turn + 1
+
+
+def _segments(spans: Sequence[Span], turns: Sequence[int], count: int) -> Iterator[Segment]:
+    """Cut the rows of a group where the member or the turn changes."""
     for span in spans:
         start = span.start
-        while start < span.stop:
-            number = start // batch
-            stop = min(span.stop, (number + 1) * batch)
-            yield Segment(start, stop, span.member, (unit + number) / units)
+        for turn, rows in groupby(turns[span.start : span.stop]):
+            stop = start + len(list(rows))
+            yield Segment(start, stop, span.member, turn / count)
             start = stop

@@ -147,10 +147,10 @@ class SecondOrder(Optimizer):
                     preconditioner.precondition(work.measured, zero)
                     if zero:
                         work.zero_untouched()
+            for entry in itinerary.entries:
+                entry["step"] += 1
             # W, s ← F(W, s, G̃)
             self.base.step()
-        for entry in itinerary.entries:
-            entry["step"] += 1
         self._binding.look_closer()
         if not self._base_link.unchanged(itinerary.entries, self.base.state):
             self._join_base_states()

@@ -87,6 +87,7 @@ class Preconditioner:
             ``precondition`` does not touch them.
         products: How the members' products are taken, by kernels where there are some.
         phases: Of each member's blocks, ascending: when they have their turn, if staggered.
+        all_phases: Those that occur.
         ungrafted: On the device, how often F got G itself because Ĝ had overflowed.
         graft_ratio: On the device, ‖G‖ / ‖Ĝ‖ of each member when it was last preconditioned.
     """
@@ -107,6 +108,7 @@ class Preconditioner:
         self.products = KernelProducts(self, graphs)
         self._device, self._graphs = device, graphs
         self.phases = self._phases()
+        self.all_phases = {phase for own in self.phases for phase in own}
         self._blocks = [len(member.blocking) for member in members]
         self._lengths = torch.tensor(self._blocks, dtype=torch.int64, device=device)
         self._waves: dict[tuple[int, ...], list[Wave]] = {}

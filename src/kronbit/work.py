@@ -21,6 +21,7 @@ from kronbit.preconditioner import Preconditioner
 from kronbit.state import Snapshot
 
 _STEP = itemgetter("step")
+_TOGETHER = (0.0,)
 
 
 class Present(NamedTuple):
@@ -213,26 +214,28 @@ class Work:
 
     def due(self, scheduled: Callable[[Config, int, float], bool]) -> dict[int, Due]:
         """Members whose update or refresh falls on this step, with their options and blocks."""
-        # Nearly always, nobody's turn has come: asked of options and times, not of members.
-        if not any(
-            config.stagger or scheduled(config, step + 1, 0.0)
+        # Asked of options, times and phases, not of members: nearly always, it is nobody's turn.
+        now = {
+            (config, step): {
+                phase
+                for phase in (self.preconditioner.all_phases if config.stagger else _TOGETHER)
+                if scheduled(config, step + 1, phase)
+            }
             for config in self.errand.configs_there
             for step in self._steps
-        ):
-            return {}
-        due = {}
+        }
+        due: dict[int, Due] = {}
+        if not any(now.values()):
+            return due
         for i, number in enumerate(self.errand.members):
             if number is None:
                 continue
             config = self.itinerary.configs[number]
-            t = self.itinerary.entries[number]["step"] + 1
-            if config.stagger:
-                phases = self.preconditioner.phases[i]
-                now = frozenset(phase for phase in phases if scheduled(config, t, phase))
-                if now:
-                    due[i] = Due(config, None if len(now) == len(phases) else now)
-            elif scheduled(config, t, 0.0):
-                due[i] = Due(config)
+            phases = now[config, self.itinerary.entries[number]["step"]]
+            own = self.preconditioner.phases[i] if config.stagger else _TOGETHER
+            mine = phases.intersection(own)
+            if mine:
+                due[i] = Due(config, None if len(mine) == len(own) else frozenset(mine))
         return due
 
     def nonfinite(self) -> list[Tensor]:

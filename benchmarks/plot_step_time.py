@@ -70,7 +70,7 @@ def main() -> None:
     kinds.set_ylim(1, 1500)
     kinds.set_xticks(range(len(models)), list(models))
     kinds.set_ylabel("optimizer step, ms")
-    kinds.legend(frameon=False, fontsize=8, loc="upper left")
+    kinds.legend(frameon=False, fontsize=8, loc="upper right")
     for axes in (steps, kinds):
         axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(target, dpi=120)

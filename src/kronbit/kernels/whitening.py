@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 
+import torch
 from torch import Tensor
 
 from kronbit.kernels.cholesky import inverse_factor_
@@ -25,16 +26,17 @@ def whitened(X: Tensor, room: Tensor | None, least: float, limit: float, graphs:
         graphs: Whether launches may be CUDA graphs.
     """
     x = normalise_columns(X)
-    S = multiply(x.mT, x, symmetric=True, out=room)
-    W = inverse_factor_(S, least, graphs=graphs)
-    w, largest = measured_split(W)
+    everyone = _everyone(X)
+    S = multiply(x.mT, x, symmetric=True, out=room, only=everyone)
+    W = inverse_factor_(S, least, everyone, graphs)
+    w, largest = measured_split(W, everyone)
     del S, W
     y = compose(x, w)
     del x, w
     again = largest > _bits(limit)
     S = multiply(y.mT, y, symmetric=True, out=room, only=again)
     # No least pivot here: columns have lost their length.
-    W = inverse_factor_(S, only=again, graphs=graphs)
+    W = inverse_factor_(S, 0.0, again, graphs)
     w, _ = measured_split(W, again)
     del S, W
     take_(y, compose(y, w, only=again), again)
@@ -44,10 +46,16 @@ def whitened(X: Tensor, room: Tensor | None, least: float, limit: float, graphs:
 def shifted(X: Tensor, room: Tensor | None, shift: float) -> Tensor:
     """One pass with something added to the diagonal of XᵀX, in float32."""
     x = normalise_columns(X)
-    S = multiply(x.mT, x, symmetric=True, out=room)
+    everyone = _everyone(X)
+    S = multiply(x.mT, x, symmetric=True, out=room, only=everyone)
     S.diagonal(dim1=-2, dim2=-1).add_(shift)
-    w, _ = measured_split(inverse_factor_(S))
+    w, _ = measured_split(inverse_factor_(S, only=everyone), everyone)
     return compose(x, w).float()
+
+
+def _everyone(X: Tensor) -> Tensor:
+    """All matrices as some of them: kernels are compiled once for both."""
+    return torch.ones(len(X), dtype=torch.bool, device=X.device)
 
 
 def _bits(value: float) -> int:

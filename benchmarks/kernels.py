@@ -21,7 +21,7 @@ from torch import Tensor
 
 import kronbit
 from kronbit import linalg
-from kronbit.kernels.cholesky import inverse_factor_
+from kronbit.kernels.cholesky import Chain, inverse_factor_
 from kronbit.precision import full_precision
 from kronbit.products import multiply, operand
 from kronbit.quantization import Quantizer
@@ -76,14 +76,20 @@ def measure(k: int, n: int) -> dict[str, dict[str, float]]:
     flops = 2e-9 * k * n**3
     S = torch.randn(k, n, 2 * n, device="cuda")
     S = S @ S.mT / n
+    everyone = torch.ones(k, dtype=torch.bool, device="cuda")
+    chain = Chain(everyone.device, graphs=True)
     with full_precision():
         for name, call, count in (
             ("product", lambda: multiply(a, v), flops),
             ("product, operands included", lambda: multiply(operand(A), operand(V)), flops),
             ("symmetric product", lambda: multiply(v, v.mT, symmetric=True), flops),
             ("product, torch float32", lambda: A @ V, flops),
-            ("inverse Cholesky factor", lambda: inverse_factor_(S.clone(), graphs=True), flops / 3),
-            ("orthonormalise", lambda: linalg.cholesky_qr(V.clone(), graphs=True), 5 * flops),
+            (
+                "inverse Cholesky factor",
+                lambda: inverse_factor_(S.clone(), 0.0, everyone, chain),
+                flops / 3,
+            ),
+            ("orthonormalise", lambda: linalg.cholesky_qr(V.clone(), chain), 5 * flops),
             ("inverse root, Schur-Newton", lambda: linalg.inverse_root(A, 4, 1e-6, 10), 40 * flops),
         ):
             spent = milliseconds(call)

@@ -86,7 +86,7 @@ def matrices(n: int) -> None:
     normalise_columns(torch.randn(1, n, n))
     scale_rows(a, torch.ones(1, n), torch.ones(1))
     column_dots(torch.randn(1, n, n), torch.randn(1, n, n))
-    inverse_factor_(torch.eye(n).unsqueeze(0).contiguous())
+    inverse_factor_(torch.eye(n).unsqueeze(0).contiguous(), 0.0, torch.ones(1, dtype=torch.bool))
 
 
 def main() -> None:

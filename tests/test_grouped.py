@@ -6,7 +6,7 @@ import gc
 import math
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -22,9 +22,6 @@ from kronbit.groups import Due, Member
 from kronbit.kernel_products import BF16X3, FLOAT32, HALF, _way
 from kronbit.nonfinite import Measured, NonfiniteGuard
 from kronbit.preconditioner import Preconditioner
-
-if TYPE_CHECKING:
-    pass
 
 pytest.importorskip("triton")
 from kronbit.outer_products import OuterProducts
@@ -337,6 +334,21 @@ def test_kernels_and_torch_count_alike(
     broken = [torch.full((3,), torch.nan, device=kernels)]
     by_kernels.measure(broken, [3], {torch.float32}, count=False)
     assert int(by_kernels.skipped) == kept
+
+
+@pytest.mark.parametrize("option", [{"damping": 0.0}, {"beta": 0.0}, {"root": "schur_newton"}])
+def test_orders_stay_apart_where_mixing_would_show(option: dict[str, Any]) -> None:
+    """A λ of zero cannot be enlarged, and Newton's iteration sees the whole matrix."""
+    for options in ({}, option):
+        config = Config(max_order=100, **options)
+        members = [Member(route(shape, config), config) for shape in ((70, 66), (80, 90))]
+        own = Preconditioner(members, Shampoo.algorithm, 2**24, False, torch.device("cpu"))
+        parts = due_parts(own.groups, {0: Due(config), 1: Due(config)})
+        orders = [
+            {part.factors.order for part in batch}
+            for batch in batches(parts, own.workspace, UPDATE, mixed=True)
+        ]
+        assert (max(map(len, orders)) > 1) == (not options)
 
 
 @pytest.mark.parametrize("mixed", [False, True])

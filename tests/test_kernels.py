@@ -178,7 +178,8 @@ def test_the_inverse_factor_is_choleskys(
     X = torch.randn(3, 2 * n + 20, n, dtype=torch.float64)
     S = X.mT @ X
     S[1] -= (2 * n + 20) * torch.eye(n)
-    inverse = cholesky.inverse_factor_(S.float().to(kernels))
+    everyone = torch.ones(3, dtype=torch.bool, device=kernels)
+    inverse = cholesky.inverse_factor_(S.float().to(kernels), 0.0, everyone)
     assert torch.isfinite(inverse).flatten(1).all(1).tolist() == [True, False, True]
     for i in (0, 2):
         exact = torch.linalg.inv(torch.linalg.cholesky(S[i]).mT)
@@ -207,7 +208,7 @@ def test_columns_with_tiny_pivots_are_put_off(kernels: torch.device) -> None:
         assert (L.diagonal() == least**0.5).nonzero().flatten().tolist() == [3, 40]
         expected.append(torch.linalg.inv(L.mT))
     S = S.float().to(kernels)
-    found = inverse_factor_(S.clone(), least)
+    found = inverse_factor_(S.clone(), least, torch.ones(2, dtype=torch.bool, device=kernels))
     assert relative_error(found, torch.stack(expected)) < 1e-3
     only = torch.tensor([False, True], device=kernels)
     assert torch.equal(inverse_factor_(S, least, only)[1], found[1])

@@ -15,6 +15,7 @@ from networks import FAST, assert_same_state, backward, network, run, same, weig
 from torch import Tensor, nn
 
 from kronbit import Shampoo
+from kronbit.state import blocks_of
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -237,6 +238,22 @@ def test_replaced_state_is_noticed_and_taken_over() -> None:
     optimizer.step()
     with pytest.raises(ValueError, match=r"block_0\['left'\]\['eigenvalues'\] has shape \(3,\)"):
         optimizer.step()
+
+
+@pytest.mark.parametrize("every", [{}, {"update_every": 3, "refresh_every": 3}])
+def test_tensors_that_are_replaced_after_every_step_lose_nothing(every: dict[str, int]) -> None:
+    states = []
+    for replaced in (False, True):
+        model = network()
+        optimizer = Shampoo(model.parameters(), lr=1e-2, **{**FAST, **every})
+        for t in range(12):
+            run(model, optimizer, 1, first=t)
+            for block in blocks_of(optimizer.state[model.linear.weight]).values():
+                for leaves in block.values() if replaced else ():
+                    for name, leaf in leaves.items():
+                        leaves[name] = leaf.clone()
+        states.append({0: blocks_of(optimizer.state[model.linear.weight])})
+    assert_same_state(*states)
 
 
 @pytest.mark.gpu

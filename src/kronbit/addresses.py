@@ -77,7 +77,8 @@ class Integers:
 
     def write(self, values: list[int]) -> None:
         """Set all of them, in stream order and without waiting for the device."""
-        if values != self.values:
+        # A user's graph writes what it has captured, behind our back.
+        if values != self.values or self._captured:
             self.values = values
             host = _sendable(array("q", values), self.tensor.device)
             self.tensor.copy_(host, non_blocking=True)
@@ -112,6 +113,6 @@ class AddressTable(Integers):
         if values is None:
             values = [0 if g is None else g.data_ptr() + _TAGS[g.dtype] for g in grads]
         values += [0] * (len(self.values) - len(values))
-        if values != self.values:
+        if values != self.values or self._captured:
             self.aligned = not any(map((15).__and__, values))
             self.write(values)

@@ -1,4 +1,4 @@
-"""Rows of equal order, from all groups, cut into batches that the workspace can take."""
+"""Rows from all groups, cut into batches that the workspace can take."""
 
 from __future__ import annotations
 
@@ -40,6 +40,7 @@ class Cost:
 
 # Counted over all methods and widths; tests/test_memory.py counts again.
 UPDATE = Cost(square=5, gathered=1)
+ROBUST_UPDATE = Cost(square=7, gathered=1)
 REFRESH = Cost(square=5)
 NEWTON = Cost(square=10)
 PRECONDITION = Cost(square=4, block=4)
@@ -104,7 +105,8 @@ def batches(
         needs = newton if newton is not None and by_newton else cost
         if format.statistic.bits == 32:  # rows that are not neighbours are copied as they are
             needs = replace(needs, square=needs.square + 1)
-        mixable = mixed and not by_newton and config.beta > 0
+        # A λ of zero could not be told from what a matrix is enlarged by.
+        mixable = mixed and not by_newton and config.beta > 0 and config.damping > 0
         for own in _shared(orders, workspace, needs) if mixable else orders.values():
             own.sort(key=lambda part: (part.factors.order, part.factors.first + part.rows.start))
             yield from _cut(own, _room_for(own, workspace, needs))

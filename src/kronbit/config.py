@@ -70,7 +70,8 @@ class Config:
         workspace_mb: Bound of transient memory, in MiB.
         keep_gradients: True gives the gradients back unchanged after the step, at the price of a
             copy of them.
-        cuda_graph: Whether the ordinary step on a GPU is captured as a CUDA graph.
+        cuda_graph: Whether the ordinary step on a GPU, and the factorisation inside of updates, are
+            captured as CUDA graphs.
         nonfinite: What becomes of a parameter's non-finite gradient: ``"zero"``, ``"pass"`` (the
             base optimizer sees it) or ``"raise"`` (waits for the device at every step).
     """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection
+from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -29,6 +30,12 @@ if TYPE_CHECKING:
 
 _COLUMNS = 256
 _HALF = Precision(precise=False)
+
+
+@cache
+def _other_lanes(device: torch.device) -> list[torch.cuda.Stream]:
+    """Streams for all lanes but the first: always the same, since torch has few to give."""
+    return [torch.cuda.Stream(device) for _ in range(LANES - 1)]
 
 
 class GroupedProducts:
@@ -159,7 +166,7 @@ class GroupedProducts:
                 work(wave, chunk)
             return
         here = torch.cuda.current_stream(self._device)
-        lanes = [here, *(torch.cuda.Stream(self._device) for _ in range(LANES - 1))]
+        lanes = [here, *_other_lanes(self._device)]
         for lane in lanes[1:]:
             lane.wait_stream(here)
         for chunk in wave.chunks:

@@ -47,6 +47,7 @@ class KernelProducts:
         self._weak = weakref.ref(preconditioner)
         self.ways = dict.fromkeys(range(len(preconditioner.members)), FLOAT32)
         self._grouped: dict[tuple[int, frozenset[int]], GroupedProducts] = {}
+        self._comparison: tuple[frozenset[int], GroupedProducts] | None = None
         self._shares = _Shares.make(set(), self.ways)
         # The step by who takes part in which way, by ``zero_nonfinite`` and by whether gradients
         # are aligned; with one table of addresses.
@@ -140,7 +141,7 @@ class KernelProducts:
         there = frozenset(i for i in candidates if i in self._preconditioner.refreshed)
         if not any(map(addresses.values.__getitem__, there)):
             return
-        sums = self._tables(BF16X3, there).compare(addresses, measured.norms)
+        sums = self._comparison_of(there).compare(addresses, measured.norms)
         cosines = (sums[:, 0] / (sums[:, 1].sqrt() * sums[:, 2].sqrt())).tolist()
         for i in there:
             self.ways[i] = _way(cosines[i], before[i])
@@ -149,18 +150,26 @@ class KernelProducts:
         """Why the ordinary step could not be captured as a graph; ``None`` if it could be."""
         return self._replay.refused
 
+    def _comparison_of(self, members: frozenset[int]) -> GroupedProducts:
+        """The tables that ways are compared with. The last ones are remembered."""
+        if self._comparison is None or self._comparison[0] != members:
+            self._comparison = members, self._make(BF16X3, members)
+        return self._comparison[1]
+
+    def _make(self, way: int, members: frozenset[int]) -> GroupedProducts:
+        from kronbit.grouped import GroupedProducts
+        from kronbit.tables import Precision
+
+        return GroupedProducts(self._preconditioner, members, Precision(precise=way == BF16X3))
+
     def _tables(self, way: int, members: frozenset[int]) -> GroupedProducts:
         """The kernels' tables for some members. Recent ones are remembered."""
         grouped = self._grouped.pop((way, members), None)
         if grouped is None:
-            from kronbit.grouped import GroupedProducts
-            from kronbit.tables import Precision
-
             if len(self._grouped) == _REMEMBERED:
                 self._grouped.pop(next(iter(self._grouped)))  # the one not used for longest
-            precision = Precision(precise=way == BF16X3)
-            grouped = GroupedProducts(self._preconditioner, members, precision)
-            self._replay.forget()  # graphs may hold the tables of one that has gone
+                self._replay.forget()  # graphs may hold its tables
+            grouped = self._make(way, members)
         self._grouped[way, members] = grouped
         return grouped
 

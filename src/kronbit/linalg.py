@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch import Tensor
@@ -19,6 +19,9 @@ from kronbit.products import (
     normalise_columns,
     operand,
 )
+
+if TYPE_CHECKING:
+    from kronbit.kernels.cholesky import Chain
 
 # X -> an orthonormal basis of its columns, and of which matrices it can be trusted.
 QR: TypeAlias = Callable[[Tensor], tuple[Tensor, Tensor]]
@@ -73,14 +76,15 @@ def orthogonality_error(Q: Tensor) -> Tensor:
 
 
 def least_pivot(order: int) -> float:
-    """Of XᵀX with a diagonal of ones: smaller pivots are rounding errors.
+    """Of XᵀX with a diagonal of ones: rounding errors are smaller pivots.
 
     By the thousand: what comes of a matrix must not depend on those that it shares a batch with.
+    For small orders that is more than needed; a good column that is put off costs a second pass.
     """
     return _ROUNDING * 1024 * -(-order // 1024)
 
 
-def _whitened(X: Tensor, room: Tensor | None, graphs: bool) -> Operand:
+def _whitened(X: Tensor, room: Tensor | None, chain: Chain | None) -> Operand:
     """X R⁻¹ with Rᵀ R = Xᵀ X, of X with columns of length 1; NaN, where that fails.
 
     Rounding errors grow with the condition, and pivots near zero are nothing else. Such columns are
@@ -90,14 +94,14 @@ def _whitened(X: Tensor, room: Tensor | None, graphs: bool) -> Operand:
     Args:
         X: (k, m, n), contiguous, given away.
         room: (k, n, n) that may be overwritten; it may be X itself.
-        graphs: Whether kernels may be launched as CUDA graphs.
+        chain: What launches the kernels' factorisations, if there are kernels.
     """
     least = least_pivot(X.shape[-1])
     limit = _ONE_PASS / math.sqrt(least)
     if has_kernels(X.device):
         from kronbit.kernels.whitening import whitened
 
-        return whitened(X, room, least, limit, graphs)
+        return whitened(X, room, least, limit, chain)
     largest = _whiten_once_(X, least)
     for row, enough in enumerate((largest <= limit).tolist()):  # False for NaN
         if not enough:
@@ -108,7 +112,7 @@ def _whitened(X: Tensor, room: Tensor | None, graphs: bool) -> Operand:
 
 
 def _better_conditioned(X: Tensor, room: Tensor | None) -> Tensor:
-    """X R⁻¹ with Rᵀ R = Xᵀ X + shift I: that never fails, and gains three digits.
+    """X R⁻¹ with Rᵀ R = Xᵀ X + shift I: that never fails, and gains two or three digits.
 
     Args:
         X: (k, m, n), contiguous, given away.
@@ -157,12 +161,12 @@ def _corrected(Q: Operand, room: Tensor | None) -> tuple[Tensor, Tensor]:
     return multiply(Q, W, out=room), squares.sum(-1) <= _CORRECTABLE**2
 
 
-def cholesky_qr(X: Tensor, graphs: bool = False) -> tuple[Tensor, Tensor]:
+def cholesky_qr(X: Tensor, chain: Chain | None = None) -> tuple[Tensor, Tensor]:
     """QR(X) by Cholesky-QR on normalised columns, corrected twice: all matrix products.
 
     Args:
         X: (k, m, n) with m >= n, float32; given away: it may be overwritten.
-        graphs: Whether kernels may be launched as CUDA graphs.
+        chain: What launches the kernels' factorisations, if that is done more than once.
 
     Returns:
         Q: (k, m, n), with R's diagonal non-negative.
@@ -172,7 +176,7 @@ def cholesky_qr(X: Tensor, graphs: bool = False) -> tuple[Tensor, Tensor]:
     with full_precision():
         X = X.contiguous()
         room = _room(X)
-        return _corrected(_whitened(X, room, graphs), room)
+        return _corrected(_whitened(X, room, chain), room)
 
 
 def shifted_cholesky_qr(X: Tensor) -> tuple[Tensor, Tensor]:

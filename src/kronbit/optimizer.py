@@ -188,16 +188,16 @@ class SecondOrder(Optimizer):
             guard.warn_once()
         old = self._itinerary
         same_entries = old is not None and old.states.holds(self.state)
-        intact = self._binding.intact(self.state, same_entries)
         if (
             old is not None
             and same_entries
-            and intact
+            and self._binding.intact(self.state, same_entries, closely=old.writes_state())
             and old.plan is self._plan
             and old.holds(present)
             and self._base_link.settled(old.params, old.entries, self.base.state)
         ):
             return old, present
+        intact = self._binding.intact(self.state, same_entries, closely=True)
         present = present.once()
         params, configs = present.params, present.configs
         unplanned = [

@@ -49,7 +49,7 @@ class OuterProducts:
         self._tables: dict[tuple[tuple[int, bool, int, int], ...], _Lines] = {}
 
     def of(self, addresses: Tensor, finite: Tensor, parts: Sequence[Part]) -> Tensor:
-        """M of the rows of one order; zero where the gradient is not finite.
+        """M of a batch; zero beyond a row's order, and where the gradient is not finite.
 
         Args:
             addresses: Where the members' gradients are.

@@ -20,7 +20,9 @@ from kronbit.batches import (
     NEWTON,
     PRECONDITION,
     REFRESH,
+    ROBUST_UPDATE,
     UPDATE,
+    Cost,
     Part,
     batches,
     due_parts,
@@ -41,6 +43,7 @@ from kronbit.products import multiply, operand
 from kronbit.rules import Algorithm, combine, graft_scale
 
 if TYPE_CHECKING:
+    from kronbit.kernels.cholesky import Chain
     from kronbit.outer_products import OuterProducts
 
 
@@ -115,6 +118,7 @@ class Preconditioner:
         # One launch for several orders is worth copies; without kernels there are no launches.
         self._mixed = has_kernels(device)
         self._outer: OuterProducts | None = None
+        self._chain: Chain | None = None
         self._remembered_owners: dict[tuple[tuple[int, int, int], ...], Tensor] = {}
 
     def _phases(self) -> list[tuple[float, ...]]:
@@ -123,6 +127,11 @@ class Preconditioner:
             for segment in group.segments:
                 found[segment.member].add(segment.phase)
         return [tuple(sorted(own)) for own in found]
+
+    def graph_refused(self) -> str | None:
+        """Why launches could not be captured as graphs; ``None`` if none was refused."""
+        of_updates = self._chain.graph_refused if self._chain is not None else None
+        return self.products.graph_refused() or of_updates
 
     # ------------------------------------------------------------------------ statistics, roots
 
@@ -134,12 +143,16 @@ class Preconditioner:
             due: Members to update, with their options and blocks.
         """
         finite, outer_products = measured.finite, self._outer_products(measured, due)
-        first = partial(cholesky_qr, graphs=self._graphs)
+        if self._chain is None and has_kernels(self._device):
+            from kronbit.kernels.cholesky import Chain
+
+            self._chain = Chain(self._device, self._graphs)
+        first = partial(cholesky_qr, chain=self._chain)
         failed = self._update(due_parts(self.groups, due), outer_products, finite, first)
         for qr, counter in _MORE_ROBUST:
             for part in failed:
                 part.factors.counters[counter] += 1
-            failed = self._update(failed, outer_products, finite, qr)
+            failed = self._update(failed, outer_products, finite, qr, ROBUST_UPDATE)
 
     def _update(
         self,
@@ -147,11 +160,13 @@ class Preconditioner:
         outer_products: Callable[[Sequence[Part]], Tensor],
         finite: Tensor,
         qr: QR,
+        cost: Cost = UPDATE,
     ) -> list[Part]:
         """PU of some rows; returns those whose QR has failed, which are as they were."""
         done: list[Part] = []
         flags: list[Tensor] = []
-        for parts in batches(wanted, self.workspace, UPDATE, mixed=self._mixed):
+        mixed = self._mixed and qr is not householder_qr  # which does them one by one
+        for parts in batches(wanted, self.workspace, cost, mixed=mixed):
             M = outer_products(parts)
             trusted = finite[self._owners(parts)]
             batch = Batch([(part.factors, part.rows) for part in parts])

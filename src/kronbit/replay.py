@@ -17,15 +17,15 @@ class Replay:
         allowed: Whether anything is recorded.
 
     Attributes:
-        refused: Why something could not be recorded; ``None`` if nothing was refused.
+        refused: Why something could not be recorded; ``None`` if nothing was refused. After that,
+            nothing is tried any more.
     """
 
     def __init__(self, device: torch.device, allowed: bool) -> None:
         self.refused: str | None = None
         self._device, self._allowed = device, allowed and device.type == "cuda"
-        # Which have been run: their kernels are compiled, and a graph can only hold compiled ones.
-        self._warm: set[Hashable] = set()
-        # ``None`` where recording was refused.
+        self._stream: torch.cuda.Stream | None = None
+        # What has been run; ``None`` as long as it is not recorded.
         self._graphs: dict[Hashable, torch.cuda.CUDAGraph | None] = {}
 
     def __call__(self, key: Hashable, work: Callable[[], None]) -> None:
@@ -37,31 +37,35 @@ class Replay:
         if not self._allowed or torch.cuda.is_current_stream_capturing():
             work()
             return
-        if key in self._warm and key not in self._graphs:
-            if len(self._graphs) == _REMEMBERED:
-                self._graphs.pop(next(iter(self._graphs)))
+        # A graph can only hold compiled kernels: what is new is run first.
+        if key in self._graphs and self._graphs[key] is None and self.refused is None:
             self._graphs[key] = self._record(work)
         graph = self._graphs.get(key)
         if graph is not None:
             graph.replay()
-        else:
-            work()
-            self._warm.add(key)
+            return
+        work()
+        if key not in self._graphs:
+            if len(self._graphs) == _REMEMBERED:
+                self._graphs.pop(next(iter(self._graphs)))
+            self._graphs[key] = None
 
     def forget(self) -> None:
         """Record anew: places have changed."""
-        self._graphs.clear()
+        self._graphs = dict.fromkeys(self._graphs)
 
     def _record(self, work: Callable[[], None]) -> torch.cuda.CUDAGraph | None:
         graph = torch.cuda.CUDAGraph()
+        self._stream = self._stream or torch.cuda.Stream(self._device)
         try:
-            with torch.cuda.stream(torch.cuda.Stream(self._device)):
+            with torch.cuda.stream(self._stream):
                 graph.capture_begin(capture_error_mode="thread_local")
                 try:
                     work()
                 finally:
                     graph.capture_end()
         except RuntimeError as error:
-            self.refused = str(error).splitlines()[0]
+            # What ends a broken recording raises an error of its own.
+            self.refused = str(error.__context__ or error).splitlines()[0]
             return None
         return graph

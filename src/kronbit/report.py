@@ -131,7 +131,7 @@ def acceleration_figures(plan: Plan | None) -> dict[str, Any]:
     return {
         "kernels": {str(device): why_not(device) or "used" for device in preconditioners},
         "cuda_graph": {
-            str(device): preconditioner.products.graph_refused() or "not refused"
+            str(device): preconditioner.graph_refused() or "not refused"
             for device, preconditioner in preconditioners.items()
         },
         "products": dict(products),

@@ -83,8 +83,8 @@ class Binding:
     """Keeps the state's tensors and the plan's stacks one.
 
     State leaves are views into the stacks. Others may replace or remove them (offloading, device
-    moves, a reset): ``intact`` notices, by identity; of a block's single tensors, after the next
-    step, since there are thousands of them.
+    moves, a reset): ``intact`` notices, by identity. There are thousands of tensors inside of
+    blocks: these are looked at before a step writes to them, else after it.
     """
 
     def __init__(self) -> None:
@@ -99,13 +99,16 @@ class Binding:
         self._values: list[Any] = []
         self._replaced = False
 
-    def intact(self, state: Mapping[Tensor, Any], same_entries: bool) -> bool:
+    def intact(self, state: Mapping[Tensor, Any], same_entries: bool, closely: bool) -> bool:
         """Whether every block is still the one that was put there, and its tensors were lately.
 
         Args:
             state: The optimizer's state.
             same_entries: It is known to have the entries that it had when this was last true.
+            closely: Whether to look at tensors inside of blocks, too, not only at blocks.
         """
+        if closely:
+            self.look_closer()
         return (
             not self._replaced
             and state is self._state
@@ -114,7 +117,7 @@ class Binding:
         )
 
     def look_closer(self) -> None:
-        """Look at the tensors of all blocks, for ``intact``: at a time when the device is busy."""
+        """Look at the tensors inside of all blocks, for ``intact``."""
         self._replaced = not all(map(is_, chain.from_iterable(self._dicts), self._values))
 
     def bind(self, plan: Plan, state: MutableMapping[Tensor, dict[str, Any]]) -> set[Tensor]:

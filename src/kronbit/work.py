@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import repeat
 from operator import attrgetter, is_, is_not, itemgetter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -22,6 +21,8 @@ from kronbit.state import Snapshot
 
 _STEP = itemgetter("step")
 _TOGETHER = (0.0,)
+# Whether something is scheduled: by options, step and phase.
+Scheduled: TypeAlias = Callable[[Config, int, float], bool]
 
 
 class Present(NamedTuple):
@@ -126,6 +127,14 @@ class Itinerary:
             states=Snapshot(state),
         )
 
+    def writes_state(self) -> bool:
+        """Whether it is somebody's turn to be updated or refreshed."""
+        return any(
+            any(errand.turns(scheduled).values())
+            for errand in self.errands.values()
+            for scheduled in (Config.updates_at, Config.refreshes_at)
+        )
+
     def holds(self, present: Present) -> bool:
         """Whether parameters, their options and what matters of their gradients are the same."""
         return (
@@ -183,6 +192,21 @@ class Errand:
             and list(map(Tensor.numel, self._pick_rest(grads))) == self._rest_sizes
         )
 
+    def turns(self, scheduled: Scheduled) -> dict[tuple[Config, int], set[float]]:
+        """The phases whose turn has come, by options and by steps that members have seen.
+
+        Nearly always there is one number of steps, and it is nobody's turn.
+        """
+        return {
+            (config, step): {
+                phase
+                for phase in (self.preconditioner.all_phases if config.stagger else _TOGETHER)
+                if scheduled(config, step + 1, phase)
+            }
+            for config in self.configs_there
+            for step in set(map(_STEP, self.entries_there))
+        }
+
     def pick(self, grads: list[Tensor]) -> tuple[Tensor | None, ...]:
         """The gradient of every member, ``None`` where there is none, and those left to F."""
         return self._pick([*grads, None])
@@ -207,23 +231,9 @@ class Work:
         """The state of the device's matrices."""
         return self.errand.preconditioner
 
-    @cached_property
-    def _steps(self) -> set[int]:
-        """How many steps its members have seen; mostly, that is one number."""
-        return set(map(_STEP, self.errand.entries_there))
-
-    def due(self, scheduled: Callable[[Config, int, float], bool]) -> dict[int, Due]:
+    def due(self, scheduled: Scheduled) -> dict[int, Due]:
         """Members whose update or refresh falls on this step, with their options and blocks."""
-        # Asked of options, times and phases, not of members: nearly always, it is nobody's turn.
-        now = {
-            (config, step): {
-                phase
-                for phase in (self.preconditioner.all_phases if config.stagger else _TOGETHER)
-                if scheduled(config, step + 1, phase)
-            }
-            for config in self.errand.configs_there
-            for step in self._steps
-        }
+        now = self.errand.turns(scheduled)
         due: dict[int, Due] = {}
         if not any(now.values()):
             return due

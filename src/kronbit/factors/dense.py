@@ -30,8 +30,6 @@ class Dense:
     paper's baseline: the same on the dequantised A, whose diagonal stays float32.
     """
 
-    takes_qr = False
-
     def __init__(self, format: Format, p: int) -> None:
         self.p = p
         self.statistic = MatrixStorage(format.statistic, plain="matrix")

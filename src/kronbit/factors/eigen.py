@@ -43,8 +43,6 @@ class Eigen:
     Float32 eigenvectors (32 bits, or a small order) are orthogonal and are not rectified.
     """
 
-    takes_qr = True
-
     def __init__(self, format: Format, p: int) -> None:
         self.p = p
         self.vectors = MatrixStorage(format.statistic, plain="eigenvectors", diagonal=False)

@@ -26,7 +26,6 @@ class Method(Protocol):
 
     p: int
     root: MatrixStorage
-    takes_qr: bool
 
     def layout(self, order: int) -> Layout:
         """Shapes and dtypes of one matrix and its root by name; a root's names begin "root"."""

@@ -13,7 +13,6 @@ a table of addresses (``_Place``), so that the graph stays valid although they m
 from __future__ import annotations
 
 import enum
-from functools import lru_cache
 
 import torch
 import triton
@@ -87,7 +86,7 @@ def _inverse_factor(D, least, HALF: tl.constexpr):
         D_j = tl.where(index == j, 1.0, D_j)
         D = tl.where(column == j, 0.0, D) - factor[:, None] * D_j[None, :]
     W = tl.where(row > column, D, tl.where(row == column, 1.0, 0.0))
-    return W * tl.rsqrt(pivots)[:, None]  # of a negative pivot: NaN; of 0: infinity
+    return W * tl.rsqrt(pivots)[:, None]  # of 0: infinity
 
 
 @triton.jit
@@ -261,40 +260,46 @@ def _join_kernel(places, n, size, SECOND: tl.constexpr, TILE: tl.constexpr, DEPT
         tl.store(T + row[:, None], total, mask=wide)
 
 
-def inverse_factor_(
-    S: Tensor, least: float = 0.0, only: Tensor | None = None, graphs: bool = False
-) -> Tensor:
+def inverse_factor_(S: Tensor, least: float, only: Tensor, chain: Chain | None = None) -> Tensor:
     """R⁻¹ with Rᵀ R = S, for a contiguous float32 stack (k, n, n), which is overwritten.
 
     Args:
-        S: Symmetric matrices; upper triangles are not read.
+        S: Symmetric matrices; upper tiles are not read.
         least: Pivots below it are replaced by it; such a row of R is zero beside its diagonal.
         only: bool (k,): which of the matrices are wanted; the others' results are undefined.
-        graphs: Whether the launches may be a CUDA graph.
+        chain: What launches it, if that is done more than once.
 
     Returns:
         R⁻¹, upper triangular; it holds NaN or infinity where a pivot was not positive.
     """
     k, n, _ = S.shape
-    only = torch.ones(k, dtype=torch.bool, device=S.device) if only is None else only
     inverses = S.new_empty(k, triton.cdiv(n, _TILE), _TILE, _TILE)
     out = torch.empty_like(S)
-    stream = torch.cuda.current_stream(S.device).cuda_stream if S.is_cuda else 0
-    chain = _chain(S.device, stream, graphs)
+    chain = chain or Chain(S.device, graphs=False)
     launch(_note_kernel, (1,), chain.places, S, inverses, out, only)
     chain.run(k, n, least)
     return out
 
 
-class _Chain:
-    """The launches on one stream, for matrices wherever they are."""
+class Chain:
+    """The launches of ``inverse_factor_``, for matrices wherever they are.
+
+    Args:
+        device: Where they are.
+        graphs: Whether the launches may be a CUDA graph.
+    """
 
     def __init__(self, device: torch.device, graphs: bool) -> None:
         self.places = torch.zeros(len(_Place), dtype=torch.int64, device=device)
         self._replay = Replay(device, graphs)
 
+    @property
+    def graph_refused(self) -> str | None:
+        """Why the launches could not be captured; ``None`` if nothing was refused."""
+        return self._replay.refused
+
     def run(self, k: int, n: int, least: float) -> None:
-        """Factor and invert k matrices of order n."""
+        """Factor and invert k matrices of order n, whose places have been noted."""
         self._replay((k, n, least), lambda: self._launch_all(k, n, least))
 
     def _launch_all(self, k: int, n: int, least: float) -> None:
@@ -332,9 +337,3 @@ class _Chain:
                     num_warps=_WARPS,
                 )
             size *= 2
-
-
-@lru_cache(maxsize=16)
-def _chain(device: torch.device, stream: int, graphs: bool) -> _Chain:
-    """One per stream: chains on two of them may be under way at the same time."""
-    return _Chain(device, graphs)

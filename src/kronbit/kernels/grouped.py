@@ -55,7 +55,6 @@ from kronbit.quantization.triton import restore
 # Triton's interpreter multiplies the bits of bf16 numbers as if they were integers.
 _WIDEN: tl.constexpr = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
-
 # What lies between passes is divided by this. Sums of n products of numbers up to 1 with such that
 # have a norm of 2¹⁵ stay below 2¹⁵ times the root of n; two of them are added.
 _ROOM: tl.constexpr = tl.constexpr(256.0)
@@ -179,8 +178,7 @@ def gather_kernel(
         return
     m, n = tl.load(line + M).to(tl.int32), tl.load(line + N).to(tl.int32)
     padded_m, padded_n = padded(m), padded(n)
-    first_row = (tl.program_id(0) - tl.load(program + 1)) * ROWS
-    row = first_row + tl.arange(0, ROWS)[:, None]
+    row = (tl.program_id(0) - tl.load(program + 1)) * ROWS + tl.arange(0, ROWS)[:, None]
     first, stride, n = _place(line, n, WIDE)
     unit = 1.0
     if not PRECISE:
@@ -387,8 +385,7 @@ def scatter_kernel(
         return
     address, kind = find(addresses, member)
     m, n = tl.load(line + M).to(tl.int32), tl.load(line + N).to(tl.int32)
-    first_row = (tl.program_id(0) - tl.load(program + 1)) * ROWS
-    row = first_row + tl.arange(0, ROWS)[:, None]
+    row = (tl.program_id(0) - tl.load(program + 1)) * ROWS + tl.arange(0, ROWS)[:, None]
     padded_m, padded_n = padded(m), padded(n)
     first, stride, n = _place(line, n, WIDE)
     stack = tl.load(buffers + HELD_STACK)

@@ -7,12 +7,14 @@ import struct
 import torch
 from torch import Tensor
 
-from kronbit.kernels.cholesky import inverse_factor_
+from kronbit.kernels.cholesky import Chain, inverse_factor_
 from kronbit.kernels.matmul import compose, multiply
 from kronbit.kernels.split import Split, measured_split, normalise_columns, take_
 
 
-def whitened(X: Tensor, room: Tensor | None, least: float, limit: float, graphs: bool) -> Split:
+def whitened(
+    X: Tensor, room: Tensor | None, least: float, limit: float, chain: Chain | None
+) -> Split:
     """What ``kronbit.linalg`` asks for, without waiting for the device.
 
     Which matrices need a second pass is known there alone: it is launched for all of them, and
@@ -23,12 +25,12 @@ def whitened(X: Tensor, room: Tensor | None, least: float, limit: float, graphs:
         room: (k, n, n) that may be overwritten; it may be X itself.
         least: The least pivot of the first pass.
         limit: The largest element of R⁻¹ up to which one pass is enough.
-        graphs: Whether launches may be CUDA graphs.
+        chain: What launches factorisations.
     """
     x = normalise_columns(X)
     everyone = _everyone(X)
     S = multiply(x.mT, x, symmetric=True, out=room, only=everyone)
-    W = inverse_factor_(S, least, everyone, graphs)
+    W = inverse_factor_(S, least, everyone, chain)
     w, largest = measured_split(W, everyone)
     del S, W
     y = compose(x, w)
@@ -36,7 +38,7 @@ def whitened(X: Tensor, room: Tensor | None, least: float, limit: float, graphs:
     again = largest > _bits(limit)
     S = multiply(y.mT, y, symmetric=True, out=room, only=again)
     # No least pivot here: columns have lost their length.
-    W = inverse_factor_(S, 0.0, again, graphs)
+    W = inverse_factor_(S, 0.0, again, chain)
     w, _ = measured_split(W, again)
     del S, W
     take_(y, compose(y, w, only=again), again)
@@ -49,7 +51,7 @@ def shifted(X: Tensor, room: Tensor | None, shift: float) -> Tensor:
     everyone = _everyone(X)
     S = multiply(x.mT, x, symmetric=True, out=room, only=everyone)
     S.diagonal(dim1=-2, dim2=-1).add_(shift)
-    w, _ = measured_split(inverse_factor_(S, only=everyone), everyone)
+    w, _ = measured_split(inverse_factor_(S, 0.0, everyone), everyone)
     return compose(x, w).float()
 
 

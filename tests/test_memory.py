@@ -9,7 +9,11 @@ import torch
 from allocations import Allocations
 from torch import Tensor, nn
 
-from kronbit import CASPR, Shampoo, estimate_memory
+from kronbit import CASPR, Shampoo, acceleration, estimate_memory
+from kronbit.batches import ROBUST_UPDATE, UPDATE, Cost
+from kronbit.config import Config
+from kronbit.factors import Batch, Factors
+from kronbit.linalg import QR, cholesky_qr, shifted_cholesky_qr
 from kronbit.memory import state_bytes
 
 METHODS = [
@@ -47,6 +51,30 @@ def sum_of_tensors(value: Any) -> int:
     if isinstance(value, Tensor):
         return value.numel() * value.element_size()
     return sum(map(sum_of_tensors, value.values())) if isinstance(value, dict) else 0
+
+
+@pytest.mark.parametrize(
+    ("qr", "cost"), [(cholesky_qr, UPDATE), (shifted_cholesky_qr, ROBUST_UPDATE)]
+)
+def test_kernels_need_what_a_row_of_a_batch_is_counted_for(
+    qr: QR, cost: Cost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Launches do nothing here: what is counted are the tensors around them."""
+    pytest.importorskip("triton")
+    from kronbit.kernels import cholesky, matmul, split
+    from kronbit.quantization import triton as quantiser
+
+    for module in (cholesky, matmul, split, quantiser):
+        monkeypatch.setattr(module, "launch", lambda *_, **__: None)
+    k, n, config = 2, 1024, Config()
+    factors = Factors(n, k, config.format(n), 4, config.damping, "cpu")
+    monkeypatch.setattr(acceleration, "why_not", lambda device: None)
+    trusted = torch.ones(k, dtype=torch.bool)
+    with Allocations() as found:
+        M = torch.zeros(k, n, n)
+        Batch([(factors, slice(0, k))]).update(M, trusted, config, qr)
+    matrices = found.peak / (4 * k * n**2)
+    assert cost.square - 0.5 < matrices < cost.square + 0.1
 
 
 @pytest.mark.parametrize("options", METHODS, ids=str)

@@ -14,8 +14,9 @@ from kronbit.batches import Part, order_of
 from kronbit.groups import Member
 from kronbit.kernels import outer as kernels
 from kronbit.kernels.launch import launch
+from kronbit.kernels.lines import block_head
 from kronbit.kernels.matmul import PRODUCT, tiles
-from kronbit.kernels.outer import TILE, Field
+from kronbit.kernels.outer import TILE
 from kronbit.kernels.split import padded
 
 _REMEMBERED = 256
@@ -97,12 +98,9 @@ class OuterProducts:
             for row, member, _, first, stride in part.group.places(self._members):
                 if not part.rows.start <= row < part.rows.stop:
                     continue
-                line = [0] * kernels.COUNT
-                line[Field.MEMBER], line[Field.M], line[Field.N] = member, m, n
-                line[Field.GRADIENT], line[Field.STRIDE] = first, stride
-                line[Field.RIGHT] = int(part.right)
-                line[Field.PLACE], line[Field.DEPTH] = size, padded(m if part.right else n)
-                lines.extend(line)
+                lines.extend(block_head(member, (m, n), first, stride))
+                # RIGHT, PLACE, DEPTH
+                lines.extend((int(part.right), size, padded(m if part.right else n)))
                 size += padded(m) * padded(n)
             largest = max(largest, padded(m) // TILE * (padded(n) // TILE))
         return _Lines(to_device(lines, self._device, kernels.COUNT), size, largest)

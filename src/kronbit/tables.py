@@ -17,7 +17,7 @@ from torch import Tensor
 from kronbit.addresses import to_device
 from kronbit.factors import Factors
 from kronbit.groups import Group
-from kronbit.kernels.lines import COUNT, OTHER_SIDE, STRIP, Field
+from kronbit.kernels.lines import COUNT, OTHER_SIDE, STRIP, Field, block_head
 from kronbit.kernels.split import padded
 from kronbit.quantization import Quantizer
 
@@ -337,9 +337,8 @@ def _plan_chunk(
 def _line(block: TableBlock, precision: Precision, place: int, held: int) -> list[int]:
     m, n = block.group.shape
     pm, pn = padded(m), padded(n)
-    line = [0] * COUNT
-    line[Field.MEMBER], line[Field.M], line[Field.N] = block.member, m, n
-    line[Field.GRADIENT], line[Field.STRIDE] = block.first, block.stride
+    line = block_head(block.member, (m, n), block.first, block.stride)
+    line += [0] * (COUNT - len(line))
     line[Field.LEFT] = place
     line[Field.RIGHT] = place + precision.parts * pm * pm
     line[Field.X] = line[Field.RIGHT] + precision.parts * pn * pn

@@ -40,6 +40,11 @@ class Buffer(enum.IntEnum):
     LENGTH = 3
 
 
+def block_head(member: int, shape: tuple[int, int], first: int, stride: int) -> list[int]:
+    """The fields up to STRIDE, with which the line of a block begins in every table."""
+    return [member, *shape, first, stride]
+
+
 OTHER_SIDE = 4
 COUNT = 18  # integers in a line
 

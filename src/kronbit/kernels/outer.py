@@ -1,59 +1,40 @@
 """G Gᵀ and Gᵀ G of blocks of many shapes, whose gradients are read where they lie.
 
-A line of integers (``Field``) says which block, and which of its two products. The block is copied
-as two float16 parts, by rows of the product's side, and multiplied with itself.
+A line of integers says which block, and which of its two products. The block is copied as two
+float16 parts, by rows of the product's side, and multiplied with itself.
 """
 
 from __future__ import annotations
-
-import enum
 
 import triton
 import triton.language as tl
 
 from kronbit.kernels.gradients import find, load
+from kronbit.kernels.lines import GRADIENT, MEMBER, STRIDE, Field, M, N
 from kronbit.kernels.matmul import accumulate, place_of_tile
 from kronbit.kernels.split import PAD, power_below, store_parts
 
 TILE = PAD  # of a gradient, per program
 _PAD: tl.constexpr = tl.constexpr(PAD)
-
-
-class Field(enum.IntEnum):
-    """What stands where in a line."""
-
-    MEMBER = 0
-    M = 1
-    N = 2
-    GRADIENT = 3  # first element in the parameter's gradient
-    STRIDE = 4  # from row to row there
-    RIGHT = 5  # whether Gᵀ G is wanted
-    PLACE = 6  # first element of the copy
-    DEPTH = 7  # columns of the copy
-
-
-COUNT = len(Field)
-_MEMBER: tl.constexpr = tl.constexpr(int(Field.MEMBER))
-_M: tl.constexpr = tl.constexpr(int(Field.M))
-_N: tl.constexpr = tl.constexpr(int(Field.N))
-_GRADIENT: tl.constexpr = tl.constexpr(int(Field.GRADIENT))
-_STRIDE: tl.constexpr = tl.constexpr(int(Field.STRIDE))
-_RIGHT: tl.constexpr = tl.constexpr(int(Field.RIGHT))
-_PLACE: tl.constexpr = tl.constexpr(int(Field.PLACE))
-_DEPTH: tl.constexpr = tl.constexpr(int(Field.DEPTH))
+# What stands in a line behind ``lines.block_head``: whether Gᵀ G is wanted, the first element of
+# the copy, and its columns.
+_RIGHT: tl.constexpr = tl.constexpr(int(Field.STRIDE) + 1)
+_PLACE: tl.constexpr = tl.constexpr(int(Field.STRIDE) + 2)
+_DEPTH: tl.constexpr = tl.constexpr(int(Field.STRIDE) + 3)
+COUNT = int(Field.STRIDE) + 4
 _COUNT: tl.constexpr = tl.constexpr(COUNT)
 
 
 @triton.jit
 def _tile_of(line, addresses, finite, TILE: tl.constexpr):
     """A tile of a block in float32, zero where the gradient is not finite; its rows and columns."""
-    m, n = tl.load(line + _M).to(tl.int32), tl.load(line + _N).to(tl.int32)
+    m, n = tl.load(line + M).to(tl.int32), tl.load(line + N).to(tl.int32)
     across = tl.cdiv(n, TILE)
     row = tl.program_id(0) // across * TILE + tl.arange(0, TILE)
     column = tl.program_id(0) % across * TILE + tl.arange(0, TILE)
-    member = tl.load(line + _MEMBER)
+    member = tl.load(line + MEMBER)
     address, kind = find(addresses, member)
-    place = tl.load(line + _GRADIENT) + row[:, None].to(tl.int64) * tl.load(line + _STRIDE)
+    place = tl.load(line + GRADIENT) + row[:, None].to(tl.int64) * tl.load(line + STRIDE)
     mask = (row < m)[:, None] & (column < n)[None, :]
     value = load(address, kind, place + column[None, :], mask)
     return tl.where(tl.load(finite + member) != 0, value, 0.0), row, column, m
@@ -112,7 +93,7 @@ def outer_kernel(
     line = lines + matrix * _COUNT
     first = tl.multiple_of(tl.load(line + _PLACE), PAD)
     depth = tl.multiple_of(tl.load(line + _DEPTH).to(tl.int32), PAD)
-    side = tl.where(tl.load(line + _RIGHT) == 0, _M, _N)
+    side = tl.where(tl.load(line + _RIGHT) == 0, M, N)
     order = tl.load(line + side).to(tl.int32)
     length = tl.where(i * TILE < order, depth, 0)
     row, column = i * TILE + tl.arange(0, TILE), j * TILE + tl.arange(0, TILE)

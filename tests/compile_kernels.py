@@ -19,6 +19,7 @@ from kronbit.addresses import AddressTable
 from kronbit.batches import UPDATE, batches, due_parts
 from kronbit.blocking import route
 from kronbit.config import Config
+from kronbit.cutting import Precision
 from kronbit.grouped import GroupedProducts
 from kronbit.groups import Due, Member
 from kronbit.kernels.cholesky import inverse_factor_
@@ -34,7 +35,6 @@ from kronbit.nonfinite import Measured
 from kronbit.norms import KernelNorms
 from kronbit.preconditioner import Preconditioner
 from kronbit.quantization import triton as quantiser
-from kronbit.tables import Precision
 from kronbit.warm_up import warm_up
 
 CPU = torch.device("cpu")
@@ -114,18 +114,21 @@ def main() -> None:
             measured = Measured(grads, norms.norms, finite, addresses, norms)
             for parts in batches(due_parts(own.groups, due), own.workspace, UPDATE):
                 own._outer_products(measured, due)(parts)
-            for precise in (False, True):
-                products = GroupedProducts(own, {0, 1}, Precision(precise))
+            direct = Precision(False, direct=not rule[0].left)
+            for precision in (Precision(False), direct, Precision(True)):
+                products = GroupedProducts(own, {0, 1}, precision)
                 for zero in (True, False):
                     products.step(addresses, zero)
-            products.compare(addresses, norms.norms)
-    nothing_is_left_after_the_warm_up()
+            products.compare(addresses, norms.norms, direct)
+    for dtype in (torch.float32, torch.bfloat16):
+        nothing_is_left_after_the_warm_up(dtype)
 
 
-def nothing_is_left_after_the_warm_up() -> None:
-    params = [torch.nn.Parameter(torch.randn(*shape)) for shape in ((320, 64), (64, 512), (8,))]
+def nothing_is_left_after_the_warm_up(dtype: torch.dtype) -> None:
+    shapes = ((320, 64), (64, 512), (8,))
+    params = [torch.nn.Parameter(torch.randn(*shape, dtype=dtype)) for shape in shapes]
     optimizer = Shampoo(params, base="sgd", lr=0.1, update_every=1, refresh_every=1)
-    warm_up(CPU, Shampoo.algorithm, optimizer.config)
+    warm_up(CPU, Shampoo.algorithm, optimizer.config, dtype)
     before = len(compiled)
     for _ in range(2):
         for p in params:

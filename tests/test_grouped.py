@@ -77,6 +77,7 @@ BRAIN = [torch.bfloat16] * 4
         (Shampoo, {}, SINGLE, HALF),
         (Shampoo, {"bits": 3}, MIXED, HALF),
         (CASPR, {"block_size": 48}, BRAIN, HALF),
+        (Shampoo, {}, BRAIN, HALF),
         (Shampoo, {}, MIXED, BF16X3),
         (CASPR, {"bits": 32}, SINGLE, BF16X3),
     ],
@@ -166,7 +167,7 @@ def test_gradients_that_begin_anywhere(kernels: torch.device) -> None:
         own.precondition(step, True)
         results.append(grad)
     (tables,) = own.products._grouped.values()
-    assert all(chunk.wide for wave in tables._waves for chunk in wave.chunks)
+    assert all(chunk.wide for wave in tables._tables.waves for chunk in wave.chunks)
     assert torch.equal(*results)
     assert not torch.equal(results[0].cpu(), G)
 
@@ -192,8 +193,9 @@ def test_ways_are_as_accurate_as_they_say(
         own.precondition(measured(kernels, found[way]), True)
     step = measured(kernels, G)
     assert step.addresses is not None
-    tables = own.products._tables(BF16X3, frozenset(range(4)))
-    sums = tables.compare(step.addresses, step.norms).double().cpu()
+    half, precise = (own.products._precision(way, step.addresses) for way in (HALF, BF16X3))
+    tables = own.products._tables(precise, frozenset(range(4)))
+    sums = tables.compare(step.addresses, step.norms, half).double().cpu()
     for i, exact in enumerate(found[FLOAT32]):
         assert relative_error(found[BF16X3][i], exact) < 3e-4
         assert relative_error(found[HALF][i], exact) < 1e-2  # the interpreter truncates bf16
@@ -244,31 +246,42 @@ def test_what_does_not_fit_is_computed_twice_and_is_the_same(kernels: torch.devi
         assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize("workspace", [2**12, 2**16, 2**21])
-@pytest.mark.parametrize("precise", [True, False])
-def test_lanes_never_share_memory(workspace: int, precise: bool) -> None:
-    """Chunks of different lanes run at the same time in a graph."""
+@pytest.mark.parametrize("workspace", [2**12, 2**15, 2**16, 2**21])
+@pytest.mark.parametrize("precision", [(True, False), (False, False), (False, True)])
+def test_what_runs_side_by_side_never_shares_memory(
+    workspace: int, precision: tuple[bool, bool]
+) -> None:
+    """In a graph: chunks of different lanes, and a wave's grafting and the products of the next."""
+    from kronbit.cutting import LANES, Precision, held_size
     from kronbit.kernels.lines import Field
-    from kronbit.tables import Precision, held_size, make_waves
+    from kronbit.tables import make_tables
 
     own = made(torch.device("cpu"))
     own.workspace = workspace
-    for wave in make_waves(own, range(4), Precision(precise), torch.device("cpu"))[0]:
-        lines = wave.lines.tolist()
-        used: dict[tuple[str, int], set[int]] = {}
-        line = 0
+    taken = Precision(*precision)
+    tables = make_tables(own, range(4), taken, torch.device("cpu"))
+    lines = iter(tables.lines.tolist())
+    lanes: list[set[int]] = [set() for _ in range(LANES)]
+    held_by: list[set[int]] = []
+    for wave in tables.waves:
+        held: list[set[int]] = [set() for _ in range(LANES)]
         for chunk in wave.chunks:
             for block in chunk.blocks:
-                start, size = lines[line][Field.LEFT], block.scratch(Precision(precise))
-                assert start + size <= wave.scratch
-                used.setdefault(("scratch", chunk.lane), set()).update(range(start, start + size))
-                start, size = wave.offsets[block], held_size(block)
-                assert start + size <= wave.held
-                if not wave.fits:
-                    used.setdefault(("held", chunk.lane), set()).update(range(start, start + size))
-                line += 1
-        for kind in ("scratch", "held"):
-            assert not used.get((kind, 0), set()) & used.get((kind, 1), set())
+                start, size = next(lines)[Field.LEFT], block.scratch(taken)
+                assert start + size <= tables.scratch
+                lanes[chunk.lane].update(range(start, start + size))
+                start, size = tables.offsets[block], held_size(block)
+                assert start + size <= tables.held
+                new = set(range(start, start + size))
+                assert not wave.fits or not new & held[chunk.lane]
+                held[chunk.lane] |= new
+        held_by.append(set().union(*held))
+        assert len(held_by[-1]) == sum(map(len, held))
+    assert len(set().union(*lanes)) == sum(map(len, lanes))
+    for wave, after, one, other in zip(
+        tables.waves, tables.waves[1:], held_by, held_by[1:], strict=False
+    ):
+        assert wave.alone or after.alone or not one & other
 
 
 def test_nothing_keeps_a_dropped_optimizer_alive(kernels: torch.device) -> None:

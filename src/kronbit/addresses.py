@@ -91,9 +91,11 @@ class AddressTable(Integers):
 
     Attributes:
         aligned: Whether all of them begin at multiples of 16 bytes, as new tensors do.
+        brain: Whether all of them are in bf16.
     """
 
     aligned = True
+    brain = False
 
     def fill(self, grads: Sequence[Tensor | None], dtypes: set[torch.dtype] | None = None) -> None:
         """Note where gradients are now.
@@ -110,6 +112,9 @@ class AddressTable(Integers):
             with suppress(TypeError):  # one is None
                 places = map(Tensor.data_ptr, cast("Sequence[Tensor]", grads))
                 values = list(map(_TAGS[dtype].__add__, places))
+        if dtypes is None:
+            dtypes = {grad.dtype for grad in grads if grad is not None}
+        self.brain = dtypes == {torch.bfloat16}
         if values is None:
             values = [0 if g is None else g.data_ptr() + _TAGS[g.dtype] for g in grads]
         values += [0] * (len(self.values) - len(values))

@@ -3,39 +3,30 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection
-from functools import cache
+from collections.abc import Collection
+from dataclasses import replace
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from kronbit.addresses import AddressTable, Integers
-from kronbit.kernels import grouped as kernels
+from kronbit.cutting import Precision, held_size
+from kronbit.kernels.grouped import graft_kernel, pass_kernel
 from kronbit.kernels.launch import launch
 from kronbit.kernels.lines import STRIP, Buffer, Field
+from kronbit.kernels.roots import roots_kernel
+from kronbit.kernels.strips import gather_kernel, scatter_kernel
+from kronbit.lanes import Lanes
 from kronbit.quantization import codebook
 from kronbit.rules import Pass
-from kronbit.tables import (
-    LANES,
-    Chunk,
-    Precision,
-    TableWave,
-    held_size,
-    make_waves,
-)
+from kronbit.tables import Chunk, TableWave, make_tables
 
 if TYPE_CHECKING:
     from kronbit.preconditioner import Preconditioner
 
 _COLUMNS = 256
-_HALF = Precision(precise=False)
-
-
-@cache
-def _other_lanes(device: torch.device) -> list[torch.cuda.Stream]:
-    """Streams for all lanes but the first: always the same, since torch has few to give."""
-    return [torch.cuda.Stream(device) for _ in range(LANES - 1)]
 
 
 class GroupedProducts:
@@ -60,18 +51,18 @@ class GroupedProducts:
         self._weak, self._precision = weakref.ref(preconditioner), precision
         ratios = preconditioner.graft_ratio
         self._device = ratios.device
-        self._waves, self._shape = make_waves(preconditioner, wanted, precision, self._device)
-        self.scratch_size = max(wave.scratch for wave in self._waves)
-        self.held_bytes = max(wave.held for wave in self._waves) * precision.held.itemsize
+        self._tables = tables = make_tables(preconditioner, wanted, precision, self._device)
+        self.scratch_size = tables.scratch
+        self.held_bytes = tables.held * precision.held.itemsize
         self._buffers = Integers(Buffer.LENGTH, self._device)
         self._scales = torch.empty_like(ratios)
-        # Of a wave's programs.
-        self._squares = torch.zeros(max(w.squares for w in self._waves), device=self._device)
+        # Of the programs of products.
+        self._squares = torch.zeros(tables.squares, device=self._device)
         # What scratch is seen from, as either type of numbers.
         anchor = torch.zeros(64, dtype=torch.bfloat16, device=self._device)
         self._anchors = {True: anchor, False: anchor.view(torch.float16)}
-        # Of both roots of each of a wave's blocks.
-        self._units = torch.ones(2 * max(len(w.lines) for w in self._waves), device=self._device)
+        # Of both roots of each block.
+        self._units = torch.ones(2 * len(tables.lines), device=self._device)
 
     @property
     def _own(self) -> Preconditioner:
@@ -84,31 +75,29 @@ class GroupedProducts:
         """Note where a step finds its buffers, and ‖G‖_F of each gradient."""
         self._buffers.write([self._from_anchor(scratch), held.data_ptr(), norms.data_ptr()])
 
-    def compare(self, addresses: AddressTable, norms: Tensor) -> Tensor:
-        """(members, 3): ⟨a, b⟩, ⟨a, a⟩ and ⟨b, b⟩, where a is Ĝ taken so, and b is Ĝ in float16.
+    def compare(self, addresses: AddressTable, norms: Tensor, half: Precision) -> Tensor:
+        """(members, 3): ⟨a, b⟩, ⟨a, a⟩ and ⟨b, b⟩, where a is Ĝ taken so, and b is another.
 
         Args:
             addresses: Where the gradients are.
             norms: ‖G‖_F of each.
+            half: How the other Ĝ is taken.
         """
-        found = self._own.graft_ratio.new_zeros(len(self._scales), 3)
+        tables = self._tables
         scratch = self._empty(self.scratch_size, torch.bfloat16)
-        for wave in self._waves:
-            sums = found.new_zeros(wave.squares, 3)
-            for chunk in wave.chunks:
-                # Room for Ĝ of one chunk alone: the held stack seems to begin before it.
-                held = self._empty(sum(map(held_size, chunk.blocks)), _HALF.held)
-                begin = held.data_ptr() - wave.offsets[chunk.blocks[0]] * held.element_size()
-                self._buffers.write([self._from_anchor(scratch), begin, norms.data_ptr()])
-                for precision, into in ((_HALF, self._squares), (self._precision, sums)):
-                    self._restore(wave, chunk, addresses, precision)
-                    self._gather(wave, chunk, addresses, precision)
-                    self._passes(wave, chunk, addresses, precision, into, compare=into is sums)
-                del held
-            members, starts, stops = wave.members.long().unbind(1)
-            by_member = torch.segment_reduce(sums, "sum", lengths=stops - starts, unsafe=True)
-            found.index_copy_(0, members, by_member)
-        return found
+        sums = torch.zeros(tables.squares, 3, device=self._device)
+        for chunk in (chunk for wave in tables.waves for chunk in wave.chunks):
+            # Room for Ĝ of one chunk alone: the held stack seems to begin before it.
+            held = self._empty(sum(map(held_size, chunk.blocks)), half.held)
+            begin = held.data_ptr() - tables.offsets[chunk.blocks[0]] * held.element_size()
+            self._buffers.write([self._from_anchor(scratch), begin, norms.data_ptr()])
+            self._products(chunk, addresses, half, self._squares)
+            self._products(chunk, addresses, self._precision, sums, compare=True)
+            del held
+        found = sums.new_zeros(len(self._scales), 3)
+        members, starts, stops = torch.cat([wave.members for wave in tables.waves]).long().unbind(1)
+        by_member = torch.segment_reduce(sums, "sum", lengths=stops - starts, unsafe=True)
+        return found.index_copy_(0, members, by_member)
 
     def _empty(self, size: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(size, dtype=dtype, device=self._device)
@@ -124,74 +113,90 @@ class GroupedProducts:
             addresses: Where they are.
             zero_nonfinite: Whether a non-finite gradient becomes zero; else it stays as it is.
         """
-        for wave in self._waves:
-            self._in_lanes(wave, lambda w, chunk: self._products(w, chunk, addresses))
-            launch(
-                kernels.graft_kernel,
-                (len(wave.members),),
-                wave.members,
-                addresses.tensor,
-                self._buffers.tensor,
-                self._squares,
-                self._scales,
-                self._own.graft_ratio,
-                self._own.ungrafted,
-                ZERO_NONFINITE=zero_nonfinite,
-                BLOCK=256,
-            )
-            self._in_lanes(wave, lambda w, chunk: self._write(w, chunk, addresses))
+        lanes = Lanes(self._device)
+        before: TableWave | None = None
+        for wave in self._tables.waves:
+            # Who has the same part of the held stack is grafted first.
+            shared = before is not None and (wave.alone or before.alone)
+            lanes.wait_for_grafting(1 if shared else 2)
+            before = wave
+            for chunk in wave.chunks:
+                with lanes.of(chunk.lane):
+                    self._products(chunk, addresses, self._precision, self._squares)
+            with lanes.grafting():
+                self._graft(wave, addresses, zero_nonfinite)
+                self._write(wave, addresses)
+        lanes.join()
 
-    def _write(self, wave: TableWave, chunk: Chunk, addresses: AddressTable) -> None:
-        """G̃ of a chunk's blocks over the gradients."""
-        if not wave.fits:
-            self._products(wave, chunk, addresses)
+    def _graft(self, wave: TableWave, addresses: AddressTable, zero_nonfinite: bool) -> None:
+        """‖G‖ / ‖Ĝ‖ of a wave's members."""
         launch(
-            kernels.scatter_kernel,
-            (len(chunk.strips),),
-            chunk.strips,
-            wave.lines,
+            graft_kernel,
+            (len(wave.members),),
+            wave.members,
+            addresses.tensor,
+            self._buffers.tensor,
+            self._squares,
+            self._scales,
+            self._own.graft_ratio,
+            self._own.ungrafted,
+            ZERO_NONFINITE=zero_nonfinite,
+            BLOCK=256,
+        )
+
+    def _write(self, wave: TableWave, addresses: AddressTable) -> None:
+        """G̃ of a wave over the gradients."""
+        if wave.fits:
+            for wide, some in groupby(wave.chunks, lambda chunk: chunk.wide):
+                strips = [chunk.strips for chunk in some]
+                self._scatter(range(strips[0].start, strips[-1].stop), wide, addresses)
+            return
+        for chunk in wave.chunks:
+            self._products(chunk, addresses, self._precision, self._squares)
+            self._scatter(chunk.strips, chunk.wide, addresses)
+
+    def _scatter(self, strips: range, wide: bool, addresses: AddressTable) -> None:
+        """G̃ of some rows over the gradients."""
+        launch(
+            scatter_kernel,
+            (len(strips),),
+            self._tables.strips,
+            strips.start,
+            self._tables.lines,
             addresses.tensor,
             self._buffers.tensor,
             self._scales,
             PRECISE=self._precision.precise,
-            WIDE=chunk.wide and addresses.aligned,
+            WIDE=wide and addresses.aligned,
             ROWS=STRIP,
             COLUMNS=_COLUMNS,
         )
 
-    def _in_lanes(self, wave: TableWave, work: Callable[[TableWave, Chunk], None]) -> None:
-        """Work on all chunks; in a graph, so that one fills the gaps of another."""
-        if self._device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
-            for chunk in wave.chunks:
-                work(wave, chunk)
-            return
-        here = torch.cuda.current_stream(self._device)
-        lanes = [here, *_other_lanes(self._device)]
-        for lane in lanes[1:]:
-            lane.wait_stream(here)
-        for chunk in wave.chunks:
-            with torch.cuda.stream(lanes[chunk.lane]):
-                work(wave, chunk)
-        for lane in lanes[1:]:
-            here.wait_stream(lane)
-
-    def _products(self, wave: TableWave, chunk: Chunk, addresses: AddressTable) -> None:
-        """Ĝ of a chunk's blocks into the held stack, and their squares."""
-        self._restore(wave, chunk, addresses, self._precision)
-        self._gather(wave, chunk, addresses, self._precision)
-        self._passes(wave, chunk, addresses, self._precision, self._squares)
-
-    def _restore(
-        self, wave: TableWave, chunk: Chunk, addresses: AddressTable, precision: Precision
+    def _products(
+        self,
+        chunk: Chunk,
+        addresses: AddressTable,
+        precision: Precision,
+        sums: Tensor,
+        compare: bool = False,
     ) -> None:
+        """Ĝ of a chunk's blocks into the held stack, and sums over what each program computes."""
+        if not chunk.wide:
+            precision = replace(precision, direct=False)
+        self._restore(chunk, addresses, precision)
+        if not precision.direct:
+            self._gather(chunk, addresses, precision)
+        self._passes(chunk, addresses, precision, sums, compare)
+
+    def _restore(self, chunk: Chunk, addresses: AddressTable, precision: Precision) -> None:
         """Roots of a chunk's blocks into the scratch."""
         for quantizer, words, tiles in chunk.roots:
             coded = quantizer.bits < 32
             launch(
-                kernels.roots_kernel,
+                roots_kernel,
                 (len(tiles),),
                 tiles,
-                wave.lines,
+                self._tables.lines,
                 addresses.tensor,
                 self._buffers.tensor,
                 self._anchors[precision.precise],
@@ -200,6 +205,7 @@ class GroupedProducts:
                 if coded
                 else self._squares,
                 PRECISE=precision.precise,
+                DIRECT=precision.direct,
                 BITS=quantizer.bits,
                 WORDS=words,
                 BLOCK=quantizer.block_size,
@@ -207,15 +213,14 @@ class GroupedProducts:
                 COLUMNS=_COLUMNS,
             )
 
-    def _gather(
-        self, wave: TableWave, chunk: Chunk, addresses: AddressTable, precision: Precision
-    ) -> None:
+    def _gather(self, chunk: Chunk, addresses: AddressTable, precision: Precision) -> None:
         """X ← G of a chunk's blocks."""
         launch(
-            kernels.gather_kernel,
+            gather_kernel,
             (len(chunk.strips),),
-            chunk.strips,
-            wave.lines,
+            self._tables.strips,
+            chunk.strips.start,
+            self._tables.lines,
             addresses.tensor,
             self._buffers.tensor,
             self._anchors[precision.precise],
@@ -227,24 +232,23 @@ class GroupedProducts:
 
     def _passes(
         self,
-        wave: TableWave,
         chunk: Chunk,
         addresses: AddressTable,
         precision: Precision,
         sums: Tensor,
-        compare: bool = False,
+        compare: bool,
     ) -> None:
-        """Ĝ of a chunk's blocks from X, and sums over what each program has computed."""
-        shape = self._shape
+        """Ĝ of a chunk's blocks from X."""
+        shape = self._tables.shape
         source, target = int(Field.X), int(Field.Y)
         before: Pass | None = None
         for number, by in enumerate(self._own.rule, 1):
             last = number == len(self._own.rule)
             launch(
-                kernels.pass_kernel,
+                pass_kernel,
                 (len(chunk.tiles),),
                 chunk.tiles,
-                wave.lines,
+                self._tables.lines,
                 addresses.tensor,
                 self._buffers.tensor,
                 self._anchors[precision.precise],
@@ -258,6 +262,7 @@ class GroupedProducts:
                 BEFORE_LEFT=before is not None and before.left,
                 BEFORE_RIGHT=before is not None and before.right,
                 PRECISE=precision.precise,
+                DIRECT=precision.direct and before is None,
                 LAST=last,
                 COMPARE=last and compare,
                 TILE_M=shape.tile[0],

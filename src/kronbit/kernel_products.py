@@ -15,12 +15,13 @@ from kronbit.replay import Replay
 
 if TYPE_CHECKING:
     from kronbit.addresses import AddressTable
+    from kronbit.cutting import Precision
     from kronbit.grouped import GroupedProducts
     from kronbit.nonfinite import Measured
     from kronbit.preconditioner import Preconditioner
 
 # Ways to take products, by the bits of their operands: in float32 by torch, which is the contract;
-# in sums of two bf16 numbers; in float16. The diagonals of roots are float32 in all of them.
+# in sums of two bf16 numbers; in float16, but a gradient in bf16 stays so.
 FLOAT32, BF16X3, HALF = 24, 16, 11
 WAYS = (FLOAT32, BF16X3, HALF)
 _BY_KERNELS = (HALF, BF16X3)  # the cheapest first
@@ -46,11 +47,11 @@ class KernelProducts:
     def __init__(self, preconditioner: Preconditioner, graphs: bool) -> None:
         self._weak = weakref.ref(preconditioner)
         self.ways = dict.fromkeys(range(len(preconditioner.members)), FLOAT32)
-        self._grouped: dict[tuple[int, frozenset[int]], GroupedProducts] = {}
+        self._grouped: dict[tuple[Precision, frozenset[int]], GroupedProducts] = {}
         self._comparison: tuple[frozenset[int], GroupedProducts] | None = None
         self._shares = _Shares.make(set(), self.ways)
-        # The step by who takes part in which way, by ``zero_nonfinite`` and by whether gradients
-        # are aligned; with one table of addresses.
+        # The step by who takes part in which way, by ``zero_nonfinite`` and by what all gradients
+        # have in common; with one table of addresses.
         self._replay = Replay(preconditioner.graft_ratio.device, graphs)
         self._addresses: Tensor | None = None
 
@@ -104,7 +105,7 @@ class KernelProducts:
             norms: ‖G‖_F of each, not finite where the gradient is not.
             zero_nonfinite: Whether a non-finite gradient becomes zero; else it stays as it is.
         """
-        tables = [self._tables(way, members) for way, members in chosen]
+        tables = [self._tables(self._precision(way, addresses), members) for way, members in chosen]
         scratch = torch.empty(
             max(own.scratch_size for own in tables), dtype=torch.bfloat16, device=norms.device
         )
@@ -121,7 +122,8 @@ class KernelProducts:
             for own in tables:
                 own.step(addresses, zero_nonfinite)
 
-        self._replay((chosen, zero_nonfinite, addresses.aligned), launch_all)
+        kind = addresses.aligned, addresses.brain
+        self._replay((chosen, zero_nonfinite, kind), launch_all)
 
     def choose(self, measured: Measured, candidates: Collection[int], new: Collection[int]) -> None:
         """Find out how products of refreshed members may be taken. Waits for the device.
@@ -141,7 +143,9 @@ class KernelProducts:
         there = frozenset(i for i in candidates if i in self._preconditioner.refreshed)
         if not any(map(addresses.values.__getitem__, there)):
             return
-        sums = self._comparison_of(there).compare(addresses, measured.norms)
+        half = self._precision(HALF, addresses)
+        tables = self._comparison_of(self._precision(BF16X3, addresses), there)
+        sums = tables.compare(addresses, measured.norms, half)
         cosines = (sums[:, 0] / (sums[:, 1].sqrt() * sums[:, 2].sqrt())).tolist()
         for i in there:
             self.ways[i] = _way(cosines[i], before[i])
@@ -150,27 +154,34 @@ class KernelProducts:
         """Why the ordinary step could not be captured as a graph; ``None`` if it could be."""
         return self._replay.refused
 
-    def _comparison_of(self, members: frozenset[int]) -> GroupedProducts:
+    def _comparison_of(self, precision: Precision, members: frozenset[int]) -> GroupedProducts:
         """The tables that ways are compared with. The last ones are remembered."""
         if self._comparison is None or self._comparison[0] != members:
-            self._comparison = members, self._make(BF16X3, members)
+            self._comparison = members, self._make(precision, members)
         return self._comparison[1]
 
-    def _make(self, way: int, members: frozenset[int]) -> GroupedProducts:
+    def _make(self, precision: Precision, members: frozenset[int]) -> GroupedProducts:
         from kronbit.grouped import GroupedProducts
-        from kronbit.tables import Precision
 
-        return GroupedProducts(self._preconditioner, members, Precision(precise=way == BF16X3))
+        return GroupedProducts(self._preconditioner, members, precision)
 
-    def _tables(self, way: int, members: frozenset[int]) -> GroupedProducts:
+    def _precision(self, way: int, addresses: AddressTable) -> Precision:
+        """How products of such gradients are taken. G R̂ can have G as it is, in bf16."""
+        from kronbit.cutting import Precision
+
+        half, first = way == HALF, self._preconditioner.rule[0]
+        direct = half and addresses.brain and addresses.aligned and not first.left
+        return Precision(precise=not half, direct=direct)
+
+    def _tables(self, precision: Precision, members: frozenset[int]) -> GroupedProducts:
         """The kernels' tables for some members. Recent ones are remembered."""
-        grouped = self._grouped.pop((way, members), None)
+        grouped = self._grouped.pop((precision, members), None)
         if grouped is None:
             if len(self._grouped) == _REMEMBERED:
                 self._grouped.pop(next(iter(self._grouped)))  # the one not used for longest
                 self._replay.forget()  # graphs may hold its tables
-            grouped = self._make(way, members)
-        self._grouped[way, members] = grouped
+            grouped = self._make(precision, members)
+        self._grouped[precision, members] = grouped
         return grouped
 
 

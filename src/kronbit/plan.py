@@ -56,9 +56,11 @@ class Plan:
         self, params: Iterable[tuple[Tensor, Config]], algorithm: Algorithm, options: Config
     ) -> None:
         members: dict[torch.device, list[Member]] = {}
+        dtypes: dict[torch.device, set[torch.dtype]] = {}
         self.places: dict[Tensor, Place] = {}
         for p, config in params:
             there = members.setdefault(p.device, [])
+            dtypes.setdefault(p.device, set()).add(p.dtype)
             blocking = route(tuple(p.shape), config)
             if isinstance(blocking, Blocking):
                 self.places[p] = Place(p.device, len(there), p.shape, config)
@@ -72,8 +74,9 @@ class Plan:
             if has_kernels(device) and device.type == "cuda":
                 from kronbit.warm_up import warm_up
 
+                brain = dtypes[device] == {torch.bfloat16}
                 for config in {member.config for member in there}:
-                    warm_up(device, algorithm, config)
+                    warm_up(device, algorithm, config, torch.bfloat16 if brain else torch.float32)
 
     def blocks(self) -> Iterator[PlannedBlock]:
         """Every block of every parameter."""

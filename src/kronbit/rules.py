@@ -22,7 +22,7 @@ class Pass(NamedTuple):
 Rule: TypeAlias = tuple[Pass, ...]
 
 # Shampoo: Ĝ = L̂ G R̂.
-KRONECKER: Rule = (Pass(left=True, right=False), Pass(left=False, right=True))
+KRONECKER: Rule = (Pass(left=False, right=True), Pass(left=True, right=False))
 # CASPR: J = L̂ G + G R̂, Ĝ = L̂ J + J R̂.
 CASPR: Rule = (Pass(left=True, right=True), Pass(left=True, right=True))
 

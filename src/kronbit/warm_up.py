@@ -22,23 +22,33 @@ from kronbit.rules import Algorithm
 _SHAPES = ((8, 8), (320, 320), (256, 512))
 
 
-def warm_up(device: torch.device, algorithm: Algorithm, config: Config) -> None:
+def warm_up(device: torch.device, algorithm: Algorithm, config: Config, dtype: torch.dtype) -> None:
     """Compile the kernels for parameters with some options; later calls do nothing.
 
     What is compiled and never used costs time, but little; what is missed here is compiled when it
     is needed.
+
+    Args:
+        device: Where they are.
+        algorithm: Rule and root.
+        config: Their options.
+        dtype: Of their gradients: bf16, or anything else; for all else, kernels are the same.
     """
     decisive = (*FORMAT_OPTIONS, "root", "nonfinite")
-    _warm_up(device, algorithm, Config(**{name: getattr(config, name) for name in decisive}))
+    options = {name: getattr(config, name) for name in decisive}
+    _warm_up(device, algorithm, Config(**options), dtype)
 
 
 @cache
-def _warm_up(device: torch.device, algorithm: Algorithm, config: Config) -> None:
+def _warm_up(
+    device: torch.device, algorithm: Algorithm, config: Config, dtype: torch.dtype
+) -> None:
     ways = [route(shape, config) for shape in _SHAPES]
     members = [Member(way, config) for way in ways if isinstance(way, Blocking)]
     own = Preconditioner(members, algorithm, 2**24, graphs=False, device=device)
     due = {i: Due(config) for i in range(len(members))}
-    grads = [torch.zeros(member.blocking.matrices, device=device).squeeze(0) for member in members]
+    shapes = [member.blocking.matrices for member in members]
+    grads = [torch.zeros(shape, dtype=dtype, device=device).squeeze(0) for shape in shapes]
     guard = NonfiniteGuard(device)
 
     def every_kind_of_step() -> None:

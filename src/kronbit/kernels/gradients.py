@@ -41,16 +41,20 @@ def find(addresses, i):
 
 
 @triton.jit
-def _aligned(pointer, WIDE: tl.constexpr):
-    """A pointer made of an integer counts as unaligned: no wide loads, unless it is said."""
+def pointer_to(address, TYPE: tl.constexpr, WIDE: tl.constexpr):
+    """A pointer made of an integer counts as unaligned: no wide loads, unless it is said.
+
+    It must be said where the pointer is made: Triton forgets what it is told about arguments.
+    """
+    pointer = address.to(tl.pointer_type(TYPE))
     if WIDE:
         pointer = tl.multiple_of(pointer, 16)
     return pointer
 
 
 @triton.jit
-def _read(pointer, place, mask, WIDE: tl.constexpr):
-    return tl.load(_aligned(pointer, WIDE) + place, mask=mask, other=0.0).to(tl.float32)
+def _read(address, TYPE: tl.constexpr, place, mask, WIDE: tl.constexpr):
+    return tl.load(pointer_to(address, TYPE, WIDE) + place, mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -58,11 +62,11 @@ def load(address, kind, place, mask, WIDE: tl.constexpr = False):
     """Elements of a gradient in float32."""
     value = tl.zeros_like(place).to(tl.float32)
     if kind == FLOAT32:
-        value = _read(address.to(tl.pointer_type(tl.float32)), place, mask, WIDE)
+        value = _read(address, tl.float32, place, mask, WIDE)
     elif kind == BFLOAT16:
-        value = _read(address.to(tl.pointer_type(tl.bfloat16)), place, mask, WIDE)
+        value = _read(address, tl.bfloat16, place, mask, WIDE)
     else:
-        value = _read(address.to(tl.pointer_type(tl.float16)), place, mask, WIDE)
+        value = _read(address, tl.float16, place, mask, WIDE)
     return value
 
 
@@ -70,19 +74,30 @@ def load(address, kind, place, mask, WIDE: tl.constexpr = False):
 def store(address, kind, place, value, mask, WIDE: tl.constexpr = False):
     """Write float32 values to a gradient in its own type."""
     if kind == FLOAT32:
-        tl.store(_aligned(address.to(tl.pointer_type(tl.float32)), WIDE) + place, value, mask=mask)
+        tl.store(pointer_to(address, tl.float32, WIDE) + place, value, mask=mask)
     elif kind == BFLOAT16:
-        tl.store(
-            _aligned(address.to(tl.pointer_type(tl.bfloat16)), WIDE) + place,
-            value.to(tl.bfloat16),
-            mask=mask,
-        )
+        rounded = value.to(tl.bfloat16)
+        tl.store(pointer_to(address, tl.bfloat16, WIDE) + place, rounded, mask=mask)
     else:
         # The norm is that of G, but one element may exceed what G's had: saturate.
         saturated = tl.minimum(tl.maximum(value, -65504.0), 65504.0).to(tl.float16)
-        tl.store(
-            _aligned(address.to(tl.pointer_type(tl.float16)), WIDE) + place, saturated, mask=mask
-        )
+        tl.store(pointer_to(address, tl.float16, WIDE) + place, saturated, mask=mask)
+
+
+@triton.jit
+def _squares(
+    address, kind, first, stop, BLOCK: tl.constexpr, ROUNDS: tl.constexpr, WIDE: tl.constexpr
+):
+    """Sums of squares of a piece's elements, each BLOCK apart; WIDE: the piece is whole."""
+    total = tl.zeros((BLOCK,), dtype=tl.float32)
+    for i in range(ROUNDS):
+        place = first + i * BLOCK + tl.arange(0, BLOCK)
+        mask = place < stop
+        if WIDE:
+            mask = tl.max_constancy(mask, 16)
+        value = load(address, kind, place, mask, WIDE)
+        total += value * value
+    return total
 
 
 @triton.jit
@@ -90,13 +105,14 @@ def squares_kernel(tiles, addresses, squares, BLOCK: tl.constexpr, ROUNDS: tl.co
     """The sum of squares of a piece of a gradient: (gradient, first element, one past the last)."""
     tile = tiles + tl.program_id(0) * 3
     address, kind = find(addresses, tl.load(tile))
-    first, stop = tl.load(tile + 1), tl.load(tile + 2)
+    first, stop = tl.multiple_of(tl.load(tile + 1), BLOCK), tl.load(tile + 2)
     total = tl.zeros((BLOCK,), dtype=tl.float32)
     if address != 0:
-        for i in range(ROUNDS):
-            place = first + i * BLOCK + tl.arange(0, BLOCK)
-            value = load(address, kind, place, place < stop)
-            total += value * value
+        # Not two kernels: then the sum would have other bits.
+        if (address % 16 == 0) & (stop - first == BLOCK * ROUNDS):
+            total = _squares(address, kind, first, stop, BLOCK, ROUNDS, True)
+        else:
+            total = _squares(address, kind, first, stop, BLOCK, ROUNDS, False)
     tl.store(squares + tl.program_id(0), tl.sum(total))
 
 

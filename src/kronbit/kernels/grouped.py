@@ -7,12 +7,12 @@ So the number of launches does not grow with the number of parameters or shapes.
 Gradients are found by a table of addresses (``kernels.gradients``), the step's buffers by another
 (``Buffer``), so that a captured graph stays valid although they move.
 
-A root is D + O: a float32 diagonal, and the rest. Products with O run in float16 and add up in
-float32; the product with D, which is most of it, is done in float32 on the way. What goes in and
-what lies between two passes is kept in float16, divided by powers of two (``lines.gradient_unit``,
-``lines.root_unit``) that keep it inside of float16's range. Where its 11 bits are not enough
-(PRECISE), O and all that is multiplied with it are sums of two bf16 numbers, hi + lo, and the
-tensor cores multiply both: 16 bits, and no units.
+Products run in float16 and add up in float32. What goes in and what lies between two passes is
+divided by powers of two (``lines.gradient_unit``, ``lines.root_unit``) that keep it inside of
+float16's range. A gradient in bf16 can be an operand as it is (DIRECT); R̂, by which it is
+multiplied first, is in bf16 then. Where that is not accurate enough (PRECISE), all that is
+multiplied is a sum of two bf16 numbers, hi + lo, and the tensor cores multiply both: 16 bits, and
+no units.
 
 Scratch is padded to multiples of ``PAD`` with zeros, so that the loads of products need no masks.
 """
@@ -24,12 +24,8 @@ import os
 import triton
 import triton.language as tl
 
-from kronbit.kernels.gradients import BFLOAT16, FLOAT32, find, load, store
+from kronbit.kernels.gradients import BFLOAT16, FLOAT32, find, load, pointer_to, store
 from kronbit.kernels.lines import (
-    CODES,
-    DIAGONAL,
-    DIAGONAL_STRIDE,
-    GRADIENT,
     HELD,
     HELD_STACK,
     LEFT,
@@ -38,19 +34,15 @@ from kronbit.kernels.lines import (
     NORMS,
     PADDING,
     RIGHT,
-    SCALES,
-    STRIDE,
-    TO_RIGHT,
     M,
     N,
-    X,
     gradient_unit,
     keep,
     padded,
-    root_unit,
     scratch,
 )
-from kronbit.quantization.triton import restore
+from kronbit.kernels.roots import as_bf16, repair
+from kronbit.kernels.strips import LEAVE, ZERO, place_in_gradient
 
 # Triton's interpreter multiplies the bits of bf16 numbers as if they were integers.
 _WIDEN: tl.constexpr = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
@@ -58,9 +50,6 @@ _WIDEN: tl.constexpr = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 # What lies between passes is divided by this. Sums of n products of numbers up to 1 with such that
 # have a norm of 2¹⁵ stay below 2¹⁵ times the root of n; two of them are added.
 _ROOM: tl.constexpr = tl.constexpr(256.0)
-# What scatter does with a gradient, where it does not scale Ĝ.
-_LEAVE: tl.constexpr = tl.constexpr(-1.0)
-_ZERO: tl.constexpr = tl.constexpr(-2.0)
 
 
 @triton.jit
@@ -87,110 +76,15 @@ def _multiply(
 
 
 @triton.jit
-def roots_kernel(
-    programs,
-    blocks,
-    addresses,
-    buffers,
-    anchor,
-    units,
-    table,
-    PRECISE: tl.constexpr,
-    BITS: tl.constexpr,
-    WORDS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    """Restore some rows of O; the diagonal counts as zero."""
-    program = programs + tl.program_id(0) * 3
-    block, side = tl.load(program), tl.load(program + 1)
-    line = blocks + block * LINE
-    address, _ = find(addresses, tl.load(line + MEMBER))
-    if address == 0:
-        return
-    n = tl.load(line + M + side).to(tl.int32)
-    wide = padded(n)
-    unit = 1.0
-    if not PRECISE:
-        unit = root_unit(line, side, n)
-    first = (tl.program_id(0) - tl.load(program + 2)) * ROWS
-    tl.store(units + block * 2 + side, unit, mask=first == 0)
-    row = first + tl.arange(0, ROWS)[:, None]
-    codes = tl.load(line + CODES + side * TO_RIGHT)
-    scales = tl.load(line + SCALES + side * TO_RIGHT).to(tl.pointer_type(tl.float32))
-    code_length = (n * BITS + 7) // 8
-    scale_length = (n + BLOCK - 1) // BLOCK
-    out = scratch(anchor, buffers, tl.load(line + LEFT + side))
-    for start in range(0, wide, COLUMNS):
-        column = start + tl.arange(0, COLUMNS)[None, :]
-        mask = (row < n) & (column < n) & (row != column)
-        if BITS == 32:
-            place = codes.to(tl.pointer_type(tl.float32)) + row * n + column
-            value = tl.load(place, mask=mask, other=0.0)
-        elif WORDS:
-            # As restore does, but eight codes are read as one word, and their scale once.
-            word = start // 8 + tl.arange(0, COLUMNS // 8)[None, :]
-            known = (row < n) & (word < n // 8)
-            base = codes.to(tl.pointer_type(tl.int32)) + row * (n // 8)
-            eight = tl.load(base + word, mask=known, other=0)
-            place = row * scale_length + word * 8 // BLOCK
-            scale = tl.load(scales + place, mask=known, other=0.0)
-            code = (eight[:, :, None] >> (tl.arange(0, 8) * 4)[None, None, :]) & 15
-            value = tl.load(table + code) * scale[:, :, None]
-            value = tl.where(row != column, tl.reshape(value, (ROWS, COLUMNS)), 0.0)
-        else:
-            base = codes.to(tl.pointer_type(tl.uint8)) + row * code_length
-            value = restore(base, scales + row * scale_length, table, column, mask, BITS, BLOCK)
-            value = tl.where(mask, value, 0.0)
-        inside = (row < wide) & (column < wide)
-        keep(out + row * wide + column, wide * wide, value * (1.0 / unit), inside, PRECISE)
-
-
-@triton.jit
-def _place(line, n, WIDE: tl.constexpr):
-    """Where a block's gradient begins, from row to row there, and n; WIDE: multiples of 8."""
-    first, stride = tl.load(line + GRADIENT), tl.load(line + STRIDE)
-    if WIDE:
-        first, stride = tl.multiple_of(first, 8), tl.multiple_of(stride, 8)
-        n = tl.multiple_of(n, 8)
-    return first, stride, n
-
-
-@triton.jit
-def gather_kernel(
-    programs,
-    blocks,
-    addresses,
-    buffers,
-    anchor,
-    PRECISE: tl.constexpr,
-    WIDE: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    """Copy some rows of G into scratch."""
-    program = programs + tl.program_id(0) * 2
-    line = blocks + tl.load(program) * LINE
-    member = tl.load(line + MEMBER)
-    address, kind = find(addresses, member)
-    if address == 0:
-        return
-    m, n = tl.load(line + M).to(tl.int32), tl.load(line + N).to(tl.int32)
-    padded_m, padded_n = padded(m), padded(n)
-    row = (tl.program_id(0) - tl.load(program + 1)) * ROWS + tl.arange(0, ROWS)[:, None]
-    first, stride, n = _place(line, n, WIDE)
-    unit = 1.0
-    if not PRECISE:
-        unit = gradient_unit(buffers, member)
-    out = scratch(anchor, buffers, tl.load(line + X))
-    for start in range(0, padded_n, COLUMNS):
-        column = start + tl.arange(0, COLUMNS)[None, :]
-        place = first + row.to(tl.int64) * stride + column
-        value = load(address, kind, place, (row < m) & (column < n), WIDE)
-        inside = (row < padded_m) & (column < padded_n)
-        place = out + row * padded_n + column
-        keep(place, padded_m * padded_n, value * (1.0 / unit), inside, PRECISE)
+def _multiply_gradient(a, b, b_step, depth, total, DEPTH: tl.constexpr):
+    """As ``_multiply``, by rows of a gradient: of multiples of 8 elements, but without padding."""
+    k = tl.arange(0, DEPTH)
+    for start in range(0, depth, DEPTH):
+        known = tl.max_constancy(start + k < depth, 8)
+        total = _dot(tl.load(a, mask=known[None, :], other=0.0), tl.load(b), total)
+        a += DEPTH
+        b += b_step
+    return total
 
 
 @triton.jit
@@ -224,6 +118,7 @@ def pass_kernel(
     BEFORE_LEFT: tl.constexpr,
     BEFORE_RIGHT: tl.constexpr,
     PRECISE: tl.constexpr,
+    DIRECT: tl.constexpr,
     LAST: tl.constexpr,
     COMPARE: tl.constexpr,
     TILE_M: tl.constexpr,
@@ -231,6 +126,8 @@ def pass_kernel(
     DEPTH: tl.constexpr,
 ):
     """One pass of the rule on a tile: L̂ X, X R̂, or L̂ X + X R̂; and what the pass before it did.
+
+    The source is the gradient itself (DIRECT, only for X R̂), or in the scratch.
 
     The last one also sums up squares. Or it writes nothing (COMPARE), and sums up the products of
     its Ĝ with a held one in bf16, of its own with itself and of the held one with itself.
@@ -260,6 +157,14 @@ def pass_kernel(
     total = tl.zeros((TILE_M, TILE_N), dtype=tl.float32)
     size = padded_m * padded_n
     left_unit, right_unit = tl.load(units + block * 2), tl.load(units + block * 2 + 1)
+    if LAST:
+        scale = _unit_between(left_unit, right_unit, BEFORE_LEFT, BEFORE_RIGHT, PRECISE)
+        if not PRECISE:
+            scale *= gradient_unit(buffers, member)
+    else:
+        scale = 1.0 / _unit_between(left_unit, right_unit, BY_LEFT, BY_RIGHT, PRECISE)
+        if DIRECT:
+            scale /= gradient_unit(buffers, member)
     if BY_LEFT:
         left = scratch(anchor, buffers, tl.load(line + LEFT))
         total = _multiply(
@@ -274,47 +179,44 @@ def pass_kernel(
             PRECISE,
             DEPTH,
         )
-        total *= left_unit
+        by_row = repair(line, 0, row, m, left_unit, PRECISE, False)
+        total *= (by_row if BY_RIGHT else by_row * scale)[:, None]
     if BY_RIGHT:
         right = scratch(anchor, buffers, tl.load(line + RIGHT))
+        by_column = repair(line, 1, column, n, right_unit, PRECISE, DIRECT)
         if BY_LEFT:
-            total *= 1.0 / right_unit
-        total = _multiply(
-            x + x_row[:, None] * padded_n + k[None, :],
-            size,
-            DEPTH,
-            right + k[:, None] * padded_n + x_column[None, :],
-            padded_n * padded_n,
-            DEPTH * padded_n,
-            padded_n,
-            total,
-            PRECISE,
-            DEPTH,
-        )
-        total *= right_unit
-    place = x_row[:, None] * padded_n + x_column[None, :]
-    value = tl.load(x + place).to(tl.float32)
-    if PRECISE:
-        value += tl.load(x + size + place).to(tl.float32)
-    if BY_LEFT:
-        diagonal = tl.load(line + DIAGONAL).to(tl.pointer_type(tl.float32))
-        stride = tl.load(line + DIAGONAL_STRIDE)
-        total += tl.load(diagonal + row * stride, mask=row < m, other=0.0)[:, None] * value
-    if BY_RIGHT:
-        diagonal = tl.load(line + DIAGONAL + TO_RIGHT).to(tl.pointer_type(tl.float32))
-        stride = tl.load(line + DIAGONAL_STRIDE + TO_RIGHT)
-        total += tl.load(diagonal + column * stride, mask=column < n, other=0.0)[None, :] * value
+            total *= (1.0 / by_column)[None, :]
+        if DIRECT:
+            first, stride = place_in_gradient(line, True)
+            gradient = pointer_to(address, tl.bfloat16, True) + first
+            total = _multiply_gradient(
+                gradient + (row % m).to(tl.int64)[:, None] * stride + k[None, :],
+                as_bf16(right) + k[:, None] * padded_n + x_column[None, :],
+                DEPTH * padded_n,
+                n,
+                total,
+                DEPTH,
+            )
+        else:
+            total = _multiply(
+                x + x_row[:, None] * padded_n + k[None, :],
+                size,
+                DEPTH,
+                right + k[:, None] * padded_n + x_column[None, :],
+                padded_n * padded_n,
+                DEPTH * padded_n,
+                padded_n,
+                total,
+                PRECISE,
+                DEPTH,
+            )
+        total *= (by_column * scale)[None, :]
+    inside = (row < padded_m)[:, None] & (column < padded_n)[None, :]
     if not LAST:
         y = scratch(anchor, buffers, tl.load(line + TARGET))
-        inside = (row < padded_m)[:, None] & (column < padded_n)[None, :]
-        total *= 1.0 / _unit_between(left_unit, right_unit, BY_LEFT, BY_RIGHT, PRECISE)
         keep(y + row[:, None] * padded_n + column[None, :], size, total, inside, PRECISE)
     else:
-        if not PRECISE:
-            total *= gradient_unit(buffers, member)
-        total *= _unit_between(left_unit, right_unit, BEFORE_LEFT, BEFORE_RIGHT, PRECISE)
         total = tl.where((row < m)[:, None] & (column < n)[None, :], total, 0.0)
-        inside = (row < padded_m)[:, None] & (column < padded_n)[None, :]
         first = tl.multiple_of(tl.load(line + HELD), PADDING)
         place = first + row[:, None] * padded_n + column[None, :]
         stack = tl.load(buffers + HELD_STACK)
@@ -346,7 +248,7 @@ def graft_kernel(
     member, start, stop = tl.load(line), tl.load(line + 1), tl.load(line + 2)
     address, _ = find(addresses, member)
     if address == 0:
-        tl.store(scales + member, _LEAVE)
+        tl.store(scales + member, LEAVE)
         return
     total = 0.0
     for first in range(start, stop, BLOCK):
@@ -358,42 +260,7 @@ def graft_kernel(
     finite = tl.abs(norm) < float("inf")  # False for NaN
     usable = (total < float("inf")) & (scale < float("inf"))
     # Where Ĝ overflowed although G is finite, F gets G itself.
-    action = tl.where(usable, scale, _LEAVE)
-    action = tl.where(finite, action, _ZERO if ZERO_NONFINITE else _LEAVE)
+    action = tl.where(usable, scale, LEAVE)
+    action = tl.where(finite, action, ZERO if ZERO_NONFINITE else LEAVE)
     tl.store(scales + member, action)
     tl.atomic_add(ungrafted, tl.where(finite & (usable == 0), 1, 0).to(tl.int64))
-
-
-@triton.jit
-def scatter_kernel(
-    programs,
-    blocks,
-    addresses,
-    buffers,
-    scales,
-    PRECISE: tl.constexpr,
-    WIDE: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    """Write some rows of G̃ over the gradient."""
-    program = programs + tl.program_id(0) * 2
-    line = blocks + tl.load(program) * LINE
-    member = tl.load(line + MEMBER)
-    scale = tl.load(scales + member)
-    if scale == _LEAVE:
-        return
-    address, kind = find(addresses, member)
-    m, n = tl.load(line + M).to(tl.int32), tl.load(line + N).to(tl.int32)
-    row = (tl.program_id(0) - tl.load(program + 1)) * ROWS + tl.arange(0, ROWS)[:, None]
-    padded_m, padded_n = padded(m), padded(n)
-    first, stride, n = _place(line, n, WIDE)
-    stack = tl.load(buffers + HELD_STACK)
-    source = tl.multiple_of(tl.load(line + HELD), PADDING) + row * padded_n
-    for start in range(0, padded_n, COLUMNS):
-        column = start + tl.arange(0, COLUMNS)[None, :]
-        inside = (row < padded_m) & (column < padded_n)
-        value = load(stack, FLOAT32 if PRECISE else BFLOAT16, source + column, inside, True)
-        value = tl.where(scale == _ZERO, 0.0, value * scale)
-        place = first + row.to(tl.int64) * stride + column
-        store(address, kind, place, value, (row < m) & (column < n), WIDE)

@@ -1,0 +1,121 @@
+"""Rows of gradients that are copied into the scratch, and rows of G̃ that are written over them."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from kronbit.kernels.gradients import BFLOAT16, FLOAT32, find, load, store
+from kronbit.kernels.lines import (
+    GRADIENT,
+    HELD,
+    HELD_STACK,
+    LINE,
+    MEMBER,
+    PADDING,
+    STRIDE,
+    M,
+    N,
+    X,
+    gradient_unit,
+    keep,
+    padded,
+    scratch,
+)
+
+# What scatter does with a gradient, where it does not scale Ĝ.
+LEAVE: tl.constexpr = tl.constexpr(-1.0)
+ZERO: tl.constexpr = tl.constexpr(-2.0)
+
+
+@triton.jit
+def place_in_gradient(line, WIDE: tl.constexpr):
+    """Where a block's gradient begins, and from row to row there; WIDE: multiples of 8."""
+    first, stride = tl.load(line + GRADIENT), tl.load(line + STRIDE)
+    if WIDE:
+        first, stride = tl.multiple_of(first, 8), tl.multiple_of(stride, 8)
+    return first, stride
+
+
+@triton.jit
+def _inside(row, m, column, n, WIDE: tl.constexpr):
+    """Which elements a block has; WIDE: n is a multiple of 8."""
+    mask = (row < m) & (column < n)
+    if WIDE:
+        mask = tl.max_constancy(mask, (1, 8))
+    return mask
+
+
+@triton.jit(do_not_specialize=["begin"])
+def gather_kernel(
+    programs,
+    begin,
+    blocks,
+    addresses,
+    buffers,
+    anchor,
+    PRECISE: tl.constexpr,
+    WIDE: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Copy some rows of G into scratch."""
+    number = begin + tl.program_id(0)
+    program = programs + number * 2
+    line = blocks + tl.load(program) * LINE
+    member = tl.load(line + MEMBER)
+    address, kind = find(addresses, member)
+    if address == 0:
+        return
+    m, n = tl.load(line + M).to(tl.int32), tl.load(line + N).to(tl.int32)
+    padded_m, padded_n = padded(m), padded(n)
+    row = (number - tl.load(program + 1)) * ROWS + tl.arange(0, ROWS)[:, None]
+    first, stride = place_in_gradient(line, WIDE)
+    unit = 1.0
+    if not PRECISE:
+        unit = gradient_unit(buffers, member)
+    out = scratch(anchor, buffers, tl.load(line + X))
+    for start in range(0, padded_n, COLUMNS):
+        column = start + tl.arange(0, COLUMNS)[None, :]
+        place = first + row.to(tl.int64) * stride + column
+        value = load(address, kind, place, _inside(row, m, column, n, WIDE), WIDE)
+        inside = (row < padded_m) & (column < padded_n)
+        place = out + row * padded_n + column
+        keep(place, padded_m * padded_n, value * (1.0 / unit), inside, PRECISE)
+
+
+@triton.jit(do_not_specialize=["begin"])
+def scatter_kernel(
+    programs,
+    begin,
+    blocks,
+    addresses,
+    buffers,
+    scales,
+    PRECISE: tl.constexpr,
+    WIDE: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Write some rows of G̃ over the gradient."""
+    number = begin + tl.program_id(0)
+    program = programs + number * 2
+    line = blocks + tl.load(program) * LINE
+    member = tl.load(line + MEMBER)
+    scale = tl.load(scales + member)
+    if scale == LEAVE:
+        return
+    address, kind = find(addresses, member)
+    m, n = tl.load(line + M).to(tl.int32), tl.load(line + N).to(tl.int32)
+    row = (number - tl.load(program + 1)) * ROWS + tl.arange(0, ROWS)[:, None]
+    padded_m, padded_n = padded(m), padded(n)
+    first, stride = place_in_gradient(line, WIDE)
+    stack = tl.load(buffers + HELD_STACK)
+    source = tl.multiple_of(tl.load(line + HELD), PADDING) + row * padded_n
+    for start in range(0, padded_n, COLUMNS):
+        column = start + tl.arange(0, COLUMNS)[None, :]
+        inside = (row < padded_m) & (column < padded_n)
+        value = load(stack, FLOAT32 if PRECISE else BFLOAT16, source + column, inside, True)
+        value = tl.where(scale == ZERO, 0.0, value * scale)
+        place = first + row.to(tl.int64) * stride + column
+        store(address, kind, place, value, _inside(row, m, column, n, WIDE), WIDE)

@@ -16,7 +16,7 @@ class Case:
     """A network, its batch and its schedule.
 
     Attributes:
-        build: Makes the network on the CPU.
+        build: Makes the network on the current device.
         batch: Makes a batch on the GPU.
         dtype: Of the parameters.
         autocast: Whether the forward pass runs under bf16 autocast.

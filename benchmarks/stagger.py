@@ -24,8 +24,14 @@ from step_time import ADAMW, prepare
 import kronbit
 from kronbit import Shampoo
 
+RUNS: dict[str, dict[str, Any]] = {
+    "adamw": {},
+    "together": {"stagger": False},
+    "staggered": {"stagger": True},
+}
 
-def run(case: Case, steps: int, every: int, **options: Any) -> dict[str, float]:
+
+def run(case: Case, steps: int, every: int, **options: Any) -> dict[str, Any]:
     model = prepare(case)
     if options:
         schedule = {"update_every": every, "refresh_every": every}
@@ -42,13 +48,16 @@ def run(case: Case, steps: int, every: int, **options: Any) -> dict[str, float]:
         optimizer.step()
         torch.cuda.synchronize()
         times.append(1e3 * (time.perf_counter() - start))
-    times = times[3 * every :]
+    counted = dict(list(enumerate(times, 1))[3 * every :])
+    times = list(counted.values())
     median = statistics.median(times)
+    slowest = sorted(counted, key=counted.__getitem__, reverse=True)[:20]
     return {
         "median_ms": median,
         "mean_ms": statistics.mean(times),
         "slowest_ms": max(times),
         "slowest_over_median": max(times) / median,
+        "slowest_steps": {t: counted[t] for t in slowest},
     }
 
 
@@ -58,6 +67,7 @@ def main() -> None:
     parser.add_argument("--model", choices=list(CASES), default="gpt2-124m")
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--every", type=int, default=200, help="T1 = T2")
+    parser.add_argument("--runs", nargs="+", choices=list(RUNS), default=list(RUNS))
     arguments = parser.parse_args()
     case = CASES[arguments.model]
     report: dict[str, Any] = {
@@ -68,12 +78,8 @@ def main() -> None:
         "steps": arguments.steps,
         "every": arguments.every,
     }
-    for name, options in (
-        ("adamw", {}),
-        ("together", {"stagger": False}),
-        ("staggered", {"stagger": True}),
-    ):
-        report[name] = run(case, arguments.steps, arguments.every, **options)
+    for name in arguments.runs:
+        report[name] = run(case, arguments.steps, arguments.every, **RUNS[name])
         print(name, report[name], flush=True)
         arguments.output.write_text(json.dumps(report, indent=1) + "\n")
 

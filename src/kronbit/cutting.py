@@ -11,7 +11,7 @@ import torch
 from kronbit.groups import Group
 from kronbit.kernels.split import padded
 
-LANES = 4  # chunks that are under way at the same time, each in a scratch of its own
+LANES = 2  # chunks that are under way at the same time, each in a scratch of its own
 
 
 class Shape(NamedTuple):

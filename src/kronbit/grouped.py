@@ -20,13 +20,13 @@ from kronbit.kernels.roots import roots_kernel
 from kronbit.kernels.strips import gather_kernel, scatter_kernel
 from kronbit.lanes import Lanes
 from kronbit.quantization import codebook
-from kronbit.rules import Pass
 from kronbit.tables import Chunk, TableWave, make_tables
 
 if TYPE_CHECKING:
     from kronbit.preconditioner import Preconditioner
 
-_COLUMNS = 256
+_COLUMNS = 256  # of a strip that are copied at once
+_DECODED = 128  # or decoded
 
 
 class GroupedProducts:
@@ -61,8 +61,6 @@ class GroupedProducts:
         # What scratch is seen from, as either type of numbers.
         anchor = torch.zeros(64, dtype=torch.bfloat16, device=self._device)
         self._anchors = {True: anchor, False: anchor.view(torch.float16)}
-        # Of both roots of each block.
-        self._units = torch.ones(2 * len(tables.lines), device=self._device)
 
     @property
     def _own(self) -> Preconditioner:
@@ -200,7 +198,6 @@ class GroupedProducts:
                 addresses.tensor,
                 self._buffers.tensor,
                 self._anchors[precision.precise],
-                self._units,
                 codebook(quantizer.mapping, quantizer.bits, self._device)
                 if coded
                 else self._squares,
@@ -210,7 +207,7 @@ class GroupedProducts:
                 WORDS=words,
                 BLOCK=quantizer.block_size,
                 ROWS=STRIP,
-                COLUMNS=_COLUMNS,
+                COLUMNS=_DECODED,
             )
 
     def _gather(self, chunk: Chunk, addresses: AddressTable, precision: Precision) -> None:
@@ -241,7 +238,6 @@ class GroupedProducts:
         """Ĝ of a chunk's blocks from X."""
         shape = self._tables.shape
         source, target = int(Field.X), int(Field.Y)
-        before: Pass | None = None
         for number, by in enumerate(self._own.rule, 1):
             last = number == len(self._own.rule)
             launch(
@@ -252,17 +248,14 @@ class GroupedProducts:
                 addresses.tensor,
                 self._buffers.tensor,
                 self._anchors[precision.precise],
-                self._units,
                 sums,
                 chunk.square,
                 SOURCE=source,
                 TARGET=target,
                 BY_LEFT=by.left,
                 BY_RIGHT=by.right,
-                BEFORE_LEFT=before is not None and before.left,
-                BEFORE_RIGHT=before is not None and before.right,
                 PRECISE=precision.precise,
-                DIRECT=precision.direct and before is None,
+                DIRECT=precision.direct and number == 1,
                 LAST=last,
                 COMPARE=last and compare,
                 TILE_M=shape.tile[0],
@@ -271,4 +264,4 @@ class GroupedProducts:
                 num_warps=shape.warps,
                 num_stages=shape.stages,
             )
-            source, target, before = target, source, by
+            source, target = target, source

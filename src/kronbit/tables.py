@@ -263,8 +263,8 @@ def _line(block: TableBlock, precision: Precision, place: int, held: int) -> lis
     line += [0] * (COUNT - len(line))
     line[Field.LEFT] = place
     line[Field.RIGHT] = place + precision.parts * pm * pm
-    line[Field.X] = line[Field.RIGHT] + precision.parts * pn * pn
-    line[Field.Y] = line[Field.X] + precision.parts * pm * pn
+    line[Field.Y] = line[Field.RIGHT] + precision.parts * pn * pn
+    line[Field.X] = line[Field.Y] + precision.parts * pm * pn
     line[Field.HELD] = held
     for side, factors in enumerate((block.group.left, block.group.right)):
         for field, value in _root(factors, block.row).items():

@@ -8,11 +8,11 @@ Gradients are found by a table of addresses (``kernels.gradients``), the step's 
 (``Buffer``), so that a captured graph stays valid although they move.
 
 Products run in float16 and add up in float32. What goes in and what lies between two passes is
-divided by powers of two (``lines.gradient_unit``, ``lines.root_unit``) that keep it inside of
-float16's range. A gradient in bf16 can be an operand as it is (DIRECT); R̂, by which it is
-multiplied first, is in bf16 then. Where that is not accurate enough (PRECISE), all that is
-multiplied is a sum of two bf16 numbers, hi + lo, and the tensor cores multiply both: 16 bits, and
-no units.
+divided by powers of two (``lines.gradient_unit``, ``_unit_between``) that keep it inside of
+float16's range; roots have a diagonal of 1 (``kernels.roots``). A gradient in bf16 can be an
+operand as it is (DIRECT); R̂, by which it is multiplied first, is in bf16 then. Where that is not
+accurate enough (PRECISE), all that is multiplied is a sum of two bf16 numbers, hi + lo, and the
+tensor cores multiply both: 16 bits, and no units.
 
 Scratch is padded to multiples of ``PAD`` with zeros, so that the loads of products need no masks.
 """
@@ -39,9 +39,10 @@ from kronbit.kernels.lines import (
     gradient_unit,
     keep,
     padded,
+    root_unit,
     scratch,
 )
-from kronbit.kernels.roots import as_bf16, repair
+from kronbit.kernels.roots import as_bf16, divisors
 from kronbit.kernels.strips import LEAVE, ZERO, place_in_gradient
 
 # Triton's interpreter multiplies the bits of bf16 numbers as if they were integers.
@@ -88,16 +89,13 @@ def _multiply_gradient(a, b, b_step, depth, total, DEPTH: tl.constexpr):
 
 
 @triton.jit
-def _unit_between(
-    left_unit, right_unit, BY_LEFT: tl.constexpr, BY_RIGHT: tl.constexpr, PRECISE: tl.constexpr
-):
+def _unit_between(line, m, n, BOTH: tl.constexpr, PRECISE: tl.constexpr):
     """The power of two by which the result of a pass is divided, for the next one."""
     unit = 1.0
     if not PRECISE:
-        if BY_LEFT:
-            unit = left_unit * _ROOM
-        if BY_RIGHT:
-            unit = tl.maximum(right_unit * _ROOM, unit) if BY_LEFT else right_unit * _ROOM
+        unit = _ROOM
+        if BOTH:  # the diagonals are in it
+            unit *= tl.maximum(root_unit(line, 0, m), root_unit(line, 1, n))
     return unit
 
 
@@ -108,15 +106,12 @@ def pass_kernel(
     addresses,
     buffers,
     anchor,
-    units,
     squares,
     first_square,
     SOURCE: tl.constexpr,
     TARGET: tl.constexpr,
     BY_LEFT: tl.constexpr,
     BY_RIGHT: tl.constexpr,
-    BEFORE_LEFT: tl.constexpr,
-    BEFORE_RIGHT: tl.constexpr,
     PRECISE: tl.constexpr,
     DIRECT: tl.constexpr,
     LAST: tl.constexpr,
@@ -125,17 +120,25 @@ def pass_kernel(
     TILE_N: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
-    """One pass of the rule on a tile: L̂ X, X R̂, or L̂ X + X R̂; and what the pass before it did.
+    """One pass of the rule on a tile: L̂ X or X R̂, one after the other; or L̂ X + X R̂.
 
     The source is the gradient itself (DIRECT, only for X R̂), or in the scratch.
 
     The last one also sums up squares. Or it writes nothing (COMPARE), and sums up the products of
     its Ĝ with a held one in bf16, of its own with itself and of the held one with itself.
     """
+    BOTH: tl.constexpr = BY_LEFT and BY_RIGHT
     program = tl.program_id(0)
     block = tl.load(programs + program * 2)
+    first_tile = tl.load(programs + program * 2 + 1)
+    # All that the line says is asked for before anything depends on it: waiting adds up.
     line = blocks + block * LINE
     member = tl.load(line + MEMBER)
+    m, n = tl.load(line + M).to(tl.int32), tl.load(line + N).to(tl.int32)
+    x = scratch(anchor, buffers, tl.load(line + SOURCE))
+    left = scratch(anchor, buffers, tl.load(line + LEFT))
+    right = scratch(anchor, buffers, tl.load(line + RIGHT))
+    first, stride = place_in_gradient(line, True)
     address, _ = find(addresses, member)
     if address == 0:
         if COMPARE:
@@ -144,29 +147,25 @@ def pass_kernel(
         elif LAST:
             tl.store(squares + first_square + program, 0.0)
         return
-    m, n = tl.load(line + M).to(tl.int32), tl.load(line + N).to(tl.int32)
     padded_m, padded_n = padded(m), padded(n)
-    tile, across = program - tl.load(programs + program * 2 + 1), tl.cdiv(n, TILE_N)
+    tile, across = program - first_tile, tl.cdiv(n, TILE_N)
     row = tile // across * TILE_M + tl.arange(0, TILE_M)
     column = tile % across * TILE_N + tl.arange(0, TILE_N)
     k = tl.arange(0, DEPTH)
     # Rows beyond the padding wrap around: what they give is never stored.
     x_row = row % padded_m
     x_column = tl.max_contiguous(tl.multiple_of(column % padded_n, PADDING), PADDING)
-    x = scratch(anchor, buffers, tl.load(line + SOURCE))
     total = tl.zeros((TILE_M, TILE_N), dtype=tl.float32)
     size = padded_m * padded_n
-    left_unit, right_unit = tl.load(units + block * 2), tl.load(units + block * 2 + 1)
     if LAST:
-        scale = _unit_between(left_unit, right_unit, BEFORE_LEFT, BEFORE_RIGHT, PRECISE)
+        scale = _unit_between(line, m, n, BOTH, PRECISE)
         if not PRECISE:
             scale *= gradient_unit(buffers, member)
     else:
-        scale = 1.0 / _unit_between(left_unit, right_unit, BY_LEFT, BY_RIGHT, PRECISE)
+        scale = 1.0 / _unit_between(line, m, n, BOTH, PRECISE)
         if DIRECT:
             scale /= gradient_unit(buffers, member)
     if BY_LEFT:
-        left = scratch(anchor, buffers, tl.load(line + LEFT))
         total = _multiply(
             left + x_row[:, None] * padded_m + k[None, :],
             padded_m * padded_m,
@@ -179,15 +178,10 @@ def pass_kernel(
             PRECISE,
             DEPTH,
         )
-        by_row = repair(line, 0, row, m, left_unit, PRECISE, False)
-        total *= (by_row if BY_RIGHT else by_row * scale)[:, None]
+    if BOTH:
+        total *= divisors(line, 0, row, m)[:, None] / divisors(line, 1, column, n)[None, :]
     if BY_RIGHT:
-        right = scratch(anchor, buffers, tl.load(line + RIGHT))
-        by_column = repair(line, 1, column, n, right_unit, PRECISE, DIRECT)
-        if BY_LEFT:
-            total *= (1.0 / by_column)[None, :]
         if DIRECT:
-            first, stride = place_in_gradient(line, True)
             gradient = pointer_to(address, tl.bfloat16, True) + first
             total = _multiply_gradient(
                 gradient + (row % m).to(tl.int64)[:, None] * stride + k[None, :],
@@ -210,7 +204,13 @@ def pass_kernel(
                 PRECISE,
                 DEPTH,
             )
-        total *= (by_column * scale)[None, :]
+    if BOTH:
+        total *= (divisors(line, 1, column, n) * scale)[None, :]
+    elif LAST:  # of both passes: rows and columns can be multiplied at the end
+        total *= divisors(line, 0, row, m)[:, None]
+        total *= (divisors(line, 1, column, n) * scale)[None, :]
+    else:
+        total *= scale
     inside = (row < padded_m)[:, None] & (column < padded_n)[None, :]
     if not LAST:
         y = scratch(anchor, buffers, tl.load(line + TARGET))

@@ -61,6 +61,8 @@ class GroupedProducts:
         # What scratch is seen from, as either type of numbers.
         anchor = torch.zeros(64, dtype=torch.bfloat16, device=self._device)
         self._anchors = {True: anchor, False: anchor.view(torch.float16)}
+        # Of both roots of each block.
+        self._units = torch.ones(2 * len(tables.lines), device=self._device)
 
     @property
     def _own(self) -> Preconditioner:
@@ -198,6 +200,7 @@ class GroupedProducts:
                 addresses.tensor,
                 self._buffers.tensor,
                 self._anchors[precision.precise],
+                self._units,
                 codebook(quantizer.mapping, quantizer.bits, self._device)
                 if coded
                 else self._squares,
@@ -248,6 +251,7 @@ class GroupedProducts:
                 addresses.tensor,
                 self._buffers.tensor,
                 self._anchors[precision.precise],
+                self._units,
                 sums,
                 chunk.square,
                 SOURCE=source,

@@ -8,11 +8,11 @@ Gradients are found by a table of addresses (``kernels.gradients``), the step's 
 (``Buffer``), so that a captured graph stays valid although they move.
 
 Products run in float16 and add up in float32. What goes in and what lies between two passes is
-divided by powers of two (``lines.gradient_unit``, ``_unit_between``) that keep it inside of
-float16's range; roots have a diagonal of 1 (``kernels.roots``). A gradient in bf16 can be an
-operand as it is (DIRECT); R̂, by which it is multiplied first, is in bf16 then. Where that is not
-accurate enough (PRECISE), all that is multiplied is a sum of two bf16 numbers, hi + lo, and the
-tensor cores multiply both: 16 bits, and no units.
+divided by powers of two (``lines.gradient_unit``, ``lines.root_unit``) that keep it inside of
+float16's range. A gradient in bf16 can be an operand as it is (DIRECT); R̂, by which it is
+multiplied first, is in bf16 then. Where that is not accurate enough (PRECISE), all that is
+multiplied is a sum of two bf16 numbers, hi + lo, and the tensor cores multiply both: 16 bits, and
+no units.
 
 Scratch is padded to multiples of ``PAD`` with zeros, so that the loads of products need no masks.
 """
@@ -39,10 +39,9 @@ from kronbit.kernels.lines import (
     gradient_unit,
     keep,
     padded,
-    root_unit,
     scratch,
 )
-from kronbit.kernels.roots import as_bf16, divisors
+from kronbit.kernels.roots import as_bf16
 from kronbit.kernels.strips import LEAVE, ZERO, place_in_gradient
 
 # Triton's interpreter multiplies the bits of bf16 numbers as if they were integers.
@@ -88,17 +87,6 @@ def _multiply_gradient(a, b, b_step, depth, total, DEPTH: tl.constexpr):
     return total
 
 
-@triton.jit
-def _unit_between(line, m, n, BOTH: tl.constexpr, PRECISE: tl.constexpr):
-    """The power of two by which the result of a pass is divided, for the next one."""
-    unit = 1.0
-    if not PRECISE:
-        unit = _ROOM
-        if BOTH:  # the diagonals are in it
-            unit *= tl.maximum(root_unit(line, 0, m), root_unit(line, 1, n))
-    return unit
-
-
 @triton.jit(do_not_specialize=["first_square"])
 def pass_kernel(
     programs,
@@ -106,6 +94,7 @@ def pass_kernel(
     addresses,
     buffers,
     anchor,
+    units,
     squares,
     first_square,
     SOURCE: tl.constexpr,
@@ -138,6 +127,7 @@ def pass_kernel(
     x = scratch(anchor, buffers, tl.load(line + SOURCE))
     left = scratch(anchor, buffers, tl.load(line + LEFT))
     right = scratch(anchor, buffers, tl.load(line + RIGHT))
+    left_unit, right_unit = tl.load(units + block * 2), tl.load(units + block * 2 + 1)
     first, stride = place_in_gradient(line, True)
     address, _ = find(addresses, member)
     if address == 0:
@@ -157,14 +147,19 @@ def pass_kernel(
     x_column = tl.max_contiguous(tl.multiple_of(column % padded_n, PADDING), PADDING)
     total = tl.zeros((TILE_M, TILE_N), dtype=tl.float32)
     size = padded_m * padded_n
-    if LAST:
-        scale = _unit_between(line, m, n, BOTH, PRECISE)
-        if not PRECISE:
-            scale *= gradient_unit(buffers, member)
-    else:
-        scale = 1.0 / _unit_between(line, m, n, BOTH, PRECISE)
-        if DIRECT:
-            scale /= gradient_unit(buffers, member)
+    # What the result of the first pass is divided by.
+    room = 1.0 if PRECISE else _ROOM
+    if BOTH:
+        room *= tl.maximum(left_unit, right_unit)
+    scale = room if LAST else 1.0 / room
+    if BOTH:
+        scale *= right_unit
+    elif LAST:  # of both passes
+        scale *= left_unit * right_unit
+    if LAST and not PRECISE:
+        scale *= gradient_unit(buffers, member)
+    if DIRECT:
+        scale /= gradient_unit(buffers, member)
     if BY_LEFT:
         total = _multiply(
             left + x_row[:, None] * padded_m + k[None, :],
@@ -179,7 +174,7 @@ def pass_kernel(
             DEPTH,
         )
     if BOTH:
-        total *= divisors(line, 0, row, m)[:, None] / divisors(line, 1, column, n)[None, :]
+        total *= left_unit / right_unit
     if BY_RIGHT:
         if DIRECT:
             gradient = pointer_to(address, tl.bfloat16, True) + first
@@ -204,13 +199,7 @@ def pass_kernel(
                 PRECISE,
                 DEPTH,
             )
-    if BOTH:
-        total *= (divisors(line, 1, column, n) * scale)[None, :]
-    elif LAST:  # of both passes: rows and columns can be multiplied at the end
-        total *= divisors(line, 0, row, m)[:, None]
-        total *= (divisors(line, 1, column, n) * scale)[None, :]
-    else:
-        total *= scale
+    total *= scale
     inside = (row < padded_m)[:, None] & (column < padded_n)[None, :]
     if not LAST:
         y = scratch(anchor, buffers, tl.load(line + TARGET))

@@ -1,8 +1,4 @@
-"""The roots of blocks, restored into the scratch: rows of L̂ and columns of R̂ have a diagonal of 1.
-
-They are divided by their diagonal elements, which are multiplied in again, in float32, behind the
-products. Most of a root is its diagonal: 1 is not rounded, and only the rest is.
-"""
+"""The roots of blocks, restored into the scratch, each divided by a power of two."""
 
 from __future__ import annotations
 
@@ -22,6 +18,7 @@ from kronbit.kernels.lines import (
     M,
     keep,
     padded,
+    root_unit,
     scratch,
 )
 from kronbit.quantization.triton import restore
@@ -34,27 +31,13 @@ def as_bf16(pointer):
 
 
 @triton.jit
-def _diagonal(line, side, i, n):
-    """Diagonal elements of a root; zero beyond its end."""
-    place = tl.load(line + DIAGONAL + side * TO_RIGHT).to(tl.pointer_type(tl.float32))
-    stride = tl.load(line + DIAGONAL_STRIDE + side * TO_RIGHT)
-    return tl.load(place + i * stride, mask=i < n, other=0.0)
-
-
-@triton.jit
-def divisors(line, side, i, n):
-    """By what rows or columns of a root have been divided: the diagonal, but not by zero."""
-    diagonal = _diagonal(line, side, i, n)
-    return tl.where(diagonal == 0, 1.0, diagonal)
-
-
-@triton.jit
 def roots_kernel(
     programs,
     blocks,
     addresses,
     buffers,
     anchor,
+    units,
     table,
     PRECISE: tl.constexpr,
     DIRECT: tl.constexpr,
@@ -77,9 +60,16 @@ def roots_kernel(
     if address == 0:
         return
     wide = padded(n)
-    row = (tl.program_id(0) - tl.load(program + 2)) * ROWS + tl.arange(0, ROWS)[:, None]
-    by_row = tl.where(side == 0, 1.0 / divisors(line, side, row, n), 1.0)
-    one = tl.where(_diagonal(line, side, row, n) == 0, 0.0, 1.0)
+    unit = 1.0
+    if not PRECISE:
+        unit = root_unit(line, side, n)
+    first = (tl.program_id(0) - tl.load(program + 2)) * ROWS
+    tl.store(units + block * 2 + side, unit, mask=first == 0)
+    inverse = 1.0 / unit
+    row = first + tl.arange(0, ROWS)[:, None]
+    diagonal = tl.load(line + DIAGONAL + side * TO_RIGHT).to(tl.pointer_type(tl.float32))
+    own = diagonal + row * tl.load(line + DIAGONAL_STRIDE + side * TO_RIGHT)
+    on_diagonal = tl.load(own, mask=row < n, other=0.0) * inverse
     code_length = (n * BITS + 7) // 8
     scale_length = (n + BLOCK - 1) // BLOCK
     for start in range(0, wide, COLUMNS):
@@ -87,7 +77,7 @@ def roots_kernel(
         mask = (row < n) & (column < n)
         if BITS == 32:
             place = codes.to(tl.pointer_type(tl.float32)) + row * n + column
-            value = tl.load(place, mask=mask, other=0.0) * by_row
+            value = tl.load(place, mask=mask, other=0.0) * inverse
         elif WORDS:
             # As restore does, but eight codes are read as one word, and their scale once.
             word = start // 8 + tl.arange(0, COLUMNS // 8)[None, :]
@@ -95,17 +85,15 @@ def roots_kernel(
             base = codes.to(tl.pointer_type(tl.int32)) + row * (n // 8)
             eight = tl.load(base + word, mask=known, other=0)
             place = row * scale_length + word * 8 // BLOCK
-            scale = tl.load(scales + place, mask=known, other=0.0) * by_row
+            scale = tl.load(scales + place, mask=known, other=0.0) * inverse
             code = (eight[:, :, None] >> (tl.arange(0, 8) * 4)[None, None, :]) & 15
             value = tl.reshape(tl.load(table + code) * scale[:, :, None], (ROWS, COLUMNS))
         else:
             base = codes.to(tl.pointer_type(tl.uint8)) + row * code_length
             value = restore(base, scales + row * scale_length, table, column, mask, BITS, BLOCK)
-            value = tl.where(mask, value, 0.0) * by_row
-        if side == 1:
-            value *= 1.0 / divisors(line, side, column, n)
+            value = tl.where(mask, value * inverse, 0.0)
         if BITS < 32:
-            value = tl.where(row != column, value, one)
+            value = tl.where(row != column, value, on_diagonal)
         inside = (row < wide) & (column < wide)
         place = out + row * wide + column
         if DIRECT:

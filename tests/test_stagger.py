@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from kronbit import Shampoo
 from kronbit import groups as grouping
-from kronbit.config import Config
+from kronbit.config import Config, Turn
 
-PHASES = [i / 7 for i in range(7)]
+TURNS = [Turn(i / 7, right) for i in range(7) for right in (False, True)]
 
 
 @pytest.mark.parametrize(("update", "refresh"), [(10, 50), (20, 20), (30, 10)])
@@ -20,25 +20,26 @@ def test_every_block_runs_the_papers_schedule_with_its_own_delay(update: int, re
     config = Config(update_every=update, refresh_every=refresh, stagger=True)
     paper = Config(update_every=update, refresh_every=refresh)
     longest = max(update, refresh)
-    delays = [config.delay(phase) for phase in PHASES]
-    assert delays == sorted(set(delays))
+    delays = [config.delay(turn) for turn in TURNS]
+    assert delays[::2] == sorted(set(delays[::2]))
+    assert delays[1::2] == [delay + 2 for delay in delays[::2]]  # L's refresh comes before R
     assert delays[0] == 0
-    assert delays[-1] < longest
-    for phase, delay in zip(PHASES, delays, strict=True):
+    assert delays[-2] < longest
+    for turn, delay in zip(TURNS, delays, strict=True):
         for t in range(1, 4 * longest):
             late = t - delay
-            assert config.updates_at(t, phase) == (late > 0 and paper.updates_at(late))
+            assert config.updates_at(t, turn) == (late > 0 and paper.updates_at(late))
             late -= 1  # the refresh follows the update
-            assert config.refreshes_at(t, phase) == (late > 0 and paper.refreshes_at(late))
-    assert all(paper.delay(phase) == 0 for phase in PHASES)
+            assert config.refreshes_at(t, turn) == (late > 0 and paper.refreshes_at(late))
+    assert all(paper.delay(turn) == 0 for turn in TURNS)
 
 
 def test_an_early_first_refresh_is_not_staggered() -> None:
     config = Config(first_refresh=5, update_every=10, refresh_every=40, stagger=True)
-    for phase in PHASES:
-        early = [t for t in range(1, 40) if config.refreshes_at(t, phase)]
+    for turn in TURNS:
+        early = [t for t in range(1, 40) if config.refreshes_at(t, turn)]
         assert early == [5, 10, 20]
-    assert config.first_preconditioned_step(PHASES[-1]) == 5
+    assert config.first_preconditioned_step(TURNS[-1]) == 5
 
 
 @pytest.fixture
@@ -81,8 +82,8 @@ def test_statistics_are_those_of_a_run_that_starts_later() -> None:
     config = optimizer.config
     seen = set()
     for i, number in ((0, 0), (1, 1), (3, 2)):
-        for phase in own.phases[number]:
-            delay = config.delay(phase)
+        for turn in own.turns[number]:
+            delay = config.delay(turn)
             seen.add(delay)
             late, reference = build(False, device)
             for t in range(delay, steps):
@@ -92,17 +93,18 @@ def test_statistics_are_those_of_a_run_that_starts_later() -> None:
                 f"block_{block.index}"
                 for group in own.groups
                 for segment in group.segments
-                if segment.member == number and segment.phase == phase
+                if segment.member == number and segment.phase == turn.phase
                 for span in group.spans
                 if span.member == number
                 for row, block in enumerate(span.grid.blocks(), span.start)
                 if segment.start <= row < segment.stop
             }
             assert keys
+            side = "right" if turn.right else "left"
             for key in keys:
                 mine, theirs = optimizer.state[params[i]][key], reference.state[late[i]][key]
-                assert_same_state({0: mine}, {0: theirs})
-    assert len(seen) == 4
+                assert_same_state({0: mine[side]}, {0: theirs[side]})
+    assert seen == {0, 2, 4, 6, 8}
 
 
 @pytest.mark.usefixtures("small_batches")
@@ -118,11 +120,11 @@ def test_a_parameter_waits_until_all_its_blocks_have_been_refreshed(device: torc
                 changed.setdefault(i, t)
     (own,) = optimizer._plan.preconditioners.values()
     expected = {
-        i: optimizer.config.first_preconditioned_step(own.phases[number][-1])
+        i: optimizer.config.first_preconditioned_step(own.turns[number][-1])
         for i, number in ((0, 0), (1, 1), (3, 2))
     }
     assert changed == expected
-    assert len(own.phases[1]) == 2
+    assert len(own.turns[1]) == 4
 
 
 @pytest.mark.usefixtures("small_batches")
@@ -149,12 +151,17 @@ def test_resuming_is_exact_in_the_middle_of_an_interval(when: int, device: torch
 
 @pytest.mark.usefixtures("small_batches")
 def test_no_step_does_all_the_work() -> None:
-    """Over one interval every block is refreshed once, and never two batches at a step."""
-    params, optimizer = build(True, torch.device("cpu"), update_every=10, refresh_every=10)
+    """Over one interval every side is refreshed once, and never two batches at a step."""
+    params, optimizer = build(True, torch.device("cpu"), update_every=16, refresh_every=16)
     feed(params, 0)
     optimizer.step()
     (own,) = optimizer._plan.preconditioners.values()
     delay = optimizer.config.delay
-    turns = [delay(segment.phase) for group in own.groups for segment in group.segments]
-    assert sorted(turns) == sorted(set(turns))
-    assert len(turns) == 4
+    delays = [
+        delay(Turn(segment.phase, right)) + refresh
+        for group in own.groups
+        for segment in group.segments
+        for right in (False, True)
+        for refresh in (0, 1)
+    ]
+    assert sorted(delays) == list(range(16))

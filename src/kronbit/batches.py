@@ -66,11 +66,11 @@ class Part:
 
 
 def due_parts(groups: Sequence[Group], due: Mapping[int, Due]) -> Iterator[Part]:
-    """Both sides of all rows that are due."""
+    """The sides of all rows that are due."""
     for group in groups if due else ():
-        for run, config in group.runs(due):
-            yield Part(group, False, run, config)
-            yield Part(group, True, run, config)
+        for right in (False, True):
+            for run, config in group.runs(due, right):
+                yield Part(group, right, run, config)
 
 
 def order_of(parts: Sequence[Part]) -> int:

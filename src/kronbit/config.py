@@ -27,6 +27,21 @@ class Format(NamedTuple):
 _FLOAT32 = Quantizer(bits=32)
 
 
+class Turn(NamedTuple):
+    """When a statistic, and its inverse root, have their turn, if they are staggered.
+
+    Attributes:
+        phase: In [0, 1): the block's place in the interval.
+        right: Whether it is R, which comes after L.
+    """
+
+    phase: float
+    right: bool
+
+
+FIRST_TURN = Turn(0.0, right=False)
+
+
 @dataclass(frozen=True)
 class Config:
     """Options of a second-order optimizer; the paper's symbol stands first where it has one.
@@ -52,7 +67,8 @@ class Config:
             k, 2k, 4k, ... while below T2; from T2 on, T1 and T2 rule.
         stagger: True spreads updates and refreshes over their intervals: the blocks run the same
             schedule, each with a delay of its own below the longer interval, so that no step does
-            the work of all. False: all at the same step, as in the paper.
+            the work of all. L and R have turns of their own. False: all at the same step, as in
+            the paper.
         update_rectify: t1. Björck steps on the dequantised eigenvectors before an update.
         refresh_rectify: t2. Björck steps before a refresh.
         qr_iterations: QR iterations of the randomized SVD in each update.
@@ -183,32 +199,37 @@ class Config:
         bits = self.bits if bits is None else bits
         return _FLOAT32 if bits == 32 else Quantizer(bits, self.mapping, self.block_size)
 
-    def updates_at(self, t: int, phase: float = 0.0) -> bool:
-        """Whether a block's statistics are updated at step t (counted from 1).
+    def updates_at(self, t: int, turn: Turn = FIRST_TURN) -> bool:
+        """Whether a statistic of a block is updated at step t (counted from 1).
 
         Args:
             t: The step.
-            phase: In [0, 1): the block's place in the interval, if they are staggered.
+            turn: The statistic's, if they are staggered.
         """
         if self._early(t):
             return self._doubles_at(t)
-        t -= self.delay(phase)
+        t -= self.delay(turn)
         return t > 0 and t % self.update_every == 0
 
-    def refreshes_at(self, t: int, phase: float = 0.0) -> bool:
-        """Whether a block's inverse roots are refreshed at step t; see ``updates_at``.
+    def refreshes_at(self, t: int, turn: Turn = FIRST_TURN) -> bool:
+        """Whether an inverse root of a block is refreshed at step t; see ``updates_at``.
 
         Staggered, that comes one step after the update, so that a step does not do both (but for
         early refreshes).
         """
         if self._early(t):
             return self._doubles_at(t)
-        t -= self.delay(phase) + self.stagger
+        t -= self.delay(turn) + self.stagger
         return t > 0 and t % self.refresh_every == 0
 
-    def delay(self, phase: float) -> int:
-        """Steps by which a block with this phase is behind the paper's schedule."""
-        return int(phase * max(self.update_every, self.refresh_every)) if self.stagger else 0
+    def delay(self, turn: Turn) -> int:
+        """Steps by which a statistic with this turn is behind the paper's schedule.
+
+        R comes two steps after L: after L's update and its refresh.
+        """
+        if not self.stagger:
+            return 0
+        return int(turn.phase * max(self.update_every, self.refresh_every)) + 2 * turn.right
 
     def _early(self, t: int) -> bool:
         return self.first_refresh is not None and t < self.refresh_every
@@ -218,16 +239,16 @@ class Config:
         times, rest = divmod(t, self.first_refresh or 1)
         return rest == 0 and times > 0 and times & (times - 1) == 0
 
-    def first_preconditioned_step(self, phase: float = 0.0) -> int:
+    def first_preconditioned_step(self, last: Turn = FIRST_TURN) -> int:
         """The first step whose gradient is preconditioned: a refresh at or after an update.
 
         Args:
-            phase: The largest among a parameter's blocks: it waits until all have been refreshed.
+            last: The last turn of a parameter: it waits until all blocks have been refreshed.
         """
         if self.first_refresh is not None:
             return self.first_refresh
         first = -(-self.update_every // self.refresh_every) * self.refresh_every
-        return first + self.delay(phase) + self.stagger
+        return first + self.delay(last) + self.stagger
 
 
 def take_options(keywords: MutableMapping[str, Any]) -> Config:

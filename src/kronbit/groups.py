@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from kronbit.blocking import Blocking, Grid, boxes
-from kronbit.config import Config, Format
+from kronbit.config import Config, Format, Turn
 from kronbit.factors import Factors
 
 # What the blocks of a group have in common: their shape, both sides' formats, the start value.
@@ -60,11 +60,11 @@ class Due:
 
     Attributes:
         config: The member's options at this step.
-        phases: Those of the blocks; ``None``: all blocks.
+        turns: Whose turn it is; ``None``: both sides of all blocks.
     """
 
     config: Config
-    phases: frozenset[float] | None = None
+    turns: frozenset[Turn] | None = None
 
 
 @dataclass(frozen=True)
@@ -100,12 +100,13 @@ class Group:
     number: Tensor
     segments: tuple[Segment, ...]
 
-    def runs(self, wanted: Mapping[int, Due]) -> Iterator[tuple[slice, Config]]:
-        """Maximal ranges of neighbouring rows that are wanted with equal options."""
+    def runs(self, wanted: Mapping[int, Due], right: bool) -> Iterator[tuple[slice, Config]]:
+        """Maximal ranges of neighbouring rows that are wanted with equal options, on one side."""
         start, current = 0, None
         for segment in self.segments:
             due = wanted.get(segment.member)
-            here = due is not None and (due.phases is None or segment.phase in due.phases)
+            turn = Turn(segment.phase, right)
+            here = due is not None and (due.turns is None or turn in due.turns)
             config = due.config if due is not None and here else None
             if config == current:
                 continue

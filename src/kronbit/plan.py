@@ -65,11 +65,6 @@ class Plan:
             if isinstance(blocking, Blocking):
                 self.places[p] = Place(p.device, len(there), p.shape, config)
                 there.append(Member(blocking, config))
-        workspace = int(options.workspace_mb * 2**20)
-        self.preconditioners = {
-            device: Preconditioner(there, algorithm, workspace, options.cuda_graph, device)
-            for device, there in members.items()
-        }
         for device, there in members.items():
             if has_kernels(device) and device.type == "cuda":
                 from kronbit.warm_up import warm_up
@@ -77,6 +72,11 @@ class Plan:
                 brain = dtypes[device] == {torch.bfloat16}
                 for config in {member.config for member in there}:
                     warm_up(device, algorithm, config, torch.bfloat16 if brain else torch.float32)
+        workspace = int(options.workspace_mb * 2**20)
+        self.preconditioners = {
+            device: Preconditioner(there, algorithm, workspace, options.cuda_graph, device)
+            for device, there in members.items()
+        }
 
     def blocks(self) -> Iterator[PlannedBlock]:
         """Every block of every parameter."""

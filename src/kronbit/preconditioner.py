@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from typing import TYPE_CHECKING
 
 import torch
@@ -28,6 +28,7 @@ from kronbit.batches import (
     due_parts,
     order_of,
 )
+from kronbit.config import Turn
 from kronbit.factors import Batch
 from kronbit.gradients import GradientBlocks
 from kronbit.groups import Due, Group, Member, chunks, make_groups
@@ -89,8 +90,8 @@ class Preconditioner:
         refreshed: Members with a root that is not the identity. The others' G̃ is G, to the bit:
             ``precondition`` does not touch them.
         products: How the members' products are taken, by kernels where there are some.
-        phases: Of each member's blocks, ascending: when they have their turn, if staggered.
-        all_phases: Those that occur.
+        turns: Of each member's statistics, ascending, if they are staggered.
+        all_turns: Those that occur.
         ungrafted: On the device, how often F got G itself because Ĝ had overflowed.
         graft_ratio: On the device, ‖G‖ / ‖Ĝ‖ of each member when it was last preconditioned.
     """
@@ -110,8 +111,8 @@ class Preconditioner:
         self.graft_ratio = torch.ones(len(members), dtype=torch.float32, device=device)
         self.products = KernelProducts(self, graphs)
         self._device, self._graphs = device, graphs
-        self.phases = self._phases()
-        self.all_phases = {phase for own in self.phases for phase in own}
+        self.turns = self._turns()
+        self.all_turns = {turn for own in self.turns for turn in own}
         self._blocks = [len(member.blocking) for member in members]
         self._lengths = torch.tensor(self._blocks, dtype=torch.int64, device=device)
         self._waves: dict[tuple[int, ...], list[Wave]] = {}
@@ -121,11 +122,11 @@ class Preconditioner:
         self._chain: Chain | None = None
         self._remembered_owners: dict[tuple[tuple[int, int, int], ...], Tensor] = {}
 
-    def _phases(self) -> list[tuple[float, ...]]:
-        found: list[set[float]] = [set() for _ in self.members]
+    def _turns(self) -> list[tuple[Turn, ...]]:
+        found: list[set[Turn]] = [set() for _ in self.members]
         for group in self.groups:
             for segment in group.segments:
-                found[segment.member].add(segment.phase)
+                found[segment.member] |= {Turn(segment.phase, side) for side in (False, True)}
         return [tuple(sorted(own)) for own in found]
 
     def graph_refused(self) -> str | None:
@@ -252,12 +253,12 @@ class Preconditioner:
         if flags:
             for (part, _), replaced in zip(_rows(done), torch.cat(flags).tolist(), strict=True):
                 part.factors.counters["discarded_roots"] += not replaced
-        staggered = {i for i, own in due.items() if own.phases is not None}
+        staggered = {i for i, own in due.items() if own.turns is not None}
         known = set(self.refreshed)
         self.find_refreshed(due.keys() - staggered)
         self.find_refreshed(staggered, whole=True)
         # Staggered blocks are compared together, at the turn of the last.
-        last = {i for i in staggered if self.phases[i][-1] in (due[i].phases or ())}
+        last = {i for i in staggered if self.turns[i][-1] in (due[i].turns or ())}
         new = self.refreshed - known
         self.products.choose(measured, [i for i in due if i not in staggered - last - new], new)
 
@@ -266,19 +267,19 @@ class Preconditioner:
 
         Args:
             candidates: Members.
-            whole: Whether all blocks of a member must have left it, or any.
+            whole: Whether both roots of all blocks of a member must have left it, or any.
         """
         wanted = {i: Due(self.members[i].config) for i in candidates if i not in self.refreshed}
         if not wanted:
             return
-        changed = torch.zeros(sum(self._blocks), dtype=torch.bool, device=self._device)
+        changed = torch.zeros(2, sum(self._blocks), dtype=torch.bool, device=self._device)
         for parts in batches(due_parts(self.groups, wanted), self.workspace, PRECONDITION):
             for part in parts:
                 here = part.group.number[part.rows]
-                changed[here] = changed[here] | ~part.factors.is_identity(part.rows)
-        flags = iter(changed.tolist())
+                changed[int(part.right), here] = ~part.factors.is_identity(part.rows)
+        flags = zip(*changed.tolist(), strict=True)
         for i, count in enumerate(self._blocks):
-            own = list(islice(flags, count))
+            own = chain.from_iterable(list(islice(flags, count)))
             if i in wanted and (all(own) if whole else any(own)):
                 self.refreshed.add(i)
 
@@ -366,7 +367,7 @@ class Preconditioner:
         parts = tuple(
             (group, rows)
             for group in self.groups
-            for run, _ in group.runs(wanted)
+            for run, _ in group.runs(wanted, right=False)  # as those of the right
             for rows in chunks(run, PRECONDITION.rows(max(group.shape), group.shape, budget))
         )
         mask = torch.zeros_like(self.graft_ratio, dtype=torch.bool)

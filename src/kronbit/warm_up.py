@@ -45,13 +45,13 @@ def _warm_up(
 ) -> None:
     ways = [route(shape, config) for shape in _SHAPES]
     members = [Member(way, config) for way in ways if isinstance(way, Blocking)]
-    own = Preconditioner(members, algorithm, 2**24, graphs=False, device=device)
     due = {i: Due(config) for i in range(len(members))}
     shapes = [member.blocking.matrices for member in members]
     grads = [torch.zeros(shape, dtype=dtype, device=device).squeeze(0) for shape in shapes]
     guard = NonfiniteGuard(device)
 
     def every_kind_of_step() -> None:
+        own = Preconditioner(members, algorithm, 2**24, graphs=False, device=device)
         sizes = [grad.numel() for grad in grads]
         measured = guard.measure(grads, sizes, plain_dtypes(grads), count=True)
         assert measured.addresses is not None

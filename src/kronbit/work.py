@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from kronbit.config import Config
+from kronbit.config import FIRST_TURN, Config, Turn
 from kronbit.gradients import plain_dtypes
 from kronbit.groups import Due
 from kronbit.nonfinite import Measured, NonfiniteGuard
@@ -20,9 +20,9 @@ from kronbit.preconditioner import Preconditioner
 from kronbit.state import Snapshot
 
 _STEP = itemgetter("step")
-_TOGETHER = (0.0,)
-# Whether something is scheduled: by options, step and phase.
-Scheduled: TypeAlias = Callable[[Config, int, float], bool]
+_TOGETHER = (FIRST_TURN,)
+# Whether something is scheduled: by options, step and turn.
+Scheduled: TypeAlias = Callable[[Config, int, Turn], bool]
 
 
 class Present(NamedTuple):
@@ -192,16 +192,16 @@ class Errand:
             and list(map(Tensor.numel, self._pick_rest(grads))) == self._rest_sizes
         )
 
-    def turns(self, scheduled: Scheduled) -> dict[tuple[Config, int], set[float]]:
-        """The phases whose turn has come, by options and by steps that members have seen.
+    def turns(self, scheduled: Scheduled) -> dict[tuple[Config, int], set[Turn]]:
+        """The turns that have come, by options and by steps that members have seen.
 
         Nearly always there is one number of steps, and it is nobody's turn.
         """
         return {
             (config, step): {
-                phase
-                for phase in (self.preconditioner.all_phases if config.stagger else _TOGETHER)
-                if scheduled(config, step + 1, phase)
+                turn
+                for turn in (self.preconditioner.all_turns if config.stagger else _TOGETHER)
+                if scheduled(config, step + 1, turn)
             }
             for config in self.configs_there
             for step in set(map(_STEP, self.entries_there))
@@ -241,9 +241,9 @@ class Work:
             if number is None:
                 continue
             config = self.itinerary.configs[number]
-            phases = now[config, self.itinerary.entries[number]["step"]]
-            own = self.preconditioner.phases[i] if config.stagger else _TOGETHER
-            mine = phases.intersection(own)
+            turns = now[config, self.itinerary.entries[number]["step"]]
+            own = self.preconditioner.turns[i] if config.stagger else _TOGETHER
+            mine = turns.intersection(own)
             if mine:
                 due[i] = Due(config, None if len(mine) == len(own) else frozenset(mine))
         return due

@@ -67,7 +67,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any
 
 
 def compile_together(work: Callable[[], object]) -> None:
-    """Compile the kernels that some work would launch, side by side.
+    """Compile and load the kernels that some work would launch, side by side.
 
     Compilers mostly work outside of Python, so threads help.
 
@@ -75,21 +75,24 @@ def compile_together(work: Callable[[], object]) -> None:
         work: Called once. Kernels that are not compiled yet are not launched: its results are
             garbage.
     """
-    waiting: dict[tuple[Any, ...], tuple[torch.device, Callable[[], object]]] = {}
+    waiting: dict[tuple[Any, ...], tuple[torch.device, Callable[[], Any]]] = {}
     _here.waiting = waiting
     try:
         work()
     finally:
         del _here.waiting
     with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1)) as threads:
-        for compiled in [threads.submit(_on, *call) for call in waiting.values()]:
-            compiled.result()
+        for done in [threads.submit(_compile, *call) for call in waiting.values()]:
+            done.result()
 
 
-def _on(device: torch.device, call: Callable[[], object]) -> None:
-    """Call something with a GPU as the current one: each thread has its own."""
+def _compile(device: torch.device, call: Callable[[], Any]) -> None:
+    """Compile and load a kernel with a GPU as the current one: each thread has its own."""
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-        call()
+        compiled = call()
+        if compiled is not None:
+            # Asking for what launches it makes that: up to Triton 3.6, by a C compiler.
+            assert compiled.run is not None
 
 
 def _runner(

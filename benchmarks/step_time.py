@@ -21,7 +21,7 @@ import json
 import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -242,9 +242,10 @@ def line(name: str, result: dict[str, Any]) -> str:
     return text
 
 
-def measure(name: str, chosen: list[str]) -> dict[str, Any]:
+def measure(name: str, chosen: list[str], report: dict[str, Any]) -> Iterator[None]:
+    """Add a model's optimizers to a report, one by one."""
     case = CASES[name]
-    report: dict[str, Any] = {"forward_backward_ms": forward_backward(case), "optimizers": {}}
+    report |= {"forward_backward_ms": forward_backward(case), "optimizers": {}}
     print(f"{name}: forward + backward {report['forward_backward_ms']}")
     header = ("ordinary", "update", "refresh", "amort.", "p99", "rest MiB", "+peak")
     print(f"  {'optimizer, ms':26} " + " ".join(f"{column:>8}" for column in header), flush=True)
@@ -266,7 +267,7 @@ def measure(name: str, chosen: list[str]) -> dict[str, Any]:
                 }
         report["optimizers"][optimizer] = result
         print(line(optimizer, result), flush=True)
-    return report
+        yield
 
 
 def main() -> None:
@@ -287,8 +288,8 @@ def main() -> None:
         "models": {},
     }
     for name in arguments.models:
-        report["models"][name] = measure(name, arguments.optimizers)
-        arguments.output.write_text(json.dumps(report, indent=1) + "\n")
+        for _ in measure(name, arguments.optimizers, report["models"].setdefault(name, {})):
+            arguments.output.write_text(json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":

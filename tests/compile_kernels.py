@@ -127,7 +127,8 @@ def main() -> None:
 def nothing_is_left_after_the_warm_up(dtype: torch.dtype) -> None:
     shapes = ((320, 64), (64, 512), (8,))
     params = [torch.nn.Parameter(torch.randn(*shape, dtype=dtype)) for shape in shapes]
-    optimizer = Shampoo(params, base="sgd", lr=0.1, update_every=1, refresh_every=1)
+    every = {"update_every": 1, "refresh_every": 1}
+    optimizer = Shampoo(params, base="sgd", lr=0.1, workspace_mb=0.25, **every)  # several waves
     warm_up(CPU, Shampoo.algorithm, optimizer.config, dtype)
     before = len(compiled)
     for _ in range(2):

@@ -116,6 +116,7 @@ def test_schedules() -> None:
         ({"first_refresh": 10}, 10),
         ({"update_every": 100, "refresh_every": 30}, 120),
         ({"update_every": 1, "refresh_every": 1}, 1),
+        ({"stagger": True}, 503),  # R̂ comes three steps after L
     ],
 )
 def test_first_preconditioned_step(options: dict[str, Any], first: int) -> None:

@@ -261,12 +261,16 @@ def test_every_kernel_compiles_for_a_gpu_that_is_not_there() -> None:
     assert "wgmma" in done.stdout
 
 
-def build(graph: bool) -> tuple[list[nn.Parameter], Shampoo]:
+def build(
+    graph: bool, dtype: torch.dtype = torch.float32, workspace_mb: float = 256
+) -> tuple[list[nn.Parameter], Shampoo]:
     torch.manual_seed(0)
     shapes = [(300, 200), (128, 128), (40,), (64, 700)]
-    params = [nn.Parameter(torch.randn(shape, device="cuda")) for shape in shapes]
+    params = [nn.Parameter(torch.randn(shape, device="cuda", dtype=dtype)) for shape in shapes]
     base = torch.optim.AdamW(params, lr=1e-2, fused=True)
-    return params, Shampoo(base, max_order=256, update_every=4, refresh_every=8, cuda_graph=graph)
+    every = {"update_every": 4, "refresh_every": 8}
+    options = {"max_order": 256, "cuda_graph": graph, "workspace_mb": workspace_mb, **every}
+    return params, Shampoo(base, **options)
 
 
 def feed(params: list[nn.Parameter], t: int) -> list[Tensor]:
@@ -274,13 +278,19 @@ def feed(params: list[nn.Parameter], t: int) -> list[Tensor]:
     generator = torch.Generator("cuda").manual_seed(t)
     ballast = [torch.empty(1000 * (t % 3 + 1), device="cuda")]
     for p in params:
-        p.grad = torch.randn(p.shape, device="cuda", generator=generator)
+        p.grad = torch.randn(p.shape, device="cuda", dtype=p.dtype, generator=generator)
     return ballast
 
 
 @pytest.mark.gpu
-def test_a_graph_changes_nothing_although_gradients_move() -> None:
-    (a, with_graph), (b, without) = build(True), build(False)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("workspace_mb", "waves"), [(256, 1), (0.5, 2), (0.25, 3)])
+def test_a_graph_changes_nothing_although_gradients_move(
+    workspace_mb: float, waves: int, dtype: torch.dtype
+) -> None:
+    """Whether one wave is all, or they are grafted while others are multiplied."""
+    a, with_graph = build(True, dtype, workspace_mb)
+    b, without = build(False, dtype, workspace_mb)
     for t in range(30):
         for params, optimizer in ((a, with_graph), (b, without)):
             keep = feed(params, t)
@@ -299,6 +309,10 @@ def test_a_graph_changes_nothing_although_gradients_move() -> None:
     assert found["products"] == {HALF: 3}
     (own,) = with_graph._plan.preconditioners.values()
     assert any(graph is not None for graph in own.products._replay._graphs.values())
+    cut = [len(tables._tables.waves) for tables in own.products._grouped.values()]
+    assert max(cut) == waves
+    direct = {precision.direct for precision, _ in own.products._grouped}
+    assert direct == {dtype == torch.bfloat16}
 
 
 @pytest.mark.gpu

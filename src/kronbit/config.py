@@ -39,7 +39,7 @@ class Turn(NamedTuple):
     right: bool
 
 
-FIRST_TURN = Turn(0.0, right=False)
+FIRST_TURN, SECOND_TURN = Turn(0.0, right=False), Turn(0.0, right=True)
 
 
 @dataclass(frozen=True)
@@ -66,9 +66,8 @@ class Config:
         first_refresh: ``None``: the first refresh is at T2. An integer k: update and refresh at
             k, 2k, 4k, ... while below T2; from T2 on, T1 and T2 rule.
         stagger: True spreads updates and refreshes over their intervals: the blocks run the same
-            schedule, each with a delay of its own below the longer interval, so that no step does
-            the work of all. L and R have turns of their own. False: all at the same step, as in
-            the paper.
+            schedule, each with a delay of its own below the longer interval (R two steps more than
+            L), so that no step does the work of all. False: all at the same step, as in the paper.
         update_rectify: t1. Björck steps on the dequantised eigenvectors before an update.
         refresh_rectify: t2. Björck steps before a refresh.
         qr_iterations: QR iterations of the randomized SVD in each update.
@@ -239,7 +238,7 @@ class Config:
         times, rest = divmod(t, self.first_refresh or 1)
         return rest == 0 and times > 0 and times & (times - 1) == 0
 
-    def first_preconditioned_step(self, last: Turn = FIRST_TURN) -> int:
+    def first_preconditioned_step(self, last: Turn = SECOND_TURN) -> int:
         """The first step whose gradient is preconditioned: a refresh at or after an update.
 
         Args:

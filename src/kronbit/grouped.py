@@ -95,7 +95,7 @@ class GroupedProducts:
             self._products(chunk, addresses, self._precision, sums, compare=True)
             del held
         found = sums.new_zeros(len(self._scales), 3)
-        members, starts, stops = torch.cat([wave.members for wave in tables.waves]).long().unbind(1)
+        members, starts, stops = tables.members.long().unbind(1)
         by_member = torch.segment_reduce(sums, "sum", lengths=stops - starts, unsafe=True)
         return found.index_copy_(0, members, by_member)
 
@@ -133,7 +133,8 @@ class GroupedProducts:
         launch(
             graft_kernel,
             (len(wave.members),),
-            wave.members,
+            self._tables.members,
+            wave.members.start,
             addresses.tensor,
             self._buffers.tensor,
             self._squares,

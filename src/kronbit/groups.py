@@ -174,9 +174,9 @@ def make_groups(members: Sequence[Member], p: int, device: torch.device) -> list
             earlier.append(Span(index, grid, earlier[-1].stop if earlier else 0))
     stacks = _stacks(spans, p, device)
     groups = []
-    turns, count = _turns(spans)
+    places, count = _places_in_interval(spans)
     for key, own in spans.items():
-        segments = tuple(_segments(own, turns[key], count))
+        segments = tuple(_segments(own, places[key], count))
         blocks = [(span.member, block.index) for span in own for block in span.grid.blocks()]
         groups.append(
             Group(
@@ -220,30 +220,30 @@ def _stacks(
     }
 
 
-def _turns(spans: Mapping[_Key, Sequence[Span]]) -> tuple[dict[_Key, list[int]], int]:
-    """The turns of each group's rows, when blocks are staggered, and how many turns there are.
+def _places_in_interval(spans: Mapping[_Key, Sequence[Span]]) -> tuple[dict[_Key, list[int]], int]:
+    """The places of each group's rows in the interval, if they are staggered, and their number.
 
-    A turn is enough to keep a GPU busy. Large blocks come first, so that those of a turn are of
-    similar orders, and can share batches.
+    The rows of a place are enough to keep a GPU busy. Large blocks come first, so that those of a
+    place are of similar orders, and can share batches.
     """
     found: dict[_Key, list[int]] = {}
-    turn = filled = 0
+    place = filled = 0
     for key in sorted(spans, key=lambda key: max(key[0]), reverse=True):
         size = max(key[0]) ** 2
         found[key] = []
         for _ in range(spans[key][-1].stop):
             if filled and filled + size > _BATCH:
-                turn, filled = turn + 1, 0
-            found[key].append(turn)
+                place, filled = place + 1, 0
+            found[key].append(place)
             filled += size
-    return found, turn + 1
+    return found, place + 1
 
 
-def _segments(spans: Sequence[Span], turns: Sequence[int], count: int) -> Iterator[Segment]:
-    """Cut the rows of a group where the member or the turn changes."""
+def _segments(spans: Sequence[Span], places: Sequence[int], count: int) -> Iterator[Segment]:
+    """Cut the rows of a group where the member or the place changes."""
     for span in spans:
         start = span.start
-        for turn, rows in groupby(turns[span.start : span.stop]):
+        for place, rows in groupby(places[span.start : span.stop]):
             stop = start + len(list(rows))
-            yield Segment(start, stop, span.member, turn / count)
+            yield Segment(start, stop, span.member, place / count)
             start = stop

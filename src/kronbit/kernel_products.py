@@ -144,7 +144,7 @@ class KernelProducts:
         if not any(map(addresses.values.__getitem__, there)):
             return
         half = self._precision(HALF, addresses)
-        tables = self._comparison_of(self._precision(BF16X3, addresses), there)
+        tables = self._comparison_of(there)
         sums = tables.compare(addresses, measured.norms, half)
         cosines = (sums[:, 0] / (sums[:, 1].sqrt() * sums[:, 2].sqrt())).tolist()
         for i in there:
@@ -154,10 +154,12 @@ class KernelProducts:
         """Why the ordinary step could not be captured as a graph; ``None`` if it could be."""
         return self._replay.refused
 
-    def _comparison_of(self, precision: Precision, members: frozenset[int]) -> GroupedProducts:
+    def _comparison_of(self, members: frozenset[int]) -> GroupedProducts:
         """The tables that ways are compared with. The last ones are remembered."""
+        from kronbit.cutting import Precision
+
         if self._comparison is None or self._comparison[0] != members:
-            self._comparison = members, self._make(precision, members)
+            self._comparison = members, self._make(Precision(precise=True), members)
         return self._comparison[1]
 
     def _make(self, precision: Precision, members: frozenset[int]) -> GroupedProducts:

@@ -100,7 +100,7 @@ class Plan:
             if p in self.places:
                 place = self.places[p]
                 own = self.preconditioners[place.device]
-                own.find_refreshed([place.index])
+                own.find_refreshed([place.index], whole=place.config.stagger)
                 state[p]["product_bits"] = FLOAT32 if place.index in own.refreshed else 0
 
 

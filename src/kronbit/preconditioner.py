@@ -237,7 +237,8 @@ class Preconditioner:
     def refresh(self, measured: Measured, due: Mapping[int, Due]) -> None:
         """PIRU for L̂ and R̂ of the blocks that are due. Waits for the device.
 
-        A member counts as refreshed once all its blocks are; staggered ones are so one by one.
+        A member counts as refreshed once both roots of all its blocks are; staggered, they are so
+        one by one.
 
         Args:
             measured: The members' gradients, on which products in less than float32 are tried.

@@ -42,7 +42,7 @@ class Chunk:
         roots: Of each root format: whether eight codes are a word of their own, as those of a row
             of a multiple of eight are, and (block, side, first) of each program that restores.
             The first is that of the block's programs, here and below.
-        strips: Which of the wave's programs gather or scatter its rows.
+        strips: Which of the tables' programs gather or scatter its rows.
         wide: Whether rows of gradients begin and end at multiples of 8 elements, all or none.
         tiles: (block, first) of each program of a product.
         square: Where its programs' sums of squares begin.
@@ -63,13 +63,13 @@ class TableWave:
     """Members that are grafted together.
 
     Attributes:
-        members: (member, first, one past the last of its squares) of each.
+        members: Which of the tables'.
         chunks: Its blocks in order.
         fits: Whether Ĝ of the wave is held until it is grafted; else it is computed twice.
         alone: Whether it may need all of the held stack; two others have a half each.
     """
 
-    members: Tensor
+    members: range
     chunks: tuple[Chunk, ...]
     fits: bool
     alone: bool
@@ -81,6 +81,7 @@ class Tables:
 
     Attributes:
         lines: The blocks' lines of integers.
+        members: (member, first, one past the last of its squares) of each.
         strips: (block, first) of each program that gathers or scatters rows.
         waves: In order.
         shape: How products are cut.
@@ -91,6 +92,7 @@ class Tables:
     """
 
     lines: Tensor
+    members: Tensor
     strips: Tensor
     waves: tuple[TableWave, ...]
     shape: Shape
@@ -152,17 +154,12 @@ def make_tables(
         makers.append((range(first_member, len(writer.members) // 3), chunks, fits, alone))
     strips = writer.lists.add(writer.strips)
     table = to_device(writer.lists.integers, device).view(-1)
-    of_members = to_device(writer.members, device, 3)
     return Tables(
         lines=to_device(writer.lines, device, COUNT),
+        members=to_device(writer.members, device, 3),
         strips=strips(table),
         waves=tuple(
-            TableWave(
-                of_members[own.start : own.stop],
-                tuple(make(table) for make in chunks),
-                fits,
-                alone,
-            )
+            TableWave(own, tuple(make(table) for make in chunks), fits, alone)
             for own, chunks, fits, alone in makers
         ),
         shape=shape,

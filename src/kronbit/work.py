@@ -183,6 +183,8 @@ class Errand:
         self._rest_sizes = [present.grads[number].numel() for number in rest]
         self.configs_there = list({present.configs[number] for number in there})
         self.entries_there = [entries[number] for number in there]
+        # By what is scheduled: the steps that were asked for last, and the answer.
+        self._turns: dict[Scheduled, tuple[set[int], dict[tuple[Config, int], set[Turn]]]] = {}
 
     def holds(self, grads: Sequence[Tensor]) -> bool:
         """Whether gradients have the shapes that state was made for; of others, the sizes."""
@@ -197,15 +199,20 @@ class Errand:
 
         Nearly always there is one number of steps, and it is nobody's turn.
         """
-        return {
-            (config, step): {
-                turn
-                for turn in (self.preconditioner.all_turns if config.stagger else _TOGETHER)
-                if scheduled(config, step + 1, turn)
+        steps = set(map(_STEP, self.entries_there))
+        known = self._turns.get(scheduled)
+        if known is None or known[0] != steps:
+            found = {
+                (config, step): {
+                    turn
+                    for turn in (self.preconditioner.all_turns if config.stagger else _TOGETHER)
+                    if scheduled(config, step + 1, turn)
+                }
+                for config in self.configs_there
+                for step in steps
             }
-            for config in self.configs_there
-            for step in set(map(_STEP, self.entries_there))
-        }
+            known = self._turns[scheduled] = steps, found
+        return known[1]
 
     def pick(self, grads: list[Tensor]) -> tuple[Tensor | None, ...]:
         """The gradient of every member, ``None`` where there is none, and those left to F."""

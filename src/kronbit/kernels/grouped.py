@@ -15,6 +15,7 @@ multiplied is a sum of two bf16 numbers, hi + lo, and the tensor cores multiply 
 no units.
 
 Scratch is padded to multiples of ``PAD`` with zeros, so that the loads of products need no masks.
+(Of what comes from a gradient as it is, rows in the padding are others, again; L̂ has zeros there.)
 """
 
 from __future__ import annotations
@@ -128,7 +129,7 @@ def pass_kernel(
     left = scratch(anchor, buffers, tl.load(line + LEFT))
     right = scratch(anchor, buffers, tl.load(line + RIGHT))
     left_unit, right_unit = tl.load(units + block * 2), tl.load(units + block * 2 + 1)
-    first, stride = place_in_gradient(line, True)
+    first, stride = place_in_gradient(line, DIRECT)
     address, _ = find(addresses, member)
     if address == 0:
         if COMPARE:
@@ -220,9 +221,10 @@ def pass_kernel(
             tl.store(squares + first_square + program, tl.sum(total * total))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["begin"])
 def graft_kernel(
     members,
+    begin,
     addresses,
     buffers,
     squares,
@@ -233,7 +235,7 @@ def graft_kernel(
     BLOCK: tl.constexpr,
 ):
     """‖G‖ / ‖Ĝ‖ of a member, or what scatter shall do instead."""
-    line = members + tl.program_id(0) * 3
+    line = members + (begin + tl.program_id(0)) * 3
     member, start, stop = tl.load(line), tl.load(line + 1), tl.load(line + 2)
     address, _ = find(addresses, member)
     if address == 0:

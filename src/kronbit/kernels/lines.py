@@ -20,8 +20,8 @@ class Field(enum.IntEnum):
     N = 2
     GRADIENT = 3  # first element in the parameter's gradient
     STRIDE = 4  # from row to row there
-    LEFT = 5  # scratch: O of L̂
-    RIGHT = 6  # scratch: O of R̂
+    LEFT = 5  # scratch: L̂
+    RIGHT = 6  # scratch: R̂
     X = 7  # scratch
     Y = 8
     HELD = 9  # first element of Ĝ in the held stack

@@ -51,7 +51,7 @@ class Lanes:
         self._grafted.append(grafting.record_event())
 
     def wait_for_grafting(self, back: int) -> None:
-        """Let the lanes go on only after the last wave that was grafted, or one ``back`` of it."""
+        """Let the lanes go on only after the grafting of the wave that came ``back`` waves ago."""
         if len(self._grafted) >= back:
             for lane in self._streams[:-1]:
                 lane.wait_event(self._grafted[-back])

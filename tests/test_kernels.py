@@ -251,6 +251,34 @@ def test_the_environment_turns_kernels_off(monkeypatch: pytest.MonkeyPatch) -> N
     assert acceleration.why_not.__wrapped__(torch.device("cpu")) == "no kernels for cpu"
 
 
+def test_kernels_are_compiled_and_loaded_before_they_are_launched() -> None:
+    """What cannot be loaded is not needed, or fails when it is launched."""
+    from kronbit.kernels.launch import compile_together, launch
+
+    class Kernel:
+        def __init__(self, fits: bool) -> None:
+            self.fits, self.loaded = fits, False
+
+        def warmup(self, *arguments: object, grid: tuple[int, ...]) -> Kernel:
+            return self
+
+        @property
+        def run(self) -> object:
+            self.loaded = True
+            if not self.fits:
+                raise RuntimeError("out of resources")
+            return object()
+
+    some = [Kernel(True), Kernel(False), Kernel(True)]
+
+    def work() -> None:
+        for kernel in some:
+            launch(kernel, (1,), torch.zeros(1))
+
+    compile_together(work)
+    assert all(kernel.loaded for kernel in some)
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton's compiler is for Linux")
 def test_every_kernel_compiles_for_a_gpu_that_is_not_there() -> None:
     """The interpreter takes programs that the compiler refuses. This needs no GPU."""

@@ -150,6 +150,31 @@ def test_resuming_is_exact_in_the_middle_of_an_interval(when: int, device: torch
 
 
 @pytest.mark.usefixtures("small_batches")
+def test_state_that_does_not_say_so_is_not_taken_for_refreshed_too_early() -> None:
+    """Between the first refreshes of L̂ and R̂, in a checkpoint without ``product_bits``."""
+    device = torch.device("cpu")
+    params, optimizer = build(True, device)
+    for t in range(10):  # L̂ at the ninth step, R̂ at the eleventh
+        feed(params, t)
+        optimizer.step()
+    saved = copy.deepcopy(optimizer.state_dict())
+    for entry in saved["state"].values():
+        entry.pop("product_bits", None)
+    again, resumed = build(True, device)
+    resumed.load_state_dict(saved)
+    refreshed = []
+    for own, some in ((optimizer, params), (resumed, again)):
+        (there,) = own._plan.preconditioners.values()
+        before = set(there.refreshed)
+        feed(some, 10)
+        own.step()
+        refreshed.append((before, there.refreshed))
+    assert refreshed[0] == refreshed[1]
+    assert not refreshed[0][0]
+    assert refreshed[0][1]
+
+
+@pytest.mark.usefixtures("small_batches")
 def test_no_step_does_all_the_work() -> None:
     """Over one interval every side is refreshed once, and never two batches at a step."""
     params, optimizer = build(True, torch.device("cpu"), update_every=16, refresh_every=16)

@@ -50,12 +50,12 @@ def prepared() -> tuple[Preconditioner, list[torch.Tensor | None], Any]:
 def batched(own: Preconditioner, grads: Any, config: Any, warm_up: int, runs: int) -> float:
     """Seconds of an update, once the eigenvectors have settled."""
     due = {i: Due(config) for i in range(len(own.members))}
-    guard = NonfiniteGuard(torch.device("cpu"))
+    guard = NonfiniteGuard(torch.device("cpu"), config)
     sizes = [grad.numel() for grad in grads]
     found = []
     for _ in range(warm_up + runs):
         fresh = [torch.randn_like(grad) for grad in grads]
-        measured = guard.measure(fresh, sizes, {torch.float32}, count=False)
+        measured = guard.measure(fresh, sizes, {torch.float32})
         start = time.perf_counter()
         own.update(measured, due)
         found.append(time.perf_counter() - start)

@@ -36,6 +36,7 @@ pytestmark = [
 
 # The rows of (12, 64) and (75, 40) are wide: in bf16, they are multiplied where they are.
 SHAPES = [(20, 66), (12, 64), (2, 10, 24), (75, 40)]
+PASS = Config(nonfinite="pass")
 
 
 def made(device: torch.device, algorithm: Any = Shampoo, **options: Any) -> Preconditioner:
@@ -60,7 +61,7 @@ def measured(
     """Gradients as a step measures them."""
     sizes = [0 if grad is None else grad.numel() for grad in grads]
     dtypes = plain_dtypes([grad for grad in grads if grad is not None])
-    return (guard or NonfiniteGuard(device)).measure(grads, sizes, dtypes, count=True)
+    return (guard or NonfiniteGuard(device, PASS)).measure(grads, sizes, dtypes)
 
 
 def gradients(device: torch.device, dtypes: list[torch.dtype]) -> list[Tensor]:
@@ -224,7 +225,7 @@ def test_one_table_serves_members_that_lose_their_gradient(kernels: torch.device
     """Kernels pass over them; the others, and those that kernels cannot take, go on."""
     own = made(kernels)
     own.products.ways = dict(enumerate((HALF, BF16X3, HALF, HALF)))
-    guard = NonfiniteGuard(kernels)
+    guard = NonfiniteGuard(kernels, PASS)
     for missing, crooked in ((None, None), (2, None), (None, 3), (0, 3)):
         grads: list[Tensor | None] = list(gradients(kernels, MIXED))
         if crooked is not None:
@@ -403,7 +404,7 @@ def test_norms_and_zeros(kernels: torch.device) -> None:
     expected = [0.0 if g is None else float(g.double().norm()) for g in grads]
     assert step.norms.tolist() == pytest.approx(expected, rel=1e-6)
     kept = [None if g is None else g.clone() for g in grads]
-    step.zero_nonfinite(but=())
+    measured(kernels, grads, NonfiniteGuard(kernels, Config(nonfinite="zero")))
     for i, (grad, before) in enumerate(zip(grads, kept, strict=True)):
         if grad is not None and before is not None:
             assert torch.equal(grad, torch.zeros_like(grad) if i == 3 else before)
@@ -412,7 +413,7 @@ def test_norms_and_zeros(kernels: torch.device) -> None:
 def test_kernels_and_torch_count_alike(
     kernels: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    by_kernels, by_torch = NonfiniteGuard(kernels), NonfiniteGuard(kernels)
+    by_kernels, by_torch = NonfiniteGuard(kernels, PASS), NonfiniteGuard(kernels, PASS)
     for bad in (torch.nan, torch.inf, 1e30, 0.0):
         grads: list[Tensor | None] = [
             torch.randn(6_000_000 if bad == 0 else 40_000, device=kernels),
@@ -434,10 +435,10 @@ def test_kernels_and_torch_count_alike(
             exact = [0.0 if g is None else float(g.double().norm()) for g in grads]
             assert found.norms.tolist() == pytest.approx(exact, rel=1e-6)
     assert int(by_kernels.skipped) == int(by_torch.skipped) == 6
-    kept = int(by_kernels.skipped)
     broken = [torch.full((3,), torch.nan, device=kernels)]
-    by_kernels.measure(broken, [3], {torch.float32}, count=False)
-    assert int(by_kernels.skipped) == kept
+    raising = NonfiniteGuard(kernels, Config(nonfinite="raise"))
+    assert raising.measure(broken, [3], {torch.float32}).finite.tolist() == [False]
+    assert int(raising.skipped) == 0
 
 
 @pytest.mark.parametrize("option", [{"damping": 0.0}, {"beta": 0.0}, {"root": "schur_newton"}])

@@ -339,7 +339,9 @@ def test_a_graph_changes_nothing_although_gradients_move(
     assert any(graph is not None for graph in own.products._replay._graphs.values())
     cut = [len(tables._tables.waves) for tables in own.products._grouped.values()]
     assert max(cut) == waves
-    direct = {precision.direct for precision, _ in own.products._grouped}
+    # A parameter may have been multiplied more precisely after its first refresh.
+    kinds = {precision for precision, _ in own.products._grouped}
+    direct = {precision.direct for precision in kinds if not precision.precise}
     assert direct == {dtype == torch.bfloat16}
 
 

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from kronbit.acceleration import has_kernels
+from kronbit.config import Config
+from kronbit.replay import Replay
 
 if TYPE_CHECKING:
     from kronbit.addresses import AddressTable
@@ -50,32 +52,24 @@ class Measured:
     addresses: AddressTable | None
     kernel: KernelNorms | None
 
-    def zero_nonfinite(self, but: Collection[int]) -> None:
-        """Replace non-finite gradients by zero, decided on the device; others keep their bits.
-
-        Args:
-            but: Gradients that need not be looked at, because that has been done.
-        """
-        if self.kernel is not None and self.addresses is not None:
-            self.kernel.zero_nonfinite(self.addresses.tensor)
-            return
-        for i, (grad, bad) in enumerate(zip(self.grads, (~self.finite).unbind(), strict=True)):
-            if grad is not None and i not in but:
-                elements(grad).masked_fill_(bad, 0)
-
 
 class NonfiniteGuard:
-    """Measures the gradients on one device and counts those that are not finite.
+    """Measures the gradients on one device; counts those that are not finite, and zeroes them.
 
     The count stays on the device. Now and then a copy of it is sent to the host in the background
     and looked at when it has arrived, so the one warning comes a little late and costs no
     synchronisation.
 
+    Args:
+        device: Where the gradients are.
+        config: Says what becomes of those that are not finite.
+
     Attributes:
         skipped: How many gradients (a parameter at a step) were not finite, on the device.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, config: Config) -> None:
+        self._counts, self._zeroes = config.nonfinite != "raise", config.nonfinite == "zero"
         self.skipped = torch.zeros((), dtype=torch.int64, device=device)
         self._zero = torch.zeros((), dtype=torch.float32, device=device)
         self._warned = False
@@ -84,37 +78,50 @@ class NonfiniteGuard:
         self._steps = 0
         self._addresses: AddressTable | None = None
         self._kernel: KernelNorms | None = None
+        self._replay = Replay(device, config.cuda_graph)
 
     def measure(
         self,
         grads: Sequence[Tensor | None],
         sizes: Sequence[int],
         dtypes: set[torch.dtype] | None,
-        count: bool,
+        spared: Collection[int] = (),
     ) -> Measured:
         """Norms and finiteness of a step's gradients.
+
+        With ``nonfinite="zero"``, those that are not finite become zero, which is decided on the
+        device; the others keep their bits.
 
         Args:
             grads: The gradients; ``None`` where there is none.
             sizes: Their numbers of elements; 0 where there is none.
             dtypes: What ``plain_dtypes`` says of them.
-            count: Whether to count those that are not finite.
+            spared: Gradients that ``precondition`` will zero, if that must be: by then, it costs
+                nothing.
         """
         device = self.skipped.device
         if not has_kernels(device):
-            return self._by_torch(grads, count, None)
+            return self._by_torch(grads, spared, None)
         from kronbit.addresses import AddressTable, takable, takes
 
         # A table that is large enough stays: graphs have been captured with it.
-        if self._addresses is None or len(self._addresses.values) < len(grads):
-            self._addresses = AddressTable(len(grads), device)
+        addresses = self._addresses
+        if addresses is None or len(addresses.values) < len(grads):
+            addresses = self._addresses = AddressTable(len(grads), device)
+            self._replay.forget()
         if not takes(dtypes, grads):
-            self._addresses.fill(takable(grads))
-            return self._by_torch(grads, count, self._addresses)
-        self._addresses.fill(grads, dtypes)
+            addresses.fill(takable(grads))
+            return self._by_torch(grads, spared, addresses)
+        addresses.fill(grads, dtypes)
         kernel = self._kernel_for(sizes)
-        kernel.measure(self._addresses.tensor, self.skipped, count)
-        return Measured(grads, kernel.norms, kernel.finite, self._addresses, kernel)
+
+        def launch_all() -> None:
+            kernel.measure(addresses.tensor, self.skipped, self._counts)
+            if self._zeroes:
+                kernel.zero_nonfinite(addresses.tensor)
+
+        self._replay("measure", launch_all)
+        return Measured(grads, kernel.norms, kernel.finite, addresses, kernel)
 
     def _kernel_for(self, sizes: Sequence[int]) -> KernelNorms:
         known = self._kernel
@@ -122,15 +129,23 @@ class NonfiniteGuard:
             from kronbit.norms import KernelNorms
 
             known = self._kernel = KernelNorms(sizes, self.skipped.device)
+            self._replay.forget()
         return known
 
     def _by_torch(
-        self, grads: Sequence[Tensor | None], count: bool, addresses: AddressTable | None
+        self,
+        grads: Sequence[Tensor | None],
+        spared: Collection[int],
+        addresses: AddressTable | None,
     ) -> Measured:
         norms = self._norms(grads)
         finite = torch.isfinite(norms)
-        if count:
+        if self._counts:
             self.skipped += (~finite).sum()
+        if self._zeroes:
+            for i, (grad, bad) in enumerate(zip(grads, (~finite).unbind(), strict=True)):
+                if grad is not None and i not in spared:
+                    elements(grad).masked_fill_(bad, 0)
         return Measured(grads, norms, finite, addresses, None)
 
     def _norms(self, grads: Sequence[Tensor | None]) -> Tensor:
@@ -141,6 +156,10 @@ class NonfiniteGuard:
         found = iter(torch._foreach_norm(there, 2.0, dtype=dtype) if there else ())
         norms = [self._zero if grad is None else next(found).float() for grad in grads]
         return torch.stack(norms) if norms else self._zero.new_empty(0)
+
+    def graph_refused(self) -> str | None:
+        """Why launches could not be captured as a graph; ``None`` if they could be."""
+        return self._replay.refused
 
     def warn_once(self) -> None:
         """Warn if an earlier step is known to have seen a non-finite gradient."""

@@ -20,7 +20,6 @@ from kronbit.first_order import BaseFactory
 from kronbit.gradients import copied, inspect
 from kronbit.nonfinite import NonfiniteGuard
 from kronbit.plan import Plan, forbidden_change
-from kronbit.precision import full_precision
 from kronbit.rules import Algorithm
 from kronbit.state import BaseLink, Binding, blocks_of
 from kronbit.work import Itinerary, Present, Work, measure
@@ -130,27 +129,24 @@ class SecondOrder(Optimizer):
         itinerary, present = self._prepare(self._present())
         keep = self.config.keep_gradients
         with copied(itinerary.params) if keep else nullcontext(present.grads) as grads:
-            with full_precision():
-                for work in self._measured(itinerary, grads, present.dtypes):
-                    preconditioner = work.preconditioner
-                    # t % T1 = 0: L ← PU(L, G Gᵀ), R ← PU(R, Gᵀ G)
-                    due = work.due(Config.updates_at)
-                    if due:
-                        preconditioner.update(work.measured, due)
-                    # t % T2 = 0: L̂ ← PIRU(L), R̂ ← PIRU(R)
-                    due = work.due(Config.refreshes_at)
-                    if due:
-                        preconditioner.refresh(work.measured, due)
-                        work.note_products(due)
-                    # Ĝ = L̂ G R̂, and G̃ = Ĝ ‖G‖ / ‖Ĝ‖ in the place of G. While L̂ = R̂ = I, G̃ is G.
-                    zero = self.config.nonfinite == "zero"
-                    preconditioner.precondition(work.measured, zero)
-                    if zero:
-                        work.zero_untouched()
-            for entry in itinerary.entries:
-                entry["step"] += 1
+            for work in self._measured(itinerary, grads, present.dtypes):
+                preconditioner = work.preconditioner
+                # t % T1 = 0: L ← PU(L, G Gᵀ), R ← PU(R, Gᵀ G)
+                due = work.due(Config.updates_at)
+                if due:
+                    preconditioner.update(work.measured, due)
+                # t % T2 = 0: L̂ ← PIRU(L), R̂ ← PIRU(R)
+                due = work.due(Config.refreshes_at)
+                if due:
+                    preconditioner.refresh(work.measured, due)
+                    work.note_products(due)
+                # Ĝ = L̂ G R̂, and G̃ = Ĝ ‖G‖ / ‖Ĝ‖ in the place of G. While L̂ = R̂ = I, G̃ is G.
+                preconditioner.precondition(work.measured, self.config.nonfinite == "zero")
             # W, s ← F(W, s, G̃)
             self.base.step()
+        # What follows is done while F's kernels run.
+        for entry in itinerary.entries:
+            entry["step"] += 1
         self._binding.look_closer()
         if not self._base_link.unchanged(itinerary.entries, self.base.state):
             self._join_base_states()
@@ -250,9 +246,8 @@ class SecondOrder(Optimizer):
         self, itinerary: Itinerary, grads: list[Tensor], dtypes: set[torch.dtype] | None
     ) -> Sequence[Work]:
         """Norms and finiteness of all gradients, by device; raises if the user wants that."""
-        raises = self.config.nonfinite == "raise"
-        works = measure(itinerary, grads, dtypes, self._guards, count=not raises)
-        if raises:
+        works = measure(itinerary, grads, dtypes, self._guards, self.config)
+        if self.config.nonfinite == "raise":
             bad = [p for work in works for p in work.nonfinite()]
             if bad:
                 raise FloatingPointError(
@@ -394,6 +389,6 @@ class SecondOrder(Optimizer):
             counts[name] += count
         return {
             **counts,
-            **report.acceleration_figures(self._plan),
+            **report.acceleration_figures(self._plan, self._guards),
             "groups": report.group_figures(self._plan),
         }

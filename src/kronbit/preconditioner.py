@@ -40,6 +40,7 @@ from kronbit.linalg import (
     shifted_cholesky_qr,
 )
 from kronbit.nonfinite import Measured
+from kronbit.precision import full_precision
 from kronbit.products import multiply, operand
 from kronbit.rules import Algorithm, combine, graft_scale
 
@@ -136,6 +137,7 @@ class Preconditioner:
 
     # ------------------------------------------------------------------------ statistics, roots
 
+    @full_precision()
     def update(self, measured: Measured, due: Mapping[int, Due]) -> None:
         """PU for L with M = G Gᵀ and for R with M = Gᵀ G. Waits for the device.
 
@@ -234,6 +236,7 @@ class Preconditioner:
             self._remembered_owners[key] = owners
         return self._remembered_owners[key]
 
+    @full_precision()
     def refresh(self, measured: Measured, due: Mapping[int, Due]) -> None:
         """PIRU for L̂ and R̂ of the blocks that are due. Waits for the device.
 
@@ -300,6 +303,7 @@ class Preconditioner:
             grads, norms, finite = measured.grads[own], measured.norms[own], measured.finite[own]
             self._precondition_exactly(exact, grads, norms, finite, zero_nonfinite)
 
+    @full_precision()
     def _precondition_exactly(
         self,
         active: tuple[int, ...],

@@ -51,8 +51,8 @@ class Replay:
             self._graphs[key] = None
 
     def forget(self) -> None:
-        """Record anew: places have changed."""
-        self._graphs = dict.fromkeys(self._graphs)
+        """Start anew: places have changed."""
+        self._graphs.clear()
 
     def _record(self, work: Callable[[], None]) -> torch.cuda.CUDAGraph | None:
         graph = torch.cuda.CUDAGraph()

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -17,6 +18,7 @@ from kronbit.config import Config
 from kronbit.factors import Factors
 from kronbit.groups import Group
 from kronbit.memory import state_bytes
+from kronbit.nonfinite import NonfiniteGuard
 from kronbit.plan import Plan
 
 _COLUMNS = ("parameter", "shape", "blocks", "method", "bits", "bytes", "left to the base because")
@@ -122,18 +124,20 @@ def fallback_counts(plan: Plan | None) -> dict[str, int]:
     return counts
 
 
-def acceleration_figures(plan: Plan | None) -> dict[str, Any]:
+def acceleration_figures(
+    plan: Plan | None, guards: Mapping[torch.device, NonfiniteGuard]
+) -> dict[str, Any]:
     """What runs by kernels and graphs, and why not; how many parameters take products how."""
     preconditioners = plan.preconditioners if plan else {}
     products: Counter[int] = Counter()
     for preconditioner in preconditioners.values():
         products.update(preconditioner.products.ways[i] for i in preconditioner.refreshed)
+    refused = {device: own.graph_refused() for device, own in preconditioners.items()}
+    for device, guard in guards.items():
+        refused[device] = refused.get(device) or guard.graph_refused()
     return {
         "kernels": {str(device): why_not(device) or "used" for device in preconditioners},
-        "cuda_graph": {
-            str(device): preconditioner.graph_refused() or "not refused"
-            for device, preconditioner in preconditioners.items()
-        },
+        "cuda_graph": {str(device): reason or "not refused" for device, reason in refused.items()},
         "products": dict(products),
     }
 

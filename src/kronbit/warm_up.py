@@ -48,12 +48,12 @@ def _warm_up(
     due = {i: Due(config) for i in range(len(members))}
     shapes = [member.blocking.matrices for member in members]
     grads = [torch.zeros(shape, dtype=dtype, device=device).squeeze(0) for shape in shapes]
-    guard = NonfiniteGuard(device)
+    guard = NonfiniteGuard(device, config)
 
     def every_kind_of_step() -> None:
         own = Preconditioner(members, algorithm, 2**24, graphs=False, device=device)
         sizes = [grad.numel() for grad in grads]
-        measured = guard.measure(grads, sizes, plain_dtypes(grads), count=True)
+        measured = guard.measure(grads, sizes, plain_dtypes(grads))
         assert measured.addresses is not None
         outer_products = own._outer_products(measured, due)
         own._update(due_parts(own.groups, due), outer_products, measured.finite, cholesky_qr)
@@ -63,6 +63,5 @@ def _warm_up(
             chosen = ((way, frozenset(some)),)
             zero = config.nonfinite == "zero"
             own.products.step(chosen, measured.addresses, measured.norms, zero)
-        measured.zero_nonfinite(())
 
     compile_together(every_kind_of_step)

@@ -261,10 +261,6 @@ class Work:
         finite = zip(numbers, self.measured.finite.tolist(), strict=True)
         return [self.itinerary.params[i] for i, good in finite if i is not None and not good]
 
-    def zero_untouched(self) -> None:
-        """Zero non-finite gradients that ``precondition`` leaves alone."""
-        self.measured.zero_nonfinite(but=self.preconditioner.refreshed)
-
     def note_products(self, due: Mapping[int, Due]) -> None:
         """Write down in the state how products are taken from now on; 0: not yet."""
         refreshed, ways = self.preconditioner.refreshed, self.preconditioner.products.ways
@@ -279,7 +275,7 @@ def measure(
     grads: list[Tensor],
     dtypes: set[torch.dtype] | None,
     guards: dict[torch.device, NonfiniteGuard],
-    count: bool,
+    config: Config,
 ) -> list[Work]:
     """Measure a step's gradients, device by device.
 
@@ -288,12 +284,13 @@ def measure(
         grads: Their gradients.
         dtypes: What ``plain_dtypes`` says of the gradients.
         guards: By device; missing ones are added.
-        count: Whether to count gradients that are not finite.
+        config: Says what becomes of gradients that are not finite.
     """
     works = []
     for device, errand in itinerary.errands.items():
         if device not in guards:
-            guards[device] = NonfiniteGuard(device)
-        measured = guards[device].measure(errand.pick(grads), errand.sizes, dtypes, count)
+            guards[device] = NonfiniteGuard(device, config)
+        spared = errand.preconditioner.refreshed
+        measured = guards[device].measure(errand.pick(grads), errand.sizes, dtypes, spared)
         works.append(Work(itinerary, errand, measured))
     return works

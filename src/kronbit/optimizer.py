@@ -142,11 +142,12 @@ class SecondOrder(Optimizer):
                     work.note_products(due)
                 # Ĝ = L̂ G R̂, and G̃ = Ĝ ‖G‖ / ‖Ĝ‖ in the place of G. While L̂ = R̂ = I, G̃ is G.
                 preconditioner.precondition(work.measured, self.config.nonfinite == "zero")
-            # W, s ← F(W, s, G̃)
-            self.base.step()
-        # What follows is done while F's kernels run.
-        for entry in itinerary.entries:
-            entry["step"] += 1
+            try:
+                # W, s ← F(W, s, G̃)
+                self.base.step()
+            finally:  # what the state holds has been done; counted while F's kernels run
+                for entry in itinerary.entries:
+                    entry["step"] += 1
         self._binding.look_closer()
         if not self._base_link.unchanged(itinerary.entries, self.base.state):
             self._join_base_states()

@@ -9,6 +9,9 @@ real backward pass, gradients set to None between the steps. The schedule is sho
 measurement (an update every 10 steps, a refresh every 20); "amortised" spreads the medians over
 the paper's T1 and T2, over a training step of forward + backward + fused AdamW.
 
+Machines change their speed within seconds, so every optimizer is compared with a fused AdamW that
+steps in turn with it, on the same parameters: "above adamw" of AdamW itself is noise.
+
 "floor" is the time of the same batched products alone, in bf16 by torch.bmm, and of the bytes that
 a step must move, over the measured bandwidth: codes and scales of the roots are read, gradients
 are read for the norm, read and written.
@@ -38,6 +41,7 @@ EVERY = {"update_every": 10, "refresh_every": 20}
 # The first step that counts, and the last one. Before that, kernels are compiled and, with
 # statistics, these see more than a few gradients.
 SECOND_ORDER, FIRST_ORDER = (81, 160), (21, 80)
+ADAMW_SETTLES = 5  # steps beside them that do not count
 ADAMW: dict[str, Any] = {"lr": 1e-4, "weight_decay": 0.05, "fused": True}
 
 
@@ -110,45 +114,48 @@ def milliseconds(call: Callable[[], object]) -> float:
     return 1e3 * (time.perf_counter() - start)
 
 
-def forward_backward(case: Case) -> dict[str, float]:
-    """The training step without an optimizer: launched kernel by kernel, and as a graph."""
+def as_graph(case: Case) -> float | None:
+    """Milliseconds of forward and backward as one graph."""
     model, batch = prepare(case), case.batch()
-
-    def eager() -> None:
-        model.zero_grad()
-        case.loss(model, batch).backward()
-
-    times = [milliseconds(eager) for _ in range(25)]
-    result = {"eager": statistics.median(times[5:])}
     try:
         side = torch.cuda.Stream()
         with torch.cuda.stream(side):
             for _ in range(3):
-                eager()
+                model.zero_grad()
+                case.loss(model, batch).backward()
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         model.zero_grad()
         with torch.cuda.graph(graph):
             case.loss(model, batch).backward()
-        result["graph"] = statistics.median(milliseconds(graph.replay) for _ in range(20))
+        return statistics.median(milliseconds(graph.replay) for _ in range(20))
     except Exception as error:  # a model that cannot be captured
         print(f"  not captured: {str(error).splitlines()[0]}")
-    return result
+        return None
 
 
 def run(case: Case, make: Callable[[nn.Module], torch.optim.Optimizer]) -> dict[str, Any]:
-    """Times by kind of step, and memory."""
+    """Times by kind of step, and memory; with AdamW's, and with what comes before a step."""
     model = prepare(case)
-    optimizer = make(model)
+    optimizer, adamw = make(model), OPTIMIZERS["adamw"](model)
+    before: list[float] = []
+    beside: list[float] = []
     times: dict[str, list[float]] = {"ordinary": [], "update": [], "refresh": []}
     above: dict[str, float] = dict.fromkeys(times, 0.0)
     warm_up = 0.0
     second_order = isinstance(optimizer, kronbit.Shampoo | kronbit.CASPR)
     settled, last = SECOND_ORDER if second_order else FIRST_ORDER
+
+    def backward() -> float:
+        batch = case.batch()  # a new one: nothing is learnt by heart
+        model.zero_grad()
+        return milliseconds(lambda: case.loss(model, batch).backward())
+
     for t in range(1, last + 1):
-        optimizer.zero_grad()
-        case.loss(model, case.batch()).backward()  # a new one: nothing is learnt by heart
-        torch.cuda.synchronize()
+        if t >= settled - ADAMW_SETTLES:
+            before.append(backward())
+            beside.append(milliseconds(adamw.step))
+        backward()
         rest = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
         spent = milliseconds(optimizer.step)
@@ -158,10 +165,13 @@ def run(case: Case, make: Callable[[nn.Module], torch.optim.Optimizer]) -> dict[
             above[kind(t)] = max(above[kind(t)], peak)
         elif t <= 2 * EVERY["refresh_every"]:
             warm_up += spent / 1e3
-    optimizer.zero_grad()
+    model.zero_grad()
+    del adamw
     result: dict[str, Any] = {
         f"{name}_ms": statistics.median(values) for name, values in times.items()
     }
+    result["adamw_ms"] = statistics.median(beside[ADAMW_SETTLES:])
+    result["forward_backward_ms"] = statistics.median(before[ADAMW_SETTLES:])
     result["ordinary_p99_ms"] = sorted(times["ordinary"])[int(0.99 * len(times["ordinary"]))]
     result["peak_above_rest_mib"] = above
     result["rest_mib"] = torch.cuda.memory_allocated() / 2**20
@@ -234,9 +244,11 @@ def line(name: str, result: dict[str, Any]) -> str:
         f"{result['ordinary_p99_ms']:8.2f} {result['rest_mib']:8.0f} "
         f"{max(result['peak_above_rest_mib'].values()):8.0f}"
     )
-    if "overhead" in result:
-        shares = " ".join(f"{k} {100 * v:.1f} %" for k, v in result["overhead"].items())
-        text += f"  above adamw {result['above_adamw_ms']:.2f}, overhead {shares}"
+    shares = " ".join(f"{k} {100 * v:.1f} %" for k, v in result["overhead"].items())
+    text += (
+        f"  above adamw ({result['adamw_ms']:.2f}) {result['above_adamw_ms']:.2f}, overhead "
+        f"{shares} after {result['forward_backward_ms']:.1f}"
+    )
     if "floor_ms" in result:
         text += f", floor {result['floor_ms']['total']:.2f}"
     return text
@@ -245,8 +257,9 @@ def line(name: str, result: dict[str, Any]) -> str:
 def measure(name: str, chosen: list[str], report: dict[str, Any]) -> Iterator[None]:
     """Add a model's optimizers to a report, one by one."""
     case = CASES[name]
-    report |= {"forward_backward_ms": forward_backward(case), "optimizers": {}}
-    print(f"{name}: forward + backward {report['forward_backward_ms']}")
+    graph = as_graph(case)
+    report |= {"forward_backward_as_graph_ms": graph, "optimizers": {}}
+    print(f"{name}: forward + backward as a graph {graph}")
     header = ("ordinary", "update", "refresh", "amort.", "p99", "rest MiB", "+peak")
     print(f"  {'optimizer, ms':26} " + " ".join(f"{column:>8}" for column in header), flush=True)
     for optimizer in chosen:
@@ -257,14 +270,13 @@ def measure(name: str, chosen: list[str], report: dict[str, Any]) -> Iterator[No
             result = {"skipped": f"not available: {error}"}
         else:
             result["amortised_ms"] = amortised(result, case)
-            plain = report["optimizers"].get("adamw")
-            if plain is not None:
-                result["above_adamw_ms"] = result["ordinary_ms"] - plain["ordinary_ms"]
-                result["overhead"] = {
-                    way: (result["amortised_ms"] - plain["ordinary_ms"])
-                    / (spent + plain["ordinary_ms"])
-                    for way, spent in report["forward_backward_ms"].items()
-                }
+            adamw = result["adamw_ms"]
+            result["above_adamw_ms"] = result["ordinary_ms"] - adamw
+            result["overhead"] = {
+                way: (result["amortised_ms"] - adamw) / (spent + adamw)
+                for way, spent in (("eager", result["forward_backward_ms"]), ("graph", graph))
+                if spent is not None
+            }
         report["optimizers"][optimizer] = result
         print(line(optimizer, result), flush=True)
         yield

@@ -20,6 +20,7 @@ are read for the norm, read and written.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import math
 import statistics
@@ -138,30 +139,29 @@ def run(case: Case, make: Callable[[nn.Module], torch.optim.Optimizer]) -> dict[
     """Times by kind of step, and memory; with AdamW's, and with what comes before a step."""
     model = prepare(case)
     optimizer, adamw = make(model), OPTIMIZERS["adamw"](model)
-    before: list[float] = []
-    beside: list[float] = []
+    beside: list[tuple[float, float, float]] = []
     times: dict[str, list[float]] = {"ordinary": [], "update": [], "refresh": []}
     above: dict[str, float] = dict.fromkeys(times, 0.0)
     warm_up = 0.0
     second_order = isinstance(optimizer, kronbit.Shampoo | kronbit.CASPR)
     settled, last = SECOND_ORDER if second_order else FIRST_ORDER
 
-    def backward() -> float:
+    def step(own: torch.optim.Optimizer) -> tuple[float, float, float]:
+        """Milliseconds before a step and of it, and MiB at its peak above those before it."""
         batch = case.batch()  # a new one: nothing is learnt by heart
         model.zero_grad()
-        return milliseconds(lambda: case.loss(model, batch).backward())
+        before = milliseconds(lambda: case.loss(model, batch).backward())
+        rest = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        spent = milliseconds(own.step)
+        return before, spent, (torch.cuda.max_memory_allocated() - rest) / 2**20
 
     for t in range(1, last + 1):
         if t >= settled - ADAMW_SETTLES:
-            before.append(backward())
-            beside.append(milliseconds(adamw.step))
-        backward()
-        rest = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        spent = milliseconds(optimizer.step)
+            beside.append(step(adamw))
+        _, spent, peak = step(optimizer)
         if t >= settled:
             times[kind(t)].append(spent)
-            peak = (torch.cuda.max_memory_allocated() - rest) / 2**20
             above[kind(t)] = max(above[kind(t)], peak)
         elif t <= 2 * EVERY["refresh_every"]:
             warm_up += spent / 1e3
@@ -170,8 +170,9 @@ def run(case: Case, make: Callable[[nn.Module], torch.optim.Optimizer]) -> dict[
     result: dict[str, Any] = {
         f"{name}_ms": statistics.median(values) for name, values in times.items()
     }
-    result["adamw_ms"] = statistics.median(beside[ADAMW_SETTLES:])
-    result["forward_backward_ms"] = statistics.median(before[ADAMW_SETTLES:])
+    before, plain, _ = zip(*beside[ADAMW_SETTLES:], strict=True)
+    result["forward_backward_ms"] = statistics.median(before)
+    result["adamw_ms"] = statistics.median(plain)
     result["ordinary_p99_ms"] = sorted(times["ordinary"])[int(0.99 * len(times["ordinary"]))]
     result["peak_above_rest_mib"] = above
     result["rest_mib"] = torch.cuda.memory_allocated() / 2**20
@@ -263,6 +264,7 @@ def measure(name: str, chosen: list[str], report: dict[str, Any]) -> Iterator[No
     header = ("ordinary", "update", "refresh", "amort.", "p99", "rest MiB", "+peak")
     print(f"  {'optimizer, ms':26} " + " ".join(f"{column:>8}" for column in header), flush=True)
     for optimizer in chosen:
+        gc.collect()
         torch.cuda.empty_cache()
         try:
             result = run(case, OPTIMIZERS[optimizer])

@@ -96,6 +96,7 @@ class AddressTable(Integers):
 
     aligned = True
     brain = False
+    _last: tuple[list[int], set[torch.dtype]] | None = None  # addresses, and their one dtype
 
     def fill(self, grads: Sequence[Tensor | None], dtypes: set[torch.dtype] | None = None) -> None:
         """Note where gradients are now.
@@ -106,12 +107,17 @@ class AddressTable(Integers):
             dtypes: All that they have, if that is known.
         """
         values: list[int] | None = None
+        last = None
         if dtypes is not None and len(dtypes) == 1:
             # At nearly every step; a loop in Python takes twice as long.
             (dtype,) = dtypes
             with suppress(TypeError):  # one is None
-                places = map(Tensor.data_ptr, cast("Sequence[Tensor]", grads))
+                places = list(map(Tensor.data_ptr, cast("Sequence[Tensor]", grads)))
+                last = places, dtypes
+                if last == self._last and not self._captured:
+                    return  # gradients come back to where they were
                 values = list(map(_TAGS[dtype].__add__, places))
+        self._last = last
         if dtypes is None:
             dtypes = {grad.dtype for grad in grads if grad is not None}
         self.brain = dtypes == {torch.bfloat16}

@@ -6,7 +6,7 @@ import math
 import weakref
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -54,6 +54,8 @@ class KernelProducts:
         # have in common; with one table of addresses.
         self._replay = Replay(preconditioner.graft_ratio.device, graphs)
         self._addresses: Tensor | None = None
+        # The tables of the last step, by its members and ways and by what gradients have in common.
+        self._last: tuple[Any, list[GroupedProducts]] = (None, [])
 
     @property
     def _preconditioner(self) -> Preconditioner:
@@ -105,7 +107,11 @@ class KernelProducts:
             norms: ‖G‖_F of each, not finite where the gradient is not.
             zero_nonfinite: Whether a non-finite gradient becomes zero; else it stays as it is.
         """
-        tables = [self._tables(self._precision(way, addresses), members) for way, members in chosen]
+        kind = addresses.aligned, addresses.brain
+        if (chosen, kind) != self._last[0]:
+            found = [self._tables(self._precision(way, addresses), own) for way, own in chosen]
+            self._last = (chosen, kind), found
+        tables = self._last[1]
         scratch = torch.empty(
             max(own.scratch_size for own in tables), dtype=torch.bfloat16, device=norms.device
         )
@@ -122,7 +128,6 @@ class KernelProducts:
             for own in tables:
                 own.step(addresses, zero_nonfinite)
 
-        kind = addresses.aligned, addresses.brain
         self._replay((chosen, zero_nonfinite, kind), launch_all)
 
     def choose(self, measured: Measured, candidates: Collection[int], new: Collection[int]) -> None:

@@ -188,7 +188,7 @@ class SecondOrder(Optimizer):
         if (
             old is not None
             and same_entries
-            and self._binding.intact(self.state, same_entries, closely=old.writes_state())
+            and self._binding.intact(self.state, same_entries, closely=old.find_turns())
             and old.plan is self._plan
             and old.holds(present)
             and self._base_link.settled(old.params, old.entries, self.base.state)

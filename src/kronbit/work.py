@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import repeat
-from operator import attrgetter, is_, is_not, itemgetter
+from operator import attrgetter, is_, itemgetter
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -50,14 +49,18 @@ class Present(NamedTuple):
         found = cls([], [], [], None)
         for group in groups:
             params = group["params"]
-            grads = [p.grad for p in params]
-            if not all(map(is_not, grads, repeat(None))):
-                params = [p for p in params if p.grad is not None]
-                grads = [p.grad for p in params]
             found.params.extend(params)
-            found.grads.extend(grads)
+            found.grads.extend([p.grad for p in params])
             found.configs.extend([config_of(group)] * len(params))
-        return found._replace(dtypes=plain_dtypes(found.grads))
+        try:
+            dtypes = plain_dtypes(found.grads)
+        except AttributeError:  # some have none
+            rows = [row for row in zip(*found[:3], strict=True) if row[2] is not None]
+            found = cls(
+                [p for p, _, _ in rows], [c for _, c, _ in rows], [g for *_, g in rows], None
+            )
+            dtypes = plain_dtypes(found.grads)
+        return found._replace(dtypes=dtypes)
 
     def once(self) -> Present:
         """Without repetitions: torch only warns of parameters that are listed twice."""
@@ -127,13 +130,10 @@ class Itinerary:
             states=Snapshot(state),
         )
 
-    def writes_state(self) -> bool:
-        """Whether it is somebody's turn to be updated or refreshed."""
-        return any(
-            any(errand.turns(scheduled).values())
-            for errand in self.errands.values()
-            for scheduled in (Config.updates_at, Config.refreshes_at)
-        )
+    def find_turns(self) -> bool:
+        """Find whose turn it is at a step to be updated or refreshed, and whether there is one."""
+        found = [errand.find_turns() for errand in self.errands.values()]
+        return any(found)
 
     def holds(self, present: Present) -> bool:
         """Whether parameters, their options and what matters of their gradients are the same."""
@@ -163,6 +163,8 @@ class Errand:
         sizes: Elements of the gradients that ``pick`` returns; 0 where there is none.
         configs_there: The options that occur among members with a gradient.
         entries_there: The states of these members.
+        turns: By what is scheduled, options and steps that members have seen: the turns that have
+            come, as ``find_turns`` has found.
     """
 
     def __init__(
@@ -183,8 +185,8 @@ class Errand:
         self._rest_sizes = [present.grads[number].numel() for number in rest]
         self.configs_there = list({present.configs[number] for number in there})
         self.entries_there = [entries[number] for number in there]
-        # By what is scheduled: the steps that were asked for last, and the answer.
-        self._turns: dict[Scheduled, tuple[set[int], dict[tuple[Config, int], set[Turn]]]] = {}
+        self.turns: dict[Scheduled, dict[tuple[Config, int], set[Turn]]] = {}
+        self.find_turns()
 
     def holds(self, grads: Sequence[Tensor]) -> bool:
         """Whether gradients have the shapes that state was made for; of others, the sizes."""
@@ -194,15 +196,15 @@ class Errand:
             and list(map(Tensor.numel, self._pick_rest(grads))) == self._rest_sizes
         )
 
-    def turns(self, scheduled: Scheduled) -> dict[tuple[Config, int], set[Turn]]:
-        """The turns that have come, by options and by steps that members have seen.
+    def find_turns(self) -> bool:
+        """Find the turns that have come, and whether there is one.
 
         Nearly always there is one number of steps, and it is nobody's turn.
         """
         steps = set(map(_STEP, self.entries_there))
-        known = self._turns.get(scheduled)
-        if known is None or known[0] != steps:
-            found = {
+        found = False
+        for scheduled in (Config.updates_at, Config.refreshes_at):
+            self.turns[scheduled] = own = {
                 (config, step): {
                     turn
                     for turn in (self.preconditioner.all_turns if config.stagger else _TOGETHER)
@@ -211,8 +213,8 @@ class Errand:
                 for config in self.configs_there
                 for step in steps
             }
-            known = self._turns[scheduled] = steps, found
-        return known[1]
+            found = found or any(own.values())
+        return found
 
     def pick(self, grads: list[Tensor]) -> tuple[Tensor | None, ...]:
         """The gradient of every member, ``None`` where there is none, and those left to F."""
@@ -240,7 +242,7 @@ class Work:
 
     def due(self, scheduled: Scheduled) -> dict[int, Due]:
         """Members whose update or refresh falls on this step, with their options and blocks."""
-        now = self.errand.turns(scheduled)
+        now = self.errand.turns[scheduled]
         due: dict[int, Due] = {}
         if not any(now.values()):
             return due

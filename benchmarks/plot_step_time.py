@@ -67,7 +67,7 @@ def main() -> None:
         bars = kinds.bar(places, heights, width, color=colour, label=label)
         kinds.bar_label(bars, fmt="%.3g", fontsize=8)
     kinds.set_yscale("log")
-    kinds.set_ylim(1, 4000)
+    kinds.set_ylim(0.5, 4000)
     kinds.set_xticks(range(len(models)), list(models))
     kinds.set_ylabel("optimizer step, ms")
     kinds.legend(frameon=False, fontsize=8, loc="upper left")

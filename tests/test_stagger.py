@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from kronbit import Shampoo
 from kronbit import groups as grouping
+from kronbit.blocking import route
 from kronbit.config import Config, Turn
 
 TURNS = [Turn(i / 7, right) for i in range(7) for right in (False, True)]
@@ -40,6 +41,20 @@ def test_an_early_first_refresh_is_not_staggered() -> None:
         early = [t for t in range(1, 40) if config.refreshes_at(t, turn)]
         assert early == [5, 10, 20]
     assert config.first_preconditioned_step(TURNS[-1]) == 5
+
+
+def test_blocks_of_a_turn_have_similar_orders_unless_there_are_few(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(grouping, "_BATCH", 4 * 96**2)
+    orders = [96] * 5 + [70] * 2 + [40] * 2 + [20, 8]
+    config = Config(stagger=True)
+    members = [grouping.Member(route((8, n), config), config) for n in orders]
+    groups = grouping.make_groups(members, 4, torch.device("cpu"))
+    phases = {s.member: s.phase for group in groups for s in group.segments}
+    places = [round(phases[i] * len(set(phases.values()))) for i in range(len(orders))]
+    # Four of 96 fill a batch; 70 is near the fifth. 20 and 8 are not near 40, but 40 is not much.
+    assert places == [0] * 4 + [1] * 3 + [2] * 4
 
 
 @pytest.fixture

@@ -24,6 +24,7 @@ from kronbit.factors import Factors
 _Key: TypeAlias = tuple[tuple[int, int], Format, Format, float]
 
 _BATCH = 2**23  # elements of the larger sides of blocks that have their turn together
+_SIMILAR, _FEW = 2 / 3, 1 / 8  # parts of the largest order there, and of a batch
 
 
 @dataclass(frozen=True)
@@ -224,18 +225,20 @@ def _places_in_interval(spans: Mapping[_Key, Sequence[Span]]) -> tuple[dict[_Key
     """The places of each group's rows in the interval, if they are staggered, and their number.
 
     The rows of a place are enough to keep a GPU busy. Large blocks come first, so that those of a
-    place are of similar orders, and can share batches.
+    place are of similar orders, and can share batches; unless there are only a few of them.
     """
     found: dict[_Key, list[int]] = {}
-    place = filled = 0
+    place = filled = largest = 0
     for key in sorted(spans, key=lambda key: max(key[0]), reverse=True):
-        size = max(key[0]) ** 2
+        order = max(key[0])
         found[key] = []
         for _ in range(spans[key][-1].stop):
-            if filled and filled + size > _BATCH:
+            much_smaller = order < largest * _SIMILAR and filled >= _BATCH * _FEW
+            if filled and (much_smaller or filled + order**2 > _BATCH):
                 place, filled = place + 1, 0
+            largest = largest if filled else order
             found[key].append(place)
-            filled += size
+            filled += order**2
     return found, place + 1
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,8 +32,7 @@ def elements(grad: Tensor) -> Tensor:
     return torch.view_as_real(grad) if grad.is_complex() else grad
 
 
-@dataclass(frozen=True)
-class Measured:
+class Measured(NamedTuple):
     """The gradients of a step, until its end.
 
     Attributes:

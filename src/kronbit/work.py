@@ -221,8 +221,7 @@ class Errand:
         return self._pick([*grads, None])
 
 
-@dataclass(frozen=True)
-class Work:
+class Work(NamedTuple):
     """What a step does on one device.
 
     Attributes:

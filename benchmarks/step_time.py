@@ -83,6 +83,12 @@ def heavyball_soap(model: nn.Module) -> torch.optim.Optimizer:
     return heavyball.ForeachSOAP(model.parameters(), lr=1e-4)
 
 
+def soap(model: nn.Module) -> torch.optim.Optimizer:
+    from soap import SOAP
+
+    return SOAP(model.parameters(), lr=1e-4, precondition_frequency=EVERY["refresh_every"])
+
+
 OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     "adamw": lambda m: torch.optim.AdamW(m.parameters(), **ADAMW),
     "shampoo 4-bit": lambda m: Shampoo(m.parameters(), bits=4, **ADAMW, **EVERY),
@@ -92,6 +98,7 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     "muon + adamw": muon,
     "meta distributed shampoo": distributed_shampoo,
     "heavyball soap": heavyball_soap,
+    "soap": soap,
 }
 
 
@@ -120,6 +127,7 @@ def as_graph(case: Case) -> float | None:
     model, batch = prepare(case), case.batch()
     try:
         side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             for _ in range(3):
                 model.zero_grad()

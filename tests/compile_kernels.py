@@ -111,14 +111,13 @@ def main() -> None:
             members = [Member(route(tuple(grad.shape), config), config) for grad in grads]
             own = Preconditioner(members, rules.Algorithm(rule, 4), 2**20, False, CPU)
             finite, due = torch.ones(2, dtype=torch.bool), {i: Due(config) for i in (0, 1)}
-            measured = Measured(grads, norms.norms, finite, addresses, norms)
+            measured = Measured(grads, norms.norms, finite, addresses, by_kernels=True)
             for parts in batches(due_parts(own.groups, due), own.workspace, UPDATE):
                 own._outer_products(measured, due)(parts)
             direct = Precision(False, direct=not rule[0].left)
             for precision in (Precision(False), direct, Precision(True)):
                 products = GroupedProducts(own, {0, 1}, precision)
-                for zero in (True, False):
-                    products.step(addresses, zero)
+                products.step(addresses)
             products.compare(addresses, norms.norms, direct)
     for dtype in (torch.float32, torch.bfloat16):
         nothing_is_left_after_the_warm_up(dtype)

@@ -26,6 +26,7 @@ from kronbit.nonfinite import Measured, NonfiniteGuard
 from kronbit.preconditioner import Preconditioner
 
 pytest.importorskip("triton")
+from kronbit import addresses
 from kronbit.addresses import AddressTable
 from kronbit.outer_products import OuterProducts
 
@@ -77,14 +78,14 @@ BRAIN = [torch.bfloat16] * 4
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "options", "dtypes", "way"),
+    ("algorithm", "options", "dtypes", "way", "nonfinite"),
     [
-        (Shampoo, {}, SINGLE, HALF),
-        (Shampoo, {"bits": 3}, MIXED, HALF),
-        (CASPR, {"block_size": 48}, BRAIN, HALF),
-        (Shampoo, {}, BRAIN, HALF),
-        (Shampoo, {}, MIXED, BF16X3),
-        (CASPR, {"bits": 32}, SINGLE, BF16X3),
+        (Shampoo, {}, SINGLE, HALF, "zero"),
+        (Shampoo, {"bits": 3}, MIXED, HALF, "pass"),
+        (CASPR, {"block_size": 48}, BRAIN, HALF, "zero"),
+        (Shampoo, {}, BRAIN, HALF, "pass"),
+        (Shampoo, {}, MIXED, BF16X3, "zero"),
+        (CASPR, {"bits": 32}, SINGLE, BF16X3, "pass"),
     ],
 )
 def test_preconditioned_gradients_are_the_contracts(
@@ -92,6 +93,7 @@ def test_preconditioned_gradients_are_the_contracts(
     options: dict[str, Any],
     dtypes: list[torch.dtype],
     way: int,
+    nonfinite: str,
     kernels: torch.device,
 ) -> None:
     """Within half a degree, of the same norm; one without gradient, one not finite."""
@@ -99,19 +101,23 @@ def test_preconditioned_gradients_are_the_contracts(
     grads: list[Tensor | None] = list(gradients(kernels, dtypes))
     grads[2][0, 0, 0] = torch.nan  # type: ignore[index]
     twins = [grad.clone() for grad in grads if grad is not None]
+    broken = twins[2].clone()
     missing, grads[1] = grads[1], None
     own.products.ways = dict.fromkeys(range(4), way)
-    step = measured(kernels, grads)
+    step = measured(kernels, grads, NonfiniteGuard(kernels, Config(nonfinite=nonfinite)))
     norms = step.norms.clone()
     exact = tuple(i for i, grad in enumerate(grads) if grad is not None)
     reference = [None if grads[i] is None else twins[i] for i in range(4)]
-    own._precondition_exactly(exact, reference, norms, torch.isfinite(norms), True)
-    own.precondition(step, True)
+    own._precondition_exactly(exact, reference, norms, torch.isfinite(norms))
+    own.precondition(step)
     for i in (0, 3):
         assert grads[i] is not None
         assert angle(grads[i], twins[i]) < 0.5
         assert float(grads[i].float().norm()) == pytest.approx(float(norms[i]), rel=1e-2)
-    assert torch.equal(grads[2], torch.zeros_like(twins[2]))
+    assert grads[2] is not None
+    expected = torch.zeros_like(broken) if nonfinite == "zero" else broken
+    for found, right in ((twins[2], broken), (grads[2], expected)):
+        torch.testing.assert_close(found, right, rtol=0, atol=0, equal_nan=True)
     assert missing is not None
     assert torch.isfinite(own.graft_ratio[:1]).all()
 
@@ -169,7 +175,7 @@ def test_gradients_that_begin_anywhere(kernels: torch.device) -> None:
         step = measured(kernels, [grad])
         assert step.addresses is not None
         assert step.addresses.aligned == (shift == 0)
-        own.precondition(step, True)
+        own.precondition(step)
         results.append(grad)
     (tables,) = own.products._grouped.values()
     assert all(chunk.wide for wave in tables._tables.waves for chunk in wave.chunks)
@@ -203,7 +209,7 @@ def test_ways_are_as_accurate_as_they_say(
     for way in (FLOAT32, BF16X3, HALF):
         own.products.ways = dict.fromkeys(range(4), way)
         found[way] = [grad.clone() for grad in G]
-        own.precondition(measured(kernels, found[way]), True)
+        own.precondition(measured(kernels, found[way]))
     step = measured(kernels, G)
     assert step.addresses is not None
     half, precise = (own.products._precision(way, step.addresses) for way in (HALF, BF16X3))
@@ -237,14 +243,29 @@ def test_one_table_serves_members_that_lose_their_gradient(kernels: torch.device
         extra = torch.ones(5, device=kernels)  # left to F
         step = measured(kernels, [*grads, extra], guard)
         exact = tuple(i for i in range(4) if i != missing)
-        own.precondition(step, True)
+        own.precondition(step)
         reference = [None if i == missing else kept[i].clone() for i in range(4)]
-        own._precondition_exactly(exact, reference, step.norms[:4], step.finite[:4], True)
+        own._precondition_exactly(exact, reference, step.norms[:4], step.finite[:4])
         for i in exact:
             assert angle(grads[i], reference[i]) < 0.5  # type: ignore[arg-type]
             assert angle(grads[i], kept[i]) > 1  # type: ignore[arg-type]
         assert gone is None or torch.equal(gone, kept[missing])  # type: ignore[index]
         assert torch.equal(extra, torch.ones_like(extra))
+
+
+def test_tables_follow_what_gradients_have_in_common(kernels: torch.device) -> None:
+    """All in bf16, they are multiplied where they are; the next ones may be others."""
+    own = made(kernels)
+    own.products.ways = dict.fromkeys(range(4), HALF)
+    guard = NonfiniteGuard(kernels, PASS)
+    for dtypes, tables in ((BRAIN, 1), (SINGLE, 2), (BRAIN, 2), (MIXED, 2)):
+        grads = gradients(kernels, dtypes)
+        reference: list[Tensor | None] = [grad.clone() for grad in grads]
+        step = measured(kernels, grads, guard)
+        own._precondition_exactly((0, 1, 2, 3), reference, step.norms, step.finite)
+        own.precondition(step)
+        assert max(map(angle, grads, reference)) < 0.5  # type: ignore[arg-type]
+        assert len(own.products._grouped) == tables
 
 
 def test_what_does_not_fit_is_computed_twice_and_is_the_same(kernels: torch.device) -> None:
@@ -255,7 +276,7 @@ def test_what_does_not_fit_is_computed_twice_and_is_the_same(kernels: torch.devi
         own.workspace = workspace
         own.products.ways = dict.fromkeys(range(4), HALF)
         grads = gradients(kernels, SINGLE)
-        own.precondition(measured(kernels, grads), True)
+        own.precondition(measured(kernels, grads))
         results.append(grads)
     for one, other in zip(*results, strict=True):
         assert torch.equal(one, other)
@@ -381,7 +402,7 @@ def test_nothing_keeps_a_dropped_optimizer_alive(kernels: torch.device) -> None:
     own = made(kernels)
     own.products.ways = dict.fromkeys(range(4), HALF)
     grads = gradients(kernels, SINGLE)
-    own.precondition(measured(kernels, grads), True)
+    own.precondition(measured(kernels, grads))
     alive = weakref.ref(own)
     gc.disable()
     try:
@@ -389,6 +410,31 @@ def test_nothing_keeps_a_dropped_optimizer_alive(kernels: torch.device) -> None:
         assert alive() is None
     finally:
         gc.enable()
+
+
+def test_addresses_are_written_when_they_change(
+    kernels: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = AddressTable(2, kernels)
+    a, b = torch.zeros(8, device=kernels), torch.zeros(8, device=kernels)
+    single, brain = {torch.float32}, {torch.bfloat16}
+    here = [a.data_ptr(), b.data_ptr()]
+    table.fill([a, b], single)
+    assert table.tensor.tolist() == here
+    version = table.tensor._version
+    table.fill([a, b], single)
+    assert table.tensor._version == version
+    table.fill([a.view(torch.bfloat16), b.view(torch.bfloat16)], brain)
+    assert table.tensor.tolist() != here
+    assert table.brain
+    table.fill([a, None], single)
+    assert table.tensor.tolist() == [here[0], 0]
+    with monkeypatch.context() as patch:
+        patch.setattr(addresses, "_sendable", lambda *_: 1 // 0)
+        with pytest.raises(ZeroDivisionError):
+            table.fill([b, a], single)
+    table.fill([b, a], single)
+    assert table.tensor.tolist() == here[::-1]
 
 
 def test_norms_and_zeros(kernels: torch.device) -> None:
@@ -400,7 +446,7 @@ def test_norms_and_zeros(kernels: torch.device) -> None:
         torch.tensor(2.0, device=kernels),
     ]
     step = measured(kernels, grads)
-    assert step.kernel is not None
+    assert step.by_kernels
     expected = [0.0 if g is None else float(g.double().norm()) for g in grads]
     assert step.norms.tolist() == pytest.approx(expected, rel=1e-6)
     kept = [None if g is None else g.clone() for g in grads]
@@ -423,11 +469,11 @@ def test_kernels_and_torch_count_alike(
         ]
         grads[0][-1] = grads[1][3] = bad  # type: ignore[index]
         found = measured(kernels, grads, by_kernels)
-        assert found.kernel is not None
+        assert found.by_kernels
         with monkeypatch.context() as patch:
             patch.setattr(acceleration, "why_not", lambda device: "a test")
             expected = measured(kernels, grads, by_torch)
-        assert expected.kernel is None
+        assert not expected.by_kernels
         assert found.finite.dtype == torch.bool
         assert found.finite.tolist() == expected.finite.tolist()
         assert found.norms[2:].tolist() == [0, 0]

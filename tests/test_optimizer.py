@@ -128,7 +128,7 @@ def test_mixed_devices_in_one_optimizer() -> None:
     assert max(relative_error(a, b) for a, b in zip(*results, strict=True)) < 1e-3
 
 
-@pytest.mark.parametrize("how", ["clear", "replace"])
+@pytest.mark.parametrize("how", ["clear", "clear entries", "replace"])
 def test_a_reset_state_is_a_fresh_start(how: str) -> None:
     """Clearing or replacing the state: F's moments and ours are gone, times start at 1."""
     model, twin = network(), network()
@@ -137,6 +137,9 @@ def test_a_reset_state_is_a_fresh_start(how: str) -> None:
     twin.load_state_dict(model.state_dict())
     if how == "clear":
         optimizer.state.clear()
+    elif how == "clear entries":
+        for entry in optimizer.state.values():
+            entry.clear()
     else:
         optimizer.state = defaultdict(dict)
     fresh = Shampoo(twin.parameters(), lr=1e-2, **FAST)
@@ -144,6 +147,39 @@ def test_a_reset_state_is_a_fresh_start(how: str) -> None:
     run(twin, fresh, 5, first=5)
     assert same(weights(model), weights(twin))
     assert_same_state(optimizer.state_dict()["state"], fresh.state_dict()["state"])
+
+
+def test_a_checkpoint_taken_by_a_hook_of_the_base_resumes_exactly() -> None:
+    """What F's hook sees belongs together: state and times of the same step."""
+    model, twin = network(), network()
+    base = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
+    optimizer = Shampoo(base, **FAST)
+    saved = []
+    base.register_step_post_hook(
+        lambda *_: saved.append(
+            (copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict()))
+        )
+    )
+    run(model, optimizer, 7)
+    for taken in (2, 3):
+        before, state = saved[taken]
+        twin.load_state_dict(before)
+        resumed = Shampoo(torch.optim.SGD(twin.parameters(), lr=1e-2, momentum=0.9), **FAST)
+        resumed.load_state_dict(state)
+        run(twin, resumed, 6 - taken, first=taken + 1)
+        assert same(weights(model), weights(twin))
+
+
+def test_a_capture_by_the_user_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = network()
+    optimizer = Shampoo(model.parameters(), lr=1e-2, **FAST)
+    run(model, optimizer, 1)
+    before = copy.deepcopy(optimizer.state_dict()["state"])
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(RuntimeError, match="cannot be part of a CUDA graph"):
+        optimizer.step()
+    assert_same_state(optimizer.state_dict()["state"], before)
 
 
 def test_closures_run_once_with_gradients_enabled() -> None:

@@ -73,17 +73,13 @@ class Integers:
     def __init__(self, count: int, device: torch.device) -> None:
         self.values = [0] * count
         self.tensor = torch.zeros(count, dtype=torch.int64, device=device)
-        self._captured: list[Tensor] = []
 
     def write(self, values: list[int]) -> None:
         """Set all of them, in stream order and without waiting for the device."""
-        # A user's graph writes what it has captured, behind our back.
-        if values != self.values or self._captured:
-            self.values = values
+        if values != self.values:
             host = _sendable(array("q", values), self.tensor.device)
             self.tensor.copy_(host, non_blocking=True)
-            if self.tensor.is_cuda and torch.cuda.is_current_stream_capturing():
-                self._captured.append(host)  # every replay copies it again
+            self.values = values
 
 
 class AddressTable(Integers):
@@ -114,16 +110,17 @@ class AddressTable(Integers):
             with suppress(TypeError):  # one is None
                 places = list(map(Tensor.data_ptr, cast("Sequence[Tensor]", grads)))
                 last = places, dtypes
-                if last == self._last and not self._captured:
+                if last == self._last:
                     return  # gradients come back to where they were
                 values = list(map(_TAGS[dtype].__add__, places))
-        self._last = last
+        self._last = None
         if dtypes is None:
             dtypes = {grad.dtype for grad in grads if grad is not None}
         self.brain = dtypes == {torch.bfloat16}
         if values is None:
             values = [0 if g is None else g.data_ptr() + _TAGS[g.dtype] for g in grads]
         values += [0] * (len(self.values) - len(values))
-        if values != self.values or self._captured:
+        if values != self.values:
             self.aligned = not any(map((15).__and__, values))
             self.write(values)
+        self._last = last  # now that it stands there

@@ -106,13 +106,8 @@ class GroupedProducts:
         """Elements from the anchor to the scratch; both are aligned to much more than that."""
         return (scratch.data_ptr() - self._anchors[True].data_ptr()) // scratch.element_size()
 
-    def step(self, addresses: AddressTable, zero_nonfinite: bool) -> None:
-        """Launch what writes G̃ = Ĝ ‖G‖ / ‖Ĝ‖ over the gradients. Allocates nothing.
-
-        Args:
-            addresses: Where they are.
-            zero_nonfinite: Whether a non-finite gradient becomes zero; else it stays as it is.
-        """
+    def step(self, addresses: AddressTable) -> None:
+        """Launch what writes G̃ = Ĝ ‖G‖ / ‖Ĝ‖ over the gradients. Allocates nothing."""
         lanes = Lanes(self._device)
         before: TableWave | None = None
         for wave in self._tables.waves:
@@ -124,11 +119,11 @@ class GroupedProducts:
                 with lanes.of(chunk.lane):
                     self._products(chunk, addresses, self._precision, self._squares)
             with lanes.grafting():
-                self._graft(wave, addresses, zero_nonfinite)
+                self._graft(wave, addresses)
                 self._write(wave, addresses)
         lanes.join()
 
-    def _graft(self, wave: TableWave, addresses: AddressTable, zero_nonfinite: bool) -> None:
+    def _graft(self, wave: TableWave, addresses: AddressTable) -> None:
         """‖G‖ / ‖Ĝ‖ of a wave's members."""
         launch(
             graft_kernel,
@@ -141,7 +136,6 @@ class GroupedProducts:
             self._scales,
             self._own.graft_ratio,
             self._own.ungrafted,
-            ZERO_NONFINITE=zero_nonfinite,
             BLOCK=256,
         )
 

@@ -50,8 +50,8 @@ class KernelProducts:
         self._grouped: dict[tuple[Precision, frozenset[int]], GroupedProducts] = {}
         self._comparison: tuple[frozenset[int], GroupedProducts] | None = None
         self._shares = _Shares.make(set(), self.ways)
-        # The step by who takes part in which way, by ``zero_nonfinite`` and by what all gradients
-        # have in common; with one table of addresses.
+        # The step by who takes part in which way and by what all gradients have in common; with one
+        # table of addresses.
         self._replay = Replay(preconditioner.graft_ratio.device, graphs)
         self._addresses: Tensor | None = None
         # The tables of the last step, by its members and ways and by what gradients have in common.
@@ -64,12 +64,11 @@ class KernelProducts:
         assert owner is not None
         return owner
 
-    def precondition(self, measured: Measured, zero_nonfinite: bool) -> Sequence[int]:
+    def precondition(self, measured: Measured) -> Sequence[int]:
         """Write G̃ over those gradients that kernels can take.
 
         Args:
             measured: The members' gradients; others may follow.
-            zero_nonfinite: Whether a non-finite gradient becomes zero; else it stays as it is.
 
         Returns:
             The refreshed members that are left over, in order; some may have no gradient.
@@ -87,8 +86,8 @@ class KernelProducts:
             if any(map(there.__getitem__, members))
         )
         if chosen:
-            self.step(chosen, measured.addresses, measured.norms, zero_nonfinite)
-        if measured.kernel is not None:  # kernels can take all gradients
+            self.step(chosen, measured.addresses, measured.norms)
+        if measured.by_kernels:
             return self._shares.left
         return [i for i in sorted(refreshed) if i in self._shares.left or not there[i]]
 
@@ -97,15 +96,13 @@ class KernelProducts:
         chosen: tuple[tuple[int, frozenset[int]], ...],
         addresses: AddressTable,
         norms: Tensor,
-        zero_nonfinite: bool,
     ) -> None:
         """Write G̃ over some gradients.
 
         Args:
             chosen: Ways, and the members whose products are taken so.
             addresses: Where the gradients are.
-            norms: ‖G‖_F of each, not finite where the gradient is not.
-            zero_nonfinite: Whether a non-finite gradient becomes zero; else it stays as it is.
+            norms: ‖G‖_F of each. If that is not finite, the gradient stays as it is.
         """
         kind = addresses.aligned, addresses.brain
         if (chosen, kind) != self._last[0]:
@@ -126,9 +123,9 @@ class KernelProducts:
 
         def launch_all() -> None:
             for own in tables:
-                own.step(addresses, zero_nonfinite)
+                own.step(addresses)
 
-        self._replay((chosen, zero_nonfinite, kind), launch_all)
+        self._replay((chosen, kind), launch_all)
 
     def choose(self, measured: Measured, candidates: Collection[int], new: Collection[int]) -> None:
         """Find out how products of refreshed members may be taken. Waits for the device.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -41,14 +41,14 @@ class Measured(NamedTuple):
             the sum of squares overflows float32.
         finite: bool, whether each norm is finite.
         addresses: Where those are that the kernels can take; ``None`` where there are no kernels.
-        kernel: What measured them, if it was a kernel: then kernels can take all of them.
+        by_kernels: Whether kernels have measured them: then they can take all of them.
     """
 
     grads: Sequence[Tensor | None]
     norms: Tensor
     finite: Tensor
     addresses: AddressTable | None
-    kernel: KernelNorms | None
+    by_kernels: bool
 
 
 class NonfiniteGuard:
@@ -83,7 +83,6 @@ class NonfiniteGuard:
         grads: Sequence[Tensor | None],
         sizes: Sequence[int],
         dtypes: set[torch.dtype] | None,
-        spared: Collection[int] = (),
     ) -> Measured:
         """Norms and finiteness of a step's gradients.
 
@@ -92,14 +91,12 @@ class NonfiniteGuard:
 
         Args:
             grads: The gradients; ``None`` where there is none.
-            sizes: Their numbers of elements; 0 where there is none.
+            sizes: Their numbers of elements; anything where there is none.
             dtypes: What ``plain_dtypes`` says of them.
-            spared: Gradients that ``precondition`` will zero, if that must be: by then, it costs
-                nothing.
         """
         device = self.skipped.device
         if not has_kernels(device):
-            return self._by_torch(grads, spared, None)
+            return self._by_torch(grads, None)
         from kronbit.addresses import AddressTable, takable, takes
 
         # A table that is large enough stays: graphs have been captured with it.
@@ -109,7 +106,7 @@ class NonfiniteGuard:
             self._replay.forget()
         if not takes(dtypes, grads):
             addresses.fill(takable(grads))
-            return self._by_torch(grads, spared, addresses)
+            return self._by_torch(grads, addresses)
         addresses.fill(grads, dtypes)
         kernel = self._kernel_for(sizes)
 
@@ -119,7 +116,7 @@ class NonfiniteGuard:
                 kernel.zero_nonfinite(addresses.tensor)
 
         self._replay("measure", launch_all)
-        return Measured(grads, kernel.norms, kernel.finite, addresses, kernel)
+        return Measured(grads, kernel.norms, kernel.finite, addresses, by_kernels=True)
 
     def _kernel_for(self, sizes: Sequence[int]) -> KernelNorms:
         known = self._kernel
@@ -130,21 +127,16 @@ class NonfiniteGuard:
             self._replay.forget()
         return known
 
-    def _by_torch(
-        self,
-        grads: Sequence[Tensor | None],
-        spared: Collection[int],
-        addresses: AddressTable | None,
-    ) -> Measured:
+    def _by_torch(self, grads: Sequence[Tensor | None], addresses: AddressTable | None) -> Measured:
         norms = self._norms(grads)
         finite = torch.isfinite(norms)
         if self._counts:
             self.skipped += (~finite).sum()
         if self._zeroes:
-            for i, (grad, bad) in enumerate(zip(grads, (~finite).unbind(), strict=True)):
-                if grad is not None and i not in spared:
+            for grad, bad in zip(grads, (~finite).unbind(), strict=True):
+                if grad is not None:
                     elements(grad).masked_fill_(bad, 0)
-        return Measured(grads, norms, finite, addresses, None)
+        return Measured(grads, norms, finite, addresses, by_kernels=False)
 
     def _norms(self, grads: Sequence[Tensor | None]) -> Tensor:
         there = [elements(grad) for grad in grads if grad is not None]

@@ -21,7 +21,7 @@ class KernelNorms:
     """Gradients of given sizes on one device.
 
     Args:
-        sizes: Elements of each gradient; 0 where there is none.
+        sizes: Elements of each gradient. One whose address is 0 counts as zero.
         device: Where they are.
 
     Attributes:

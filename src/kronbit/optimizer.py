@@ -20,6 +20,7 @@ from kronbit.first_order import BaseFactory
 from kronbit.gradients import copied, inspect
 from kronbit.nonfinite import NonfiniteGuard
 from kronbit.plan import Plan, forbidden_change
+from kronbit.replay import refuse_capture
 from kronbit.rules import Algorithm
 from kronbit.state import BaseLink, Binding, blocks_of
 from kronbit.work import Itinerary, Present, Work, measure
@@ -122,6 +123,7 @@ class SecondOrder(Optimizer):
         Returns:
             The closure's loss, or ``None``.
         """
+        refuse_capture()
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -141,13 +143,11 @@ class SecondOrder(Optimizer):
                     preconditioner.refresh(work.measured, due)
                     work.note_products(due)
                 # Ĝ = L̂ G R̂, and G̃ = Ĝ ‖G‖ / ‖Ĝ‖ in the place of G. While L̂ = R̂ = I, G̃ is G.
-                preconditioner.precondition(work.measured, self.config.nonfinite == "zero")
-            try:
-                # W, s ← F(W, s, G̃)
-                self.base.step()
-            finally:  # what the state holds has been done; counted while F's kernels run
-                for entry in itinerary.entries:
-                    entry["step"] += 1
+                preconditioner.precondition(work.measured)
+            for entry in itinerary.entries:
+                entry["step"] += 1
+            # W, s ← F(W, s, G̃)
+            self.base.step()
         self._binding.look_closer()
         if not self._base_link.unchanged(itinerary.entries, self.base.state):
             self._join_base_states()
@@ -188,13 +188,15 @@ class SecondOrder(Optimizer):
         if (
             old is not None
             and same_entries
-            and self._binding.intact(self.state, same_entries, closely=old.find_turns())
+            and self._binding.intact(self.state, same_entries)
             and old.plan is self._plan
             and old.holds(present)
             and self._base_link.settled(old.params, old.entries, self.base.state)
+            # Whoever writes to the state looks closely before that; others do after the step.
+            and (not old.find_turns() or self._binding.look_closer())
         ):
             return old, present
-        intact = self._binding.intact(self.state, same_entries, closely=True)
+        intact = self._binding.look_closer() and self._binding.intact(self.state, same_entries)
         present = present.once()
         params, configs = present.params, present.configs
         unplanned = [

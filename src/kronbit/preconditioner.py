@@ -289,19 +289,18 @@ class Preconditioner:
 
     # -------------------------------------------------------------------------------- gradients
 
-    def precondition(self, measured: Measured, zero_nonfinite: bool) -> None:
+    def precondition(self, measured: Measured) -> None:
         """Write G̃ = Ĝ ‖G‖ / ‖Ĝ‖ over the gradients of refreshed members, grafted per parameter.
 
         Args:
-            measured: The members' gradients; others may follow.
-            zero_nonfinite: Whether a non-finite gradient becomes zero; else it stays as it is.
+            measured: The members' gradients; others may follow. Those that are not finite stay.
         """
-        left = self.products.precondition(measured, zero_nonfinite)
+        left = self.products.precondition(measured)
         exact = tuple(i for i in left if measured.grads[i] is not None)
         if exact:
             own = slice(len(self.members))
             grads, norms, finite = measured.grads[own], measured.norms[own], measured.finite[own]
-            self._precondition_exactly(exact, grads, norms, finite, zero_nonfinite)
+            self._precondition_exactly(exact, grads, norms, finite)
 
     @full_precision()
     def _precondition_exactly(
@@ -310,7 +309,6 @@ class Preconditioner:
         grads: Sequence[Tensor | None],
         norms: Tensor,
         finite: Tensor,
-        zero_nonfinite: bool,
     ) -> None:
         """``precondition`` in float32, group by group: the contract."""
         blocks = GradientBlocks(self.members, grads)
@@ -334,8 +332,6 @@ class Preconditioner:
             for (group, rows), pair in zip(wave.parts, held, strict=True):
                 owner = group.owner[rows]
                 G, Ghat = self.product(blocks, group, rows) if pair is None else pair
-                if zero_nonfinite:
-                    G = torch.where(_per_row(finite[owner]), G, 0.0)
                 Gtilde = torch.where(_per_row(usable[owner]), Ghat * _per_row(scale[owner]), G)
                 blocks.scatter(group, rows, Gtilde)
             blocks.flush()

@@ -133,8 +133,8 @@ def acceleration_figures(
     for preconditioner in preconditioners.values():
         products.update(preconditioner.products.ways[i] for i in preconditioner.refreshed)
     refused = {device: own.graph_refused() for device, own in preconditioners.items()}
-    for device, guard in guards.items():
-        refused[device] = refused.get(device) or guard.graph_refused()
+    for device in refused.keys() & guards.keys():
+        refused[device] = refused[device] or guards[device].graph_refused()
     return {
         "kernels": {str(device): why_not(device) or "used" for device in preconditioners},
         "cuda_graph": {str(device): reason or "not refused" for device, reason in refused.items()},

@@ -99,16 +99,13 @@ class Binding:
         self._values: list[Any] = []
         self._replaced = False
 
-    def intact(self, state: Mapping[Tensor, Any], same_entries: bool, closely: bool) -> bool:
+    def intact(self, state: Mapping[Tensor, Any], same_entries: bool) -> bool:
         """Whether every block is still the one that was put there, and its tensors were lately.
 
         Args:
             state: The optimizer's state.
             same_entries: It is known to have the entries that it had when this was last true.
-            closely: Whether to look at tensors inside of blocks, too, not only at blocks.
         """
-        if closely:
-            self.look_closer()
         return (
             not self._replaced
             and state is self._state
@@ -116,9 +113,10 @@ class Binding:
             and all(map(is_, map(dict.get, self._owners, self._keys), self._views))
         )
 
-    def look_closer(self) -> None:
-        """Look at the tensors inside of all blocks, for ``intact``."""
+    def look_closer(self) -> bool:
+        """Whether the tensors inside of all blocks are those that were put there."""
         self._replaced = not all(map(is_, chain.from_iterable(self._dicts), self._values))
+        return not self._replaced
 
     def bind(self, plan: Plan, state: MutableMapping[Tensor, dict[str, Any]]) -> set[Tensor]:
         """Put the plan's views into the state; values that the state already holds are kept.

@@ -61,7 +61,6 @@ def _warm_up(
         own.refresh(measured, due)
         for way, some in ((HALF, (0, 1)), (HALF, (2,)), (BF16X3, (0, 1, 2))):
             chosen = ((way, frozenset(some)),)
-            zero = config.nonfinite == "zero"
-            own.products.step(chosen, measured.addresses, measured.norms, zero)
+            own.products.step(chosen, measured.addresses, measured.norms)
 
     compile_together(every_kind_of_step)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter, is_, itemgetter
@@ -160,7 +161,7 @@ class Errand:
         entries: Their states.
 
     Attributes:
-        sizes: Elements of the gradients that ``pick`` returns; 0 where there is none.
+        sizes: Elements of the gradients that ``pick`` returns, were they all there.
         configs_there: The options that occur among members with a gradient.
         entries_there: The states of these members.
         turns: By what is scheduled, options and steps that members have seen: the turns that have
@@ -178,11 +179,12 @@ class Errand:
         self.preconditioner, self.members, self.rest = preconditioner, members, rest
         numbers = [-1 if number is None else number for number in (*members, *rest)]
         self._pick = _picker(numbers)
-        self.sizes = [0 if number < 0 else present.grads[number].numel() for number in numbers]
         there = [number for number in members if number is not None]
         self._pick_there, self._pick_rest = _picker(there), _picker(rest)
         self._shapes = [present.grads[number].shape for number in there]
         self._rest_sizes = [present.grads[number].numel() for number in rest]
+        sizes = [math.prod(member.blocking.matrices) for member in preconditioner.members]
+        self.sizes = [*sizes, *self._rest_sizes]
         self.configs_there = list({present.configs[number] for number in there})
         self.entries_there = [entries[number] for number in there]
         self.turns: dict[Scheduled, dict[tuple[Config, int], set[Turn]]] = {}
@@ -291,7 +293,6 @@ def measure(
     for device, errand in itinerary.errands.items():
         if device not in guards:
             guards[device] = NonfiniteGuard(device, config)
-        spared = errand.preconditioner.refreshed
-        measured = guards[device].measure(errand.pick(grads), errand.sizes, dtypes, spared)
+        measured = guards[device].measure(errand.pick(grads), errand.sizes, dtypes)
         works.append(Work(itinerary, errand, measured))
     return works

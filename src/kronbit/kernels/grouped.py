@@ -43,7 +43,7 @@ from kronbit.kernels.lines import (
     scratch,
 )
 from kronbit.kernels.roots import as_bf16
-from kronbit.kernels.strips import LEAVE, ZERO, place_in_gradient
+from kronbit.kernels.strips import LEAVE, place_in_gradient
 
 # Triton's interpreter multiplies the bits of bf16 numbers as if they were integers.
 _WIDEN: tl.constexpr = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
@@ -231,10 +231,9 @@ def graft_kernel(
     scales,
     ratios,
     ungrafted,
-    ZERO_NONFINITE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """‖G‖ / ‖Ĝ‖ of a member, or what scatter shall do instead."""
+    """‖G‖ / ‖Ĝ‖ of a member, or that scatter shall leave G as it is."""
     line = members + (begin + tl.program_id(0)) * 3
     member, start, stop = tl.load(line), tl.load(line + 1), tl.load(line + 2)
     address, _ = find(addresses, member)
@@ -251,7 +250,5 @@ def graft_kernel(
     finite = tl.abs(norm) < float("inf")  # False for NaN
     usable = (total < float("inf")) & (scale < float("inf"))
     # Where Ĝ overflowed although G is finite, F gets G itself.
-    action = tl.where(usable, scale, LEAVE)
-    action = tl.where(finite, action, ZERO if ZERO_NONFINITE else LEAVE)
-    tl.store(scales + member, action)
+    tl.store(scales + member, tl.where(usable, scale, LEAVE))
     tl.atomic_add(ungrafted, tl.where(finite & (usable == 0), 1, 0).to(tl.int64))

@@ -23,9 +23,8 @@ from kronbit.kernels.lines import (
     scratch,
 )
 
-# What scatter does with a gradient, where it does not scale Ĝ.
+# In the place of a scale: scatter leaves the gradient as it is.
 LEAVE: tl.constexpr = tl.constexpr(-1.0)
-ZERO: tl.constexpr = tl.constexpr(-2.0)
 
 
 @triton.jit
@@ -116,6 +115,5 @@ def scatter_kernel(
         column = start + tl.arange(0, COLUMNS)[None, :]
         inside = (row < padded_m) & (column < padded_n)
         value = load(stack, FLOAT32 if PRECISE else BFLOAT16, source + column, inside, True)
-        value = tl.where(scale == ZERO, 0.0, value * scale)
         place = first + row.to(tl.int64) * stride + column
-        store(address, kind, place, value, _inside(row, m, column, n, WIDE), WIDE)
+        store(address, kind, place, value * scale, _inside(row, m, column, n, WIDE), WIDE)

@@ -348,6 +348,21 @@ def test_a_graph_changes_nothing_although_gradients_move(
 
 
 @pytest.mark.gpu
+def test_a_step_inside_of_a_capture_is_refused() -> None:
+    params, optimizer = build(True)
+    kept = feed(params, 0)
+    with (
+        pytest.raises(RuntimeError, match="cannot be part of a CUDA graph"),
+        torch.cuda.graph(torch.cuda.CUDAGraph()),
+    ):
+        optimizer.step()
+    assert not optimizer.state
+    optimizer.step()
+    assert optimizer.state[params[0]]["step"] == 1
+    del kept
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("when", [10, 17])
 def test_resuming_is_exact_with_kernels(when: int) -> None:
     params, optimizer = build(True)

@@ -103,6 +103,15 @@ def test_diagnostics_before_during_and_after() -> None:
     assert sum(group["householder"] for group in found["groups"]) == found["householder"]
 
 
+def test_a_refused_graph_is_reported_whoever_wanted_it() -> None:
+    model, optimizer = build(update_every=1, refresh_every=2)
+    run(model, optimizer, 1)
+    assert optimizer.diagnostics()["cuda_graph"] == {"cpu": "not refused"}
+    (guard,) = optimizer._guards.values()
+    guard._replay.refused = "no room"
+    assert optimizer.diagnostics()["cuda_graph"] == {"cpu": "no room"}
+
+
 def test_graft_ratio_is_that_of_the_last_step() -> None:
     p = nn.Parameter(torch.zeros(64, 66))
     optimizer = Shampoo(torch.optim.SGD([p], lr=0.0), update_every=1, refresh_every=1)

@@ -387,7 +387,7 @@ def test_whatever_shares_memory_is_done_in_order(
     monkeypatch.setattr(step, "_products", lambda chunk, *rest: note([chunk], True))
     monkeypatch.setattr(step, "_graft", lambda *rest: None)
     monkeypatch.setattr(step, "_write", lambda wave, _: note(wave.chunks, not wave.fits))
-    step.step(AddressTable(4, torch.device("cpu")), True)
+    step.step(AddressTable(4, torch.device("cpu")))
     for number, (before, used, held) in enumerate(done):
         for earlier, (_, other_used, other_held) in enumerate(done[:number]):
             if used & other_used or held & other_held:

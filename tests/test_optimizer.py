@@ -170,6 +170,18 @@ def test_a_checkpoint_taken_by_a_hook_of_the_base_resumes_exactly() -> None:
         assert same(weights(model), weights(twin))
 
 
+def test_tables_do_not_depend_on_whose_gradient_is_missing() -> None:
+    """The kernels that measure gradients have tables of their sizes: they are made once."""
+    params = [nn.Parameter(torch.randn(shape)) for shape in ((70, 66), (3, 1, 20, 30), (5,))]
+    optimizer = Shampoo(params, lr=1e-2, **FAST)
+    for missing in (None, 0, 1):
+        for i, p in enumerate(params):
+            p.grad = None if i == missing else torch.randn(p.shape)
+        optimizer.step()
+        (errand,) = optimizer._itinerary.errands.values()
+        assert errand.sizes == [70 * 66, 3 * 20 * 30, 5]
+
+
 def test_a_capture_by_the_user_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = network()
     optimizer = Shampoo(model.parameters(), lr=1e-2, **FAST)

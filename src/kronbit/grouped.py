@@ -41,7 +41,7 @@ class GroupedProducts:
         precision: How products are taken.
 
     Attributes:
-        scratch_size: Elements of 16 bits that a step needs as scratch.
+        scratch_bytes: What a step needs as scratch; a multiple of what alignment asks for.
         held_bytes: What it needs to hold Ĝ.
     """
 
@@ -52,7 +52,7 @@ class GroupedProducts:
         ratios = preconditioner.graft_ratio
         self._device = ratios.device
         self._tables = tables = make_tables(preconditioner, wanted, precision, self._device)
-        self.scratch_size = tables.scratch
+        self.scratch_bytes = tables.scratch * torch.bfloat16.itemsize
         self.held_bytes = tables.held * precision.held.itemsize
         self._buffers = Integers(Buffer.LENGTH, self._device)
         self._scales = torch.empty_like(ratios)
@@ -71,9 +71,9 @@ class GroupedProducts:
         assert owner is not None
         return owner
 
-    def place(self, scratch: Tensor, held: Tensor, norms: Tensor) -> None:
-        """Note where a step finds its buffers, and ‖G‖_F of each gradient."""
-        self._buffers.write([self._from_anchor(scratch), held.data_ptr(), norms.data_ptr()])
+    def place(self, scratch: int, held: int, norms: Tensor) -> None:
+        """Note at which addresses a step finds its buffers, and ‖G‖_F of each gradient."""
+        self._buffers.write([self._from_anchor(scratch), held, norms.data_ptr()])
 
     def compare(self, addresses: AddressTable, norms: Tensor, half: Precision) -> Tensor:
         """(members, 3): ⟨a, b⟩, ⟨a, a⟩ and ⟨b, b⟩, where a is Ĝ taken so, and b is another.
@@ -84,13 +84,13 @@ class GroupedProducts:
             half: How the other Ĝ is taken.
         """
         tables = self._tables
-        scratch = self._empty(self.scratch_size, torch.bfloat16)
+        scratch = self._empty(self.scratch_bytes, torch.uint8)
         sums = torch.zeros(tables.squares, 3, device=self._device)
         for chunk in (chunk for wave in tables.waves for chunk in wave.chunks):
             # Room for Ĝ of one chunk alone: the held stack seems to begin before it.
             held = self._empty(sum(map(held_size, chunk.blocks)), half.held)
             begin = held.data_ptr() - tables.offsets[chunk.blocks[0]] * held.element_size()
-            self._buffers.write([self._from_anchor(scratch), begin, norms.data_ptr()])
+            self.place(scratch.data_ptr(), begin, norms)
             self._products(chunk, addresses, half, self._squares)
             self._products(chunk, addresses, self._precision, sums, compare=True)
             del held
@@ -102,9 +102,9 @@ class GroupedProducts:
     def _empty(self, size: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(size, dtype=dtype, device=self._device)
 
-    def _from_anchor(self, scratch: Tensor) -> int:
+    def _from_anchor(self, scratch: int) -> int:
         """Elements from the anchor to the scratch; both are aligned to much more than that."""
-        return (scratch.data_ptr() - self._anchors[True].data_ptr()) // scratch.element_size()
+        return (scratch - self._anchors[True].data_ptr()) // self._anchors[True].itemsize
 
     def step(self, addresses: AddressTable) -> None:
         """Launch what writes G̃ = Ĝ ‖G‖ / ‖Ĝ‖ over the gradients. Allocates nothing."""

@@ -48,7 +48,6 @@ class KernelProducts:
         self._weak = weakref.ref(preconditioner)
         self.ways = dict.fromkeys(range(len(preconditioner.members)), FLOAT32)
         self._grouped: dict[tuple[Precision, frozenset[int]], GroupedProducts] = {}
-        self._comparison: tuple[frozenset[int], GroupedProducts] | None = None
         self._shares = _Shares.make(set(), self.ways)
         # The step by who takes part in which way and by what all gradients have in common; with one
         # table of addresses.
@@ -109,14 +108,13 @@ class KernelProducts:
             found = [self._tables(self._precision(way, addresses), own) for way, own in chosen]
             self._last = (chosen, kind), found
         tables = self._last[1]
-        scratch = torch.empty(
-            max(own.scratch_size for own in tables), dtype=torch.bfloat16, device=norms.device
-        )
-        held = torch.empty(
-            max(own.held_bytes for own in tables), dtype=torch.uint8, device=norms.device
-        )
+        # One piece of memory: to ask for two takes the host twice as long.
+        scratch = max(own.scratch_bytes for own in tables)
+        held = max(own.held_bytes for own in tables)
+        room = torch.empty(scratch + held, dtype=torch.uint8, device=norms.device)
+        begin = room.data_ptr()
         for own in tables:
-            own.place(scratch, held, norms)
+            own.place(begin, begin + scratch, norms)
         if self._addresses is not addresses.tensor:
             self._addresses = addresses.tensor
             self._replay.forget()
@@ -146,8 +144,8 @@ class KernelProducts:
         if not any(map(addresses.values.__getitem__, there)):
             return
         half = self._precision(HALF, addresses)
-        tables = self._comparison_of(there)
-        sums = tables.compare(addresses, measured.norms, half)
+        exact = self._tables(self._precision(BF16X3, addresses), there)
+        sums = exact.compare(addresses, measured.norms, half)
         cosines = (sums[:, 0] / (sums[:, 1].sqrt() * sums[:, 2].sqrt())).tolist()
         for i in there:
             self.ways[i] = _way(cosines[i], before[i])
@@ -155,19 +153,6 @@ class KernelProducts:
     def graph_refused(self) -> str | None:
         """Why the ordinary step could not be captured as a graph; ``None`` if it could be."""
         return self._replay.refused
-
-    def _comparison_of(self, members: frozenset[int]) -> GroupedProducts:
-        """The tables that ways are compared with. The last ones are remembered."""
-        from kronbit.cutting import Precision
-
-        if self._comparison is None or self._comparison[0] != members:
-            self._comparison = members, self._make(Precision(precise=True), members)
-        return self._comparison[1]
-
-    def _make(self, precision: Precision, members: frozenset[int]) -> GroupedProducts:
-        from kronbit.grouped import GroupedProducts
-
-        return GroupedProducts(self._preconditioner, members, precision)
 
     def _precision(self, way: int, addresses: AddressTable) -> Precision:
         """How products of such gradients are taken. G R̂ can have G as it is, in bf16."""
@@ -179,12 +164,14 @@ class KernelProducts:
 
     def _tables(self, precision: Precision, members: frozenset[int]) -> GroupedProducts:
         """The kernels' tables for some members. Recent ones are remembered."""
+        from kronbit.grouped import GroupedProducts
+
         grouped = self._grouped.pop((precision, members), None)
         if grouped is None:
             if len(self._grouped) == _REMEMBERED:
                 self._grouped.pop(next(iter(self._grouped)))  # the one not used for longest
                 self._replay.forget()  # graphs may hold its tables
-            grouped = self._make(precision, members)
+            grouped = GroupedProducts(self._preconditioner, members, precision)
         self._grouped[precision, members] = grouped
         return grouped
 

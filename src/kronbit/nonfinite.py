@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 # The count of non-finite gradients is sent to the host at one step in so many.
 _SENT_EVERY = 16
-# warn_once <- _prepare <- step <- torch's two wrappers <- the user
-_TO_THE_USER = 6
+# warn_once <- step <- torch's two wrappers <- the user
+_TO_THE_USER = 5
 
 
 def elements(grad: Tensor) -> Tensor:
@@ -152,7 +152,7 @@ class NonfiniteGuard:
         return self._replay.refused
 
     def warn_once(self) -> None:
-        """Warn if an earlier step is known to have seen a non-finite gradient."""
+        """Warn if a step is known to have seen a non-finite gradient."""
         if self._warned:
             return
         seen = self._arrived()

@@ -148,6 +148,9 @@ class SecondOrder(Optimizer):
                 entry["step"] += 1
             # W, s ← F(W, s, G̃)
             self.base.step()
+        # The GPU is still busy: what can wait was kept for now.
+        for guard in self._guards.values():
+            guard.warn_once()
         self._binding.look_closer()
         if not self._base_link.unchanged(itinerary.entries, self.base.state):
             self._join_base_states()
@@ -181,8 +184,6 @@ class SecondOrder(Optimizer):
 
     def _prepare(self, present: Present) -> tuple[Itinerary, Present]:
         """Plan parameters that are new, and anew where the state was changed from outside."""
-        for guard in self._guards.values():
-            guard.warn_once()
         old = self._itinerary
         same_entries = old is not None and old.states.holds(self.state)
         if (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import compress
 from operator import attrgetter, is_, itemgetter
 from typing import Any, NamedTuple, TypeAlias
 
@@ -47,21 +48,23 @@ class Present(NamedTuple):
         config_of: Callable[[Mapping[str, Any]], Config],
     ) -> Present:
         """Look through param groups."""
-        found = cls([], [], [], None)
+        params: list[Tensor] = []
+        configs: list[Config] = []
+        grads: list[Any] = []
         for group in groups:
-            params = group["params"]
-            found.params.extend(params)
-            found.grads.extend([p.grad for p in params])
-            found.configs.extend([config_of(group)] * len(params))
+            own = group["params"]
+            params += own
+            grads += [p.grad for p in own]
+            configs += [config_of(group)] * len(own)
         try:
-            dtypes = plain_dtypes(found.grads)
+            dtypes = plain_dtypes(grads)
         except AttributeError:  # some have none
-            rows = [row for row in zip(*found[:3], strict=True) if row[2] is not None]
-            found = cls(
-                [p for p, _, _ in rows], [c for _, c, _ in rows], [g for *_, g in rows], None
+            there = [grad is not None for grad in grads]
+            params, configs, grads = (
+                list(compress(own, there)) for own in (params, configs, grads)
             )
-            dtypes = plain_dtypes(found.grads)
-        return found._replace(dtypes=dtypes)
+            dtypes = plain_dtypes(grads)
+        return cls(params, configs, grads, dtypes)
 
     def once(self) -> Present:
         """Without repetitions: torch only warns of parameters that are listed twice."""

@@ -28,6 +28,9 @@ METHODS = [
     ("naive", 6),
     ("naive", 4),
     ("naive", 3),
+    ("cholesky", 32),
+    ("cholesky", 8),
+    ("cholesky", 4),
 ]
 
 

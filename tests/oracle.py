@@ -72,6 +72,40 @@ def dequantize_row(
     return torch.cat([piece * scales[i] for i, piece in enumerate(values.split(block))])
 
 
+def nearest(values: Tensor, book: list[float]) -> list[int]:
+    """The first of the nearest codes of each value."""
+    table = torch.tensor(book, dtype=torch.float32).double()
+    return [int(i) for i in (values.double()[:, None] - table).abs().argmin(1)]
+
+
+def packed_bytes(count: int, bits: int) -> int:
+    return (count * bits + 7) // 8
+
+
+def triangle_blocks(n: int, bits: int) -> tuple[int, list[tuple[int, range]]]:
+    """Whichever of tiles of 64, of 32, and rows takes the fewest bytes.
+
+    Returns the length of a block, and (row, columns) of each in order; some lie outside.
+    """
+    best = None
+    for side in (64, 32, None):
+        blocks = []
+        if side is None:
+            blocks = [(row, range(c, min(c + 64, n))) for row in range(n) for c in range(0, n, 64)]
+            size = n * packed_bytes(n, bits)
+        else:
+            for top in range(0, n, side):
+                for left in range(0, top + 1, side):
+                    columns = range(left, left + side)
+                    blocks += [(row, columns) for row in range(top, top + side)]
+            size = len(blocks) * packed_bytes(side, bits)
+        size += len(blocks) + 4 * ((len(blocks) + 255) // 256)
+        if best is None or size < best[0]:
+            best = size, side or 64, blocks
+    assert best is not None
+    return best[1], best[2]
+
+
 def bjorck(V: Tensor, steps: int) -> Tensor:
     for _ in range(steps):
         V = 1.5 * V - 0.5 * V @ V.T @ V
@@ -124,6 +158,7 @@ class Options:
     mapping: str = "linear2"
     block_size: int = 64
     min_quantized_numel: int = 4096
+    storage: str = "paper"
     beta: float = 0.95
     damping: float = 1e-6
     update_every: int = 100
@@ -139,11 +174,18 @@ class Options:
 
 @dataclass
 class Kept:
-    """A matrix as it is kept: plain, or row by row in codes, the diagonal apart or not."""
+    """A matrix as it is kept: plain, or row by row in codes, the diagonal apart or not.
+
+    Compact, there are codes of blocks, codes of their scales, and scales of these.
+    """
 
     plain: Tensor | None = None
     diagonal: Tensor | None = None
     rows: list[tuple[list[int], list[Tensor]]] = field(default_factory=list)
+    blocks: list[tuple[int, range]] = field(default_factory=list)
+    codes: list[list[int]] = field(default_factory=list)
+    scales: list[int] = field(default_factory=list)
+    tops: list[Tensor] = field(default_factory=list)
 
 
 class Factor:
@@ -158,6 +200,8 @@ class Factor:
         if options.method == "eigen":
             self.lam = torch.full((n,), options.damping, dtype=dtype)
             self.kept = self.keep(eye, self.bits, diagonal=False)
+        elif options.method == "cholesky":
+            self.kept = self.keep(options.damping**0.5 * eye, self.bits, diagonal=True)
         else:
             self.kept = self.keep(options.damping * eye, self.bits, diagonal=True)
         self.root = self.keep(eye, self.root_bits, diagonal=True)
@@ -165,15 +209,65 @@ class Factor:
     def keep(self, X: Tensor, bits: int, diagonal: bool) -> Kept:
         if bits == 32:
             return Kept(plain=X.clone())
+        if self.o.storage == "compact":
+            return self.keep_compact(X, bits, diagonal)
         apart = X.diagonal().clone() if diagonal else None
         X = X - torch.diag(apart) if apart is not None else X
         o = self.o
         rows = [quantize_row(row, bits, o.mapping, o.block_size) for row in X]
         return Kept(diagonal=apart, rows=rows)
 
+    def keep_compact(self, X: Tensor, bits: int, triangle: bool) -> Kept:
+        n = self.n
+        kept = Kept(diagonal=X.diagonal().clone() if triangle else None)
+        kept.blocks = [(row, range(c, min(c + 64, n))) for row in range(n) for c in range(0, n, 64)]
+        if triangle:
+            _, kept.blocks = triangle_blocks(n, bits)
+        values = []
+        for row, columns in kept.blocks:
+            block = torch.zeros(len(columns), dtype=X.dtype)
+            inside = [c for c in columns if row < n and c < n and (c < row or not triangle)]
+            if inside:
+                block[: len(inside)] = X[row, inside[0] : inside[-1] + 1]
+            values.append(block)
+        book = [(j / 255) ** 2 for j in range(256)]
+        scales = torch.stack([block.abs().max() for block in values])
+        for some in scales.split(256):
+            top = some.max()
+            kept.tops.append(top)
+            kept.scales += nearest(some / top if top > 0 else some, book)
+        book = codebook(self.o.mapping, bits)
+        for block, scale in zip(values, self.restored_scales(kept), strict=True):
+            normalized = block / scale if scale > 0 else block
+            kept.codes.append(nearest(normalized, book))
+        return kept
+
+    def restored_scales(self, kept: Kept) -> list[Tensor]:
+        return [
+            torch.tensor((j / 255) ** 2, dtype=torch.float32).to(self.dtype) * kept.tops[i // 256]
+            for i, j in enumerate(kept.scales)
+        ]
+
+    def restore_compact(self, kept: Kept, bits: int, mirrored: bool) -> Tensor:
+        book = torch.tensor(codebook(self.o.mapping, bits), dtype=torch.float32).to(self.dtype)
+        X = torch.zeros(self.n, self.n, dtype=self.dtype)
+        scales = self.restored_scales(kept)
+        for (row, columns), codes, scale in zip(kept.blocks, kept.codes, scales, strict=True):
+            if row < self.n:
+                inside = [c for c in columns if c < self.n]
+                X[row, columns.start : columns.start + len(inside)] = (
+                    book[torch.tensor(codes)][: len(inside)] * scale
+                )
+        if mirrored:
+            X = X + X.T
+        return X if kept.diagonal is None else X + torch.diag(kept.diagonal)
+
     def restore(self, kept: Kept, bits: int) -> Tensor:
         if kept.plain is not None:
             return kept.plain
+        if kept.codes:
+            symmetric = kept is self.root or self.o.method == "naive"
+            return self.restore_compact(kept, bits, mirrored=symmetric)
         o = self.o
         X = torch.stack(
             [
@@ -192,14 +286,16 @@ class Factor:
         if self.o.method == "eigen":
             V = self.vectors(self.o.update_rectify)
             return V @ torch.diag(self.lam) @ V.T
-        return self.restore(self.kept, self.bits)
+        X = self.restore(self.kept, self.bits)
+        return X @ X.T if self.o.method == "cholesky" else X
 
     def update(self, M: Tensor) -> None:
         """PU."""
         o = self.o
         A = self.matrix() + M if o.beta == 1 else o.beta * self.matrix() + (1 - o.beta) * M
         if o.method != "eigen":
-            self.kept = self.keep(A, self.bits, diagonal=True)
+            kept = torch.linalg.cholesky(A) if o.method == "cholesky" else A
+            self.kept = self.keep(kept, self.bits, diagonal=True)
             return
         P = self.vectors(o.update_rectify)
         for _ in range(o.qr_iterations):
@@ -213,6 +309,10 @@ class Factor:
         if o.method == "eigen" and o.root == "eigen":
             V = self.vectors(o.refresh_rectify)
             root = V @ torch.diag((self.lam + self.lam.max() * o.damping) ** -0.25) @ V.T
+        elif o.method == "cholesky":
+            A = self.matrix()
+            lam, V = torch.linalg.eigh(A)
+            root = V @ torch.diag((lam + power_iteration(A) * o.damping) ** -0.25) @ V.T
         else:
             root = schur_newton(self.matrix(), 4, o.damping, o.newton_steps)
         self.root = self.keep(root, self.root_bits, diagonal=True)

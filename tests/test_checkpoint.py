@@ -101,6 +101,13 @@ def test_resume_is_exact_for_every_method(
     )
 
 
+@pytest.mark.parametrize("bits", [8, 4, 3])
+@pytest.mark.parametrize("method", ["eigen", "naive", "cholesky"])
+def test_resume_is_exact_in_compact_storage(method: str, bits: int, device: torch.device) -> None:
+    options = {"method": method, "bits": bits, "storage": "compact", **FAST}
+    assert_resumes(lambda m: Shampoo(m.parameters(), lr=1e-2, **options), device, torch.float32)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("bits", [32, 4])
 @pytest.mark.parametrize("base", BASES)
@@ -198,6 +205,14 @@ def test_numbers_come_from_the_checkpoint_and_storage_from_the_optimizer() -> No
         ({"bits": 4}, {"bits": 4, "mapping": "dt"}, 0.2),
         ({"bits": 4}, {"bits": 4, "block_size": 16}, 0.2),
         ({"bits": 4}, {"bits": 4, "root_bits": 8}, 0.01),
+        ({"bits": 32}, {"bits": 8, "method": "cholesky", "storage": "compact"}, 0.02),
+        ({"bits": 4}, {"bits": 8, "method": "cholesky"}, 0.02),
+        ({"bits": 8, "method": "cholesky"}, {"bits": 32}, 1e-4),
+        ({"bits": 4, "method": "cholesky", "storage": "compact"}, {"bits": 8}, 0.02),
+        ({"bits": 4, "method": "cholesky"}, {"bits": 6, "method": "cholesky"}, 0.05),
+        ({"bits": 4}, {"bits": 4, "storage": "compact"}, 0.2),
+        ({"bits": 4, "storage": "compact"}, {"bits": 8}, 0.02),
+        ({"bits": 4, "method": "naive", "storage": "compact"}, {"bits": 4, "method": "naive"}, 0.2),
     ],
     ids=str,
 )

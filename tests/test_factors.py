@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kronbit.config import Config
 from kronbit.factors import Batch, Factors
-from kronbit.linalg import householder_qr
+from kronbit.linalg import Attempt
 from kronbit.quantization.reference import unpack
 
 
@@ -34,7 +34,7 @@ def all_trusted(factors: Factors) -> Tensor:
 def update(
     factors: Factors, M: Tensor, trusted: Tensor, config: Config, rows: slice | None = None
 ) -> int:
-    """As the preconditioner does: what Cholesky-QR cannot do is done again by Householder.
+    """As the preconditioner does: what cannot be done so is done again by what is most robust.
 
     Returns how many rows were refused.
     """
@@ -45,7 +45,8 @@ def update(
         if again:
             one = Batch([(factors, slice(rows.start + i, rows.start + i + 1))])
             here = slice(i, i + 1)
-            _, replaced = one.update(M[here].clone(), trusted[here], config, householder_qr)
+            last = Attempt(len(factors.method.repairs))
+            _, replaced = one.update(M[here].clone(), trusted[here], config, last)
             count += int(~replaced)
     return count
 
@@ -180,9 +181,9 @@ def test_starts_at_damping_times_identity_exactly(
     assert factors.is_identity(everything(factors)).all()
     matrix = factors.method.matrix(factors.tensors)
     start = (eye * torch.tensor(1e-3)).expand(2, n, n)
-    if device.type == "cpu":
+    if device.type == "cpu" and method != "cholesky":
         assert torch.equal(matrix, start)
-    else:  # a kernel multiplies λ with 22 bits
+    else:  # a kernel multiplies λ with 22 bits; √ε is rounded
         assert torch.allclose(matrix, start, rtol=3e-7)
 
 

@@ -13,7 +13,7 @@ from kronbit import CASPR, Shampoo, acceleration, estimate_memory
 from kronbit.batches import ROBUST_UPDATE, UPDATE, Cost
 from kronbit.config import Config
 from kronbit.factors import Batch, Factors
-from kronbit.linalg import QR, cholesky_qr, shifted_cholesky_qr
+from kronbit.linalg import Attempt
 from kronbit.memory import state_bytes
 
 METHODS = [
@@ -25,6 +25,11 @@ METHODS = [
     {"bits": 3},
     {"bits": 4, "method": "naive"},
     {"bits": 4, "root_bits": 8},
+    {"bits": 4, "method": "cholesky"},
+    {"bits": 4, "storage": "compact"},
+    {"bits": 4, "method": "naive", "storage": "compact"},
+    {"bits": 6, "root_bits": 4, "method": "cholesky", "storage": "compact"},
+    {"bits": 3, "root_bits": 32, "method": "cholesky", "storage": "compact"},
     {"bits": 4, "max_order": 70, "split": "even"},
 ]
 
@@ -53,11 +58,9 @@ def sum_of_tensors(value: Any) -> int:
     return sum(map(sum_of_tensors, value.values())) if isinstance(value, dict) else 0
 
 
-@pytest.mark.parametrize(
-    ("qr", "cost"), [(cholesky_qr, UPDATE), (shifted_cholesky_qr, ROBUST_UPDATE)]
-)
+@pytest.mark.parametrize(("attempt", "cost"), [(Attempt(), UPDATE), (Attempt(1), ROBUST_UPDATE)])
 def test_kernels_need_what_a_row_of_a_batch_is_counted_for(
-    qr: QR, cost: Cost, monkeypatch: pytest.MonkeyPatch
+    attempt: Attempt, cost: Cost, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Launches do nothing here: what is counted are the tensors around them."""
     pytest.importorskip("triton")
@@ -72,7 +75,7 @@ def test_kernels_need_what_a_row_of_a_batch_is_counted_for(
     trusted = torch.ones(k, dtype=torch.bool)
     with Allocations() as found:
         M = torch.zeros(k, n, n)
-        Batch([(factors, slice(0, k))]).update(M, trusted, config, qr)
+        Batch([(factors, slice(0, k))]).update(M, trusted, config, attempt)
     matrices = found.peak / (4 * k * n**2)
     assert cost.square - 0.5 < matrices < cost.square + 0.1
 

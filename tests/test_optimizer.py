@@ -98,6 +98,15 @@ def test_state_keys_are_the_documented_ones() -> None:
         ("naive", 4): ["diagonal", "codes", "scales", "root_diagonal", "root_codes", "root_scales"],
         ("dense", 32): ["matrix", "root"],
         ("eigen", 32): ["eigenvalues", "eigenvectors", "root"],
+        ("cholesky", 4): [
+            "diagonal",
+            "codes",
+            "scales",
+            "root_diagonal",
+            "root_codes",
+            "root_scales",
+        ],
+        ("cholesky", 32): ["factor", "root"],
     }
     for (method, bits), names in expected.items():
         p = nn.Parameter(torch.randn(64, 130))

@@ -14,7 +14,18 @@ from kronbit import CASPR, Shampoo
 
 # matrix, several blocks, convolution, an axis of size 1, a vector, a scalar
 SHAPES = [(70, 65), (130, 64), (66, 5, 3, 3), (2, 1, 80, 3), (9,), ()]
-METHODS = [("dense", 32), ("eigen", 32), ("eigen", 8), ("eigen", 4), ("eigen", 3), ("naive", 4)]
+METHODS = [
+    ("dense", 32, "paper"),
+    ("eigen", 32, "paper"),
+    ("eigen", 8, "paper"),
+    ("eigen", 4, "paper"),
+    ("eigen", 4, "compact"),
+    ("eigen", 3, "paper"),
+    ("naive", 4, "paper"),
+    ("cholesky", 32, "paper"),
+    ("cholesky", 8, "compact"),
+    ("cholesky", 4, "compact"),
+]
 RULES = {"shampoo": Shampoo, "caspr": CASPR}
 BASES: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "sgd": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 1e-2}),
@@ -47,9 +58,9 @@ def run_both(
 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("base", BASES)
-@pytest.mark.parametrize(("method", "bits"), METHODS)
+@pytest.mark.parametrize(("method", "bits", "storage"), METHODS)
 def test_runs_are_the_oracles(
-    rule: str, base: str, method: str, bits: int, device: torch.device
+    rule: str, base: str, method: str, bits: int, storage: str, device: torch.device
 ) -> None:
     """Updates at 2, 4, 6, 8 and refreshes at 3 and 6, blocks up to 100."""
     errors = run_both(
@@ -60,6 +71,7 @@ def test_runs_are_the_oracles(
         gradient_scale=0.1,
         method=method,
         bits=bits,
+        storage=storage,
         update_every=2,
         refresh_every=3,
         damping=0.1,

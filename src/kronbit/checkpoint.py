@@ -205,11 +205,11 @@ def _converted(leaves: Leaves, source: Format, target: Format, p: int, views: Le
     device = next(iter(views.values())).device
     stack = {name: value.to(device).unsqueeze(0) for name, value in leaves.items()}
     old, new = make_method(source, p), make_method(target, p)
-    if (source.method, source.statistic) != (target.method, target.statistic):
+    if source._replace(root=target.root) != target:
         statistic = new.encode_matrix(old.matrix(stack).clone())
     else:
         statistic = {name: value for name, value in stack.items() if not is_root(name)}
-    if source.root != target.root:
+    if (source.root, source.compact) != (target.root, target.compact):
         root = new.root.encode(old.root.decode(stack).clone())
     else:
         root = {name: value for name, value in stack.items() if is_root(name)}

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 
 from kronbit.quantization.quantizer import BITS, Quantizer
 
-METHODS = ("dense", "eigen", "naive")
+METHODS = ("dense", "eigen", "naive", "cholesky")
+STORAGES = ("paper", "compact")
 
 # Version of the state's layout, kept in every param group.
 FORMAT = 1
@@ -22,6 +23,7 @@ class Format(NamedTuple):
     method: str
     statistic: Quantizer
     root: Quantizer
+    compact: bool = False
 
 
 _FLOAT32 = Quantizer(bits=32)
@@ -52,12 +54,14 @@ class Config:
         bits: b. Width of the stored statistics: 3, 4, 6, 8 or 32.
         root_bits: Width of the stored inverse roots; ``None``: the same as ``bits``.
         method: ``"eigen"`` stores eigenvalues and quantised eigenvectors (the paper's method),
-            ``"naive"`` quantises the preconditioner itself (its baseline), ``"dense"`` keeps
-            float32. ``None``: ``"dense"`` at 32 bits, else ``"eigen"``.
+            ``"naive"`` quantises the preconditioner itself (its baseline), ``"cholesky"`` its
+            triangular factor, ``"dense"`` keeps float32. ``None``: ``"dense"`` at 32 bits, else
+            ``"eigen"``.
         mapping: R. ``"linear2"``, ``"dt"`` or ``"linear"``.
         block_size: Elements that share one scale.
         min_quantized_numel: A matrix with fewer elements stays in 32 bits.
-        storage: ``"paper"``: the paper's layout, to the bit.
+        storage: ``"paper"``: the paper's layout, to the bit. ``"compact"``: of symmetric and
+            triangular matrices one triangle, in tiles, and scales quantised to 8 bits.
         beta: β. Decay of the statistics; 1 sums them up.
         damping: ε. Start value of the statistics, and ridge of the root relative to the largest
             eigenvalue. (Not ``eps``, which belongs to the base optimizer.)
@@ -127,7 +131,7 @@ class Config:
             _choice("method", self.method, METHODS)
         Quantizer(self.bits, self.mapping, self.block_size)
         _integer("min_quantized_numel", self.min_quantized_numel, 0)
-        _choice("storage", self.storage, ("paper",))
+        _choice("storage", self.storage, STORAGES)
         _number("beta", self.beta, 0, 1)
         _number("damping", self.damping, 0, math.inf)
         _integer("update_every", self.update_every, 1)
@@ -162,7 +166,7 @@ class Config:
         if self.method == "dense" and (self.bits, self.root_bits or 32) != (32, 32):
             raise ValueError(
                 f"method='dense' keeps 32 bits, but bits={self.bits}, root_bits={self.root_bits}: "
-                "give bits=32, or method='eigen' or 'naive'"
+                "give bits=32, or method='eigen', 'naive' or 'cholesky'"
             )
         if self.method == "naive" and self.bits == 32:
             raise ValueError("method='naive' with bits=32 is method='dense': ask for that")
@@ -170,6 +174,11 @@ class Config:
             raise ValueError(
                 f"bits=32 with root_bits={self.root_bits} needs method='eigen': "
                 "'dense', the default at 32 bits, keeps float32 roots"
+            )
+        if self.storage == "compact" and self.block_size != 64:
+            raise ValueError(
+                f"storage='compact' needs block_size=64, the side of its tiles; got "
+                f"{self.block_size}: leave block_size out, or give storage='paper'"
             )
         if self.first_refresh is not None and self.first_refresh >= self.refresh_every:
             raise ValueError(
@@ -192,7 +201,10 @@ class Config:
         method = self.method or ("dense" if self.bits == 32 else "eigen")
         if order * order < self.min_quantized_numel:
             return Format("dense" if method == "naive" else method, _FLOAT32, _FLOAT32)
-        return Format(method, self._quantizer(self.bits), self._quantizer(self.root_bits))
+        statistic, root = self._quantizer(self.bits), self._quantizer(self.root_bits)
+        # At 32 bits there is nothing that could be told from the rest.
+        compact = self.storage == "compact" and not statistic.bits == root.bits == 32
+        return Format(method, statistic, root, compact)
 
     def _quantizer(self, bits: int | None) -> Quantizer:
         bits = self.bits if bits is None else bits

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeAlias
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -25,6 +26,27 @@ if TYPE_CHECKING:
 
 # X -> an orthonormal basis of its columns, and of which matrices it can be trusted.
 QR: TypeAlias = Callable[[Tensor], tuple[Tensor, Tensor]]
+
+
+class Attempt(NamedTuple):
+    """At an update: the first one takes what is fastest, the next ones what is more robust.
+
+    Attributes:
+        number: From 0 on.
+        chain: What launches the kernels' factorisations of the first one.
+    """
+
+    number: int = 0
+    chain: Chain | None = None
+
+    def qr(self) -> QR:
+        """Which QR it takes."""
+        if self.number == 0:
+            return partial(cholesky_qr, chain=self.chain)
+        return (shifted_cholesky_qr, householder_qr)[self.number - 1]
+
+
+FIRST_ATTEMPT = Attempt()
 
 # ‖QᵀQ - I‖, of which a correction leaves its square.
 _CORRECTABLE = 5e-3

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, islice
+from itertools import chain, count, islice
 from typing import TYPE_CHECKING
 
 import torch
@@ -33,12 +33,7 @@ from kronbit.factors import Batch
 from kronbit.gradients import GradientBlocks
 from kronbit.groups import Due, Group, Member, chunks, make_groups
 from kronbit.kernel_products import KernelProducts
-from kronbit.linalg import (
-    QR,
-    cholesky_qr,
-    householder_qr,
-    shifted_cholesky_qr,
-)
+from kronbit.linalg import Attempt
 from kronbit.nonfinite import Measured
 from kronbit.precision import full_precision
 from kronbit.products import multiply, operand
@@ -49,11 +44,6 @@ if TYPE_CHECKING:
     from kronbit.outer_products import OuterProducts
 
 
-# For matrices that are nearly singular, with the names under which that is counted.
-_MORE_ROBUST = (
-    (shifted_cholesky_qr, "shifted_qr"),
-    (householder_qr, "householder"),
-)
 _REMEMBERED_WAVES = 16
 _REMEMBERED_OWNERS = 256
 
@@ -150,30 +140,36 @@ class Preconditioner:
             from kronbit.kernels.cholesky import Chain
 
             self._chain = Chain(self._device, self._graphs)
-        first = partial(cholesky_qr, chain=self._chain)
+        first = Attempt(chain=self._chain)
         failed = self._update(due_parts(self.groups, due), outer_products, finite, first)
-        for qr, counter in _MORE_ROBUST:
+        for number in count(1):
+            again = []
             for part in failed:
-                part.factors.counters[counter] += 1
-            failed = self._update(failed, outer_products, finite, qr, ROBUST_UPDATE)
+                repairs = part.factors.method.repairs[number - 1 :]
+                part.factors.counters[repairs[0] if repairs else "discarded_statistics"] += 1
+                again += [part] if repairs else []
+            if not again:
+                break
+            attempt = Attempt(number)
+            failed = self._update(again, outer_products, finite, attempt, ROBUST_UPDATE)
 
     def _update(
         self,
         wanted: Iterable[Part],
         outer_products: Callable[[Sequence[Part]], Tensor],
         finite: Tensor,
-        qr: QR,
+        attempt: Attempt,
         cost: Cost = UPDATE,
     ) -> list[Part]:
-        """PU of some rows; returns those whose QR has failed, which are as they were."""
+        """PU of some rows; returns those where a factorisation failed, which are as they were."""
         done: list[Part] = []
         flags: list[Tensor] = []
-        mixed = self._mixed and qr is not householder_qr  # which does them one by one
+        mixed = self._mixed and attempt.number < 2  # the last one does them one by one
         for parts in batches(wanted, self.workspace, cost, mixed=mixed):
             M = outer_products(parts)
             trusted = finite[self._owners(parts)]
             batch = Batch([(part.factors, part.rows) for part in parts])
-            good, replaced = batch.update(M, trusted, parts[0].config, qr)
+            good, replaced = batch.update(M, trusted, parts[0].config, attempt)
             flags.append(torch.stack((trusted, good, replaced)))
             done += parts
         if not flags:
@@ -282,8 +278,8 @@ class Preconditioner:
                 here = part.group.number[part.rows]
                 changed[int(part.right), here] = ~part.factors.is_identity(part.rows)
         flags = zip(*changed.tolist(), strict=True)
-        for i, count in enumerate(self._blocks):
-            own = chain.from_iterable(list(islice(flags, count)))
+        for i, blocks in enumerate(self._blocks):
+            own = chain.from_iterable(list(islice(flags, blocks)))
             if i in wanted and (all(own) if whole else any(own)):
                 self.refreshed.add(i)
 

@@ -52,7 +52,7 @@ def summary(
             continue
         formats = [own.format(order) for grid in way.grids for order in grid.shape]
         methods = sorted({format.method for format in formats})
-        bits = sorted({quantizer.bits for format in formats for quantizer in format[1:]})
+        bits = sorted({own.bits for format in formats for own in (format.statistic, format.root)})
         size = sum(state_bytes(way, own, root).values())
         total, preconditioned = total + size, preconditioned + p.numel()
         steps.add(own.first_preconditioned_step())

@@ -13,7 +13,7 @@ from kronbit.gradients import plain_dtypes
 from kronbit.groups import Due, Member
 from kronbit.kernel_products import BF16X3, HALF
 from kronbit.kernels.launch import compile_together
-from kronbit.linalg import cholesky_qr
+from kronbit.linalg import FIRST_ATTEMPT
 from kronbit.nonfinite import NonfiniteGuard
 from kronbit.preconditioner import Preconditioner
 from kronbit.rules import Algorithm
@@ -56,7 +56,7 @@ def _warm_up(
         measured = guard.measure(grads, sizes, plain_dtypes(grads))
         assert measured.addresses is not None
         outer_products = own._outer_products(measured, due)
-        own._update(due_parts(own.groups, due), outer_products, measured.finite, cholesky_qr)
+        own._update(due_parts(own.groups, due), outer_products, measured.finite, FIRST_ATTEMPT)
         own.refreshed.update(due)
         own.refresh(measured, due)
         for way, some in ((HALF, (0, 1)), (HALF, (2,)), (BF16X3, (0, 1, 2))):

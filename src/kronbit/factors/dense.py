@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from kronbit.config import Config, Format
-from kronbit.factors.storage import Layout, Leaves, MatrixStorage, decay_weights, root_storage
-from kronbit.linalg import QR, inverse_root
+from kronbit.factors.layout import Layout, Leaves, decay_weights
+from kronbit.factors.storage import root_storage, statistic_storage
+from kronbit.linalg import Attempt, inverse_root
 
 
 class Square(NamedTuple):
@@ -30,10 +31,12 @@ class Dense:
     paper's baseline: the same on the dequantised A, whose diagonal stays float32.
     """
 
+    repairs: tuple[str, ...] = ()
+
     def __init__(self, format: Format, p: int) -> None:
         self.p = p
-        self.statistic = MatrixStorage(format.statistic, plain="matrix")
-        self.root = root_storage(format.root)
+        self.statistic = statistic_storage(format, "matrix", "symmetric")
+        self.root = root_storage(format)
 
     def layout(self, order: int) -> Layout:
         """Tensors of one matrix and its root."""
@@ -48,7 +51,9 @@ class Dense:
         stacks = [self.statistic.decode(leaves) for leaves in slices]
         return Square(stacks[0] if len(stacks) == 1 else torch.cat(stacks))
 
-    def update(self, statistic: Square, M: Tensor, config: Config, qr: QR) -> tuple[Square, Tensor]:
+    def update(
+        self, statistic: Square, M: Tensor, config: Config, attempt: Attempt
+    ) -> tuple[Square, Tensor]:
         """PU: the statistic with M averaged in."""
         decay, weight = decay_weights(config.beta)
         good = torch.ones(len(M), dtype=torch.bool, device=M.device)

@@ -10,9 +10,10 @@ from torch import Tensor
 
 from kronbit.config import Config, Format
 from kronbit.factors.dense import condition
-from kronbit.factors.storage import Layout, Leaves, MatrixStorage, decay_weights, root_storage
+from kronbit.factors.layout import Layout, Leaves, decay_weights
+from kronbit.factors.storage import root_storage, statistic_storage
 from kronbit.linalg import (
-    QR,
+    Attempt,
     bjorck,
     inverse_root,
     orthogonality_error,
@@ -43,10 +44,13 @@ class Eigen:
     Float32 eigenvectors (32 bits, or a small order) are orthogonal and are not rectified.
     """
 
+    # What a nearly singular matrix needs: a QR that is more robust.
+    repairs: tuple[str, ...] = ("shifted_qr", "householder")
+
     def __init__(self, format: Format, p: int) -> None:
         self.p = p
-        self.vectors = MatrixStorage(format.statistic, plain="eigenvectors", diagonal=False)
-        self.root = root_storage(format.root)
+        self.vectors = statistic_storage(format, "eigenvectors", "square")
+        self.root = root_storage(format)
 
     def layout(self, order: int) -> Layout:
         """Tensors of one preconditioner and its root."""
@@ -68,7 +72,7 @@ class Eigen:
         return Spectrum(together, self.vectors.operand(slices, order))
 
     def update(
-        self, statistic: Spectrum, M: Tensor, config: Config, qr: QR
+        self, statistic: Spectrum, M: Tensor, config: Config, attempt: Attempt
     ) -> tuple[Spectrum, Tensor]:
         """PU: rectify, average M in, one or more QR iterations."""
         lam, Vt = statistic.lam, self._rectified(statistic, config.update_rectify)
@@ -83,7 +87,7 @@ class Eigen:
         del scaled
         AV = multiply(A, Vt.mT, out=M)
         del Vt
-        P, good = subspace_iteration(A, AV, config.qr_iterations, qr)
+        P, good = subspace_iteration(A, AV, config.qr_iterations, attempt.qr())
         # λ = diag(Pᵀ A P)
         lam = column_dots(P, multiply(A, operand(P, bounded=True)))
         return Spectrum(lam, P.mT), good

@@ -11,10 +11,12 @@ import torch
 from torch import Tensor
 
 from kronbit.config import Config, Format
+from kronbit.factors.cholesky import Cholesky
 from kronbit.factors.dense import Dense
 from kronbit.factors.eigen import Eigen
-from kronbit.factors.storage import Layout, Leaves, MatrixStorage
-from kronbit.linalg import QR, cholesky_qr
+from kronbit.factors.layout import Layout, Leaves
+from kronbit.factors.storage import MatrixStorage
+from kronbit.linalg import FIRST_ATTEMPT, Attempt
 
 
 class Method(Protocol):
@@ -26,6 +28,8 @@ class Method(Protocol):
 
     p: int
     root: MatrixStorage
+    # Under which names further attempts at an update are counted, one after the other.
+    repairs: tuple[str, ...]
 
     def layout(self, order: int) -> Layout:
         """Shapes and dtypes of one matrix and its root by name; a root's names begin "root"."""
@@ -36,7 +40,9 @@ class Method(Protocol):
     def restore(self, slices: Sequence[Mapping[str, Tensor]], order: int) -> Any:
         """D: the statistic of stacks, one behind the other, enlarged to this order."""
 
-    def update(self, statistic: Any, M: Tensor, config: Config, qr: QR) -> tuple[Any, Tensor]:
+    def update(
+        self, statistic: Any, M: Tensor, config: Config, attempt: Attempt
+    ) -> tuple[Any, Tensor]:
         """PU: the new statistic, and whose can be trusted, bool (k,). M may be written to."""
 
     def encode(self, statistic: Any) -> Leaves:
@@ -57,7 +63,9 @@ class Method(Protocol):
 
 def make_method(format: Format, p: int) -> Method:
     """The method of a format; ``"naive"`` is the dense one on a quantised matrix."""
-    return Eigen(format, p) if format.method == "eigen" else Dense(format, p)
+    if format.method == "eigen":
+        return Eigen(format, p)
+    return Cholesky(format, p) if format.method == "cholesky" else Dense(format, p)
 
 
 class Factors:
@@ -74,7 +82,7 @@ class Factors:
         counters: How often something was refused or repaired.
     """
 
-    COUNTERS = ("shifted_qr", "householder", "discarded_statistics", "discarded_roots")
+    COUNTERS = (*Eigen.repairs, *Cholesky.repairs, "discarded_statistics", "discarded_roots")
 
     def __init__(
         self,
@@ -162,21 +170,21 @@ class Batch:
             first = here.stop
 
     def update(
-        self, M: Tensor, finite: Tensor, config: Config, qr: QR = cholesky_qr
+        self, M: Tensor, finite: Tensor, config: Config, attempt: Attempt = FIRST_ATTEMPT
     ) -> tuple[Tensor, Tensor]:
-        """PU. Where the QR fails, a row stays as it is.
+        """PU. Where a factorisation fails, a row stays as it is.
 
         Args:
             M: The new G Gᵀ or Gᵀ G, (rows, n, n), finite; written to.
             finite: bool (rows,): False leaves the row as it is, whatever M says.
             config: β, t1 and the number of QR iterations.
-            qr: ``cholesky_qr``, or a more robust one for rows where that has failed.
+            attempt: The first one, or a more robust one for rows where that has failed.
 
         Returns:
-            bool (rows,) twice: whose QR can be trusted; and whose statistic was replaced, because
-            it is finite, too.
+            bool (rows,) twice: whose factorisation can be trusted; and whose statistic was
+            replaced, because it is finite, too.
         """
-        new, good = self.method.update(self._restored(), M, config, qr)
+        new, good = self.method.update(self._restored(), M, config, attempt)
         encode = self.method.encode
         return good, self._keep(lambda rows, n: encode(new.part(rows, n)), finite & good)
 

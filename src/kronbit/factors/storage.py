@@ -1,137 +1,60 @@
-"""How a stack of square matrices is kept: float32, or quantised rows with the diagonal apart."""
+"""How matrices are kept: as the paper does, or in less memory."""
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from types import ModuleType
-from typing import TypeAlias
+from typing import Protocol
 
-import torch
 from torch import Tensor
 
-from kronbit.acceleration import has_kernels
-from kronbit.products import Operand, operand
-from kronbit.quantization import Quantized, Quantizer
-
-# The tensors of a stack by name. Every one has the rows of the stack as its first axis.
-Leaves: TypeAlias = dict[str, Tensor]
-# Name -> (shape without the row axis, dtype).
-Layout: TypeAlias = dict[str, tuple[tuple[int, ...], torch.dtype]]
+from kronbit.config import Format
+from kronbit.factors.compact import CompactStorage
+from kronbit.factors.layout import Layout, Leaves, Shape
+from kronbit.factors.rows import RowStorage
+from kronbit.products import Operand
+from kronbit.quantization import Quantizer
 
 
-@dataclass(frozen=True)
-class MatrixStorage:
-    """Names and layout of one matrix per row of the stack.
+class MatrixStorage(Protocol):
+    """How one matrix per row of the stack is kept."""
 
-    Attributes:
-        quantizer: Q and D; at 32 bits the matrix is one float32 tensor.
-        plain: That tensor's name.
-        prefix: What the names ``codes``, ``scales`` and ``diagonal`` begin with.
-        diagonal: Whether the diagonal stays float32 and only the rest is quantised, as the paper
-            does for matrices whose diagonal dominates.
-    """
-
-    quantizer: Quantizer
-    plain: str
-    prefix: str = ""
-    diagonal: bool = True
+    @property
+    def quantizer(self) -> Quantizer:
+        """Q and D."""
 
     def layout(self, order: int) -> Layout:
         """Shapes and dtypes of the tensors for matrices of this order."""
-        if self.quantizer.bits == 32:
-            return {self.plain: ((order, order), torch.float32)}
-        codes, scales = self.quantizer.lengths(order)
-        layout: Layout = {}
-        if self.diagonal:
-            layout[f"{self.prefix}diagonal"] = ((order,), torch.float32)
-        layout[f"{self.prefix}codes"] = ((order, codes), torch.uint8)
-        layout[f"{self.prefix}scales"] = ((order, scales), torch.float32)
-        return layout
 
     def encode(self, X: Tensor) -> Leaves:
         """Q(X) for a float32 stack (k, n, n) that the caller gives away: it may be written to."""
-        if self.quantizer.bits == 32:
-            return {self.plain: X}
-        diagonal: Tensor | None = None
-        if has_kernels(X.device):
-            codes, scales, diagonal = self._kernels().encode(X, self.diagonal, *self._parameters)
-        else:
-            if self.diagonal:
-                diagonal = X.diagonal(dim1=-2, dim2=-1).clone()
-                X.diagonal(dim1=-2, dim2=-1).zero_()
-            codes, scales = self.quantizer.encode(X)
-        leaves = {} if diagonal is None else {f"{self.prefix}diagonal": diagonal}
-        return leaves | {f"{self.prefix}codes": codes, f"{self.prefix}scales": scales}
 
     def decode(self, leaves: Mapping[str, Tensor]) -> Tensor:
-        """D: the float32 stack (k, n, n); at 32 bits the stored one, not to be written to."""
-        if self.quantizer.bits == 32:
-            return leaves[self.plain]
-        codes, scales = leaves[f"{self.prefix}codes"], leaves[f"{self.prefix}scales"]
-        diagonal = leaves[f"{self.prefix}diagonal"] if self.diagonal else None
-        if has_kernels(codes.device):
-            decoded: Tensor = self._kernels().decode(codes, scales, diagonal, *self._parameters)
-            return decoded
-        X = self.quantizer.decode(Quantized(codes, scales), codes.shape[-2])
-        if diagonal is not None:
-            X.diagonal(dim1=-2, dim2=-1).copy_(diagonal)
-        return X
+        """D: the float32 stack (k, n, n); it may be the stored one, not to be written to."""
 
     def operand(self, slices: Sequence[Mapping[str, Tensor]], order: int) -> Operand:
-        """D, for products, of matrices with no elements far above 1 and no diagonal apart.
-
-        Args:
-            slices: Stacks, one behind the other.
-            order: The largest of their orders. A smaller matrix becomes a part of that order; the
-                rest is the identity.
-        """
-        assert not self.diagonal, "the diagonal would be left out"
-        device = next(iter(slices[0].values())).device
-        if self.quantizer.bits == 32 or not has_kernels(device):
-            stacks = [enlarged(self.decode(leaves), order) for leaves in slices]
-            return operand(stacks[0] if len(stacks) == 1 else torch.cat(stacks), bounded=True)
-        from kronbit.kernels.split import empty_split
-
-        rows = [len(leaves[f"{self.prefix}codes"]) for leaves in slices]
-        parts = empty_split(sum(rows), order, order, device)
-        first = 0
-        for leaves, count in zip(slices, rows, strict=True):
-            codes, scales = leaves[f"{self.prefix}codes"], leaves[f"{self.prefix}scales"]
-            self._kernels().decode_parts_(parts, first, codes, scales, *self._parameters)
-            first += count
-        return parts
-
-    @property
-    def _parameters(self) -> tuple[int, str, int]:
-        return self.quantizer.bits, self.quantizer.mapping, self.quantizer.block_size
-
-    def _kernels(self) -> ModuleType:
-        """The quantiser's kernels, which agree with it bit for bit."""
-        return importlib.import_module("kronbit.quantization.triton")
+        """D, for products, of stacks, one behind the other, enlarged to this order."""
 
 
-def enlarged(X: Tensor, order: int) -> Tensor:
-    """A stack (k, n, n) as parts of larger matrices, which are the identity elsewhere."""
-    k, n, _ = X.shape
-    if n == order:
-        return X
-    larger = torch.eye(order, dtype=X.dtype, device=X.device).repeat(k, 1, 1)
-    larger[:, :n, :n] = X
-    return larger
+def statistic_storage(format: Format, plain: str, shape: Shape) -> MatrixStorage:
+    """Where a method keeps its statistic.
+
+    Args:
+        format: Bits and storage.
+        plain: The tensor's name at 32 bits.
+        shape: What is known of the matrix.
+    """
+    return _storage(format, format.statistic, plain, "", shape)
 
 
-def root_storage(quantizer: Quantizer) -> MatrixStorage:
+def root_storage(format: Format) -> MatrixStorage:
     """Where every method keeps its inverse roots."""
-    return MatrixStorage(quantizer, plain="root", prefix="root_")
+    return _storage(format, format.root, "root", "root_", "symmetric")
 
 
-def is_root(name: str) -> bool:
-    """Whether a tensor belongs to the inverse root, not to the statistic."""
-    return name.startswith("root")
-
-
-def decay_weights(beta: float) -> tuple[float, float]:
-    """Weights of the old statistic and of M: (β, 1 - β), or a plain sum for β = 1."""
-    return (1.0, 1.0) if beta == 1 else (beta, 1 - beta)
+def _storage(
+    format: Format, quantizer: Quantizer, plain: str, prefix: str, shape: Shape
+) -> MatrixStorage:
+    if format.compact and quantizer.bits < 32:
+        return CompactStorage(quantizer, prefix, shape)
+    # The diagonal of a basis does not dominate.
+    return RowStorage(quantizer, plain, prefix, diagonal=shape != "square")

@@ -20,6 +20,11 @@ def _linear2(bits: int) -> list[float]:
     return [x * abs(x) for x in _linear(bits)]
 
 
+def _squares(bits: int) -> list[float]:
+    """(j / (2^b - 1))², for what is not negative: the scales, when these are quantised again."""
+    return [(j / (2**bits - 1)) ** 2 for j in range(2**bits)]
+
+
 def _dynamic_tree(bits: int) -> list[float]:
     """Dynamic tree: {0, 1} and ±q_k 10^-E for every split b = 2 + E + F."""
     values = [0.0, 1.0]
@@ -47,7 +52,12 @@ def _cached(kind: str, mapping: str, bits: int, device: torch.device | str) -> T
 
 
 def _values(mapping: str, bits: int) -> Tensor:
-    make = {"linear2": _linear2, "dt": _dynamic_tree, "linear": _linear}[mapping]
+    make = {
+        "linear2": _linear2,
+        "dt": _dynamic_tree,
+        "linear": _linear,
+        "squares": _squares,
+    }[mapping]
     return torch.tensor(make(bits), dtype=torch.float32, device="cpu")
 
 

@@ -7,6 +7,8 @@ input.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -66,6 +68,14 @@ def _blocks(x: Tensor, block_size: int) -> list[Tensor]:
     return [part for part in parts if part.shape[-1] * part.shape[-2]]
 
 
+def _with_scales(x: Tensor, scales: Tensor, block_size: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Blocks, as ``_blocks`` has them, with a scale for each."""
+    start = 0
+    for block in _blocks(x, block_size):
+        yield block, scales[..., start : start + block.shape[-2]].unsqueeze(-1)
+        start += block.shape[-2]
+
+
 def quantize(x: Tensor, bits: int, mapping: str, block_size: int) -> tuple[Tensor, Tensor]:
     """Q: normalise each block by its largest absolute value, take the nearest code, pack.
 
@@ -79,18 +89,29 @@ def quantize(x: Tensor, bits: int, mapping: str, block_size: int) -> tuple[Tenso
         codes: uint8 (..., ceil(n bits / 8)).
         scales: float32 (..., ceil(n / block_size)).
     """
-    length = x.shape[-1]
+    scales = block_scales(x, block_size)
+    return nearest_codes(x, scales, bits, mapping, block_size), scales
+
+
+def block_scales(x: Tensor, block_size: int) -> Tensor:
+    """The largest absolute value of each block: (..., n) -> (..., ceil(n / block_size))."""
     if x.numel() == 0:
-        codes = x.new_empty(*x.shape[:-1], packed_length(length, bits), dtype=torch.uint8)
-        return codes, x.new_empty(*x.shape[:-1], block_count(length, block_size))
+        return x.new_empty(*x.shape[:-1], block_count(x.shape[-1], block_size))
+    scales = [
+        torch.linalg.vector_norm(block, ord=torch.inf, dim=-1) for block in _blocks(x, block_size)
+    ]
+    return torch.cat(scales, dim=-1)
+
+
+def nearest_codes(x: Tensor, scales: Tensor, bits: int, mapping: str, block_size: int) -> Tensor:
+    """The packed codes of values divided by their block's scale, which may be a rounded one."""
+    if x.numel() == 0:
+        length = packed_length(x.shape[-1], bits)
+        return x.new_empty(*x.shape[:-1], length, dtype=torch.uint8)
     x = x.clone(memory_format=torch.contiguous_format)
-    scales = []
-    for block in _blocks(x, block_size):
-        scale = torch.linalg.vector_norm(block, ord=torch.inf, dim=-1)
-        block.div_(torch.where(scale == 0, 1.0, scale).unsqueeze(-1))
-        scales.append(scale)
-    codes = torch.bucketize(x, thresholds(mapping, bits, x.device), out_int32=True)
-    return pack(codes, bits), torch.cat(scales, dim=-1)
+    for block, scale in _with_scales(x, scales, block_size):
+        block.div_(torch.where(scale == 0, 1.0, scale))
+    return pack(torch.bucketize(x, thresholds(mapping, bits, x.device), out_int32=True), bits)
 
 
 def dequantize(
@@ -100,9 +121,6 @@ def dequantize(
     index = unpack(codes, bits, length)
     table = codebook(mapping, bits, codes.device)
     values = table.index_select(0, index.reshape(-1)).view(index.shape)
-    start = 0
-    for block in _blocks(values, block_size):
-        scale = scales[..., start : start + block.shape[-2]]
-        block.mul_(scale.unsqueeze(-1))
-        start += block.shape[-2]
+    for block, scale in _with_scales(values, scales, block_size):
+        block.mul_(scale)
     return values

@@ -1,0 +1,122 @@
+"""Statistics as triangular factors: half of the elements, and positive semi-definite always."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kronbit.config import Config, Format
+from kronbit.factors.dense import condition
+from kronbit.factors.layout import Layout, Leaves, decay_weights
+from kronbit.factors.storage import root_storage, statistic_storage
+from kronbit.linalg import Attempt
+from kronbit.products import multiply, operand
+from kronbit.roots import converged_inverse_root
+
+# Of the mean of A's diagonal, one after the other, where A is singular but for rounding.
+_JITTERS = tuple(10.0**exponent for exponent in range(-7, -1))
+
+
+class Triangle(NamedTuple):
+    """Lower triangular matrices C (k, n, n), zero above the diagonal."""
+
+    C: Tensor
+
+    def part(self, rows: slice, order: int) -> Triangle:
+        """Some of the matrices."""
+        return Triangle(self.C[rows])
+
+    def square(self) -> Tensor:
+        """A = C Cᵀ."""
+        c = operand(self.C)
+        return multiply(c, c.mT, symmetric=True)
+
+
+class Cholesky:
+    """A = C Cᵀ, of which C is kept: its diagonal in float32, the rest quantised.
+
+    Whatever quantisation does to C, C Cᵀ is positive semi-definite; and the condition of C is the
+    square root of A's, so that its errors weigh less.
+    """
+
+    repairs: tuple[str, ...] = ("jittered",)
+
+    def __init__(self, format: Format, p: int) -> None:
+        self.p = p
+        self.factor = statistic_storage(format, "factor", "lower")
+        self.root = root_storage(format)
+
+    def layout(self, order: int) -> Layout:
+        """Tensors of one factor and the root."""
+        return self.factor.layout(order) | self.root.layout(order)
+
+    def start(self, eye: Tensor, value: float) -> Leaves:
+        """A0 = value I as C0 = √value I."""
+        return self.factor.encode(eye * value**0.5)
+
+    def restore(self, slices: Sequence[Mapping[str, Tensor]], order: int) -> Triangle:
+        """C of stacks, one behind the other: do not write to it."""
+        stacks = [self.factor.decode(leaves) for leaves in slices]
+        return Triangle(stacks[0] if len(stacks) == 1 else torch.cat(stacks))
+
+    def update(
+        self, statistic: Triangle, M: Tensor, config: Config, attempt: Attempt
+    ) -> tuple[Triangle, Tensor]:
+        """PU: the factor of β C Cᵀ + (1 - β) M. On the second attempt, with jitter as needed."""
+        decay, weight = decay_weights(config.beta)
+        c = operand(statistic.C)
+        A = multiply(c, c.mT, C=M, alpha=decay, beta=weight, symmetric=True, out=M)
+        del c, statistic
+        if attempt.number == 0:
+            C, info = torch.linalg.cholesky_ex(A)
+            return Triangle(C), info == 0
+        return _jittered(A)
+
+    def refresh(self, statistic: Triangle, config: Config) -> Tensor:
+        """PIRU: the root of C Cᵀ, to convergence."""
+        return converged_inverse_root(statistic.square(), self.p, config.damping)
+
+    def encode(self, statistic: Triangle) -> Leaves:
+        """Q(C); C may be written to."""
+        return self.factor.encode(statistic.C)
+
+    def matrix(self, leaves: Mapping[str, Tensor]) -> Tensor:
+        """A = C Cᵀ, float32."""
+        return Triangle(self.factor.decode(leaves)).square()
+
+    def encode_matrix(self, A: Tensor) -> Leaves:
+        """The factor of a given A, which may be singular: C = Rᵀ with Q R = √Λ Vᵀ."""
+        lam, V = torch.linalg.eigh(A.double())
+        R = torch.linalg.qr(lam.clamp(min=0).sqrt().unsqueeze(-1) * V.mT).R
+        signs = torch.where(R.diagonal(dim1=-2, dim2=-1) < 0, -1.0, 1.0)
+        return self.factor.encode((R * signs.unsqueeze(-1)).mT.float().contiguous())
+
+    def figures(self, leaves: Mapping[str, Tensor]) -> dict[str, float]:
+        """Condition of A for ``diagnostics``."""
+        singular = torch.linalg.svdvals(self.factor.decode(leaves).double())
+        return {"condition": condition(singular.square())}
+
+
+def _jittered(A: Tensor) -> tuple[Triangle, Tensor]:
+    """The factor of A with as little on its diagonal as makes it positive definite.
+
+    It is taken off again from the factor's diagonal: what is kept does not grow by it.
+    """
+    diagonal = A.diagonal(dim1=-2, dim2=-1)
+    own, mean = diagonal.clone(), diagonal.mean(-1, keepdim=True)
+    C = torch.full_like(A, torch.nan)
+    good = torch.zeros(len(A), dtype=torch.bool, device=A.device)
+    for jitter in _JITTERS:
+        diagonal.copy_(own + jitter * mean)
+        found, info = torch.linalg.cholesky_ex(A)
+        pivots = found.diagonal(dim1=-2, dim2=-1)
+        pivots.copy_((pivots.square() - jitter * mean).clamp_(min=0).sqrt_())
+        new = (info == 0) & ~good
+        C = torch.where(new[:, None, None], found, C)
+        good = good | new
+        if bool(good.all()):
+            break
+    return Triangle(C), good

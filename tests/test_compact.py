@@ -1,0 +1,178 @@
+"""Compact storage and triangular factors against the oracle, the issue's bits, and float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import oracle
+import pytest
+import torch
+from conftest import relative_error
+from test_factors import all_trusted, everything, gram, run_both, stack, update
+
+from kronbit import estimate_memory
+from kronbit.config import Config
+from kronbit.factors import make_method
+from kronbit.factors.compact import CompactStorage, from_lower_tiles, lower_tiles
+from kronbit.quantization import Quantizer
+from kronbit.quantization.reference import unpack
+
+BITS = [3, 4, 6, 8]
+
+
+def bits_per_element(order: int, **options: Any) -> float:
+    layout = make_method(Config(**options).format(order), 4).layout(order)
+    sizes = [torch.Size(shape).numel() * dtype.itemsize for shape, dtype in layout.values()]
+    return 8 * sum(sizes) / order**2
+
+
+@pytest.mark.parametrize("method", ["eigen", "naive", "cholesky"])
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("n", [64, 66, 97, 131])  # tiles of 32 or 64, and rows, by the bits
+def test_updates_and_roots_are_the_oracles(
+    method: str, bits: int, n: int, device: torch.device
+) -> None:
+    ours, theirs = run_both(
+        n, device, torch.float64, method=method, bits=bits, storage="compact", damping=0.1
+    )
+    A, roots = ours.method.matrix(ours.tensors), ours.roots(everything(ours))
+    assert torch.equal(roots, roots.mT)
+    for row, factor in enumerate(theirs):
+        factor.o.update_rectify = 4
+        # A code that rounding moved over a threshold; at 3 bits that weighs a third of a scale.
+        tolerance = 1e-2 if bits == 3 else 1e-3
+        assert relative_error(A[row], factor.matrix()) < tolerance
+        assert relative_error(roots[row], factor.inverse_root()) < tolerance
+
+
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("n", [64, 66, 97, 200])
+def test_codes_are_equal_to_the_bit_where_arithmetic_is_exact(
+    bits: int, n: int, device: torch.device
+) -> None:
+    """Integers and β = 1/2: float32 sums are exact, so not one code may differ."""
+    options: dict[str, Any] = {"bits": bits, "beta": 0.5, "damping": 0.5, "storage": "compact"}
+    config = Config(method="naive", **options)
+    ours = stack(n, 2, config, device)
+    theirs = [
+        oracle.Factor(n, oracle.Options(method="naive", **options), torch.float32) for _ in range(2)
+    ]
+    G = torch.randint(-3, 4, (2, n, n)).float()
+    M = G @ G.mT
+    update(ours, M.to(device), all_trusted(ours), config)
+    found = {name: tensor.cpu() for name, tensor in ours.tensors.items()}
+    for row, (factor, m) in enumerate(zip(theirs, M, strict=True)):
+        factor.update(m)
+        kept = factor.kept
+        assert found["scales"][row].tolist() == kept.scales
+        assert torch.equal(found["top_scales"][row], torch.stack(kept.tops))
+        assert torch.equal(found["diagonal"][row], kept.diagonal)
+        tiled = found["codes"].dim() == 4
+        width = found["codes"].shape[-1] * 8 // bits if tiled else n
+        codes = unpack(found["codes"][row], bits, width).flatten()
+        assert codes.tolist() == [code for block in kept.codes for code in block]
+
+
+@pytest.mark.parametrize("tile", [32, 64])
+@pytest.mark.parametrize("n", [1, 31, 32, 64, 97, 130])
+def test_tiles_are_the_lower_triangle(n: int, tile: int) -> None:
+    X = torch.randn(2, n, n)
+    tiles = lower_tiles(X, tile)
+    assert torch.equal(from_lower_tiles(tiles, n), X.tril(-1))
+    assert int((tiles != 0).sum()) == 2 * n * (n - 1) // 2
+    assert torch.equal(lower_tiles(X.mT, tile), lower_tiles(X.mT.contiguous(), tile))
+
+
+@pytest.mark.parametrize(
+    ("options", "least", "most"),
+    [
+        ({}, 9.05, 9.07),
+        ({"storage": "compact"}, 6.3, 6.43),
+        ({"method": "cholesky"}, 9.05, 9.07),
+        ({"method": "cholesky", "storage": "compact"}, 4.4, 4.6),
+        ({"method": "cholesky", "storage": "compact", "bits": 6, "root_bits": 4}, 5.5, 5.62),
+        ({"method": "cholesky", "storage": "compact", "bits": 8}, 8.7, 8.9),
+        ({"method": "naive", "storage": "compact"}, 4.4, 4.6),
+    ],
+    ids=str,
+)
+def test_bits_per_element_at_order_1200(options: dict[str, Any], least: float, most: float) -> None:
+    assert least < bits_per_element(1200, **options) < most
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_small_orders_take_what_is_smallest(bits: int) -> None:
+    storage = CompactStorage(Quantizer(bits), "", "symmetric")
+    for n in range(64, 200):
+        codes = storage.layout(n)["codes"][0]
+        side, blocks = oracle.triangle_blocks(n, bits)
+        tiled = blocks[0][1].stop == side and len(blocks) % side == 0 and len(codes) == 3
+        assert storage.layout(n)["scales"][0] == (len(blocks),)
+        assert storage.tile(n) == (side if tiled else None)
+    # By rows, where a last tile would hold hardly anything.
+    assert CompactStorage(Quantizer(4), "", "symmetric").tile(66) is None
+    assert CompactStorage(Quantizer(4), "", "symmetric").tile(96) == 32
+    assert CompactStorage(Quantizer(4), "", "symmetric").tile(1200) == 64
+
+
+LLAMA2_7B = 32 * [(4096, 4096)] * 4 + 32 * [(11008, 4096)] * 3 + 2 * [(32000, 4096)]
+GPT2 = [(50257, 768), (1024, 768)] + 12 * [(768, 2304), (768, 768), (768, 3072), (3072, 768)]
+
+
+@pytest.mark.parametrize(
+    ("shapes", "order", "options", "least"),
+    [
+        (GPT2, 1200, {}, 7.0),
+        (GPT2, 1200, {"storage": "compact"}, 9.7),
+        (GPT2, 1200, {"storage": "compact", "method": "cholesky"}, 13.5),
+        (LLAMA2_7B, 2048, {}, 7.0),
+        (LLAMA2_7B, 2048, {"storage": "compact"}, 10.1),
+        (LLAMA2_7B, 2048, {"storage": "compact", "method": "cholesky"}, 14.5),
+    ],
+)
+def test_ratio_to_32_bits(
+    shapes: list[tuple[int, int]], order: int, options: dict[str, Any], least: float
+) -> None:
+    def state(**own: Any) -> int:
+        found = estimate_memory(shapes, base=None, max_order=order, **own)
+        return found["statistics"] + found["roots"]
+
+    assert state(bits=32) / state(bits=4, **options) > least
+
+
+def test_a_singular_statistic_is_factorised_with_jitter_that_is_not_kept() -> None:
+    """One vector's outer product, again and again: nothing but rounding beside it."""
+    config = Config(method="cholesky", bits=32, beta=0.0)
+    factors = stack(40, 2, config)
+    x = torch.randn(2, 40, 1, generator=torch.Generator().manual_seed(0))
+    M = x @ x.mT
+    trusted = all_trusted(factors)
+    assert update(factors, M, trusted, config) == 0
+    A = factors.method.matrix(factors.tensors)
+    assert relative_error(A, M) < 1e-3
+    diagonal, own = (X.diagonal(dim1=-2, dim2=-1) for X in (A, M))
+    assert relative_error(diagonal, own) < 1e-5
+
+
+def test_what_jitter_cannot_repair_stays() -> None:
+    config = Config(method="cholesky", bits=8)
+    factors = stack(64, 2, config)
+    before = {name: tensor.clone() for name, tensor in factors.tensors.items()}
+    M = gram(2, 64, torch.Generator().manual_seed(0))
+    M[1] = -torch.eye(64)
+    assert update(factors, M, all_trusted(factors), config) == 1
+    for name, tensor in factors.tensors.items():
+        assert torch.equal(tensor[1], before[name][1]), name
+    assert not torch.equal(factors.tensors["codes"][0], before["codes"][0])
+
+
+def test_scales_may_be_rounded_down_and_values_still_find_their_codes() -> None:
+    """The nearest code is taken with the scale that is kept, not with the exact one."""
+    storage = CompactStorage(Quantizer(8), "", "symmetric")
+    X = gram(1, 130, torch.Generator().manual_seed(5))
+    lower = X.tril(-1)
+    error = (storage.decode(storage.encode(X.clone())).tril(-1) - lower).abs()
+    row_maxima = torch.stack([part.abs().amax(-1) for part in lower.split(64, -1)], -1)
+    bound = row_maxima.repeat_interleave(64, -1)[..., :130]
+    # Half of linear2's widest gap, and what one code of a scale is wide.
+    assert (error <= bound * (0.5 * 2 * 2 / 255 + 2 / 255) + 1e-6 * X.abs().max()).all()

@@ -1,0 +1,93 @@
+"""Converged inverse roots against float64's eigenvalues."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from conftest import relative_error
+from torch import Tensor
+
+from kronbit.roots import LEAST_RIDGE, converged_inverse_root, minimax_steps
+
+
+def with_spectrum(lam: Tensor, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    V, _ = torch.linalg.qr(torch.randn(len(lam), len(lam), generator=generator).double())
+    return (V * lam) @ V.mT
+
+
+def exact(A: Tensor, p: int, damping: float) -> Tensor:
+    lam, V = torch.linalg.eigh(A.double())
+    damped = lam + damping * lam.amax(-1, keepdim=True)
+    return (V * damped.unsqueeze(-2) ** (-1 / p)) @ V.mT
+
+
+@pytest.mark.parametrize("p", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("power", "damping", "tolerance"),
+    # Beyond a condition of 1e5, the float32 matrix itself is no better known.
+    [(0.0, 1e-6, 1e-5), (1.0, 1e-6, 1e-3), (2.0, 1e-4, 1e-3), (3.0, 1e-6, 2e-2), (6.0, 1e-2, 1e-4)],
+)
+def test_roots_are_those_of_the_eigenvalues(
+    p: int, power: float, damping: float, tolerance: float, device: torch.device
+) -> None:
+    lam = torch.arange(1, 151).double() ** -power
+    A = torch.stack([with_spectrum(scale * lam, seed) for seed, scale in enumerate((1.0, 1e-8))])
+    A = A.float()
+    found = converged_inverse_root(A.clone().to(device), p, damping).cpu()
+    for one, root in zip(A, found, strict=True):
+        assert relative_error(root, exact(one, p, damping)) < tolerance
+
+
+@pytest.mark.parametrize("p", [1, 2, 4])
+def test_half_of_the_eigenvalues_may_be_zero(p: int) -> None:
+    """Then the norm is far above the largest eigenvalue, and the smallest is nothing but ridge."""
+    lam = torch.cat([torch.ones(100), torch.zeros(100)]).double()
+    A = with_spectrum(lam).float()
+    root = converged_inverse_root(A[None].clone(), p, 1e-4)[0]
+    assert relative_error(root, exact(A, p, 1e-4)) < 2e-3
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e30])
+def test_size_does_not_matter(scale: float) -> None:
+    A = with_spectrum(torch.arange(1, 41).double() ** -1).float()
+    small = converged_inverse_root((A * scale)[None], 4, 1e-6)[0]
+    assert relative_error(small, exact(A, 4, 1e-6) * scale**-0.25) < 1e-3
+
+
+def test_a_zero_matrix_gives_the_identity_and_order_one_the_number() -> None:
+    A = torch.zeros(2, 5, 5)
+    A[1] = torch.eye(5) * 16
+    found = converged_inverse_root(A, 4, 0.0)
+    assert torch.equal(found[0], torch.eye(5))
+    assert torch.allclose(found[1], torch.eye(5) / 2, rtol=1e-5)
+    one = converged_inverse_root(torch.full((1, 1, 1), 81.0), 4, 1e-6)
+    assert float(one) == pytest.approx(1 / 3, rel=1e-5)
+
+
+def test_an_indefinite_matrix_is_not_said_to_have_converged() -> None:
+    A = with_spectrum(torch.linspace(-0.5, 1, 30).double()).float()
+    good = with_spectrum(torch.linspace(0.5, 1, 30).double()).float()
+    found = converged_inverse_root(torch.stack([A, good]), 4, 1e-6)
+    assert not torch.isfinite(found[0]).any()
+    assert relative_error(found[1], exact(good, 4, 1e-6)) < 1e-5
+
+
+@pytest.mark.parametrize("p", [1, 2, 4])
+@pytest.mark.parametrize("least", [1e-9, LEAST_RIDGE, 1e-3, 0.5])
+def test_steps_bring_the_whole_interval_to_one(p: int, least: float) -> None:
+    r = torch.logspace(float(torch.tensor(least).log10()), 0, 2001).double() ** (1 / p)
+    newton = r.clone()
+    steps = minimax_steps(p, least)
+    for a, b in steps:
+        r = a * r - b * r ** (p + 1)
+        assert (r > 0).all()
+        newton = newton * ((p + 1) - newton**p) / p
+    assert (r - 1).abs().max() < 1e-5
+    if least < 1e-6:  # where Newton's own steps are far from it
+        assert (newton - 1).abs().max() > 0.5
+
+
+def test_other_roots_are_refused() -> None:
+    with pytest.raises(ValueError, match="p must be 1, 2 or 4; got 3"):
+        converged_inverse_root(torch.eye(3)[None], 3, 1e-6)

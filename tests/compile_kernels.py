@@ -22,6 +22,7 @@ from kronbit.config import Config
 from kronbit.cutting import Precision
 from kronbit.grouped import GroupedProducts
 from kronbit.groups import Due, Member
+from kronbit.kernels import compact
 from kronbit.kernels.cholesky import inverse_factor_
 from kronbit.kernels.matmul import compose, correction, multiply
 from kronbit.kernels.split import (
@@ -34,6 +35,7 @@ from kronbit.kernels.split import (
 from kronbit.nonfinite import Measured
 from kronbit.norms import KernelNorms
 from kronbit.preconditioner import Preconditioner
+from kronbit.quantization import reference
 from kronbit.quantization import triton as quantiser
 from kronbit.warm_up import warm_up
 
@@ -73,6 +75,16 @@ def matrices(n: int) -> None:
         quantiser.encode(X.mT, False, bits, "linear2", 64)
         quantiser.decode(codes, scales, None, bits, "linear2", 64)
         quantiser.decode_parts_(empty_split(1, n, n, CPU), 0, codes, scales, bits, "linear2", 64)
+        for block, tiled in ((64, True), (32, True), (64, False)):
+            scales = compact.block_scales(X, True, block, tiled)
+            own = bits, "linear2", block
+            codes = compact.nearest_codes(X, scales, True, *own, tiled)
+            codes_of, tops = reference.quantize_scales(scales)
+            for mirrored in (True, False):
+                compact.decode(codes, codes_of, tops, torch.ones(1, n), mirrored, *own)
+        scales = compact.block_scales(X.mT, False, 64, False)
+        codes = compact.nearest_codes(X.mT, scales, False, *own, False)
+        compact.decode(codes, *reference.quantize_scales(scales), None, False, *own)
     for bounded in (True, False):
         a = split(torch.randn(1, n, n), bounded)
     multiply(a, a)
@@ -106,8 +118,8 @@ def main() -> None:
         norms.measure(addresses.tensor, torch.zeros((), dtype=torch.int64), count)
     norms.zero_nonfinite(addresses.tensor)
     for rule in (rules.KRONECKER, rules.CASPR):
-        for bits in (4, 3, 32):
-            config = Config(bits=bits, max_order=100)
+        for bits, storage in ((4, "paper"), (3, "paper"), (32, "paper"), (4, "compact")):
+            config = Config(bits=bits, storage=storage, max_order=100)
             members = [Member(route(tuple(grad.shape), config), config) for grad in grads]
             own = Preconditioner(members, rules.Algorithm(rule, 4), 2**20, False, CPU)
             finite, due = torch.ones(2, dtype=torch.bool), {i: Due(config) for i in (0, 1)}

@@ -9,10 +9,11 @@ import pytest
 import torch
 from conftest import relative_error
 from test_factors import all_trusted, everything, gram, run_both, stack, update
+from torch import nn
 
-from kronbit import estimate_memory
+from kronbit import Shampoo, acceleration, estimate_memory
 from kronbit.config import Config
-from kronbit.factors import make_method
+from kronbit.factors import compact, make_method
 from kronbit.factors.compact import CompactStorage, from_lower_tiles, lower_tiles
 from kronbit.quantization import Quantizer
 from kronbit.quantization.reference import unpack
@@ -176,3 +177,80 @@ def test_scales_may_be_rounded_down_and_values_still_find_their_codes() -> None:
     bound = row_maxima.repeat_interleave(64, -1)[..., :130]
     # Half of linear2's widest gap, and what one code of a scale is wide.
     assert (error <= bound * (0.5 * 2 * 2 / 255 + 2 / 255) + 1e-6 * X.abs().max()).all()
+
+
+@pytest.mark.parametrize("shape", ["square", "symmetric", "lower"])
+@pytest.mark.parametrize(
+    ("n", "bits", "tile"),
+    [
+        (17, 4, 32),
+        (66, 3, 32),
+        (66, 4, 64),
+        (66, 6, 32),
+        (96, 4, 32),
+        (131, 3, 64),
+        (131, 4, 64),
+        (131, 8, 32),
+        (190, 4, 64),
+    ],
+)
+def test_kernels_agree_with_torch_to_the_bit(
+    n: int,
+    bits: int,
+    tile: int,
+    shape: Any,
+    kernels: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(compact, "TILES", (tile,))
+    storage = CompactStorage(Quantizer(bits), "", shape)
+    X = gram(3, n, torch.Generator().manual_seed(n)).to(kernels)
+    X[1] *= 1e-30  # scales that are zero, but for a few
+    X[1, 0, 0] = 1.0
+    X[2] = X[2].round(decimals=1)  # values between two codes, and blocks of zeros
+    for given in (X, X.mT):
+        by_kernels = storage.encode(given.clone(memory_format=torch.preserve_format))
+        restored = storage.decode(by_kernels)
+        with monkeypatch.context() as without:
+            without.setattr(acceleration, "why_not", lambda device: "a test")
+            by_torch = storage.encode(given.clone(memory_format=torch.preserve_format))
+            expected = storage.decode(by_torch)
+        assert list(by_kernels) == list(by_torch)
+        for name, tensor in by_torch.items():
+            assert torch.equal(by_kernels[name], tensor), name
+        assert torch.equal(restored, expected)
+        assert shape != "symmetric" or torch.equal(restored, restored.mT)
+
+
+@pytest.mark.parametrize("method", ["eigen", "cholesky"])
+def test_a_run_by_kernels_is_the_run_by_torch(
+    method: str, kernels: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three steps with updates and a refresh; products in float32, as everywhere in these tests."""
+    results = []
+    for off in (None, "a test"):
+        if off or kernels.type == "cpu":
+            monkeypatch.setattr(acceleration, "why_not", lambda device, off=off: off)
+        torch.manual_seed(0)
+        params = [nn.Parameter(torch.randn(shape).to(kernels)) for shape in ((40, 34), (34, 70))]
+        start = [p.detach().clone() for p in params]
+        optimizer = Shampoo(
+            params,
+            base="sgd",
+            lr=0.1,
+            bits=8,
+            method=method,
+            storage="compact",
+            damping=0.1,
+            update_every=1,
+            refresh_every=2,
+            min_quantized_numel=0,
+        )
+        for _ in range(3):
+            for p in params:
+                p.grad = torch.randn(p.shape).to(kernels)
+            optimizer.step()
+        results.append([p.detach() - before for p, before in zip(params, start, strict=True)])
+        assert optimizer.diagnostics()["discarded_roots"] == 0
+    for found, expected in zip(*results, strict=True):
+        assert relative_error(found, expected) < 1e-3

@@ -19,6 +19,7 @@ from kronbit import CASPR, Shampoo, acceleration
 from kronbit.batches import UPDATE, batches, due_parts
 from kronbit.blocking import route
 from kronbit.config import Config
+from kronbit.factors import compact
 from kronbit.gradients import GradientBlocks, plain_dtypes
 from kronbit.groups import Due, Member
 from kronbit.kernel_products import BF16X3, FLOAT32, HALF, _way
@@ -40,10 +41,15 @@ SHAPES = [(20, 66), (12, 64), (2, 10, 24), (75, 40)]
 PASS = Config(nonfinite="pass")
 
 
-def made(device: torch.device, algorithm: Any = Shampoo, **options: Any) -> Preconditioner:
+def made(
+    device: torch.device,
+    algorithm: Any = Shampoo,
+    shapes: Sequence[tuple[int, ...]] = SHAPES,
+    **options: Any,
+) -> Preconditioner:
     """Members of several shapes and formats, with roots far from the identity."""
-    config = Config(max_order=70, **options)
-    members = [Member(route(shape, config), config) for shape in SHAPES]
+    config = Config(**{"max_order": 70, **options})
+    members = [Member(route(shape, config), config) for shape in shapes]
     own = Preconditioner(members, algorithm.algorithm, 2**21, False, device)
     for group in own.groups:
         for factors in (group.left, group.right):
@@ -52,7 +58,7 @@ def made(device: torch.device, algorithm: Any = Shampoo, **options: Any) -> Prec
                 (A @ A.mT + torch.eye(factors.order)).to(device)
             ).items():
                 factors.tensors[name].copy_(leaf)
-    own.find_refreshed(range(len(SHAPES)))
+    own.find_refreshed(range(len(shapes)))
     return own
 
 
@@ -86,6 +92,9 @@ BRAIN = [torch.bfloat16] * 4
         (Shampoo, {}, BRAIN, HALF, "pass"),
         (Shampoo, {}, MIXED, BF16X3, "zero"),
         (CASPR, {"bits": 32}, SINGLE, BF16X3, "pass"),
+        (Shampoo, {"storage": "compact"}, SINGLE, HALF, "zero"),
+        (Shampoo, {"storage": "compact", "bits": 3, "method": "cholesky"}, BRAIN, HALF, "pass"),
+        (CASPR, {"storage": "compact", "bits": 8}, MIXED, BF16X3, "zero"),
     ],
 )
 def test_preconditioned_gradients_are_the_contracts(
@@ -120,6 +129,35 @@ def test_preconditioned_gradients_are_the_contracts(
         torch.testing.assert_close(found, right, rtol=0, atol=0, equal_nan=True)
     assert missing is not None
     assert torch.isfinite(own.graft_ratio[:1]).all()
+
+
+@pytest.mark.parametrize(
+    ("shape", "tile", "bits"),
+    [
+        ((190, 96), 64, 4),
+        ((190, 96), 32, 3),
+        ((131, 66), 64, 3),
+        ((131, 66), 32, 4),
+        ((66, 131), 32, 8),
+    ],
+)
+def test_roots_in_tiles_and_in_rows(
+    shape: tuple[int, int],
+    tile: int,
+    bits: int,
+    kernels: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Every element is where it belongs."""
+    monkeypatch.setattr(compact, "TILES", (tile,))
+    own = made(kernels, shapes=[shape], bits=bits, storage="compact", max_order=600)
+    grad = torch.randn(shape).to(kernels)
+    twin = grad.clone()
+    own.products.ways = {0: BF16X3}
+    step = measured(kernels, [grad])
+    own._precondition_exactly((0,), [twin], step.norms.clone(), step.finite.clone())
+    own.precondition(step)
+    assert relative_error(grad, twin) < 1e-4
 
 
 @pytest.mark.parametrize(("gain", "way"), [(1e-3, FLOAT32), (1.0, BF16X3), (250.0, HALF)])

@@ -15,7 +15,7 @@ from networks import assert_same_state
 from torch import Tensor, nn
 
 from kronbit import Shampoo, acceleration, linalg
-from kronbit.factors.storage import enlarged
+from kronbit.factors.layout import enlarged
 from kronbit.kernel_products import HALF
 from kronbit.products import (
     column_dots,

@@ -16,10 +16,11 @@ from kronbit.cutting import Precision, held_size
 from kronbit.kernels.grouped import graft_kernel, pass_kernel
 from kronbit.kernels.launch import launch
 from kronbit.kernels.lines import STRIP, Buffer, Field
-from kronbit.kernels.roots import roots_kernel
+from kronbit.kernels.roots import roots_kernel, tiles_per_program
 from kronbit.kernels.strips import gather_kernel, scatter_kernel
 from kronbit.lanes import Lanes
 from kronbit.quantization import codebook
+from kronbit.quantization.reference import SCALE_BITS, SCALE_MAPPING
 from kronbit.tables import Chunk, TableWave, make_tables
 
 if TYPE_CHECKING:
@@ -185,12 +186,13 @@ class GroupedProducts:
 
     def _restore(self, chunk: Chunk, addresses: AddressTable, precision: Precision) -> None:
         """Roots of a chunk's blocks into the scratch."""
-        for quantizer, words, tiles in chunk.roots:
+        for kind, programs in chunk.roots:
+            quantizer = kind.quantizer
             coded = quantizer.bits < 32
             launch(
                 roots_kernel,
-                (len(tiles),),
-                tiles,
+                (len(programs),),
+                programs,
                 self._tables.lines,
                 addresses.tensor,
                 self._buffers.tensor,
@@ -199,10 +201,14 @@ class GroupedProducts:
                 codebook(quantizer.mapping, quantizer.bits, self._device)
                 if coded
                 else self._squares,
+                codebook(SCALE_MAPPING, SCALE_BITS, self._device),
                 PRECISE=precision.precise,
                 DIRECT=precision.direct,
                 BITS=quantizer.bits,
-                WORDS=words,
+                WORDS=kind.words,
+                COMPACT=kind.compact,
+                TILE=kind.tile,
+                TILES=tiles_per_program(kind.tile),
                 BLOCK=quantizer.block_size,
                 ROWS=STRIP,
                 COLUMNS=_DECODED,

@@ -9,7 +9,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,12 +25,48 @@ from kronbit.cutting import (
     held_size,
 )
 from kronbit.factors import Factors
+from kronbit.factors.compact import CompactStorage
 from kronbit.kernels.lines import COUNT, OTHER_SIDE, STRIP, Field, block_head
+from kronbit.kernels.roots import tiles_per_program
 from kronbit.kernels.split import PAD, padded
 from kronbit.quantization import Quantizer
 
 if TYPE_CHECKING:
     from kronbit.preconditioner import Preconditioner
+
+
+class RootKind(NamedTuple):
+    """What a kernel that restores roots is made for.
+
+    Attributes:
+        quantizer: Q and D.
+        words: Whether eight codes are a word of their own, as those of a row of a multiple of
+            eight are.
+        compact: Whether one triangle is kept, and scales are quantised.
+        tile: The side of its tiles; 0 if it is kept by rows.
+    """
+
+    quantizer: Quantizer
+    words: bool
+    compact: bool
+    tile: int
+
+    @classmethod
+    def of(cls, factors: Factors) -> RootKind:
+        """Of a stack."""
+        storage, order = factors.method.root, factors.order
+        own = storage.quantizer
+        if isinstance(storage, CompactStorage):
+            return cls(own, words=False, compact=True, tile=storage.tile(order) or 0)
+        words = own.bits == 4 and own.block_size % 8 == 0 and order % 8 == 0
+        return cls(own, words=words, compact=False, tile=0)
+
+    def programs(self, order: int) -> int:
+        """How many programs restore a root."""
+        if not self.tile:
+            return padded(order) // STRIP
+        side = padded(order) // self.tile
+        return -(-(side * (side + 1) // 2) // tiles_per_program(self.tile))
 
 
 @dataclass(frozen=True)
@@ -39,9 +75,8 @@ class Chunk:
 
     Attributes:
         blocks: The blocks.
-        roots: Of each root format: whether eight codes are a word of their own, as those of a row
-            of a multiple of eight are, and (block, side, first) of each program that restores.
-            The first is that of the block's programs, here and below.
+        roots: Of each kind of root: (block, side, first) of each program that restores. The first
+            is that of the block's programs, here and below.
         strips: Which of the tables' programs gather or scatter its rows.
         wide: Whether rows of gradients begin and end at multiples of 8 elements, all or none.
         tiles: (block, first) of each program of a product.
@@ -50,7 +85,7 @@ class Chunk:
     """
 
     blocks: tuple[TableBlock, ...]
-    roots: tuple[tuple[Quantizer, bool, Tensor], ...]
+    roots: tuple[tuple[RootKind, Tensor], ...]
     strips: range
     wide: bool
     tiles: Tensor
@@ -215,26 +250,24 @@ class _Writer:
             What makes the chunk, once the lists are on the device.
         """
         first_line, first_strip, square = len(self.lines) // COUNT, self._strip_count, self.squares
-        formats: dict[tuple[Quantizer, bool], list[tuple[tuple[int, int], int]]] = {}
+        kinds: dict[RootKind, list[tuple[tuple[int, int], int]]] = {}
         counts = []
         for line, block in enumerate(piece, first_line):
             self.offsets[block] = held
             self.lines.extend(_line(block, self._precision, place, held))
             place, held = place + block.scratch(self._precision), held + held_size(block)
-            for side, order in enumerate(block.group.shape):
-                root = (block.group.left, block.group.right)[side].format.root
-                words = root.bits == 4 and root.block_size % 8 == 0 and order % 8 == 0
-                count = padded(order) // STRIP
-                formats.setdefault((root, words), []).append(((line, side), count))
+            for side, factors in enumerate((block.group.left, block.group.right)):
+                kind = RootKind.of(factors)
+                kinds.setdefault(kind, []).append(((line, side), kind.programs(factors.order)))
             rows = padded(block.group.shape[0]) // STRIP
             self.strips.append(((line,), rows))
             self._strip_count += rows
             counts.append(((line,), self._add_squares(block)))
-        roots = {key: self.lists.add(programs) for key, programs in formats.items()}
+        roots = {kind: self.lists.add(programs) for kind, programs in kinds.items()}
         tiles, strips = self.lists.add(counts), range(first_strip, self._strip_count)
         return lambda table: Chunk(
             blocks=tuple(piece),
-            roots=tuple((*key, find(table)) for key, find in roots.items()),
+            roots=tuple((kind, find(table)) for kind, find in roots.items()),
             strips=strips,
             wide=piece[0].wide,
             tiles=tiles(table),
@@ -278,12 +311,15 @@ def _root(factors: Factors, row: int) -> dict[Field, int]:
             Field.DIAGONAL: address,
             Field.DIAGONAL_STRIDE: factors.order + 1,
         }
-    return {
+    fields = {
         Field.CODES: _address(factors, "root_codes", row),
         Field.SCALES: _address(factors, "root_scales", row),
         Field.DIAGONAL: _address(factors, "root_diagonal", row),
         Field.DIAGONAL_STRIDE: 1,
     }
+    if "root_top_scales" in factors.tensors:
+        fields[Field.TOPS] = _address(factors, "root_top_scales", row)
+    return fields
 
 
 def _address(factors: Factors, name: str, row: int) -> int:

@@ -9,13 +9,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kronbit.acceleration import has_kernels
 from kronbit.factors.layout import Layout, Leaves, Shape, operand_of
 from kronbit.products import Operand
 from kronbit.quantization import Quantizer, reference
 
 TILES = (64, 32)
-# Scales are quantised as values are: 8 bits, one float32 for so many.
-SCALE_BITS, SCALE_MAPPING, SCALES_PER_TOP = 8, "squares", 256
 
 
 @dataclass(frozen=True)
@@ -56,7 +55,7 @@ class CompactStorage:
             layout[f"{self.prefix}diagonal"] = ((order,), torch.float32)
         layout[f"{self.prefix}codes"] = ((*rows, code_length), torch.uint8)
         layout[f"{self.prefix}scales"] = ((scales,), torch.uint8)
-        tops = reference.block_count(scales, SCALES_PER_TOP)
+        tops = reference.block_count(scales, reference.SCALES_PER_TOP)
         layout[f"{self.prefix}top_scales"] = ((tops,), torch.float32)
         return layout
 
@@ -67,19 +66,29 @@ class CompactStorage:
 
     def encode(self, X: Tensor) -> Leaves:
         """Q(X) for a float32 stack (k, n, n); of a symmetric one the lower triangle counts."""
-        order = X.shape[-1]
-        tile = self.tile(order)
-        leaves: Leaves = {}
-        if self.shape != "square":
-            leaves[f"{self.prefix}diagonal"] = X.diagonal(dim1=-2, dim2=-1).clone()
-            X = X.tril(-1) if tile is None else lower_tiles(X, tile)
+        tile, triangle = self.tile(X.shape[-1]), self.shape != "square"
         own = self._blocks(tile)
-        exact = reference.block_scales(X, own.block_size)
-        scales, tops = reference.quantize(
-            exact.flatten(1), SCALE_BITS, SCALE_MAPPING, SCALES_PER_TOP
-        )
-        rounded = _restored(scales, tops).view_as(exact)
-        codes = reference.nearest_codes(X, rounded, own.bits, own.mapping, own.block_size)
+        leaves: Leaves = {}
+        if triangle:
+            leaves[f"{self.prefix}diagonal"] = X.diagonal(dim1=-2, dim2=-1).clone()
+        if has_kernels(X.device):
+            from kronbit.kernels import compact
+
+            exact = compact.block_scales(X, triangle, own.block_size, tile is not None)
+        else:
+            if triangle:
+                X = X.tril(-1) if tile is None else lower_tiles(X, tile)
+            exact = reference.block_scales(X, own.block_size)
+        scales, tops = reference.quantize_scales(exact.flatten(1))
+        # The codes are the nearest with the scales that are kept.
+        rounded = reference.dequantize_scales(scales, tops)
+        if has_kernels(X.device):
+            codes = compact.nearest_codes(
+                X, rounded, triangle, own.bits, own.mapping, own.block_size, tile is not None
+            )
+        else:
+            rounded = rounded.view_as(exact)
+            codes = reference.nearest_codes(X, rounded, own.bits, own.mapping, own.block_size)
         return leaves | {
             f"{self.prefix}codes": codes,
             f"{self.prefix}scales": scales,
@@ -91,32 +100,33 @@ class CompactStorage:
         codes, scales, tops = (
             leaves[f"{self.prefix}{name}"] for name in ("codes", "scales", "top_scales")
         )
-        square = self.shape == "square"
-        order = codes.shape[1] if square else leaves[f"{self.prefix}diagonal"].shape[-1]
-        tile = self.tile(order)
+        diagonal = None if self.shape == "square" else leaves[f"{self.prefix}diagonal"]
+        order = codes.shape[1] if diagonal is None else diagonal.shape[1]
+        tile, mirrored = self.tile(order), self.shape == "symmetric"
         own = self._blocks(tile)
-        scales = _restored(scales, tops).view(*codes.shape[:-1], -1)
+        if has_kernels(codes.device):
+            from kronbit.kernels import compact
+
+            decoded: Tensor = compact.decode(
+                codes, scales, tops, diagonal, mirrored, own.bits, own.mapping, own.block_size
+            )
+            return decoded
+        scales = reference.dequantize_scales(scales, tops).view(*codes.shape[:-1], -1)
         X = reference.dequantize(
             codes, scales, own.bits, own.mapping, own.block_size, tile or order
         )
-        if square:
+        if diagonal is None:
             return X
         if tile is not None:
             X = from_lower_tiles(X, order)
-        if self.shape == "symmetric":
+        if mirrored:
             X = X + X.mT  # strictly lower, and strictly upper
-        X.diagonal(dim1=-2, dim2=-1).copy_(leaves[f"{self.prefix}diagonal"])
+        X.diagonal(dim1=-2, dim2=-1).copy_(diagonal)
         return X
 
     def operand(self, slices: Sequence[Mapping[str, Tensor]], order: int) -> Operand:
         """D, for products; see ``RowStorage.operand``."""
         return operand_of([self.decode(leaves) for leaves in slices], order)
-
-
-def _restored(scales: Tensor, tops: Tensor) -> Tensor:
-    return reference.dequantize(
-        scales, tops, SCALE_BITS, SCALE_MAPPING, SCALES_PER_TOP, scales.shape[-1]
-    )
 
 
 def _bytes(layout: Layout) -> int:

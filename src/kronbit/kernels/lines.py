@@ -27,8 +27,9 @@ class Field(enum.IntEnum):
     HELD = 9  # first element of Ĝ in the held stack
     CODES = 10  # addresses of L̂; those of R̂ follow, OTHER_SIDE later
     SCALES = 11
-    DIAGONAL = 12
-    DIAGONAL_STRIDE = 13
+    TOPS = 12  # scales of the scales, if these are quantised
+    DIAGONAL = 13
+    DIAGONAL_STRIDE = 14
 
 
 class Buffer(enum.IntEnum):
@@ -45,8 +46,8 @@ def block_head(member: int, shape: tuple[int, int], first: int, stride: int) -> 
     return [member, *shape, first, stride]
 
 
-OTHER_SIDE = 4
-COUNT = 18  # integers in a line
+OTHER_SIDE = 5
+COUNT = 20  # integers in a line
 
 
 MEMBER: tl.constexpr = tl.constexpr(int(Field.MEMBER))
@@ -60,6 +61,7 @@ X: tl.constexpr = tl.constexpr(int(Field.X))
 HELD: tl.constexpr = tl.constexpr(int(Field.HELD))
 CODES: tl.constexpr = tl.constexpr(int(Field.CODES))
 SCALES: tl.constexpr = tl.constexpr(int(Field.SCALES))
+TOPS: tl.constexpr = tl.constexpr(int(Field.TOPS))
 DIAGONAL: tl.constexpr = tl.constexpr(int(Field.DIAGONAL))
 DIAGONAL_STRIDE: tl.constexpr = tl.constexpr(int(Field.DIAGONAL_STRIDE))
 TO_RIGHT: tl.constexpr = tl.constexpr(OTHER_SIDE)

@@ -19,6 +19,9 @@ from kronbit.quantization.mappings import codebook, thresholds
 # whole bytes: bits -> (codes in a word, bytes in a word).
 WORD = {8: (1, 1), 6: (4, 3), 4: (2, 1), 3: (8, 3)}
 
+# Scales that are quantised again, as values are.
+SCALE_BITS, SCALE_MAPPING, SCALES_PER_TOP = 8, "squares", 256
+
 
 def packed_length(length: int, bits: int) -> int:
     """Bytes that a row of ``length`` codes takes: each row is padded to whole bytes."""
@@ -112,6 +115,16 @@ def nearest_codes(x: Tensor, scales: Tensor, bits: int, mapping: str, block_size
     for block, scale in _with_scales(x, scales, block_size):
         block.div_(torch.where(scale == 0, 1.0, scale))
     return pack(torch.bucketize(x, thresholds(mapping, bits, x.device), out_int32=True), bits)
+
+
+def quantize_scales(scales: Tensor) -> tuple[Tensor, Tensor]:
+    """Q of scales (..., n): a byte each, and a float32 for every 256 of them, the largest."""
+    return quantize(scales, SCALE_BITS, SCALE_MAPPING, SCALES_PER_TOP)
+
+
+def dequantize_scales(codes: Tensor, tops: Tensor) -> Tensor:
+    """D of what ``quantize_scales`` returned."""
+    return dequantize(codes, tops, SCALE_BITS, SCALE_MAPPING, SCALES_PER_TOP, codes.shape[-1])
 
 
 def dequantize(

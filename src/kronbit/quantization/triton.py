@@ -20,17 +20,61 @@ _ROWS = 16  # of a matrix, per program
 
 
 @triton.jit
-def restore(codes, scales, table, columns, mask, BITS: tl.constexpr, BLOCK: tl.constexpr):
-    """D for some elements of rows: ``codes`` and ``scales`` point at the rows' first ones."""
+def code_at(codes, columns, mask, BITS: tl.constexpr):
+    """The codes of some elements of rows: ``codes`` points at the rows' first ones."""
     bit = columns * BITS
     word = tl.load(codes + bit // 8, mask=mask, other=0).to(tl.int32)
     shift = bit % 8
     if 8 % BITS != 0:  # a code may reach into the next byte
         more = mask & (shift + BITS > 8)
         word |= tl.load(codes + bit // 8 + 1, mask=more, other=0).to(tl.int32) << 8
-    code = (word >> shift) & (2**BITS - 1)
+    return (word >> shift) & (2**BITS - 1)
+
+
+@triton.jit
+def restore(codes, scales, table, columns, mask, BITS: tl.constexpr, BLOCK: tl.constexpr):
+    """D for some elements of rows: ``codes`` and ``scales`` point at the rows' first ones."""
+    code = code_at(codes, columns, mask, BITS)
     scale = tl.load(scales + columns // BLOCK, mask=mask, other=0.0)
     return tl.load(table + code) * scale
+
+
+@triton.jit
+def nearest_code(value, scale, borders, BITS: tl.constexpr):
+    """The code of values (rows, columns), of which every row is a block with a scale."""
+    # The division is IEEE's: an approximate one would move values over a border.
+    value = tl.div_rn(value, tl.where(scale == 0.0, 1.0, scale)[:, None] + tl.zeros_like(value))
+    code = tl.zeros(value.shape, dtype=tl.int32)
+    for i in tl.static_range(BITS):  # bisection: how many borders lie below the value
+        border = tl.load(borders + code + (2 ** (BITS - 1 - i) - 1))
+        code = tl.where(value > border, code + 2 ** (BITS - 1 - i), code)
+    return code
+
+
+@triton.jit
+def store_packed(
+    target,
+    code,
+    first,
+    length,
+    there,
+    BITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PER_WORD: tl.constexpr,
+    WORD_BYTES: tl.constexpr,
+):
+    """Pack the codes of blocks into bytes of rows, from ``first`` on, of ``length`` bytes."""
+    rows: tl.constexpr = code.shape[0]
+    words: tl.constexpr = code.shape[1] // PER_WORD
+    part = tl.arange(0, PER_WORD)[None, None, :]
+    word = tl.sum(tl.reshape(code, (rows, words, PER_WORD)) << (part * BITS), axis=2)
+    number = tl.arange(0, words)
+    for k in tl.static_range(WORD_BYTES):
+        inside = number * WORD_BYTES + k
+        byte = first + inside
+        here = there[:, None] & ((inside < BLOCK * BITS // 8) & (byte < length))[None, :]
+        packed = ((word >> (8 * k)) & 255).to(tl.uint8)
+        tl.store(target[:, None] + byte[None, :], packed, mask=here)
 
 
 @triton.jit(do_not_specialize=["first", "n", "order", "padded", "code_length", "scale_length"])
@@ -117,22 +161,19 @@ def _encode_kernel(
     magnitude = tl.where(value == value, tl.abs(value), float("inf"))
     scale = tl.max(magnitude, axis=1)
     tl.store(scales + line * scale_length + block, scale, mask=row < n)
-    # The division is IEEE's: an approximate one would move values over a border.
-    value = tl.div_rn(value, tl.where(scale == 0.0, 1.0, scale)[:, None] + tl.zeros_like(value))
-    code = tl.zeros((ROWS, WIDE), dtype=tl.int32)
-    for i in tl.static_range(BITS):  # bisection: how many borders lie below the value
-        border = tl.load(borders + code + (2 ** (BITS - 1 - i) - 1))
-        code = tl.where(value > border, code + 2 ** (BITS - 1 - i), code)
-    code = tl.where(mask, code, 0)
-    part = tl.arange(0, PER_WORD)[None, None, :]
-    word = tl.sum(tl.reshape(code, (ROWS, WIDE // PER_WORD, PER_WORD)) << (part * BITS), axis=2)
-    number = tl.arange(0, WIDE // PER_WORD)
-    for k in tl.static_range(WORD_BYTES):
-        inside = number * WORD_BYTES + k
-        byte = block * (BLOCK * BITS // 8) + inside
-        here = (row < n)[:, None] & ((inside < BLOCK * BITS // 8) & (byte < code_length))[None, :]
-        target = codes + line[:, None] * code_length + byte[None, :]
-        tl.store(target, ((word >> (8 * k)) & 255).to(tl.uint8), mask=here)
+    code = tl.where(mask, nearest_code(value, scale, borders, BITS), 0)
+    first = block * (BLOCK * BITS // 8)
+    store_packed(
+        codes + line * code_length,
+        code,
+        first,
+        code_length,
+        row < n,
+        BITS,
+        BLOCK,
+        PER_WORD,
+        WORD_BYTES,
+    )
 
 
 def decode(

@@ -1,0 +1,364 @@
+"""Compact storage by Triton kernels: the same codes as pure torch gives, from matrices as they lie.
+
+A matrix is cut into runs of block-rows below each other: of a tile, or 16 of a matrix kept by rows.
+One program does one of them.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kronbit.kernels.launch import launch
+from kronbit.quantization.mappings import codebook, thresholds
+from kronbit.quantization.reference import (
+    SCALE_BITS,
+    SCALE_MAPPING,
+    SCALES_PER_TOP,
+    WORD,
+    block_count,
+    packed_length,
+)
+from kronbit.quantization.triton import code_at, nearest_code, store_packed
+
+_PER_TOP: tl.constexpr = tl.constexpr(SCALES_PER_TOP)
+_BY_ROWS = 16
+
+
+@triton.jit
+def tile_at(number):
+    """Row and column of a tile in the lower triangle, counted by rows."""
+    i = ((tl.sqrt(8.0 * number.to(tl.float32) + 1.0) - 1.0) * 0.5).to(tl.int32)
+    i = tl.where(i * (i + 1) // 2 > number, i - 1, i)  # a root may be rounded to either side
+    i = tl.where((i + 1) * (i + 2) // 2 <= number, i + 1, i)
+    return i, number - i * (i + 1) // 2
+
+
+@triton.jit
+def restored_scale(scales, tops, squares, place, mask):
+    """D of a block's scale."""
+    code = tl.load(scales + place, mask=mask, other=0).to(tl.int32)
+    return tl.load(squares + code) * tl.load(tops + place // _PER_TOP, mask=mask, other=0.0)
+
+
+@triton.jit
+def restore_tile(
+    codes, scales, tops, table, squares, tile, count, BITS: tl.constexpr, TILE: tl.constexpr
+):
+    """D of a tile, (TILE, TILE); zero if it lies behind the ``count`` rows of tiles."""
+    line = tile * TILE + tl.arange(0, TILE)[:, None]
+    scale = restored_scale(scales, tops, squares, line, line < count)
+    if BITS == 4:  # eight codes are read as one word
+        part = tl.arange(0, TILE // 8)[None, :]
+        words = codes.to(tl.pointer_type(tl.int32)) + line * (TILE // 8) + part
+        eight = tl.load(words, mask=line + 0 * part < count, other=0)
+        code = (eight[:, :, None] >> (tl.arange(0, 8) * 4)[None, None, :]) & 15
+        code = tl.reshape(code, (TILE, TILE))
+    else:
+        column = tl.arange(0, TILE)[None, :]
+        rows = codes.to(tl.pointer_type(tl.uint8)) + line * (TILE * BITS // 8)
+        code = code_at(rows, column, line + 0 * column < count, BITS)
+    return tl.load(table + code) * scale
+
+
+@triton.jit
+def restore_by_rows(
+    codes,
+    scales,
+    tops,
+    table,
+    squares,
+    row,
+    column,
+    mask,
+    n,
+    TRIANGLE: tl.constexpr,
+    BITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """D of some elements of a matrix that is kept by rows; of a triangle, mirrored."""
+    if TRIANGLE:
+        row, column = tl.maximum(row, column), tl.minimum(row, column)
+    blocks = (n + BLOCK - 1) // BLOCK
+    code = code_at(codes + row * ((n * BITS + 7) // 8), column, mask, BITS)
+    scale = restored_scale(scales, tops, squares, row * blocks + column // BLOCK, mask)
+    return tl.load(table + code) * scale
+
+
+@triton.jit
+def _run(
+    number, n, TRIANGLE: tl.constexpr, BLOCK: tl.constexpr, TILED: tl.constexpr, ROWS: tl.constexpr
+):
+    """Rows, columns, elements that count, and the blocks' numbers, of a run."""
+    if TILED:
+        i, j = tile_at(number)
+        row, column = i * BLOCK + tl.arange(0, BLOCK), j * BLOCK + tl.arange(0, BLOCK)
+        line = number * BLOCK + tl.arange(0, BLOCK)
+        there = line >= 0
+    else:
+        blocks = (n + BLOCK - 1) // BLOCK
+        row = number // blocks * ROWS + tl.arange(0, ROWS)
+        column = number % blocks * BLOCK + tl.arange(0, BLOCK)
+        line = row * blocks + number % blocks
+        there = row < n
+    counts = (row < n)[:, None] & (column < n)[None, :]
+    if TRIANGLE:
+        counts = counts & (column[None, :] < row[:, None])
+    return row, column, counts, line, there
+
+
+@triton.jit
+def _value(x, matrix_stride, long_stride, row, column, counts, TRANSPOSED: tl.constexpr):
+    x += tl.program_id(1).to(tl.int64) * matrix_stride
+    if TRANSPOSED:
+        offset = row[:, None] + column[None, :] * long_stride
+    else:
+        offset = row[:, None] * long_stride + column[None, :]
+    return tl.load(x + offset, mask=counts, other=0.0)
+
+
+@triton.jit(do_not_specialize=["n", "count", "matrix_stride", "long_stride"])
+def _scales_kernel(
+    x,
+    scales,
+    n,
+    count,
+    matrix_stride,
+    long_stride,
+    TRANSPOSED: tl.constexpr,
+    TRIANGLE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TILED: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    row, column, counts, line, there = _run(tl.program_id(0), n, TRIANGLE, BLOCK, TILED, ROWS)
+    value = _value(x, matrix_stride, long_stride, row, column, counts, TRANSPOSED)
+    # tl.max passes NaN over; infinity in its place makes the scale non-finite, too
+    magnitude = tl.where(value == value, tl.abs(value), float("inf"))
+    target = scales + tl.program_id(1).to(tl.int64) * count + line
+    tl.store(target, tl.max(magnitude, axis=1), mask=there)
+
+
+@triton.jit(do_not_specialize=["n", "count", "code_length", "matrix_stride", "long_stride"])
+def _codes_kernel(
+    x,
+    scales,
+    codes,
+    borders,
+    n,
+    count,
+    code_length,
+    matrix_stride,
+    long_stride,
+    TRANSPOSED: tl.constexpr,
+    TRIANGLE: tl.constexpr,
+    BITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TILED: tl.constexpr,
+    ROWS: tl.constexpr,
+    PER_WORD: tl.constexpr,
+    WORD_BYTES: tl.constexpr,
+):
+    row, column, counts, line, there = _run(tl.program_id(0), n, TRIANGLE, BLOCK, TILED, ROWS)
+    value = _value(x, matrix_stride, long_stride, row, column, counts, TRANSPOSED)
+    matrix = tl.program_id(1).to(tl.int64)
+    scale = tl.load(scales + matrix * count + line, mask=there, other=0.0)
+    code = nearest_code(value, scale, borders, BITS)
+    if TILED:
+        line_start, byte = line.to(tl.int64) * (BLOCK * BITS // 8), 0
+        length = BLOCK * BITS // 8
+    else:
+        # Behind the end of a row there is no code, not even that of zero.
+        code = tl.where((column < n)[None, :], code, 0)
+        line_start, byte = row.to(tl.int64) * code_length, column // BLOCK * (BLOCK * BITS // 8)
+        byte = tl.min(byte)
+        length = code_length
+    own = codes + matrix * (count * (BLOCK * BITS // 8) if TILED else n * code_length)
+    store_packed(own + line_start, code, byte, length, there, BITS, BLOCK, PER_WORD, WORD_BYTES)
+
+
+@triton.jit(do_not_specialize=["n", "count", "tops_count"])
+def _decode_kernel(
+    codes,
+    scales,
+    tops,
+    diagonal,
+    table,
+    squares,
+    out,
+    n,
+    count,
+    tops_count,
+    MIRRORED: tl.constexpr,
+    TRIANGLE: tl.constexpr,
+    BITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TILED: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    matrix = tl.program_id(1).to(tl.int64)
+    number = tl.program_id(0)
+    scales += matrix * count
+    tops += matrix * tops_count
+    out += matrix * n * n
+    if TILED:
+        i, j = tile_at(number)
+        place = tl.arange(0, BLOCK)
+        own = codes + matrix * count * (BLOCK * BITS // 8)
+        value = restore_tile(own, scales, tops, table, squares, number, count, BITS, BLOCK)
+        other = tl.trans(value)
+        if not MIRRORED:
+            other = tl.zeros_like(other)
+        # On the diagonal both are in one tile.
+        row, column = i * BLOCK + place[:, None], j * BLOCK + place[None, :]
+        value = tl.where(row < column, other, value)
+        on = tl.load(diagonal + matrix * n + row, mask=row < n, other=0.0)
+        value = tl.where(row == column, on, value)
+        tl.store(out + row * n + column, value, mask=(row < n) & (column < n))
+        row, column = j * BLOCK + place[:, None], i * BLOCK + place[None, :]
+        tl.store(
+            out + row * n + column, other, mask=(row // BLOCK < column // BLOCK) & (column < n)
+        )
+    else:
+        blocks = (n + BLOCK - 1) // BLOCK
+        row = (number // blocks * ROWS + tl.arange(0, ROWS))[:, None]
+        column = (number % blocks * BLOCK + tl.arange(0, BLOCK))[None, :]
+        mask = (row < n) & (column < n)
+        own = codes + matrix * n * ((n * BITS + 7) // 8)
+        value = restore_by_rows(
+            own, scales, tops, table, squares, row, column, mask, n, TRIANGLE, BITS, BLOCK
+        )
+        if TRIANGLE:
+            if not MIRRORED:
+                value = tl.where(row < column, 0.0, value)
+            on = tl.load(diagonal + matrix * n + row, mask=row < n, other=0.0)
+            value = tl.where(row == column, on, value)
+        tl.store(out + row * n + column, value, mask=mask)
+
+
+def block_scales(X: Tensor, triangle: bool, block: int, tiled: bool) -> Tensor:
+    """The largest absolute value of each block of (k, n, n), which may be transposed: (k, blocks).
+
+    Args:
+        X: The matrices.
+        triangle: Whether only what is strictly below the diagonal counts.
+        block: Elements of a block.
+        tiled: Whether blocks are rows of tiles; else of the matrix.
+    """
+    k, n, _ = X.shape
+    runs, count = _counts(n, block, tiled)
+    scales = torch.empty(k, count, dtype=torch.float32, device=X.device)
+    launch(
+        _scales_kernel,
+        (runs, k),
+        X,
+        scales,
+        n,
+        count,
+        *_strides(X),
+        TRANSPOSED=X.stride(2) != 1,
+        TRIANGLE=triangle,
+        BLOCK=block,
+        TILED=tiled,
+        ROWS=_BY_ROWS,
+    )
+    return scales
+
+
+def nearest_codes(
+    X: Tensor, scales: Tensor, triangle: bool, bits: int, mapping: str, block: int, tiled: bool
+) -> Tensor:
+    """The packed codes of (k, n, n) with given scales; see ``block_scales``."""
+    k, n, _ = X.shape
+    runs, count = _counts(n, block, tiled)
+    length = packed_length(block if tiled else n, bits)
+    shape = (count // block, block) if tiled else (n,)
+    codes = torch.empty(k, *shape, length, dtype=torch.uint8, device=X.device)
+    per_word, word_bytes = WORD[bits]
+    launch(
+        _codes_kernel,
+        (runs, k),
+        X,
+        scales,
+        codes,
+        thresholds(mapping, bits, X.device),
+        n,
+        count,
+        length,
+        *_strides(X),
+        TRANSPOSED=X.stride(2) != 1,
+        TRIANGLE=triangle,
+        BITS=bits,
+        BLOCK=block,
+        TILED=tiled,
+        ROWS=_BY_ROWS,
+        PER_WORD=per_word,
+        WORD_BYTES=word_bytes,
+    )
+    return codes
+
+
+def decode(
+    codes: Tensor,
+    scales: Tensor,
+    tops: Tensor,
+    diagonal: Tensor | None,
+    mirrored: bool,
+    bits: int,
+    mapping: str,
+    block: int,
+) -> Tensor:
+    """D on a stack: (k, n, n) float32.
+
+    Args:
+        codes: (k, tiles, block, bytes), or (k, n, bytes) by rows.
+        scales: Codes of the scales, (k, blocks).
+        tops: Scales of these.
+        diagonal: (k, n) of a triangle; ``None``: the matrix is a square one.
+        mirrored: Whether the upper triangle is the mirrored lower one; else it is zero.
+        bits: b, below 32.
+        mapping: R.
+        block: Elements of a block.
+    """
+    tiled = codes.dim() == 4
+    k = len(codes)
+    n = codes.shape[1] if diagonal is None else diagonal.shape[1]
+    runs, count = _counts(n, block, tiled)
+    out = torch.empty(k, n, n, dtype=torch.float32, device=codes.device)
+    launch(
+        _decode_kernel,
+        (runs, k),
+        codes,
+        scales,
+        tops,
+        tops if diagonal is None else diagonal,
+        codebook(mapping, bits, codes.device),
+        codebook(SCALE_MAPPING, SCALE_BITS, codes.device),
+        out,
+        n,
+        count,
+        tops.shape[1],
+        MIRRORED=mirrored,
+        TRIANGLE=diagonal is not None,
+        BITS=bits,
+        BLOCK=block,
+        TILED=tiled,
+        ROWS=_BY_ROWS,
+    )
+    return out
+
+
+def _counts(n: int, block: int, tiled: bool) -> tuple[int, int]:
+    """Runs, and blocks, of a matrix."""
+    side = block_count(n, block)
+    if tiled:
+        tiles = side * (side + 1) // 2
+        return tiles, tiles * block
+    return -(-n // _BY_ROWS) * side, n * side
+
+
+def _strides(X: Tensor) -> tuple[int, int]:
+    """From matrix to matrix, and from line to line."""
+    return X.stride(0), X.stride(1) if X.stride(2) == 1 else X.stride(2)

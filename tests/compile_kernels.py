@@ -121,7 +121,7 @@ def main() -> None:
         for bits, storage in ((4, "paper"), (3, "paper"), (32, "paper"), (4, "compact")):
             config = Config(bits=bits, storage=storage, max_order=100)
             members = [Member(route(tuple(grad.shape), config), config) for grad in grads]
-            own = Preconditioner(members, rules.Algorithm(rule, 4), 2**20, False, CPU)
+            own = Preconditioner(members, rules.Algorithm(rule), 2**20, False, CPU)
             finite, due = torch.ones(2, dtype=torch.bool), {i: Due(config) for i in (0, 1)}
             measured = Measured(grads, norms.norms, finite, addresses, by_kernels=True)
             for parts in batches(due_parts(own.groups, due), own.workspace, UPDATE):

@@ -211,6 +211,7 @@ def test_numbers_come_from_the_checkpoint_and_storage_from_the_optimizer() -> No
         ({"bits": 4, "method": "cholesky", "storage": "compact"}, {"bits": 8}, 0.02),
         ({"bits": 4, "method": "cholesky"}, {"bits": 6, "method": "cholesky"}, 0.05),
         ({"bits": 4}, {"bits": 4, "storage": "compact"}, 0.2),
+        ({"bits": 8, "exponent": -0.5}, {"bits": 8, "exponent": -0.5, "method": "cholesky"}, 0.02),
         ({"bits": 4, "storage": "compact"}, {"bits": 8}, 0.02),
         ({"bits": 4, "method": "naive", "storage": "compact"}, {"bits": 4, "method": "naive"}, 0.2),
     ],
@@ -624,3 +625,19 @@ def test_state_of_a_parameter_left_to_the_base_may_be_replaced(remove: bool) -> 
     assert optimizer.state[b]["step"] == expected
     assert int(optimizer.state_dict()["state"][1]["base"]["step"]) == expected
     assert int(optimizer.base.state[b]["step"]) == expected
+
+
+def test_roots_of_another_exponent_are_converted() -> None:
+    model = network()
+    optimizer = Shampoo(model.parameters(), lr=1e-2, bits=32, damping=1e-3, **FAST)
+    run(model, optimizer, 7)
+    twin = copy.deepcopy(model)
+    other = Shampoo(twin.parameters(), lr=1e-2, bits=32, exponent=-0.5, damping=1e-3, **FAST)
+    other.load_state_dict(saved(optimizer))
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        for key, block in optimizer.state[p].items() if p in optimizer.state else ():
+            if key.startswith("block"):
+                for side, leaves in block.items():
+                    found, root = other.state[q][key][side], leaves["root"]
+                    assert torch.equal(found["matrix"], leaves["matrix"])
+                    assert relative_error(found["root"], root @ root) < 1e-5

@@ -22,7 +22,7 @@ BITS = [3, 4, 6, 8]
 
 
 def bits_per_element(order: int, **options: Any) -> float:
-    layout = make_method(Config(**options).format(order), 4).layout(order)
+    layout = make_method(Config(**options).format(order)).layout(order)
     sizes = [torch.Size(shape).numel() * dtype.itemsize for shape, dtype in layout.values()]
     return 8 * sum(sizes) / order**2
 
@@ -113,7 +113,8 @@ def test_small_orders_take_what_is_smallest(bits: int) -> None:
     # By rows, where a last tile would hold hardly anything.
     assert CompactStorage(Quantizer(4), "", "symmetric").tile(66) is None
     assert CompactStorage(Quantizer(4), "", "symmetric").tile(96) == 32
-    assert CompactStorage(Quantizer(4), "", "symmetric").tile(1200) == 64
+    assert CompactStorage(Quantizer(4), "", "symmetric").tile(1200) == 32
+    assert CompactStorage(Quantizer(4), "", "symmetric").tile(2048) == 64
 
 
 LLAMA2_7B = 32 * [(4096, 4096)] * 4 + 32 * [(11008, 4096)] * 3 + 2 * [(32000, 4096)]

@@ -16,6 +16,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"block_size": 65}, "block_size must be a multiple of 16 .*; got 65"),
     ({"block_size": "64"}, "block_size must be a multiple of 16 from 16 to 2048; got '64'"),
     ({"min_quantized_numel": -1}, "min_quantized_numel must be an integer >= 0; got -1"),
+    ({"exponent": -0.3}, r"exponent must be one of \(-0.25, -0.5, -1.0\); got -0.3"),
     ({"storage": "tight"}, "storage must be one of 'paper', 'compact'; got 'tight'"),
     (
         {"storage": "compact", "block_size": 128},

@@ -18,7 +18,7 @@ from kronbit.quantization.reference import unpack
 
 
 def stack(n: int, rows: int, config: Config, device: torch.device | str = "cpu") -> Factors:
-    return Factors(n, rows, config.format(n), 4, config.damping, device)
+    return Factors(n, rows, config.format(n), config.damping, device)
 
 
 def everything(factors: Factors) -> slice:
@@ -120,6 +120,9 @@ def test_updates_and_roots_are_the_oracles(
         {"update_rectify": 0, "refresh_rectify": 0},
         {"update_rectify": 2, "refresh_rectify": 1},
         {"root": "schur_newton", "newton_steps": 20},
+        {"root": "schur_newton", "newton_steps": 20, "exponent": -0.5},
+        {"exponent": -0.5},
+        {"exponent": -1.0},
         {"root_bits": 8},
         {"root_bits": 32},
         {"min_quantized_numel": 10**6},
@@ -132,6 +135,15 @@ def test_every_number_means_what_it_means_to_the_oracle(options: dict[str, Any])
     )
     for root, factor in zip(ours.roots(everything(ours)), theirs, strict=True):
         assert relative_error(root, factor.inverse_root()) < 1e-3
+
+
+@pytest.mark.parametrize("exponent", [-0.5, -1.0])
+@pytest.mark.parametrize(("method", "bits"), [("dense", 32), ("naive", 4), ("cholesky", 4)])
+def test_other_exponents_are_the_oracles(method: str, bits: int, exponent: float) -> None:
+    options = {"method": method, "bits": bits, "damping": 0.1, "exponent": exponent}
+    ours, theirs = run_both(70, torch.device("cpu"), torch.float64, **options)
+    for root, factor in zip(ours.roots(everything(ours)), theirs, strict=True):
+        assert relative_error(root, factor.inverse_root()) < 2e-3
 
 
 @pytest.mark.parametrize("bits", [3, 4, 6, 8])
@@ -249,7 +261,7 @@ def test_a_bad_root_never_replaces_a_good_one() -> None:
 def test_refresh_without_statistics_gives_the_identity(method: str, bits: int) -> None:
     """As K-FAC starts: A0 = 0."""
     config = Config(method=method, bits=bits)
-    factors = Factors(64, 1, config.format(64), 4, 0.0, "cpu")
+    factors = Factors(64, 1, config.format(64), 0.0, "cpu")
     refresh(factors, config)
     assert factors.is_identity(everything(factors)).all()
 

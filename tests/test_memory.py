@@ -70,7 +70,7 @@ def test_kernels_need_what_a_row_of_a_batch_is_counted_for(
     for module in (cholesky, matmul, split, quantiser):
         monkeypatch.setattr(module, "launch", lambda *_, **__: None)
     k, n, config = 2, 1024, Config()
-    factors = Factors(n, k, config.format(n), 4, config.damping, "cpu")
+    factors = Factors(n, k, config.format(n), config.damping, "cpu")
     monkeypatch.setattr(acceleration, "why_not", lambda device: None)
     trusted = torch.ones(k, dtype=torch.bool)
     with Allocations() as found:
@@ -259,7 +259,7 @@ def test_state_bytes_of_a_layout_are_those_of_the_stack() -> None:
     optimizer = stepped(network(), lr=1e-2, max_order=70)
     for preconditioner in optimizer._plan.preconditioners.values():
         expected = [
-            sum(state_bytes(member.blocking, member.config, 4).values())
+            sum(state_bytes(member.blocking, member.config).values())
             for member in preconditioner.members
         ]
         held = sum(

@@ -27,7 +27,7 @@ class Shampoo(SecondOrder):
         **options: The fields of ``kronbit.Config``; everything else goes to the base.
     """
 
-    algorithm = Algorithm(rule=rules.KRONECKER, p=4)
+    algorithm = Algorithm(rules.KRONECKER)
 
 
 class CASPR(SecondOrder):
@@ -36,4 +36,4 @@ class CASPR(SecondOrder):
     Arguments and options are those of ``Shampoo``.
     """
 
-    algorithm = Algorithm(rule=rules.CASPR, p=4)
+    algorithm = Algorithm(rules.CASPR)

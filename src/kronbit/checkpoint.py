@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -160,13 +161,12 @@ _CUT = (
 
 
 @full_precision()
-def fill(plan: Plan, entries: Mapping[Tensor, Entry], p: int) -> None:
+def fill(plan: Plan, entries: Mapping[Tensor, Entry]) -> None:
     """Copy checkpointed blocks into a new plan.
 
     Args:
         plan: Freshly made.
         entries: The checkpoint's parameters.
-        p: The roots are inverse p-th roots.
 
     Raises:
         ValueError: If a block is missing, left over, or not what its format says; by key.
@@ -182,7 +182,7 @@ def fill(plan: Plan, entries: Mapping[Tensor, Entry], p: int) -> None:
         left_over[block.p].discard(block.key)
         for side, factors in block.sides.items():
             source = entry.config.format(factors.order)
-            layout = make_method(source, p).layout(factors.order)
+            layout = make_method(source).layout(factors.order)
             held = entry.blocks[block.key]
             leaves = checked_leaves(
                 held.get(side) if isinstance(held, Mapping) else None,
@@ -194,26 +194,35 @@ def fill(plan: Plan, entries: Mapping[Tensor, Entry], p: int) -> None:
         if keys:
             raise ValueError(f"{entries[parameter].path(min(keys))} does not exist here: {_CUT}")
     for views, target, leaves, source in work:
-        for name, value in _converted(leaves, source, target, p, views).items():
+        for name, value in _converted(leaves, source, target, views).items():
             views[name].copy_(value)
 
 
-def _converted(leaves: Leaves, source: Format, target: Format, p: int, views: Leaves) -> Leaves:
+def _converted(leaves: Leaves, source: Format, target: Format, views: Leaves) -> Leaves:
     """The tensors of one side in the target's format; the same ones where formats are equal."""
     if source == target:
         return leaves
     device = next(iter(views.values())).device
     stack = {name: value.to(device).unsqueeze(0) for name, value in leaves.items()}
-    old, new = make_method(source, p), make_method(target, p)
-    if source._replace(root=target.root) != target:
+    old, new = make_method(source), make_method(target)
+    if source.statistic_part != target.statistic_part:
         statistic = new.encode_matrix(old.matrix(stack).clone())
     else:
         statistic = {name: value for name, value in stack.items() if not is_root(name)}
-    if (source.root, source.compact) != (target.root, target.compact):
-        root = new.root.encode(old.root.decode(stack).clone())
+    if source.root_part != target.root_part:
+        root = new.root.encode(_power(old.root.decode(stack).clone(), source.p / target.p))
     else:
         root = {name: value for name, value in stack.items() if is_root(name)}
     return {name: value.squeeze(0) for name, value in (statistic | root).items()}
+
+
+def _power(root: Tensor, exponent: float) -> Tensor:
+    """A root, which is positive semi-definite, as that of another exponent."""
+    if exponent == 1:
+        return root
+    lam, V = torch.linalg.eigh(root.double())
+    found: Tensor = ((V * lam.clamp(min=0).unsqueeze(-2) ** exponent) @ V.mT).float()
+    return found
 
 
 class BaseLoader:

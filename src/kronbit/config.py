@@ -11,6 +11,7 @@ from kronbit.quantization.quantizer import BITS, Quantizer
 
 METHODS = ("dense", "eigen", "naive", "cholesky")
 STORAGES = ("paper", "compact")
+EXPONENTS = (-0.25, -0.5, -1.0)
 
 # Version of the state's layout, kept in every param group.
 FORMAT = 1
@@ -24,6 +25,17 @@ class Format(NamedTuple):
     statistic: Quantizer
     root: Quantizer
     compact: bool = False
+    p: int = 4
+
+    @property
+    def root_part(self) -> tuple[Quantizer, bool, int]:
+        """What the root's tensors depend on."""
+        return self.root, self.compact, self.p
+
+    @property
+    def statistic_part(self) -> tuple[str, Quantizer, bool]:
+        """What the statistic's tensors depend on."""
+        return self.method, self.statistic, self.compact
 
 
 _FLOAT32 = Quantizer(bits=32)
@@ -62,6 +74,7 @@ class Config:
         min_quantized_numel: A matrix with fewer elements stays in 32 bits.
         storage: ``"paper"``: the paper's layout, to the bit. ``"compact"``: of symmetric and
             triangular matrices one triangle, in tiles, and scales quantised to 8 bits.
+        exponent: The power of L and R that L̂ and R̂ are: -1/4, the paper's, -1/2 or -1.
         beta: β. Decay of the statistics; 1 sums them up.
         damping: ε. Start value of the statistics, and ridge of the root relative to the largest
             eigenvalue. (Not ``eps``, which belongs to the base optimizer.)
@@ -102,6 +115,7 @@ class Config:
     block_size: int = 64
     min_quantized_numel: int = 4096
     storage: str = "paper"
+    exponent: float = -0.25
     beta: float = 0.95
     damping: float = 1e-6
     update_every: int = 100
@@ -132,6 +146,9 @@ class Config:
         Quantizer(self.bits, self.mapping, self.block_size)
         _integer("min_quantized_numel", self.min_quantized_numel, 0)
         _choice("storage", self.storage, STORAGES)
+        _number("exponent", self.exponent, -1, 0)
+        if self.exponent not in EXPONENTS:
+            raise ValueError(f"exponent must be one of {EXPONENTS}; got {self.exponent!r}")
         _number("beta", self.beta, 0, 1)
         _number("damping", self.damping, 0, math.inf)
         _integer("update_every", self.update_every, 1)
@@ -199,12 +216,13 @@ class Config:
     def format(self, order: int) -> Format:
         """How factors of this order are stored; small ones keep 32 bits."""
         method = self.method or ("dense" if self.bits == 32 else "eigen")
+        p = round(-1 / self.exponent)
         if order * order < self.min_quantized_numel:
-            return Format("dense" if method == "naive" else method, _FLOAT32, _FLOAT32)
+            return Format("dense" if method == "naive" else method, _FLOAT32, _FLOAT32, p=p)
         statistic, root = self._quantizer(self.bits), self._quantizer(self.root_bits)
         # At 32 bits there is nothing that could be told from the rest.
         compact = self.storage == "compact" and not statistic.bits == root.bits == 32
-        return Format(method, statistic, root, compact)
+        return Format(method, statistic, root, compact, p)
 
     def _quantizer(self, bits: int | None) -> Quantizer:
         bits = self.bits if bits is None else bits
@@ -279,6 +297,7 @@ FORMAT_OPTIONS = (
     "block_size",
     "min_quantized_numel",
     "storage",
+    "exponent",
 )
 # Which matrices there are: fixed once there is state, and a checkpoint must agree.
 CUT_OPTIONS = ("max_order", "split", "batch_dims", "split_sizes", "precondition")

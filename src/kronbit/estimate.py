@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kronbit.algorithms import Shampoo
 from kronbit.blocking import Blocking, route
 from kronbit.config import take_options
 from kronbit.first_order import BaseFactory, resolve, state_on_meta
@@ -61,7 +60,7 @@ def estimate_memory(
     for p in params:
         blocking = route(tuple(p.shape), config)
         if isinstance(blocking, Blocking):
-            for kind, size in state_bytes(blocking, config, Shampoo.algorithm.p).items():
+            for kind, size in state_bytes(blocking, config).items():
                 total[kind] += size
     return {**total, "total": sum(total.values())}
 

@@ -156,12 +156,11 @@ def chunks(rows: slice, size: int) -> Iterator[slice]:
         yield slice(start, min(start + size, rows.stop))
 
 
-def make_groups(members: Sequence[Member], p: int, device: torch.device) -> list[Group]:
+def make_groups(members: Sequence[Member], device: torch.device) -> list[Group]:
     """Group the blocks of all members and allocate their factors.
 
     Args:
         members: The parameters, in order; rows follow that order.
-        p: The roots are L^(-1/p) and R^(-1/p).
         device: Where the parameters live.
     """
     spans: dict[_Key, list[Span]] = {}
@@ -173,7 +172,7 @@ def make_groups(members: Sequence[Member], p: int, device: torch.device) -> list
             key: _Key = (grid.shape, left, right, member.config.damping)
             earlier = spans.setdefault(key, [])
             earlier.append(Span(index, grid, earlier[-1].stop if earlier else 0))
-    stacks = _stacks(spans, p, device)
+    stacks = _stacks(spans, device)
     groups = []
     places, count = _places_in_interval(spans)
     for key, own in spans.items():
@@ -194,7 +193,7 @@ def make_groups(members: Sequence[Member], p: int, device: torch.device) -> list
 
 
 def _stacks(
-    spans: Mapping[_Key, Sequence[Span]], p: int, device: torch.device
+    spans: Mapping[_Key, Sequence[Span]], device: torch.device
 ) -> dict[_Key, tuple[Factors, Factors]]:
     """Both sides' factors of each group. All of one order and format are one stack's windows."""
     rows: Counter[tuple[int, Format, float]] = Counter()
@@ -202,7 +201,7 @@ def _stacks(
         for order, format in zip(shape, formats, strict=True):
             rows[order, format, start] += own[-1].stop
     whole = {
-        (order, format, start): Factors(order, count, format, p, start, device)
+        (order, format, start): Factors(order, count, format, start, device)
         for (order, format, start), count in rows.items()
     }
     used: Counter[tuple[int, Format, float]] = Counter()

@@ -33,12 +33,12 @@ def account(state: Mapping[Tensor, Mapping[str, Any]], base: Mapping[Any, Any]) 
     return {**total, "total": sum(total.values())}
 
 
-def state_bytes(blocking: Blocking, config: Config, p: int) -> dict[str, int]:
-    """Bytes of a parameter's statistics and roots (inverse p-th roots), from the layout alone."""
+def state_bytes(blocking: Blocking, config: Config) -> dict[str, int]:
+    """Bytes of a parameter's statistics and roots, from the layout alone."""
     total = {"statistics": 0, "roots": 0}
     for grid in blocking.grids:
         for order in grid.shape:
-            layout = make_method(config.format(order), p).layout(order)
+            layout = make_method(config.format(order)).layout(order)
             for name, (shape, dtype) in layout.items():
                 total[_kind(name)] += len(grid) * math.prod(shape) * dtype.itemsize
     return total

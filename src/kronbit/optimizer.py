@@ -303,7 +303,7 @@ class SecondOrder(Optimizer):
             for p in own["params"]
             if p in loaded.entries
         )
-        checkpoint.fill(plan, loaded.entries, self.algorithm.p)
+        checkpoint.fill(plan, loaded.entries)
         base.load()
         self.state = defaultdict(dict)
         self._start_unplanned()
@@ -380,7 +380,7 @@ class SecondOrder(Optimizer):
             for index, group in enumerate(self.param_groups)
             for number, p in enumerate(group["params"])
         ]
-        return report.summary(type(self).__name__, rows, self.base, self.config, self.algorithm.p)
+        return report.summary(type(self).__name__, rows, self.base, self.config)
 
     def diagnostics(self) -> dict[str, Any]:
         """Counters of every fallback, and figures per group. Waits for the device.

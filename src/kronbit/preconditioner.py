@@ -72,7 +72,7 @@ class Preconditioner:
 
     Args:
         members: The parameters, in order.
-        algorithm: Rule and root.
+        algorithm: The rule.
         workspace: Bound of transient memory in bytes.
         graphs: Whether launches may be CUDA graphs.
         device: Where the parameters live.
@@ -96,7 +96,7 @@ class Preconditioner:
         device: torch.device,
     ) -> None:
         self.members, self.rule, self.workspace = tuple(members), algorithm.rule, workspace
-        self.groups = make_groups(members, algorithm.p, device)
+        self.groups = make_groups(members, device)
         self.refreshed: set[int] = set()
         self.ungrafted = torch.zeros((), dtype=torch.int64, device=device)
         self.graft_ratio = torch.ones(len(members), dtype=torch.float32, device=device)

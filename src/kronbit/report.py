@@ -36,9 +36,8 @@ def summary(
     params: Sequence[tuple[str, Tensor, Config]],
     base: Optimizer,
     config: Config,
-    root: int,
 ) -> str:
-    """The table of ``SecondOrder.summary``; the roots are inverse ``root``-th ones."""
+    """The table of ``SecondOrder.summary``."""
     rows: list[tuple[str, ...]] = []
     total, elements, preconditioned = 0, 0, 0
     steps = set()
@@ -53,7 +52,7 @@ def summary(
         formats = [own.format(order) for grid in way.grids for order in grid.shape]
         methods = sorted({format.method for format in formats})
         bits = sorted({own.bits for format in formats for own in (format.statistic, format.root)})
-        size = sum(state_bytes(way, own, root).values())
+        size = sum(state_bytes(way, own).values())
         total, preconditioned = total + size, preconditioned + p.numel()
         steps.add(own.first_preconditioned_step())
         orders += [order for grid in way.grids for order in grid.shape]

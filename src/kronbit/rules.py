@@ -33,11 +33,9 @@ class Algorithm:
 
     Attributes:
         rule: (L̂, G, R̂) -> Ĝ.
-        p: L̂ = L^(-1/p) and R̂ = R^(-1/p).
     """
 
     rule: Rule
-    p: int
 
 
 def combine(rule: Rule, L: Tensor, G: Tensor, R: Tensor) -> Tensor:

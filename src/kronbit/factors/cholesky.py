@@ -44,8 +44,8 @@ class Cholesky:
 
     repairs: tuple[str, ...] = ("jittered",)
 
-    def __init__(self, format: Format, p: int) -> None:
-        self.p = p
+    def __init__(self, format: Format) -> None:
+        self.p = format.p
         self.factor = statistic_storage(format, "factor", "lower")
         self.root = root_storage(format)
 

@@ -33,8 +33,8 @@ class Dense:
 
     repairs: tuple[str, ...] = ()
 
-    def __init__(self, format: Format, p: int) -> None:
-        self.p = p
+    def __init__(self, format: Format) -> None:
+        self.p = format.p
         self.statistic = statistic_storage(format, "matrix", "symmetric")
         self.root = root_storage(format)
 

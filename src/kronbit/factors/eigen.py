@@ -47,8 +47,8 @@ class Eigen:
     # What a nearly singular matrix needs: a QR that is more robust.
     repairs: tuple[str, ...] = ("shifted_qr", "householder")
 
-    def __init__(self, format: Format, p: int) -> None:
-        self.p = p
+    def __init__(self, format: Format) -> None:
+        self.p = format.p
         self.vectors = statistic_storage(format, "eigenvectors", "square")
         self.root = root_storage(format)
 

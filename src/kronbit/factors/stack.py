@@ -61,11 +61,11 @@ class Method(Protocol):
         """What ``diagnostics`` shows of a stack."""
 
 
-def make_method(format: Format, p: int) -> Method:
+def make_method(format: Format) -> Method:
     """The method of a format; ``"naive"`` is the dense one on a quantised matrix."""
     if format.method == "eigen":
-        return Eigen(format, p)
-    return Cholesky(format, p) if format.method == "cholesky" else Dense(format, p)
+        return Eigen(format)
+    return Cholesky(format) if format.method == "cholesky" else Dense(format)
 
 
 class Factors:
@@ -89,12 +89,11 @@ class Factors:
         order: int,
         rows: int,
         format: Format,
-        p: int,
         start: float,
         device: torch.device | str,
     ) -> None:
         self.order, self.rows, self.format = order, rows, format
-        self.method = make_method(format, p)
+        self.method = make_method(format)
         self.counters = dict.fromkeys(self.COUNTERS, 0)
         # The identity is exact in every format, so Â0 = I is too.
         eye = torch.eye(order, device=device, dtype=torch.float32).unsqueeze(0)

@@ -4,7 +4,16 @@ from kronbit.algorithms import CASPR, Shampoo
 from kronbit.config import Config
 from kronbit.estimate import estimate_memory
 from kronbit.quantization import Quantized, Quantizer
+from kronbit.routing import param_groups
 
 __version__ = "0.1.0.dev0"
 
-__all__ = ["CASPR", "Config", "Quantized", "Quantizer", "Shampoo", "estimate_memory"]
+__all__ = [
+    "CASPR",
+    "Config",
+    "Quantized",
+    "Quantizer",
+    "Shampoo",
+    "estimate_memory",
+    "param_groups",
+]

@@ -1,0 +1,63 @@
+"""Which parameters of a model are preconditioned: param groups by name and by kind of module."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import Tensor, nn
+
+
+def param_groups(
+    model: nn.Module, skip: str | type[nn.Module] | Iterable[str | type[nn.Module]] = ()
+) -> list[dict[str, Any]]:
+    """The named parameters of a model in groups; those to be skipped with ``precondition=False``.
+
+    A weight that several modules share is skipped if one of them is: with ``nn.Embedding``, a head
+    that is tied to it goes, too.
+
+    Example::
+
+        opt = Shampoo(kronbit.param_groups(model, skip=(nn.Embedding, "lm_head.*")), lr=1e-3)
+
+    Args:
+        model: The model.
+        skip: Patterns of parameter names (``*`` and ``?`` stand for anything), and kinds of modules
+            all of whose parameters are left to the base optimizer.
+
+    Returns:
+        One group, or two. Options may be added to them.
+
+    Raises:
+        TypeError: If something in ``skip`` is neither a pattern nor a kind of module.
+        ValueError: If something in ``skip`` is not found in the model.
+    """
+    skipped: set[Tensor] = set()
+    for what in [skip] if isinstance(skip, (str, type)) else skip:
+        found = set(_matching(model, what))
+        if not found:
+            names = ", ".join(name for name, _ in list(model.named_parameters())[:3])
+            label = repr(what) if isinstance(what, str) else what.__name__
+            raise ValueError(
+                f"skip: {label} matches no parameter of the model; its names are like {names}"
+            )
+        skipped |= found
+    groups = []
+    for left_out in (False, True):
+        own = [(name, p) for name, p in model.named_parameters() if (p in skipped) == left_out]
+        if own:
+            groups.append({"params": own, **({"precondition": False} if left_out else {})})
+    return groups
+
+
+def _matching(model: nn.Module, what: str | type[nn.Module]) -> Iterable[Tensor]:
+    """The parameters that a pattern or a kind of module stands for."""
+    if isinstance(what, str):
+        # A shared weight has several names.
+        every = model.named_parameters(remove_duplicate=False)
+        return (p for name, p in every if fnmatchcase(name, what))
+    if isinstance(what, type) and issubclass(what, nn.Module):
+        kinds = (module for module in model.modules() if isinstance(module, what))
+        return (p for module in kinds for p in module.parameters())
+    raise TypeError(f"skip takes patterns of names and kinds of modules; got {what!r}")

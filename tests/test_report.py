@@ -80,6 +80,7 @@ def test_diagnostics_before_during_and_after() -> None:
         "skipped_gradients",
         "shifted_qr",
         "householder",
+        "jittered",
         "discarded_statistics",
         "discarded_roots",
         "ungrafted",

@@ -50,7 +50,7 @@ def test_blocks_of_a_turn_have_similar_orders_unless_there_are_few(
     orders = [96] * 5 + [70] * 2 + [40] * 2 + [20, 8]
     config = Config(stagger=True)
     members = [grouping.Member(route((8, n), config), config) for n in orders]
-    groups = grouping.make_groups(members, 4, torch.device("cpu"))
+    groups = grouping.make_groups(members, torch.device("cpu"))
     phases = {s.member: s.phase for group in groups for s in group.segments}
     places = [round(phases[i] * len(set(phases.values()))) for i in range(len(orders))]
     # Four of 96 fill a batch; 70 is near the fifth. 20 and 8 are not near 40, but 40 is not much.

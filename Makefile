@@ -18,7 +18,7 @@ demo: .venv/lab.stamp
 	$(BIN)/python examples/compare.py
 
 test: .venv/dev.stamp
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 8
 
 lint: .venv/dev.stamp
 	$(BIN)/ruff check .

@@ -37,7 +37,7 @@ SHARED = {"embedding.weight"}
         ((nn.Embedding, "*.bias"), MATRICES, BIASES | SHARED),
         (nn.Module, set(), BIASES | MATRICES | SHARED),
     ],
-    ids=str,
+    ids=["nothing", "embeddings", "head", "matrices", "both", "all"],
 )
 def test_groups(skip: Any, kept: set[str], skipped: set[str]) -> None:
     groups = param_groups(Tied(), skip=skip)

@@ -156,6 +156,16 @@ def test_a_singular_statistic_is_factorised_with_jitter_that_is_not_kept() -> No
     assert relative_error(diagonal, own) < 1e-5
 
 
+def test_a_zero_statistic_is_zero() -> None:
+    config = Config(method="cholesky", bits=4, beta=0.0)
+    factors = stack(64, 2, config)
+    M = gram(2, 64, torch.Generator().manual_seed(0))
+    M[1] = 0.0
+    assert update(factors, M, all_trusted(factors), config) == 0
+    assert not factors.method.matrix(factors.tensors)[1].any()
+    assert factors.method.matrix(factors.tensors)[0].any()
+
+
 def test_what_jitter_cannot_repair_stays() -> None:
     config = Config(method="cholesky", bits=8)
     factors = stack(64, 2, config)

@@ -339,7 +339,7 @@ def test_a_graph_changes_nothing_although_gradients_move(
     (guard,) = with_graph._guards.values()
     for replay in (own.products._replay, guard._replay):
         assert any(graph is not None for graph in replay._graphs.values())
-    # The others are what they were compared with.
+    # A parameter may have been multiplied more precisely after its first refresh.
     half = {key: own for key, own in own.products._grouped.items() if not key[0].precise}
     assert max(len(tables._tables.waves) for tables in half.values()) == waves
     assert {precision.direct for precision, _ in half} == {dtype == torch.bfloat16}

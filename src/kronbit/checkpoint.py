@@ -203,7 +203,11 @@ def _converted(leaves: Leaves, source: Format, target: Format, views: Leaves) ->
     if source == target:
         return leaves
     device = next(iter(views.values())).device
-    stack = {name: value.to(device).unsqueeze(0) for name, value in leaves.items()}
+    # Copies: kernels read words, and a checkpoint's tensors may begin anywhere.
+    stack = {
+        name: value.to(device, copy=True, memory_format=torch.contiguous_format).unsqueeze(0)
+        for name, value in leaves.items()
+    }
     old, new = make_method(source), make_method(target)
     if source.statistic_part != target.statistic_part:
         statistic = new.encode_matrix(old.matrix(stack).clone())

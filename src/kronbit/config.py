@@ -77,7 +77,8 @@ class Config:
         exponent: The power of L and R that L̂ and R̂ are: -1/4, the paper's, -1/2 or -1.
         beta: β. Decay of the statistics; 1 sums them up.
         damping: ε. Start value of the statistics, and ridge of the root relative to the largest
-            eigenvalue. (Not ``eps``, which belongs to the base optimizer.)
+            eigenvalue; of ``"cholesky"`` at least 5e-7. (Not ``eps``, which belongs to the base
+            optimizer.)
         update_every: T1. Steps between updates of the statistics.
         refresh_every: T2. Steps between refreshes of the inverse roots.
         first_refresh: ``None``: the first refresh is at T2. An integer k: update and refresh at
@@ -85,7 +86,8 @@ class Config:
         stagger: True spreads updates and refreshes over their intervals: the blocks run the same
             schedule, each with a delay of its own below the longer interval (R two steps more than
             L), so that no step does the work of all. False: all at the same step, as in the paper.
-        update_rectify: t1. Björck steps on the dequantised eigenvectors before an update.
+        update_rectify: t1. Björck steps on the dequantised eigenvectors before an update; this and
+            the next three are for ``"eigen"``.
         refresh_rectify: t2. Björck steps before a refresh.
         qr_iterations: QR iterations of the randomized SVD in each update.
         root: How ``"eigen"`` takes the root: ``"eigen"``, by powers of the eigenvalues, or
@@ -189,7 +191,7 @@ class Config:
             raise ValueError("method='naive' with bits=32 is method='dense': ask for that")
         if self.method is None and self.bits == 32 and self.root_bits not in (None, 32):
             raise ValueError(
-                f"bits=32 with root_bits={self.root_bits} needs method='eigen': "
+                f"bits=32 with root_bits={self.root_bits} needs method='eigen' or 'cholesky': "
                 "'dense', the default at 32 bits, keeps float32 roots"
             )
         if self.storage == "compact" and self.block_size != 64:

@@ -48,6 +48,8 @@ class KernelProducts:
         self._weak = weakref.ref(preconditioner)
         self.ways = dict.fromkeys(range(len(preconditioner.members)), FLOAT32)
         self._grouped: dict[tuple[Precision, frozenset[int]], GroupedProducts] = {}
+        # By whose ways are compared: staggered, the same members come back every interval.
+        self._comparisons: dict[frozenset[int], GroupedProducts] = {}
         self._shares = _Shares.make(set(), self.ways)
         # The step by who takes part in which way and by what all gradients have in common; with one
         # table of addresses.
@@ -144,8 +146,7 @@ class KernelProducts:
         if not any(map(addresses.values.__getitem__, there)):
             return
         half = self._precision(HALF, addresses)
-        exact = self._tables(self._precision(BF16X3, addresses), there)
-        sums = exact.compare(addresses, measured.norms, half)
+        sums = self._comparison_of(there).compare(addresses, measured.norms, half)
         cosines = (sums[:, 0] / (sums[:, 1].sqrt() * sums[:, 2].sqrt())).tolist()
         for i in there:
             self.ways[i] = _way(cosines[i], before[i])
@@ -162,16 +163,29 @@ class KernelProducts:
         direct = half and addresses.brain and addresses.aligned and not first.left
         return Precision(precise=not half, direct=direct)
 
-    def _tables(self, precision: Precision, members: frozenset[int]) -> GroupedProducts:
-        """The kernels' tables for some members. Recent ones are remembered."""
+    def _comparison_of(self, members: frozenset[int]) -> GroupedProducts:
+        """The tables that ways are compared with. No graph holds them."""
+        from kronbit.cutting import Precision
+
+        if members not in self._comparisons:
+            if len(self._comparisons) == _REMEMBERED:
+                self._comparisons.pop(next(iter(self._comparisons)))
+            self._comparisons[members] = self._make(Precision(precise=True), members)
+        return self._comparisons[members]
+
+    def _make(self, precision: Precision, members: frozenset[int]) -> GroupedProducts:
         from kronbit.grouped import GroupedProducts
 
+        return GroupedProducts(self._preconditioner, members, precision)
+
+    def _tables(self, precision: Precision, members: frozenset[int]) -> GroupedProducts:
+        """The kernels' tables for some members. Recent ones are remembered."""
         grouped = self._grouped.pop((precision, members), None)
         if grouped is None:
             if len(self._grouped) == _REMEMBERED:
                 self._grouped.pop(next(iter(self._grouped)))  # the one not used for longest
                 self._replay.forget()  # graphs may hold its tables
-            grouped = GroupedProducts(self._preconditioner, members, precision)
+            grouped = self._make(precision, members)
         self._grouped[precision, members] = grouped
         return grouped
 

@@ -149,11 +149,11 @@ class SecondOrder(Optimizer):
             # W, s ← F(W, s, G̃)
             self.base.step()
         # The GPU is still busy: what can wait was kept for now.
-        for guard in self._guards.values():
-            guard.warn_once()
         self._binding.look_closer()
         if not self._base_link.unchanged(itinerary.entries, self.base.state):
             self._join_base_states()
+        for guard in self._guards.values():
+            guard.warn_once()
         return loss
 
     # ----------------------------------------------------------------- what a step starts from

@@ -16,6 +16,7 @@ from kronbit.products import multiply, operand
 LEAST_RIDGE = 5e-7
 _WIDTH = 3e-3  # of the interval from which one more step converges in float32
 _CONVERGED = 0.1
+_MARGIN = 0.5  # what power iteration finds of λmax, at the least
 
 
 @cache
@@ -33,7 +34,7 @@ def minimax_steps(p: int, least: float) -> tuple[tuple[float, float], ...]:
     Returns:
         (a, b) of each step.
     """
-    u, v = least ** (1 / p), 1.0
+    u, v = min(least ** (1 / p), 1 - 2 * _WIDTH), 1.0
     steps = []
     while True:
         S = (v ** (p + 1) - u ** (p + 1)) / (v - u)
@@ -73,10 +74,10 @@ def converged_inverse_root(A: Tensor, p: int, damping: float) -> Tensor:
     M = A.div_(torch.where(zero, 1.0, largest))
     diagonal = M.diagonal(dim1=-2, dim2=-1)
     diagonal.add_((ridge * power_iteration(M)).unsqueeze(-1))
-    # No eigenvalue is larger than that, and none smaller than a √n-th of ε of it.
+    # No eigenvalue is larger than that, and none smaller than a √n-th of ε of it, nearly.
     norm = torch.linalg.vector_norm(M, dim=(-2, -1), keepdim=True)
     M /= torch.where(zero, 1.0, norm)
-    steps = minimax_steps(p, ridge / (1 + ridge) / math.sqrt(n))
+    steps = minimax_steps(p, _MARGIN * ridge / (1 + ridge) / math.sqrt(n))
     H: Tensor | None = None
     for a, b in steps[:-1]:
         T = M * -b
@@ -94,7 +95,7 @@ def converged_inverse_root(A: Tensor, p: int, damping: float) -> Tensor:
     T.diagonal(dim1=-2, dim2=-1).add_(a)
     M.diagonal(dim1=-2, dim2=-1).sub_(1)
     error = torch.linalg.vector_norm(M, ord=torch.inf, dim=(-2, -1), keepdim=True)
-    assert H is not None, "no matrix is so well conditioned that one step is enough"
+    assert H is not None, "there are two steps at least"
     H = multiply(operand(H), operand(T), symmetric=p > 1)
     H *= (largest * norm) ** (-1 / p)
     eye = torch.eye(n, dtype=A.dtype, device=A.device)

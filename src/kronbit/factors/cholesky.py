@@ -107,8 +107,9 @@ def _jittered(A: Tensor) -> tuple[Triangle, Tensor]:
     """
     diagonal = A.diagonal(dim1=-2, dim2=-1)
     own, mean = diagonal.clone(), diagonal.mean(-1, keepdim=True)
-    C = torch.full_like(A, torch.nan)
-    good = torch.zeros(len(A), dtype=torch.bool, device=A.device)
+    # A matrix without a diagonal is zero, and so is its factor.
+    good = (own == 0).all(-1)
+    C = torch.where(good[:, None, None], 0.0, torch.full_like(A, torch.nan))
     for jitter in _JITTERS:
         diagonal.copy_(own + jitter * mean)
         found, info = torch.linalg.cholesky_ex(A)

@@ -72,8 +72,8 @@ def converged_inverse_root(A: Tensor, p: int, damping: float) -> Tensor:
     largest = torch.linalg.vector_norm(A, ord=torch.inf, dim=(-2, -1), keepdim=True)
     zero = largest == 0
     M = A.div_(torch.where(zero, 1.0, largest))
-    diagonal = M.diagonal(dim1=-2, dim2=-1)
-    diagonal.add_((ridge * power_iteration(M)).unsqueeze(-1))
+    del A  # the first M is not needed to the end
+    M.diagonal(dim1=-2, dim2=-1).add_((ridge * power_iteration(M)).unsqueeze(-1))
     # No eigenvalue is larger than that, and none smaller than a √n-th of ε of it, nearly.
     norm = torch.linalg.vector_norm(M, dim=(-2, -1), keepdim=True)
     M /= torch.where(zero, 1.0, norm)
@@ -98,6 +98,6 @@ def converged_inverse_root(A: Tensor, p: int, damping: float) -> Tensor:
     assert H is not None, "there are two steps at least"
     H = multiply(operand(H), operand(T), symmetric=p > 1)
     H *= (largest * norm) ** (-1 / p)
-    eye = torch.eye(n, dtype=A.dtype, device=A.device)
+    eye = torch.eye(n, dtype=H.dtype, device=H.device)
     # A comparison with NaN is False.
     return torch.where(zero, eye, torch.where(error < _CONVERGED, H, torch.nan))

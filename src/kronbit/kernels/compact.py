@@ -21,7 +21,7 @@ from kronbit.quantization.reference import (
     block_count,
     packed_length,
 )
-from kronbit.quantization.triton import code_at, nearest_code, store_packed
+from kronbit.quantization.triton import block_scale, code_at, nearest_code, store_packed
 
 _PER_TOP: tl.constexpr = tl.constexpr(SCALES_PER_TOP)
 _BY_ROWS = 16
@@ -135,10 +135,8 @@ def _scales_kernel(
 ):
     row, column, counts, line, there = _run(tl.program_id(0), n, TRIANGLE, BLOCK, TILED, ROWS)
     value = _value(x, matrix_stride, long_stride, row, column, counts, TRANSPOSED)
-    # tl.max passes NaN over; infinity in its place makes the scale non-finite, too
-    magnitude = tl.where(value == value, tl.abs(value), float("inf"))
     target = scales + tl.program_id(1).to(tl.int64) * count + line
-    tl.store(target, tl.max(magnitude, axis=1), mask=there)
+    tl.store(target, block_scale(value), mask=there)
 
 
 @triton.jit(do_not_specialize=["n", "count", "code_length", "matrix_stride", "long_stride"])

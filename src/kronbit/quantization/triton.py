@@ -40,6 +40,13 @@ def restore(codes, scales, table, columns, mask, BITS: tl.constexpr, BLOCK: tl.c
 
 
 @triton.jit
+def block_scale(value):
+    """The largest magnitude in each row of values, of which every row is a block."""
+    # tl.max passes NaN over; infinity in its place makes the scale non-finite, too
+    return tl.max(tl.where(value == value, tl.abs(value), float("inf")), axis=1)
+
+
+@triton.jit
 def nearest_code(value, scale, borders, BITS: tl.constexpr):
     """The code of values (rows, columns), of which every row is a block with a scale."""
     # The division is IEEE's: an approximate one would move values over a border.
@@ -157,9 +164,7 @@ def _encode_kernel(
         on = row[:, None] == column[None, :]
         tl.store(diagonal + line[:, None] + 0 * column[None, :], value, mask=on & mask)
         value = tl.where(on, 0.0, value)
-    # tl.max passes NaN over; infinity in its place makes the scale non-finite, too
-    magnitude = tl.where(value == value, tl.abs(value), float("inf"))
-    scale = tl.max(magnitude, axis=1)
+    scale = block_scale(value)
     tl.store(scales + line * scale_length + block, scale, mask=row < n)
     code = tl.where(mask, nearest_code(value, scale, borders, BITS), 0)
     first = block * (BLOCK * BITS // 8)

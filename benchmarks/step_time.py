@@ -89,11 +89,18 @@ def soap(model: nn.Module) -> torch.optim.Optimizer:
     return SOAP(model.parameters(), lr=1e-4, precondition_frequency=EVERY["refresh_every"])
 
 
+def compact(**options: Any) -> Callable[[nn.Module], torch.optim.Optimizer]:
+    return lambda m: Shampoo(m.parameters(), storage="compact", **options, **ADAMW, **EVERY)
+
+
 OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     "adamw": lambda m: torch.optim.AdamW(m.parameters(), **ADAMW),
     "shampoo 4-bit": lambda m: Shampoo(m.parameters(), bits=4, **ADAMW, **EVERY),
     "shampoo 8-bit": lambda m: Shampoo(m.parameters(), bits=8, **ADAMW, **EVERY),
     "shampoo 32-bit": lambda m: Shampoo(m.parameters(), bits=32, **ADAMW, **EVERY),
+    "eigen 4-bit compact": compact(bits=4),
+    "cholesky 4-bit compact": compact(bits=4, method="cholesky"),
+    "cholesky 8-bit compact": compact(bits=8, method="cholesky"),
     "caspr 4-bit": lambda m: CASPR(m.parameters(), bits=4, **ADAMW, **EVERY),
     "muon + adamw": muon,
     "meta distributed shampoo": distributed_shampoo,

@@ -23,7 +23,7 @@ from kronbit.cutting import Precision
 from kronbit.grouped import GroupedProducts
 from kronbit.groups import Due, Member
 from kronbit.kernels import compact
-from kronbit.kernels.cholesky import inverse_factor_
+from kronbit.kernels.cholesky import factor_, inverse_factor_
 from kronbit.kernels.matmul import compose, correction, multiply
 from kronbit.kernels.split import (
     column_dots,
@@ -82,6 +82,7 @@ def matrices(n: int) -> None:
             codes_of, tops = reference.quantize_scales(scales)
             for mirrored in (True, False):
                 compact.decode(codes, codes_of, tops, torch.ones(1, n), mirrored, *own)
+        compact.round_scales_(torch.ones(1, 300))
         scales = compact.block_scales(X.mT, False, 64, False)
         codes = compact.nearest_codes(X.mT, scales, False, *own, False)
         compact.decode(codes, *reference.quantize_scales(scales), None, False, *own)
@@ -98,6 +99,7 @@ def matrices(n: int) -> None:
     normalise_columns(torch.randn(1, n, n))
     scale_rows(a, torch.ones(1, n), torch.ones(1))
     column_dots(torch.randn(1, n, n), torch.randn(1, n, n))
+    factor_(torch.eye(n).unsqueeze(0).contiguous())
     inverse_factor_(torch.eye(n).unsqueeze(0).contiguous(), 0.0, torch.ones(1, dtype=torch.bool))
 
 

@@ -311,16 +311,20 @@ def test_windows_of_one_stack_are_neighbours_and_others_are_copied() -> None:
 def test_orders_in_one_batch_are_as_alone(
     trusted: bool, quantized: bool, device: torch.device
 ) -> None:
-    assert_mixed_as_alone((3, 12, 49), trusted, quantized, device, updates=3)
+    assert_mixed_as_alone("eigen", (3, 12, 49), trusted, quantized, device, updates=3)
 
 
 @pytest.mark.parametrize("quantized", [True, False])
-def test_kernels_take_orders_in_one_batch(quantized: bool, kernels: torch.device) -> None:
+@pytest.mark.parametrize("method", ["eigen", "cholesky"])
+def test_kernels_take_orders_in_one_batch(
+    method: Any, quantized: bool, kernels: torch.device
+) -> None:
     """To the bit: what comes of a matrix does not depend on those that share its batch."""
-    assert_mixed_as_alone((12, 70, 130), True, quantized, kernels, updates=1, exact=True)
+    assert_mixed_as_alone(method, (12, 70, 130), True, quantized, kernels, updates=1, exact=True)
 
 
 def assert_mixed_as_alone(
+    method: Any,
     orders: tuple[int, ...],
     trusted: bool,
     quantized: bool,
@@ -328,7 +332,12 @@ def assert_mixed_as_alone(
     updates: int,
     exact: bool = False,
 ) -> None:
-    config = Config(update_every=1, refresh_every=1, min_quantized_numel=0 if quantized else 10**6)
+    config = Config(
+        method=method,
+        update_every=1,
+        refresh_every=1,
+        min_quantized_numel=0 if quantized else 10**6,
+    )
     generator = torch.Generator().manual_seed(3)
     alone = [stack(n, 2, config, device) for n in orders]
     mixed = [stack(n, 2, config, device) for n in orders]
@@ -341,9 +350,13 @@ def assert_mixed_as_alone(
             M[2 * i : 2 * i + 2, : factors.order, : factors.order] = own
             assert update(factors, own, flags[:2], config) == 0
         batch.update(M, flags, config)
-    batch.refresh(config)
+    together = mixed[0].method.enlarges(config, None)
+    if together:
+        batch.refresh(config)
     for factors, other in zip(alone, mixed, strict=True):
         refresh(factors, config)
+        if not together:
+            refresh(other, config)
         if exact:
             assert_same_state(
                 {0: other.slot(0), 1: other.slot(1)}, {0: factors.slot(0), 1: factors.slot(1)}

@@ -535,7 +535,7 @@ def test_orders_stay_apart_where_mixing_would_show(option: dict[str, Any]) -> No
         parts = due_parts(own.groups, {0: Due(config), 1: Due(config)})
         orders = [
             {part.factors.order for part in batch}
-            for batch in batches(parts, own.workspace, UPDATE, mixed=True)
+            for batch in batches(parts, own.workspace, UPDATE, lambda part: True)
         ]
         assert (max(map(len, orders)) > 1) == (not options)
 
@@ -555,7 +555,7 @@ def test_outer_products_are_read_where_gradients_lie(mixed: bool, kernels: torch
     blocks = GradientBlocks(own.members, grads)
     count = 0
     orders = []
-    for parts in batches(due_parts(own.groups, due), own.workspace, UPDATE, mixed=mixed):
+    for parts in batches(due_parts(own.groups, due), own.workspace, UPDATE, lambda part: mixed):
         orders.append({part.factors.order for part in parts})
         expected = own._outer_products_by_torch(blocks, finite, parts)
         M = by_kernels(parts)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from kronbit import Shampoo, acceleration, linalg
 from kronbit.factors.layout import enlarged
 from kronbit.kernel_products import HALF
+from kronbit.linalg import cholesky_
 from kronbit.products import (
     column_dots,
     compose,
@@ -184,6 +185,35 @@ def test_the_inverse_factor_is_choleskys(
     for i in (0, 2):
         exact = torch.linalg.inv(torch.linalg.cholesky(S[i]).mT)
         assert relative_error(inverse[i], exact) < 1e-5
+
+
+@pytest.mark.parametrize("n", [1, 16, 32, 45, 130])
+def test_the_factor_is_choleskys(n: int, kernels: torch.device) -> None:
+    X = torch.randn(4, n, 2 * n + 20, dtype=torch.float64)
+    A = X @ X.mT
+    A[1, -1, -1] = -1.0  # the last pivot
+    A[2] -= 3 * A[2].diagonal().amax() * torch.eye(n)  # the first one
+    C, good = cholesky_(A.float().to(kernels))
+    assert good.tolist() == [True, False, False, True]
+    for i in (0, 3):
+        exact = torch.linalg.cholesky(A[i])
+        assert relative_error(C[i], exact) < 1e-5
+        assert (C[i].triu(1) == 0).all()
+
+
+def test_a_factor_of_small_pivots_is_as_accurate_as_torchs(kernels: torch.device) -> None:
+    """What counts is C Cᵀ, and that errors are those of float32, not of C⁻¹."""
+    n = 200
+    V, _ = torch.linalg.qr(torch.randn(n, n, dtype=torch.float64))
+    lam = torch.logspace(0, -6, n, dtype=torch.float64)
+    A = ((V * lam) @ V.mT).float().unsqueeze(0)
+    C, good = cholesky_(A.clone().to(kernels))
+    assert good.all()
+    C = C.cpu().double()
+    assert relative_error(C @ C.mT, A.double()) < 1e-6
+    exact = torch.linalg.cholesky(A.double())
+    plain = torch.linalg.cholesky(A).double()
+    assert relative_error(C, exact) < 3 * relative_error(plain, exact) + 1e-6
 
 
 def test_columns_with_tiny_pivots_are_put_off(kernels: torch.device) -> None:

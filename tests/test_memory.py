@@ -10,7 +10,7 @@ from allocations import Allocations
 from torch import Tensor, nn
 
 from kronbit import CASPR, Shampoo, acceleration, estimate_memory
-from kronbit.batches import ROBUST_UPDATE, UPDATE, Cost
+from kronbit.batches import CONVERGED, ROBUST_UPDATE, UPDATE, Cost
 from kronbit.config import Config
 from kronbit.factors import Batch, Factors
 from kronbit.linalg import Attempt
@@ -58,24 +58,39 @@ def sum_of_tensors(value: Any) -> int:
     return sum(map(sum_of_tensors, value.values())) if isinstance(value, dict) else 0
 
 
-@pytest.mark.parametrize(("attempt", "cost"), [(Attempt(), UPDATE), (Attempt(1), ROBUST_UPDATE)])
+@pytest.mark.parametrize(
+    ("options", "attempt", "cost"),
+    [
+        ({}, Attempt(), UPDATE),
+        ({}, Attempt(1), ROBUST_UPDATE),
+        ({"storage": "compact"}, Attempt(), UPDATE),
+        ({"method": "cholesky"}, None, CONVERGED),
+        ({"method": "cholesky", "storage": "compact"}, None, CONVERGED),
+    ],
+)
 def test_kernels_need_what_a_row_of_a_batch_is_counted_for(
-    attempt: Attempt, cost: Cost, monkeypatch: pytest.MonkeyPatch
+    options: dict[str, Any],
+    attempt: Attempt | None,
+    cost: Cost,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Launches do nothing here: what is counted are the tensors around them."""
     pytest.importorskip("triton")
-    from kronbit.kernels import cholesky, matmul, split
+    from kronbit.kernels import cholesky, compact, matmul, split
     from kronbit.quantization import triton as quantiser
 
-    for module in (cholesky, matmul, split, quantiser):
+    for module in (cholesky, compact, matmul, split, quantiser):
         monkeypatch.setattr(module, "launch", lambda *_, **__: None)
-    k, n, config = 2, 1024, Config()
+    k, n, config = 2, 1024, Config(**options)
     factors = Factors(n, k, config.format(n), config.damping, "cpu")
     monkeypatch.setattr(acceleration, "why_not", lambda device: None)
     trusted = torch.ones(k, dtype=torch.bool)
+    batch = Batch([(factors, slice(0, k))])
     with Allocations() as found:
-        M = torch.zeros(k, n, n)
-        Batch([(factors, slice(0, k))]).update(M, trusted, config, attempt)
+        if attempt is None:
+            batch.refresh(config)
+        else:
+            batch.update(torch.zeros(k, n, n), trusted, config, attempt)
     matrices = found.peak / (4 * k * n**2)
     assert cost.square - 0.5 < matrices < cost.square + 0.1
 
@@ -228,7 +243,17 @@ def test_the_peak_stays_within_the_workspace_for_channels_last_convolutions() ->
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    "options", [{"bits": 4}, {"bits": 32}, {"bits": 4, "method": "naive"}, {"bits": 3}], ids=str
+    "options",
+    [
+        {"bits": 4},
+        {"bits": 32},
+        {"bits": 4, "method": "naive"},
+        {"bits": 3},
+        {"bits": 4, "storage": "compact"},
+        {"bits": 4, "method": "cholesky"},
+        {"bits": 8, "method": "cholesky", "storage": "compact"},
+    ],
+    ids=str,
 )
 def test_the_peak_stays_within_the_workspace_on_the_gpu(options: dict[str, Any]) -> None:
     """As the allocator sees it, cuSOLVER's scratch included."""

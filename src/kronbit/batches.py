@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from kronbit.config import Config, Format
@@ -42,6 +42,7 @@ class Cost:
 UPDATE = Cost(square=5, gathered=1)
 ROBUST_UPDATE = Cost(square=7, gathered=1)
 REFRESH = Cost(square=5)
+CONVERGED = Cost(square=6)
 NEWTON = Cost(square=10)
 PRECONDITION = Cost(square=4, block=4)
 
@@ -78,12 +79,19 @@ def order_of(parts: Sequence[Part]) -> int:
     return max(part.factors.order for part in parts)
 
 
+def refresh_cost(part: Part) -> Cost:
+    """What a row needs for its root."""
+    method = part.factors.format.method
+    if method == "cholesky":
+        return CONVERGED
+    return REFRESH if method == "eigen" and part.config.root == "eigen" else NEWTON
+
+
 def batches(
     parts: Iterable[Part],
     workspace: int,
-    cost: Cost,
-    newton: Cost | None = None,
-    mixed: bool = False,
+    cost: Cost | Callable[[Part], Cost],
+    mixed: Callable[[Part], bool] = lambda part: False,
 ) -> Iterator[list[Part]]:
     """Batches of rows of equal format and options, each as large as the workspace allows.
 
@@ -93,21 +101,18 @@ def batches(
         parts: The rows.
         workspace: In bytes.
         cost: What a row needs.
-        newton: What it needs where roots are taken by Schur-Newton.
-        mixed: Whether orders may share a batch.
+        mixed: Whether orders may share a batch, by one of its parts.
     """
     found: dict[tuple[Format, Config], dict[int, list[Part]]] = {}
     for part in parts:
         orders = found.setdefault((part.factors.format, part.config), {})
         orders.setdefault(part.factors.order, []).append(part)
-    for (format, config), orders in found.items():
-        by_newton = format.method != "eigen" or config.root == "schur_newton"
-        needs = newton if newton is not None and by_newton else cost
+    for (format, _), orders in found.items():
+        one = next(iter(orders.values()))[0]
+        needs = cost if isinstance(cost, Cost) else cost(one)
         if format.statistic.bits == 32:  # rows that are not neighbours are copied as they are
             needs = replace(needs, square=needs.square + 1)
-        # A λ of zero could not be told from what a matrix is enlarged by.
-        mixable = mixed and not by_newton and config.beta > 0 and config.damping > 0
-        for own in _shared(orders, workspace, needs) if mixable else orders.values():
+        for own in _shared(orders, workspace, needs) if mixed(one) else orders.values():
             own.sort(key=lambda part: (part.factors.order, part.factors.first + part.rows.start))
             yield from _cut(own, _room_for(own, workspace, needs))
 

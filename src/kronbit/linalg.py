@@ -97,6 +97,26 @@ def orthogonality_error(Q: Tensor) -> Tensor:
     return error
 
 
+def cholesky_(A: Tensor, chain: Chain | None = None) -> tuple[Tensor, Tensor]:
+    """The lower triangular C with A = C Cᵀ.
+
+    Args:
+        A: (k, n, n), symmetric, float32, contiguous; given away: it may be overwritten.
+        chain: What launches the kernels' factorisations, if that is done more than once.
+
+    Returns:
+        C: (k, n, n), zero above the diagonal.
+        good: bool (k,): False where a pivot was not positive. That C is worthless.
+    """
+    if has_kernels(A.device):
+        from kronbit.kernels.cholesky import factor_
+
+        good = factor_(A, chain)
+        return A, good
+    C, info = torch.linalg.cholesky_ex(A)
+    return C, info == 0
+
+
 def least_pivot(order: int) -> float:
     """Of XᵀX with a diagonal of ones: rounding errors are smaller pivots.
 

@@ -17,9 +17,7 @@ from torch import Tensor
 
 from kronbit.acceleration import has_kernels
 from kronbit.batches import (
-    NEWTON,
     PRECONDITION,
-    REFRESH,
     ROBUST_UPDATE,
     UPDATE,
     Cost,
@@ -27,6 +25,7 @@ from kronbit.batches import (
     batches,
     due_parts,
     order_of,
+    refresh_cost,
 )
 from kronbit.config import Turn
 from kronbit.factors import Batch
@@ -107,8 +106,6 @@ class Preconditioner:
         self._blocks = [len(member.blocking) for member in members]
         self._lengths = torch.tensor(self._blocks, dtype=torch.int64, device=device)
         self._waves: dict[tuple[int, ...], list[Wave]] = {}
-        # One launch for several orders is worth copies; without kernels there are no launches.
-        self._mixed = has_kernels(device)
         self._outer: OuterProducts | None = None
         self._chain: Chain | None = None
         self._remembered_owners: dict[tuple[tuple[int, int, int], ...], Tensor] = {}
@@ -164,8 +161,8 @@ class Preconditioner:
         """PU of some rows; returns those where a factorisation failed, which are as they were."""
         done: list[Part] = []
         flags: list[Tensor] = []
-        mixed = self._mixed and attempt.number < 2  # the last one does them one by one
-        for parts in batches(wanted, self.workspace, cost, mixed=mixed):
+        mixed = partial(self._may_share, attempt=attempt.number)
+        for parts in batches(wanted, self.workspace, cost, mixed):
             M = outer_products(parts)
             trusted = finite[self._owners(parts)]
             batch = Batch([(part.factors, part.rows) for part in parts])
@@ -183,6 +180,11 @@ class Preconditioner:
             elif trusted and not replaced:
                 part.factors.counters["discarded_statistics"] += 1
         return failed
+
+    def _may_share(self, part: Part, attempt: int | None = None) -> bool:
+        """Whether orders may share a batch: one launch for several is worth copies."""
+        # Without kernels there are no launches.
+        return has_kernels(self._device) and part.factors.method.enlarges(part.config, attempt)
 
     def _outer_products(
         self, measured: Measured, due: Mapping[int, Due]
@@ -246,7 +248,7 @@ class Preconditioner:
         done: list[Part] = []
         flags: list[Tensor] = []
         wanted = due_parts(self.groups, due)
-        for parts in batches(wanted, self.workspace, REFRESH, NEWTON, self._mixed):
+        for parts in batches(wanted, self.workspace, refresh_cost, self._may_share):
             batch = Batch([(part.factors, part.rows) for part in parts])
             flags.append(batch.refresh(parts[0].config))
             done += parts

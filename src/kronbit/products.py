@@ -80,8 +80,9 @@ def compose(
     *,
     alpha: float = 1.0,
     beta: float = 1.0,
+    diagonal: float = 0.0,
     symmetric: bool = False,
-    bound: Tensor | None = None,
+    bound: Tensor | float = 1.0,
 ) -> Operand:
     """``multiply`` whose result is an operand of the next product.
 
@@ -91,16 +92,20 @@ def compose(
         C: (k, m, n), by rows, or nothing.
         alpha: Factor of the product.
         beta: Factor of C.
+        diagonal: Added to the diagonal.
         symmetric: The result is known to be symmetric.
-        bound: (k,): no element of the result is larger; by default none is far above 1.
+        bound: No element of the result is larger by far: of all matrices, or of each one, (k,).
     """
     if isinstance(A, Tensor):
         assert C is None or isinstance(C, Tensor), "all operands are on the same device"
-        return multiply(A, B, C, alpha=alpha, beta=beta, symmetric=symmetric)
+        result = multiply(A, B, C, alpha=alpha, beta=beta, symmetric=symmetric)
+        if diagonal:
+            result.diagonal(dim1=-2, dim2=-1).add_(diagonal)
+        return result
     from kronbit.kernels import matmul
 
     assert not isinstance(B, Tensor), "both operands are on the same device"
-    return matmul.compose(A, B, C, alpha, beta, symmetric, bound)
+    return matmul.compose(A, B, C, alpha, beta, diagonal, symmetric, bound)
 
 
 def scale_rows(X: Operand, factors: Tensor, largest: Tensor) -> Operand:

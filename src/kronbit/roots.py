@@ -10,50 +10,66 @@ from torch import Tensor
 
 from kronbit.linalg import power_iteration
 from kronbit.precision import full_precision
-from kronbit.products import multiply, operand
+from kronbit.products import Operand, compose, multiply, operand
 
 # Below that, relative to λmax, rounding errors of a float32 matrix could make it indefinite.
 LEAST_RIDGE = 5e-7
-_WIDTH = 3e-3  # of the interval from which one more step converges in float32
-_CONVERGED = 0.1
+_ENOUGH = 5e-5  # that far from 1, relative errors of a root are rounding errors
+_CONVERGING = 0.3  # no element of M - I is larger before the last step
 _MARGIN = 0.5  # what power iteration finds of λmax, at the least
+# Polynomials are steep at the upper end of their interval: rounding errors must not lie beyond it.
+_ROOM = 1e-3
+_EXCHANGES = 30
 
 
 @cache
-def minimax_steps(p: int, least: float) -> tuple[tuple[float, float], ...]:
-    """The steps T = a I - b M that bring M with eigenvalues in [least, 1] nearest to I.
+def minimax_steps(p: int, least: float) -> tuple[tuple[float, float, float], ...]:
+    """The steps T = a I + b M + c M² that bring M with eigenvalues in [least, 1] nearest to I.
 
-    In r = λ^(1/p), a step is r ← a r - b r^(p+1). On an interval [u, v] it is best if it has equal
-    values at both ends, as far below 1 as its largest value between them is above: then the next
-    interval is the narrowest. Small ones grow by twice as much as in Newton's own (p + 1) / p.
+    In r = λ^(1/p), a step is r ← r (a + b r^p + c r^2p). Of all of that form, the best is nowhere
+    farther from 1 on the interval that r is in; so the next interval is the narrowest. Each gains
+    what Newton gains in several steps.
 
     Args:
-        p: 1, 2 or 4.
+        p: 2 or 4.
         least: The smallest eigenvalue relative to the largest.
 
     Returns:
-        (a, b) of each step.
+        (a, b, c) of each step.
     """
-    u, v = min(least ** (1 / p), 1 - 2 * _WIDTH), 1.0
+    u, v = least ** (1 / p), 1.0
     steps = []
-    while True:
-        S = (v ** (p + 1) - u ** (p + 1)) / (v - u)
-        ends = u * (S - u**p)
-        top = (S / (p + 1)) ** (1 / p) * S * p / (p + 1)
-        b = 2 / (ends + top)
-        steps.append((b * S, b))
-        if v - u < _WIDTH:
-            return tuple(steps)
-        u, v = b * ends, b * top
+    while v - u > 2 * _ENOUGH:
+        a, b, c, error = _best_step(p, u, v * (1 + _ROOM))
+        steps.append((a, b, c))
+        u, v = 1 - error, 1 + error
+    return tuple(steps)
+
+
+def _best_step(p: int, u: float, v: float) -> tuple[float, float, float, float]:
+    """(a, b, c) and the error E of the best step on [u, v], by Remez's exchange.
+
+    It is 1 - E, 1 + E, 1 - E, 1 + E at u, at its two extremes, and at v.
+    """
+    places = [u, u + (v - u) / 4, v - (v - u) / 4, v]
+    ones = torch.ones(4, dtype=torch.float64)
+    for _ in range(_EXCHANGES):
+        rows = [[r, r ** (p + 1), r ** (2 * p + 1), (-1) ** i] for i, r in enumerate(places)]
+        a, b, c, error = torch.linalg.solve(torch.tensor(rows, dtype=torch.float64), ones).tolist()
+        # Where the derivative a + (p + 1) b y + (2 p + 1) c y² is zero, y = r^p.
+        middle, half = -(p + 1) * b, math.sqrt(((p + 1) * b) ** 2 - 4 * (2 * p + 1) * a * c)
+        extremes = ((middle + side) / (2 * (2 * p + 1) * c) for side in (-half, half))
+        places[1:3] = (y ** (1 / p) for y in extremes)
+    return a, b, c, error
 
 
 @full_precision()
 def converged_inverse_root(A: Tensor, p: int, damping: float) -> Tensor:
-    """(A + λmax ε I)^(-1/p) by a coupled Newton iteration whose steps are the best there are.
+    """(A + λmax ε I)^(-1/p) by a coupled iteration whose steps are the best there are.
 
-    From M = A / ‖A‖_F and H = I: T = a I - b M, H ← H T, M ← T^(p/2) M T^(p/2), until M is I. That
-    M is multiplied from both sides keeps it symmetric whatever rounding does, so that most products
-    need be computed by half; and it leaves a tenth of the error that T^p M does.
+    From M = A / s, where s is above ‖A‖_F, and H = I: T = a I + b M + c M², H ← H T and
+    M ← T^(p/2) M T^(p/2), until M is I. All of them are polynomials of A, so that every product is
+    symmetric, and half of it need not be computed. The inverse is the square of its root.
 
     Args:
         A: (k, n, n), symmetric and positive semi-definite; given away.
@@ -68,36 +84,44 @@ def converged_inverse_root(A: Tensor, p: int, damping: float) -> Tensor:
         raise ValueError(f"p must be 1, 2 or 4; got {p!r}")
     n = A.shape[-1]
     ridge = max(damping, LEAST_RIDGE)
-    # To largest element 1 first, so that squares stay within float32's range.
+    # To largest element 1 first, so that squares stay within float32's range. By powers of two:
+    # that is exact.
     largest = torch.linalg.vector_norm(A, ord=torch.inf, dim=(-2, -1), keepdim=True)
     zero = largest == 0
-    M = A.div_(torch.where(zero, 1.0, largest))
-    del A  # the first M is not needed to the end
+    exponent = (torch.frexp(largest).exponent - 1).clamp(-126, 126)
+    M = A.mul_(torch.exp2(-exponent.float()))
     M.diagonal(dim1=-2, dim2=-1).add_((ridge * power_iteration(M)).unsqueeze(-1))
-    # No eigenvalue is larger than that, and none smaller than a √n-th of ε of it, nearly.
+    # No eigenvalue is larger than the norm, nor smaller than a √n-th of ε of it, nearly.
     norm = torch.linalg.vector_norm(M, dim=(-2, -1), keepdim=True)
-    M /= torch.where(zero, 1.0, norm)
-    steps = minimax_steps(p, _MARGIN * ridge / (1 + ridge) / math.sqrt(n))
-    H: Tensor | None = None
-    for a, b in steps[:-1]:
-        T = M * -b
-        T.diagonal(dim1=-2, dim2=-1).add_(a)
-        t = operand(T)
-        H = T if H is None else multiply(operand(H), t, symmetric=p > 1)
-        if p == 4:
-            t = operand(multiply(t, t, symmetric=True))
-        if p == 1:
-            M = multiply(t, operand(M))
-        else:
-            M = multiply(t, operand(multiply(operand(M), t)), symmetric=True)
-    a, b = steps[-1]
-    T = M * -b
-    T.diagonal(dim1=-2, dim2=-1).add_(a)
+    above = torch.frexp(norm).exponent
+    m = operand(M.mul_(torch.exp2(-above.float())), bounded=True)
+    exponent = exponent + above
+    q = max(p, 2)  # what the iteration goes for
+    steps = minimax_steps(q, _MARGIN * ridge / (1 + ridge) / (2 * math.sqrt(n)))
+    h: Operand | None = None
+    grown = 1.0
+    for a, b, c in steps[:-1]:
+        t = compose(m, m, m, alpha=c, beta=b, diagonal=a, symmetric=True, bound=a)
+        grown *= a
+        h = t if h is None else compose(h, t, symmetric=True, bound=grown)
+        if q == 4:
+            t = compose(t, t, symmetric=True, bound=a * a)
+        # No eigenvalue is above 2^q now.
+        m = compose(m, t, symmetric=True, bound=2**q)
+        m = compose(t, m, symmetric=True, bound=2**q)
+    a, b, c = steps[-1]
+    t = compose(m, m, m, alpha=c, beta=b, diagonal=a, symmetric=True)
+    M = m.float()
+    del m
     M.diagonal(dim1=-2, dim2=-1).sub_(1)
     error = torch.linalg.vector_norm(M, ord=torch.inf, dim=(-2, -1), keepdim=True)
-    assert H is not None, "there are two steps at least"
-    H = multiply(operand(H), operand(T), symmetric=p > 1)
-    H *= (largest * norm) ** (-1 / p)
-    eye = torch.eye(n, dtype=H.dtype, device=H.device)
+    del M
+    assert h is not None, "there are two steps at least"
+    if p == 1:
+        h = t = compose(h, t, symmetric=True, bound=grown)
+    H = multiply(h, t, symmetric=True)
+    del h, t
     # A comparison with NaN is False.
-    return torch.where(zero, eye, torch.where(error < _CONVERGED, H, torch.nan))
+    H *= torch.exp2(-exponent.float() / p).masked_fill_(~(error < _CONVERGING), torch.nan)
+    eye = torch.eye(n, dtype=H.dtype, device=H.device)
+    return torch.where(zero, eye, H, out=H)

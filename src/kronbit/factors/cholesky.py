@@ -10,9 +10,9 @@ from torch import Tensor
 
 from kronbit.config import Config, Format
 from kronbit.factors.dense import condition
-from kronbit.factors.layout import Layout, Leaves, decay_weights
+from kronbit.factors.layout import Layout, Leaves, decay_weights, enlarged
 from kronbit.factors.storage import root_storage, statistic_storage
-from kronbit.linalg import Attempt
+from kronbit.linalg import Attempt, cholesky_
 from kronbit.products import multiply, operand
 from kronbit.roots import converged_inverse_root
 
@@ -26,8 +26,8 @@ class Triangle(NamedTuple):
     C: Tensor
 
     def part(self, rows: slice, order: int) -> Triangle:
-        """Some of the matrices."""
-        return Triangle(self.C[rows])
+        """Some of the matrices, without what they were enlarged by."""
+        return Triangle(self.C[rows, :order, :order])
 
     def square(self) -> Tensor:
         """A = C Cᵀ."""
@@ -49,6 +49,10 @@ class Cholesky:
         self.factor = statistic_storage(format, "factor", "lower")
         self.root = root_storage(format)
 
+    def enlarges(self, config: Config, attempt: int | None) -> bool:
+        """At a first attempt only: jitter and roots depend on the whole matrix."""
+        return attempt == 0 and config.beta > 0
+
     def layout(self, order: int) -> Layout:
         """Tensors of one factor and the root."""
         return self.factor.layout(order) | self.root.layout(order)
@@ -59,7 +63,7 @@ class Cholesky:
 
     def restore(self, slices: Sequence[Mapping[str, Tensor]], order: int) -> Triangle:
         """C of stacks, one behind the other: do not write to it."""
-        stacks = [self.factor.decode(leaves) for leaves in slices]
+        stacks = [enlarged(self.factor.decode(leaves), order) for leaves in slices]
         return Triangle(stacks[0] if len(stacks) == 1 else torch.cat(stacks))
 
     def update(
@@ -71,8 +75,8 @@ class Cholesky:
         A = multiply(c, c.mT, C=M, alpha=decay, beta=weight, symmetric=True, out=M)
         del c, statistic
         if attempt.number == 0:
-            C, info = torch.linalg.cholesky_ex(A)
-            return Triangle(C), info == 0
+            C, good = cholesky_(A, attempt.chain)
+            return Triangle(C), good
         return _jittered(A)
 
     def refresh(self, statistic: Triangle, config: Config) -> Tensor:
@@ -112,10 +116,10 @@ def _jittered(A: Tensor) -> tuple[Triangle, Tensor]:
     C = torch.where(good[:, None, None], 0.0, torch.full_like(A, torch.nan))
     for jitter in _JITTERS:
         diagonal.copy_(own + jitter * mean)
-        found, info = torch.linalg.cholesky_ex(A)
+        found, positive = cholesky_(A.clone())
         pivots = found.diagonal(dim1=-2, dim2=-1)
         pivots.copy_((pivots.square() - jitter * mean).clamp_(min=0).sqrt_())
-        new = (info == 0) & ~good
+        new = positive & ~good
         C = torch.where(new[:, None, None], found, C)
         good = good | new
         if bool(good.all()):

@@ -74,24 +74,22 @@ class CompactStorage:
         leaves: Leaves = {}
         if triangle:
             leaves[f"{self.prefix}diagonal"] = X.diagonal(dim1=-2, dim2=-1).clone()
+        # The codes are the nearest with the scales that are kept, not with the exact ones.
         if has_kernels(X.device):
             from kronbit.kernels import compact
 
-            exact = compact.block_scales(X, triangle, own.block_size, tile is not None)
+            kept = compact.block_scales(X, triangle, own.block_size, tile is not None)
+            scales, tops = compact.round_scales_(kept)
+            codes = compact.nearest_codes(
+                X, kept, triangle, own.bits, own.mapping, own.block_size, tile is not None
+            )
         else:
             if triangle:
                 X = X.tril(-1) if tile is None else lower_tiles(X, tile)
             exact = reference.block_scales(X, own.block_size)
-        scales, tops = reference.quantize_scales(exact.flatten(1))
-        # The codes are the nearest with the scales that are kept.
-        rounded = reference.dequantize_scales(scales, tops)
-        if has_kernels(X.device):
-            codes = compact.nearest_codes(
-                X, rounded, triangle, own.bits, own.mapping, own.block_size, tile is not None
-            )
-        else:
-            rounded = rounded.view_as(exact)
-            codes = reference.nearest_codes(X, rounded, own.bits, own.mapping, own.block_size)
+            scales, tops = reference.quantize_scales(exact.flatten(1))
+            kept = reference.dequantize_scales(scales, tops).view_as(exact)
+            codes = reference.nearest_codes(X, kept, own.bits, own.mapping, own.block_size)
         return leaves | {
             f"{self.prefix}codes": codes,
             f"{self.prefix}scales": scales,

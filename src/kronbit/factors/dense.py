@@ -38,6 +38,10 @@ class Dense:
         self.statistic = statistic_storage(format, "matrix", "symmetric")
         self.root = root_storage(format)
 
+    def enlarges(self, config: Config, attempt: int | None) -> bool:
+        """Never: a root begins with the norm of its matrix."""
+        return False
+
     def layout(self, order: int) -> Layout:
         """Tensors of one matrix and its root."""
         return self.statistic.layout(order) | self.root.layout(order)

@@ -52,6 +52,13 @@ class Eigen:
         self.vectors = statistic_storage(format, "eigenvectors", "square")
         self.root = root_storage(format)
 
+    def enlarges(self, config: Config, attempt: int | None) -> bool:
+        """But for Schur-Newton, and for the last attempt, which goes one by one."""
+        if config.root == "schur_newton" or attempt == len(self.repairs):
+            return False
+        # A λ of zero could not be told from what a matrix is enlarged by.
+        return config.beta > 0 and config.damping > 0
+
     def layout(self, order: int) -> Layout:
         """Tensors of one preconditioner and its root."""
         eigenvalues: Layout = {"eigenvalues": ((order,), torch.float32)}

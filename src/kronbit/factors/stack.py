@@ -31,6 +31,12 @@ class Method(Protocol):
     # Under which names further attempts at an update are counted, one after the other.
     repairs: tuple[str, ...]
 
+    def enlarges(self, config: Config, attempt: int | None) -> bool:
+        """Whether matrices can be parts of larger ones, without a trace in what comes of them.
+
+        At an attempt of an update, or, if that is ``None``, at a refresh.
+        """
+
     def layout(self, order: int) -> Layout:
         """Shapes and dtypes of one matrix and its root by name; a root's names begin "root"."""
 

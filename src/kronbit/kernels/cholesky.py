@@ -1,8 +1,9 @@
-"""The triangular factor of Cholesky-QR, batched: R⁻¹ with Rᵀ R = S.
+"""Triangular factors, batched: R⁻¹ with Rᵀ R = S for Cholesky-QR, or C = Rᵀ itself.
 
 The factorisation goes tile by tile along the diagonal, one launch each. All tiles of the remaining
 matrix are updated at once, and the program that updates the next diagonal tile goes on to factor
-it, so that nothing waits. R takes the place of S's upper tiles, which are never read.
+it, so that nothing waits. R takes the place of S's upper tiles, which are never read, and, where
+C is wanted, of the diagonal ones.
 
 R is inverted in blocks along its diagonal, and those are joined, two by two.
 
@@ -63,8 +64,8 @@ def _wanted(places, matrix):
 
 
 @triton.jit
-def _inverse_factor(D, least, HALF: tl.constexpr):
-    """L⁻¹ of a symmetric matrix D = L Lᵀ; not finite if a pivot is not positive.
+def _factors(D, least, DIRECT: tl.constexpr, HALF: tl.constexpr):
+    """L⁻¹ of a symmetric matrix D = L Lᵀ; not finite if a pivot is not positive. If wanted, L, too.
 
     Pivots below the least one are replaced by it, and nothing is eliminated by them: what stands
     below them is rounding, too, and would only grow.
@@ -75,6 +76,7 @@ def _inverse_factor(D, least, HALF: tl.constexpr):
     index = tl.arange(0, HALF)
     row, column = index[:, None], index[None, :]
     pivots = tl.zeros((HALF,), dtype=tl.float32)
+    L = tl.where(row == column, 1.0, tl.zeros((HALF, HALF), dtype=tl.float32))
     for j in range(HALF):
         D_j = tl.sum(tl.where(row == j, D, 0.0), axis=0)
         pivot = tl.sum(tl.where(index == j, D_j, 0.0), axis=0)
@@ -83,10 +85,13 @@ def _inverse_factor(D, least, HALF: tl.constexpr):
         pivots = tl.where(index == j, pivot, pivots)
         # What remains of D is symmetric: its row j is its column j.
         factor = tl.where(index > j, D_j * (usable / pivot), 0.0)
+        if DIRECT:
+            L = tl.where(column == j, L + factor[:, None], L)
         D_j = tl.where(index == j, 1.0, D_j)
         D = tl.where(column == j, 0.0, D) - factor[:, None] * D_j[None, :]
     W = tl.where(row > column, D, tl.where(row == column, 1.0, 0.0))
-    return W * tl.rsqrt(pivots)[:, None]  # of 0: infinity
+    W *= tl.rsqrt(pivots)[:, None]  # of 0: infinity
+    return W, L * tl.where(pivots > 0.0, tl.sqrt_rn(pivots), float("nan"))[None, :]
 
 
 @triton.jit
@@ -119,7 +124,9 @@ def _load_square(S, row, column, n):
 
 
 @triton.jit
-def _diagonal(S, W_place, n, k, least, UPDATE: tl.constexpr, TILE: tl.constexpr):
+def _diagonal(
+    S, W_place, n, k, least, UPDATE: tl.constexpr, DIRECT: tl.constexpr, TILE: tl.constexpr
+):
     """Bring diagonal tile k up to date and factor it, by quarters: D | 0, C | E."""
     HALF: tl.constexpr = TILE // 2
     half, whole = tl.arange(0, HALF), tl.arange(0, TILE)
@@ -138,10 +145,18 @@ def _diagonal(S, W_place, n, k, least, UPDATE: tl.constexpr, TILE: tl.constexpr)
         R = S + before[:, None] * n
         tl.store(R + top[None, :], tl.trans(L_top), mask=(top < n)[None, :])
         tl.store(R + bottom[None, :], tl.trans(L_bottom), mask=(bottom < n)[None, :])
-    W_D = _inverse_factor(D, least, HALF)
+    W_D, L_D = _factors(D, least, DIRECT, HALF)
     L = _exact_dot(C, _eliminating(W_D, least, HALF))
     E -= _exact_dot(L, tl.trans(L))
-    W_E = _inverse_factor(E, least, HALF)
+    W_E, L_E = _factors(E, least, DIRECT, HALF)
+    if DIRECT:
+        tile = S + top[:, None] * n + top[None, :]
+        zero = tl.zeros((HALF, HALF), dtype=tl.float32)
+        on, below = (top < n)[:, None], (bottom < n)[:, None]
+        tl.store(tile, L_D, mask=on & (top < n)[None, :])
+        tl.store(tile + HALF, zero, mask=on & (bottom < n)[None, :])
+        tl.store(tile + HALF * n, L, mask=below & (top < n)[None, :])
+        tl.store(tile + HALF * n + HALF, L_E, mask=below & (bottom < n)[None, :])
     W_C = _exact_dot(_exact_dot(W_E, L), W_D)
     corner = W_place + half[:, None] * TILE + half[None, :]
     tl.store(corner, W_D)
@@ -151,7 +166,9 @@ def _diagonal(S, W_place, n, k, least, UPDATE: tl.constexpr, TILE: tl.constexpr)
 
 
 @triton.jit(do_not_specialize=["n", "k", "tiles"])
-def _step_kernel(places, n, k, tiles, least, UPDATE: tl.constexpr, TILE: tl.constexpr):
+def _step_kernel(
+    places, n, k, tiles, least, UPDATE: tl.constexpr, DIRECT: tl.constexpr, TILE: tl.constexpr
+):
     """Subtract the columns of diagonal tile k - 1, write its rows of R, and factor tile k."""
     i, j = k + tl.program_id(0), k + tl.program_id(1)
     matrix = tl.program_id(2).to(tl.int64)
@@ -160,7 +177,7 @@ def _step_kernel(places, n, k, tiles, least, UPDATE: tl.constexpr, TILE: tl.cons
     S = _find(places, _S) + matrix * n * n
     W_place = _find(places, _INVERSES) + (matrix * tiles + k) * TILE * TILE
     if i == k:  # and so j == k
-        _diagonal(S, W_place, n, k, least, UPDATE, TILE)
+        _diagonal(S, W_place, n, k, least, UPDATE, DIRECT, TILE)
         return
     if UPDATE:
         index = tl.arange(0, TILE)
@@ -176,6 +193,22 @@ def _step_kernel(places, n, k, tiles, least, UPDATE: tl.constexpr, TILE: tl.cons
         if j == k:
             R = S + before[:, None] * n + row[None, :]
             tl.store(R, tl.trans(L_i), mask=(row < n)[None, :])
+
+
+@triton.jit(do_not_specialize=["n"])
+def _transpose_kernel(places, n, TILE: tl.constexpr):
+    """Move the tiles above the diagonal below it; what they leave is zero."""
+    i, j = tl.program_id(0), tl.program_id(1)
+    matrix = tl.program_id(2).to(tl.int64)
+    if j >= i or not _wanted(places, matrix):
+        return
+    S = _find(places, _S) + matrix * n * n
+    index = tl.arange(0, TILE)
+    row, column = i * TILE + index, j * TILE + index
+    upper = S + column[:, None] * n + row[None, :]
+    R = tl.load(upper, mask=(row < n)[None, :], other=0.0)
+    tl.store(S + row[:, None] * n + column[None, :], tl.trans(R), mask=(row < n)[:, None])
+    tl.store(upper, tl.zeros((TILE, TILE), dtype=tl.float32), mask=(row < n)[None, :])
 
 
 @triton.jit(do_not_specialize=["n", "tiles"])
@@ -277,12 +310,31 @@ def inverse_factor_(S: Tensor, least: float, only: Tensor, chain: Chain | None =
     out = torch.empty_like(S)
     chain = chain or Chain(S.device, graphs=False)
     launch(_note_kernel, (1,), chain.places, S, inverses, out, only)
-    chain.run(k, n, least)
+    chain.invert(k, n, least)
     return out
 
 
+def factor_(A: Tensor, chain: Chain | None = None) -> Tensor:
+    """Overwrite a contiguous float32 stack (k, n, n) by its lower triangular factors, A = C Cᵀ.
+
+    Args:
+        A: Symmetric matrices; upper tiles are not read.
+        chain: What launches it, if that is done more than once.
+
+    Returns:
+        bool (k,): of which matrices all pivots were positive. The others' factors are worthless.
+    """
+    k, n, _ = A.shape
+    inverses = A.new_empty(k, triton.cdiv(n, _TILE), _TILE, _TILE)
+    everyone = torch.ones(k, dtype=torch.bool, device=A.device)
+    chain = chain or Chain(A.device, graphs=False)
+    launch(_note_kernel, (1,), chain.places, A, inverses, A, everyone)
+    chain.factor(k, n)
+    return (A.diagonal(dim1=-2, dim2=-1) > 0).all(-1)  # False for NaN
+
+
 class Chain:
-    """The launches of ``inverse_factor_``, for matrices wherever they are.
+    """The launches of ``inverse_factor_`` and ``factor_``, for matrices wherever they are.
 
     Args:
         device: Where they are.
@@ -298,12 +350,16 @@ class Chain:
         """Why the launches could not be captured; ``None`` if nothing was refused."""
         return self._replay.refused
 
-    def run(self, k: int, n: int, least: float) -> None:
-        """Factor and invert k matrices of order n, whose places have been noted."""
-        self._replay((k, n, least), lambda: self._launch_all(k, n, least))
+    def invert(self, k: int, n: int, least: float) -> None:
+        """R⁻¹ of k matrices of order n, whose places have been noted."""
+        self._replay(("R⁻¹", k, n, least), lambda: self._invert(k, n, least))
 
-    def _launch_all(self, k: int, n: int, least: float) -> None:
-        tiles = triton.cdiv(n, _TILE)
+    def factor(self, k: int, n: int) -> None:
+        """C of k matrices of order n, whose places have been noted."""
+        self._replay(("C", k, n), lambda: self._factor(k, n))
+
+    def _eliminate(self, k: int, n: int, least: float, direct: bool) -> int:
+        tiles = -(-n // _TILE)
         for step in range(tiles):
             left = tiles - step if step else 1
             launch(
@@ -315,9 +371,19 @@ class Chain:
                 tiles,
                 least,
                 UPDATE=step > 0,
+                DIRECT=direct,
                 TILE=_TILE,
                 num_warps=_STEP_WARPS,
             )
+        return tiles
+
+    def _factor(self, k: int, n: int) -> None:
+        tiles = self._eliminate(k, n, 0.0, direct=True)
+        grid = (tiles, tiles, k)
+        launch(_transpose_kernel, grid, self.places, n, TILE=_TILE, num_warps=_STEP_WARPS)
+
+    def _invert(self, k: int, n: int, least: float) -> None:
+        tiles = self._eliminate(k, n, least, direct=False)
         blocks = {"BLOCK": _BLOCK, "TILE": _TILE, "num_warps": _WARPS}
         launch(_blocks_kernel, (tiles, k), self.places, n, tiles, **blocks)
         size = _BLOCK * _TILE

@@ -139,6 +139,24 @@ def _scales_kernel(
     tl.store(target, block_scale(value), mask=there)
 
 
+@triton.jit(do_not_specialize=["count", "tops_count"])
+def _round_scales_kernel(
+    scales, codes, tops, borders, squares, count, tops_count, BITS: tl.constexpr
+):
+    """Q and D of the scales that share a top; D overwrites them."""
+    matrix = tl.program_id(1).to(tl.int64)
+    place = tl.program_id(0) * _PER_TOP + tl.arange(0, _PER_TOP)[None, :]
+    mask = place < count
+    scales += matrix * count
+    value = tl.load(scales + place, mask=mask, other=0.0)
+    top = block_scale(value)
+    code = nearest_code(value, top, borders, BITS)
+    tl.store(codes + matrix * count + place, code.to(tl.uint8), mask=mask)
+    tl.store(scales + place, tl.load(squares + code) * top[:, None], mask=mask)
+    own = tops + matrix * tops_count + tl.program_id(0) + tl.arange(0, 1)
+    tl.store(own, top)
+
+
 @triton.jit(do_not_specialize=["n", "count", "code_length", "matrix_stride", "long_stride"])
 def _codes_kernel(
     x,
@@ -263,6 +281,26 @@ def block_scales(X: Tensor, triangle: bool, block: int, tiled: bool) -> Tensor:
         ROWS=_BY_ROWS,
     )
     return scales
+
+
+def round_scales_(scales: Tensor) -> tuple[Tensor, Tensor]:
+    """Q of scales (k, blocks), as codes and tops. The scales become D of them."""
+    k, count = scales.shape
+    codes = torch.empty(k, count, dtype=torch.uint8, device=scales.device)
+    tops = scales.new_empty(k, block_count(count, SCALES_PER_TOP))
+    launch(
+        _round_scales_kernel,
+        (tops.shape[1], k),
+        scales,
+        codes,
+        tops,
+        thresholds(SCALE_MAPPING, SCALE_BITS, scales.device),
+        codebook(SCALE_MAPPING, SCALE_BITS, scales.device),
+        count,
+        tops.shape[1],
+        BITS=SCALE_BITS,
+    )
+    return codes, tops
 
 
 def nearest_codes(

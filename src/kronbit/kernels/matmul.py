@@ -7,6 +7,8 @@ at a third of the tensor cores' speed instead of a fifteenth.
 
 from __future__ import annotations
 
+import math
+
 import torch
 import triton
 import triton.language as tl
@@ -74,6 +76,8 @@ def _product_kernel(
     depth,
     alpha,
     beta,
+    diagonal,
+    power,
     A_TRANSPOSED: tl.constexpr,
     B_TRANSPOSED: tl.constexpr,
     ADD: tl.constexpr,
@@ -120,10 +124,10 @@ def _product_kernel(
         value = tl.load(c + wide, mask=within, other=0.0).to(tl.float32)
         value += tl.load(c_lo + wide, mask=within, other=0.0).to(tl.float32)
         total += (beta * tl.load(c_unit + matrix)) * value
+    total += tl.where(inside & (row[:, None] == column[None, :]), diagonal, 0.0)
     if WRITE == 1:
         tl.store(out + place, total, mask=inside)
     else:
-        power = 1.0
         if not BOUNDED:
             power = power_below(tl.load(bound + matrix))
         tl.store(out_unit + matrix, power / 4096.0, mask=tl.program_id(0) == 0)
@@ -225,7 +229,7 @@ def multiply(
         out = torch.empty(k, m, n, dtype=torch.float32, device=A.hi.device)
     added = (out,) * 3 if C is None else (C,) * 3
     adds = _NOTHING if C is None else _FLOATS
-    _launch(A, B, added, adds, (out,) * 3, _FLOATS, None, only, alpha, beta, symmetric)
+    _launch(A, B, added, adds, (out,) * 3, _FLOATS, 1.0, only, alpha, beta, 0.0, symmetric)
     return out
 
 
@@ -235,8 +239,9 @@ def compose(
     C: Tensor | Split | None = None,
     alpha: float = 1.0,
     beta: float = 1.0,
+    diagonal: float = 0.0,
     symmetric: bool = False,
-    bound: Tensor | None = None,
+    bound: Tensor | float = 1.0,
     only: Tensor | None = None,
 ) -> Split:
     """Multiply and add as ``kronbit.products.compose`` does, on operands that have been split.
@@ -251,7 +256,7 @@ def compose(
     elif C is not None:
         assert not C.transposed, "what is added lies as the result does"
         added, adds = C[:3], _PARTS
-    _launch(A, B, added, adds, out[:3], _PARTS, bound, only, alpha, beta, symmetric)
+    _launch(A, B, added, adds, out[:3], _PARTS, bound, only, alpha, beta, diagonal, symmetric)
     return out
 
 
@@ -262,12 +267,14 @@ def _launch(
     adds: int,
     out: tuple[Tensor, ...],
     writes: int,
-    bound: Tensor | None,
+    bound: Tensor | float,
     only: Tensor | None,
     alpha: float,
     beta: float,
+    diagonal: float,
     symmetric: bool,
 ) -> None:
+    known = not isinstance(bound, Tensor)
     launch(
         _product_kernel,
         (tiles(A.rows) * tiles(B.columns), len(A.hi)),
@@ -275,7 +282,7 @@ def _launch(
         *B[:3],
         *added,
         *out,
-        A.unit if bound is None else bound,
+        A.unit if known else bound,
         A.unit if only is None else only,
         A.rows,
         B.columns,
@@ -284,11 +291,13 @@ def _launch(
         A.hi.shape[-1],
         float(alpha),
         float(beta),
+        float(diagonal),
+        2.0 ** math.floor(math.log2(bound)) if known else 1.0,
         A_TRANSPOSED=A.transposed,
         B_TRANSPOSED=B.transposed,
         ADD=adds,
         WRITE=writes,
-        BOUNDED=bound is None,
+        BOUNDED=known,
         SYMMETRIC=symmetric,
         MASKED=only is not None,
         **PRODUCT,

@@ -37,6 +37,8 @@ from torch import nn
 
 import kronbit
 from kronbit import CASPR, Shampoo
+from kronbit.products import multiply, operand
+from kronbit.roots import steps_of
 
 EVERY = {"update_every": 10, "refresh_every": 20}
 # The first step that counts, and the last one. Before that, kernels are compiled and, with
@@ -195,6 +197,7 @@ def run(case: Case, make: Callable[[nn.Module], torch.optim.Optimizer]) -> dict[
     if isinstance(optimizer, kronbit.Shampoo | kronbit.CASPR):
         result["memory"] = optimizer.memory()
         result["floor_ms"] = floor(optimizer)
+        result["refresh_floor_ms"] = refresh_floor(optimizer)
         found = optimizer.diagnostics()
         result["diagnostics"] = {k: v for k, v in found.items() if k != "groups"}
     return result
@@ -239,6 +242,26 @@ def floor(optimizer: kronbit.Shampoo | kronbit.CASPR) -> dict[str, float]:
     return {"products": products, "bytes": moved, "total": products + moved}
 
 
+def refresh_floor(optimizer: kronbit.Shampoo | kronbit.CASPR) -> float | None:
+    """The time of a Cholesky refresh's operations at the speed of a large product alone."""
+    (preconditioner,) = optimizer._plan.preconditioners.values()
+    operations = 0.0
+    for group in preconditioner.groups:
+        for side in (group.left, group.right):
+            if side.format.method != "cholesky":
+                return None
+            # Of symmetric products, half is computed.
+            operations += side.rows * products_of_a_root(side.order) * side.order**3
+    x = operand(torch.randn(16, 1200, 1200, device="cuda"))
+    spent = triton.testing.do_bench(lambda: multiply(x, x), return_mode="median")
+    return float(operations * spent / (16 * 2 * 1200**3))
+
+
+def products_of_a_root(order: int, damping: float = 1e-6) -> int:
+    """C Cᵀ, and five products a step, but four at the first and two at the last."""
+    return 1 + 5 * len(steps_of(order, 4, damping)) - 4
+
+
 def amortised(result: dict[str, Any], case: Case) -> float:
     """Milliseconds per step over the case's T1 and T2."""
     T1, T2 = case.schedule
@@ -267,6 +290,8 @@ def line(name: str, result: dict[str, Any]) -> str:
     )
     if "floor_ms" in result:
         text += f", floor {result['floor_ms']['total']:.2f}"
+    if result.get("refresh_floor_ms"):
+        text += f", of a refresh {result['refresh_floor_ms']:.1f}"
     return text
 
 

@@ -46,6 +46,13 @@ def minimax_steps(p: int, least: float) -> tuple[tuple[float, float, float], ...
     return tuple(steps)
 
 
+def steps_of(order: int, p: int, damping: float) -> tuple[tuple[float, float, float], ...]:
+    """The steps for any matrix of an order, divided by up to twice its Frobenius norm."""
+    ridge = max(damping, LEAST_RIDGE)
+    # No eigenvalue is larger than the norm, nor smaller than a √n-th of ε of it, nearly.
+    return minimax_steps(p, _MARGIN * ridge / (1 + ridge) / (2 * math.sqrt(order)))
+
+
 def _best_step(p: int, u: float, v: float) -> tuple[float, float, float, float]:
     """(a, b, c) and the error E of the best step on [u, v], by Remez's exchange.
 
@@ -91,13 +98,12 @@ def converged_inverse_root(A: Tensor, p: int, damping: float) -> Tensor:
     exponent = (torch.frexp(largest).exponent - 1).clamp(-126, 126)
     M = A.mul_(torch.exp2(-exponent.float()))
     M.diagonal(dim1=-2, dim2=-1).add_((ridge * power_iteration(M)).unsqueeze(-1))
-    # No eigenvalue is larger than the norm, nor smaller than a √n-th of ε of it, nearly.
     norm = torch.linalg.vector_norm(M, dim=(-2, -1), keepdim=True)
     above = torch.frexp(norm).exponent
     m = operand(M.mul_(torch.exp2(-above.float())), bounded=True)
     exponent = exponent + above
     q = max(p, 2)  # what the iteration goes for
-    steps = minimax_steps(q, _MARGIN * ridge / (1 + ridge) / (2 * math.sqrt(n)))
+    steps = steps_of(n, q, damping)
     h: Operand | None = None
     grown = 1.0
     for a, b, c in steps[:-1]:

@@ -42,7 +42,7 @@ class Cost:
 UPDATE = Cost(square=5, gathered=1)
 ROBUST_UPDATE = Cost(square=7, gathered=1)
 REFRESH = Cost(square=5)
-CONVERGED = Cost(square=6)
+CONVERGED = Cost(square=5)
 NEWTON = Cost(square=10)
 PRECONDITION = Cost(square=4, block=4)
 

@@ -55,6 +55,7 @@ _ROUNDING = 3e-7
 # R⁻¹ is smaller than that, relative to what the least pivot gives: then Q is correctable.
 _ONE_PASS = 0.7
 _SHIFTED_PASSES = 3
+_UNSCALED = 5  # steps of a power iteration between which a vector may grow or shrink
 _NEWTON_TOLERANCE = 1e-6
 _NEWTON_GROWTH = 1.2
 
@@ -284,21 +285,19 @@ def power_iteration(A: Tensor, steps: int = 10) -> Tensor:
     orthogonal to the leading eigenvectors, since its Rayleigh quotient is at least trace / n.
 
     Args:
-        A: (k, n, n).
+        A: (k, n, n), float32; neither its largest element nor its norm is far from 1.
         steps: Number of iterations.
 
     Returns:
         (k,), zero for a zero matrix.
     """
-    A = A.float()
     start = A.diagonal(dim1=-2, dim2=-1).argmax(-1, keepdim=True)
     x = torch.zeros(A.shape[:-1], dtype=A.dtype, device=A.device).scatter_(-1, start, 1.0)
     x = x.unsqueeze(-1)
-    for _ in range(steps):
+    for step in range(1, steps + 1):
         x = A @ x
-        # By the largest element: a sum of squares would under- or overflow first.
-        largest = x.abs().amax(-2, keepdim=True)
-        x = x / _nonzero(largest)
+        if step % _UNSCALED == 0:
+            x /= _nonzero(torch.linalg.vector_norm(x, dim=-2, keepdim=True))
     norm = (x * x).sum((-2, -1))
     return (x * (A @ x)).sum((-2, -1)).abs() / _nonzero(norm)
 

@@ -108,6 +108,25 @@ def compose(
     return matmul.compose(A, B, C, alpha, beta, diagonal, symmetric, bound)
 
 
+def scaled(X: Operand, factors: Tensor) -> Operand:
+    """Every matrix times a factor, (k,)."""
+    if isinstance(X, Tensor):
+        return X * factors[:, None, None]
+    return X._replace(unit=X.unit * factors)
+
+
+def distance_from_identity_(X: Operand) -> Tensor:
+    """The largest element of |X - I|, (k,), to three digits. X is given away."""
+    if isinstance(X, Tensor):
+        X.diagonal(dim1=-2, dim2=-1).sub_(1)
+        distance: Tensor = torch.linalg.vector_norm(X, ord=torch.inf, dim=(-2, -1))
+        return distance
+    diagonal = X.hi.diagonal(dim1=-2, dim2=-1)[:, : X.rows]  # the larger parts are enough
+    diagonal.sub_(X.unit.reciprocal().unsqueeze(-1))
+    distance = torch.linalg.vector_norm(X.hi, ord=torch.inf, dim=(-2, -1))
+    return distance * X.unit
+
+
 def scale_rows(X: Operand, factors: Tensor, largest: Tensor) -> Operand:
     """diag(factors) X.
 

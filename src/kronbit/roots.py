@@ -10,7 +10,14 @@ from torch import Tensor
 
 from kronbit.linalg import power_iteration
 from kronbit.precision import full_precision
-from kronbit.products import Operand, compose, multiply, operand
+from kronbit.products import (
+    Operand,
+    compose,
+    distance_from_identity_,
+    multiply,
+    operand,
+    scaled,
+)
 
 # Below that, relative to λmax, rounding errors of a float32 matrix could make it indefinite.
 LEAST_RIDGE = 5e-7
@@ -74,7 +81,7 @@ def _best_step(p: int, u: float, v: float) -> tuple[float, float, float, float]:
 def converged_inverse_root(A: Tensor, p: int, damping: float) -> Tensor:
     """(A + λmax ε I)^(-1/p) by a coupled iteration whose steps are the best there are.
 
-    From M = A / s, where s is above ‖A‖_F, and H = I: T = a I + b M + c M², H ← H T and
+    From M = A / s, where s is a power of two above ‖A‖_F, and H = I: T = a I + b M + c M², H ← H T and
     M ← T^(p/2) M T^(p/2), until M is I. All of them are polynomials of A, so that every product is
     symmetric, and half of it need not be computed. The inverse is the square of its root.
 
@@ -91,17 +98,18 @@ def converged_inverse_root(A: Tensor, p: int, damping: float) -> Tensor:
         raise ValueError(f"p must be 1, 2 or 4; got {p!r}")
     n = A.shape[-1]
     ridge = max(damping, LEAST_RIDGE)
-    # To largest element 1 first, so that squares stay within float32's range. By powers of two:
-    # that is exact.
-    largest = torch.linalg.vector_norm(A, ord=torch.inf, dim=(-2, -1), keepdim=True)
-    zero = largest == 0
-    exponent = (torch.frexp(largest).exponent - 1).clamp(-126, 126)
-    M = A.mul_(torch.exp2(-exponent.float()))
+    # No eigenvalue of A is larger than that. In float32, squares would overflow.
+    norm = torch.linalg.vector_norm(A, dim=(-2, -1), keepdim=True, dtype=torch.float64)
+    zero = norm == 0
+    # The next power of two: that is exact.
+    exponent = torch.frexp(norm).exponent.double()
+    M = A.mul_(torch.exp2(-exponent))
     M.diagonal(dim1=-2, dim2=-1).add_((ridge * power_iteration(M)).unsqueeze(-1))
-    norm = torch.linalg.vector_norm(M, dim=(-2, -1), keepdim=True)
-    above = torch.frexp(norm).exponent
-    m = operand(M.mul_(torch.exp2(-above.float())), bounded=True)
-    exponent = exponent + above
+    if ridge > _ROOM:  # eigenvalues may be above 1 now
+        above = math.ceil(math.log2(1 + ridge))
+        M *= 2.0**-above
+        exponent += above
+    m = operand(M, bounded=True)
     q = max(p, 2)  # what the iteration goes for
     steps = steps_of(n, q, damping)
     h: Operand | None = None
@@ -117,17 +125,14 @@ def converged_inverse_root(A: Tensor, p: int, damping: float) -> Tensor:
         m = compose(t, m, symmetric=True, bound=2**q)
     a, b, c = steps[-1]
     t = compose(m, m, m, alpha=c, beta=b, diagonal=a, symmetric=True)
-    M = m.float()
+    # A comparison with NaN is False.
+    failed = ~(distance_from_identity_(m) < _CONVERGING)
     del m
-    M.diagonal(dim1=-2, dim2=-1).sub_(1)
-    error = torch.linalg.vector_norm(M, ord=torch.inf, dim=(-2, -1), keepdim=True)
-    del M
     assert h is not None, "there are two steps at least"
     if p == 1:
         h = t = compose(h, t, symmetric=True, bound=grown)
-    H = multiply(h, t, symmetric=True)
+    scale = torch.exp2(-exponent.flatten() / p).float().masked_fill_(failed, torch.nan)
+    H = multiply(scaled(h, scale), t, symmetric=True)
     del h, t
-    # A comparison with NaN is False.
-    H *= torch.exp2(-exponent.float() / p).masked_fill_(~(error < _CONVERGING), torch.nan)
     eye = torch.eye(n, dtype=H.dtype, device=H.device)
     return torch.where(zero, eye, H, out=H)

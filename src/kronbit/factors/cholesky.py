@@ -81,7 +81,9 @@ class Cholesky:
 
     def refresh(self, statistic: Triangle, config: Config) -> Tensor:
         """PIRU: the root of C Cᵀ, to convergence."""
-        return converged_inverse_root(statistic.square(), self.p, config.damping)
+        A = statistic.square()
+        del statistic
+        return converged_inverse_root(A, self.p, config.damping)
 
     def encode(self, statistic: Triangle) -> Leaves:
         """Q(C); C may be written to."""

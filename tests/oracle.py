@@ -161,6 +161,7 @@ class Options:
     min_quantized_numel: int = 4096
     storage: str = "paper"
     exponent: float = -0.25
+    trace_scaling: bool = False
     beta: float = 0.95
     damping: float = 1e-6
     update_every: int = 100
@@ -317,6 +318,9 @@ class Factor:
             root = V @ torch.diag((lam + power_iteration(A) * o.damping) ** o.exponent) @ V.T
         else:
             root = schur_newton(self.matrix(), round(-1 / o.exponent), o.damping, o.newton_steps)
+        if o.trace_scaling:  # the power of A / √tr A
+            trace = self.lam.sum() if o.method == "eigen" else self.matrix().trace()
+            root = root * trace ** (-0.5 * o.exponent)
         self.root = self.keep(root, self.root_bits, diagonal=True)
 
     def inverse_root(self) -> Tensor:

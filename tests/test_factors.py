@@ -123,6 +123,8 @@ def test_updates_and_roots_are_the_oracles(
         {"root": "schur_newton", "newton_steps": 20, "exponent": -0.5},
         {"exponent": -0.5},
         {"exponent": -1.0},
+        {"trace_scaling": True},
+        {"exponent": -0.5, "trace_scaling": True},
         {"root_bits": 8},
         {"root_bits": 32},
         {"min_quantized_numel": 10**6},
@@ -137,13 +139,23 @@ def test_every_number_means_what_it_means_to_the_oracle(options: dict[str, Any])
         assert relative_error(root, factor.inverse_root()) < 1e-3
 
 
-@pytest.mark.parametrize("exponent", [-0.5, -1.0])
+@pytest.mark.parametrize(("exponent", "scaled"), [(-0.5, False), (-1.0, False), (-0.5, True)])
 @pytest.mark.parametrize(("method", "bits"), [("dense", 32), ("naive", 4), ("cholesky", 4)])
-def test_other_exponents_are_the_oracles(method: str, bits: int, exponent: float) -> None:
-    options = {"method": method, "bits": bits, "damping": 0.1, "exponent": exponent}
+def test_other_exponents_are_the_oracles(
+    method: str, bits: int, exponent: float, scaled: bool
+) -> None:
+    powers = {"exponent": exponent, "trace_scaling": scaled}
+    options = {"method": method, "bits": bits, "damping": 0.1, **powers}
     ours, theirs = run_both(70, torch.device("cpu"), torch.float64, **options)
     for root, factor in zip(ours.roots(everything(ours)), theirs, strict=True):
         assert relative_error(root, factor.inverse_root()) < 2e-3
+
+
+def test_a_zero_statistic_has_no_trace_to_divide_by() -> None:
+    config = Config(bits=32, damping=0.0, trace_scaling=True)
+    factors = stack(5, 1, config)
+    refresh(factors, config)
+    assert torch.equal(factors.roots(slice(0, 1))[0], torch.eye(5))
 
 
 @pytest.mark.parametrize("bits", [3, 4, 6, 8])

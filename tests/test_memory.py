@@ -252,6 +252,8 @@ def test_the_peak_stays_within_the_workspace_for_channels_last_convolutions() ->
         {"bits": 4, "storage": "compact"},
         {"bits": 4, "method": "cholesky"},
         {"bits": 8, "method": "cholesky", "storage": "compact"},
+        {"bits": 4, "offload_statistics": True},
+        {"bits": 32, "offload_statistics": True},
     ],
     ids=str,
 )

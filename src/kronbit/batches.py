@@ -110,8 +110,10 @@ def batches(
     for (format, _), orders in found.items():
         one = next(iter(orders.values()))[0]
         needs = cost if isinstance(cost, Cost) else cost(one)
-        if format.statistic.bits == 32:  # rows that are not neighbours are copied as they are
-            needs = replace(needs, square=needs.square + 1)
+        # Of 32 bits, rows that are not neighbours are copied as they are; and so is what has been
+        # offloaded.
+        copies = (format.statistic.bits == 32) + one.factors.offloaded
+        needs = replace(needs, square=needs.square + copies)
         for own in _shared(orders, workspace, needs) if mixed(one) else orders.values():
             own.sort(key=lambda part: (part.factors.order, part.factors.first + part.rows.start))
             yield from _cut(own, _room_for(own, workspace, needs))

@@ -60,7 +60,7 @@ FIRST_TURN, SECOND_TURN = Turn(0.0, right=False), Turn(0.0, right=True)
 class Config:
     """Options of a second-order optimizer; the paper's symbol stands first where it has one.
 
-    All but the last four may also be given per param group.
+    All but the last five may also be given per param group.
 
     Attributes:
         bits: b. Width of the stored statistics: 3, 4, 6, 8 or 32.
@@ -75,6 +75,9 @@ class Config:
         storage: ``"paper"``: the paper's layout, to the bit. ``"compact"``: of symmetric and
             triangular matrices one triangle, in tiles, and scales quantised to 8 bits.
         exponent: The power of L and R that L̂ and R̂ are: -1/4, the paper's, -1/2 or -1.
+        trace_scaling: True divides L and R by the root of their trace before they are raised to
+            ``exponent``. The norm of a parameter's update is F's in any case; this is about the
+            balance between its blocks.
         beta: β. Decay of the statistics; 1 sums them up.
         damping: ε. Start value of the statistics, and ridge of the root relative to the largest
             eigenvalue; of ``"cholesky"`` at least 5e-7. (Not ``eps``, which belongs to the base
@@ -102,6 +105,9 @@ class Config:
             on its own. Where the rows do not sum up but the columns do, the columns are split.
         precondition: False leaves the parameters to the base optimizer.
         workspace_mb: Bound of transient memory, in MiB.
+        offload_statistics: True keeps the statistics of parameters on a GPU in the host's memory
+            (pinned); updates and refreshes stream them through the workspace. The inverse roots,
+            which every step needs, stay on the GPU.
         keep_gradients: True gives the gradients back unchanged after the step, at the price of a
             copy of them.
         cuda_graph: Whether the ordinary step on a GPU, and the factorisation inside of updates, are
@@ -118,6 +124,7 @@ class Config:
     min_quantized_numel: int = 4096
     storage: str = "paper"
     exponent: float = -0.25
+    trace_scaling: bool = False
     beta: float = 0.95
     damping: float = 1e-6
     update_every: int = 100
@@ -135,6 +142,7 @@ class Config:
     split_sizes: tuple[int, ...] | None = None
     precondition: bool = True
     workspace_mb: float = 256
+    offload_statistics: bool = False
     keep_gradients: bool = False
     cuda_graph: bool = True
     nonfinite: str = "zero"
@@ -151,6 +159,7 @@ class Config:
         _number("exponent", self.exponent, -1, 0)
         if self.exponent not in EXPONENTS:
             raise ValueError(f"exponent must be one of {EXPONENTS}; got {self.exponent!r}")
+        _choice("trace_scaling", self.trace_scaling, (True, False))
         _number("beta", self.beta, 0, 1)
         _number("damping", self.damping, 0, math.inf)
         _integer("update_every", self.update_every, 1)
@@ -176,6 +185,7 @@ class Config:
             object.__setattr__(self, "split_sizes", tuple(self.split_sizes))
         _choice("precondition", self.precondition, (True, False))
         _number("workspace_mb", self.workspace_mb, 0, math.inf)
+        _choice("offload_statistics", self.offload_statistics, (True, False))
         _choice("keep_gradients", self.keep_gradients, (True, False))
         _choice("cuda_graph", self.cuda_graph, (True, False))
         _choice("nonfinite", self.nonfinite, ("zero", "pass", "raise"))
@@ -287,7 +297,9 @@ def take_options(keywords: MutableMapping[str, Any]) -> Config:
     return Config(**{name: keywords.pop(name) for name in OPTIONS if name in keywords})
 
 
-GLOBAL_OPTIONS = frozenset({"workspace_mb", "keep_gradients", "cuda_graph", "nonfinite"})
+GLOBAL_OPTIONS = frozenset(
+    {"workspace_mb", "offload_statistics", "keep_gradients", "cuda_graph", "nonfinite"}
+)
 OPTIONS = tuple(field.name for field in fields(Config))
 GROUP_OPTIONS = tuple(name for name in OPTIONS if name not in GLOBAL_OPTIONS)
 # How a matrix is stored: fixed once there is state, but a checkpoint is converted.

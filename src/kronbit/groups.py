@@ -172,7 +172,8 @@ def make_groups(members: Sequence[Member], device: torch.device) -> list[Group]:
             key: _Key = (grid.shape, left, right, member.config.damping)
             earlier = spans.setdefault(key, [])
             earlier.append(Span(index, grid, earlier[-1].stop if earlier else 0))
-    stacks = _stacks(spans, device)
+    offload = any(member.config.offload_statistics for member in members)
+    stacks = _stacks(spans, device, offload)
     groups = []
     places, count = _places_in_interval(spans)
     for key, own in spans.items():
@@ -193,7 +194,7 @@ def make_groups(members: Sequence[Member], device: torch.device) -> list[Group]:
 
 
 def _stacks(
-    spans: Mapping[_Key, Sequence[Span]], device: torch.device
+    spans: Mapping[_Key, Sequence[Span]], device: torch.device, offload: bool
 ) -> dict[_Key, tuple[Factors, Factors]]:
     """Both sides' factors of each group. All of one order and format are one stack's windows."""
     rows: Counter[tuple[int, Format, float]] = Counter()
@@ -201,7 +202,7 @@ def _stacks(
         for order, format in zip(shape, formats, strict=True):
             rows[order, format, start] += own[-1].stop
     whole = {
-        (order, format, start): Factors(order, count, format, start, device)
+        (order, format, start): Factors(order, count, format, start, device, offload)
         for (order, format, start), count in rows.items()
     }
     used: Counter[tuple[int, Format, float]] = Counter()

@@ -81,9 +81,10 @@ def _best_step(p: int, u: float, v: float) -> tuple[float, float, float, float]:
 def converged_inverse_root(A: Tensor, p: int, damping: float) -> Tensor:
     """(A + λmax ε I)^(-1/p) by a coupled iteration whose steps are the best there are.
 
-    From M = A / s, where s is a power of two above ‖A‖_F, and H = I: T = a I + b M + c M², H ← H T and
-    M ← T^(p/2) M T^(p/2), until M is I. All of them are polynomials of A, so that every product is
-    symmetric, and half of it need not be computed. The inverse is the square of its root.
+    From M = A / s, where s is a power of two above ‖A‖_F, and H = I: T = a I + b M + c M²,
+    H ← H T and M ← T^(p/2) M T^(p/2), until M is I. All of them are polynomials of A, so that every
+    product is symmetric, and half of it need not be computed. The inverse is the square of its
+    root.
 
     Args:
         A: (k, n, n), symmetric and positive semi-definite; given away.

@@ -29,6 +29,10 @@ class Triangle(NamedTuple):
         """Some of the matrices, without what they were enlarged by."""
         return Triangle(self.C[rows, :order, :order])
 
+    def trace(self) -> Tensor:
+        """Of C Cᵀ, (k,)."""
+        return self.C.square().sum((-2, -1))
+
     def square(self) -> Tensor:
         """A = C Cᵀ."""
         c = operand(self.C)

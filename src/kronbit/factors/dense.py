@@ -23,6 +23,10 @@ class Square(NamedTuple):
         """Some of the matrices."""
         return Square(self.A[rows])
 
+    def trace(self) -> Tensor:
+        """Of A, (k,)."""
+        return self.A.diagonal(dim1=-2, dim2=-1).sum(-1)
+
 
 class Dense:
     """A ← β A + (1 - β) M; Â = (A + λmax ε I)^(-1/p) by Schur-Newton.

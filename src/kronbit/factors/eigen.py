@@ -36,6 +36,10 @@ class Spectrum(NamedTuple):
         assert isinstance(self.vectors, Tensor)
         return Spectrum(self.lam[rows, :order], self.vectors[rows, :order, :order])
 
+    def trace(self) -> Tensor:
+        """Of A, (k,)."""
+        return self.lam.sum(-1)
+
 
 class Eigen:
     """A = V Λ Vᵀ as (λ, Ū): Algorithms PU and PIRU.
@@ -55,6 +59,8 @@ class Eigen:
     def enlarges(self, config: Config, attempt: int | None) -> bool:
         """But for Schur-Newton, and for the last attempt, which goes one by one."""
         if config.root == "schur_newton" or attempt == len(self.repairs):
+            return False
+        if attempt is None and config.trace_scaling:
             return False
         # A λ of zero could not be told from what a matrix is enlarged by.
         return config.beta > 0 and config.damping > 0

@@ -14,7 +14,7 @@ from kronbit.config import Config, Format
 from kronbit.factors.cholesky import Cholesky
 from kronbit.factors.dense import Dense
 from kronbit.factors.eigen import Eigen
-from kronbit.factors.layout import Layout, Leaves
+from kronbit.factors.layout import Layout, Leaves, is_root
 from kronbit.factors.storage import MatrixStorage
 from kronbit.linalg import FIRST_ATTEMPT, Attempt
 
@@ -23,7 +23,8 @@ class Method(Protocol):
     """The math of one way to keep a preconditioner: pure functions on a stack's tensors.
 
     Its statistic is something of its own: what is left of (λ, Ū), or of Q(A), after D. A part of
-    it is ``statistic.part(rows, order)``: some matrices, without what they were enlarged by.
+    it is ``statistic.part(rows, order)``: some matrices, without what they were enlarged by; and
+    ``statistic.trace()`` is A's, (k,).
     """
 
     p: int
@@ -80,6 +81,14 @@ class Factors:
     The tensors are allocated once and only ever copied into: their slices are the optimizer's
     state. A stack may be a window of a larger one, so that rows of many stacks are neighbours.
 
+    Args:
+        order: n.
+        rows: How many.
+        format: How they are stored.
+        start: A0 = start I.
+        device: Where they are at work, and where the roots are.
+        offload: Whether the statistics are in the host's memory instead.
+
     Attributes:
         layout: Name -> (shape, dtype) of one row.
         tensors: Name -> tensor with one row per block.
@@ -97,6 +106,7 @@ class Factors:
         format: Format,
         start: float,
         device: torch.device | str,
+        offload: bool = False,
     ) -> None:
         self.order, self.rows, self.format = order, rows, format
         self.method = make_method(format)
@@ -105,8 +115,15 @@ class Factors:
         eye = torch.eye(order, device=device, dtype=torch.float32).unsqueeze(0)
         first = self.method.start(eye, start) | self.method.root.encode(eye.clone())
         self.layout = self.method.layout(order)
+        self.device = eye.device
+        self.offloaded = offload and self.device.type != "cpu"
+        host = {"device": "cpu", "pin_memory": self.device.type == "cuda"}
         self.tensors = {
-            name: torch.empty((rows, *shape), dtype=dtype, device=device).copy_(first[name])
+            name: torch.empty(
+                (rows, *shape),
+                dtype=dtype,
+                **(host if self.offloaded and not is_root(name) else {"device": device}),
+            ).copy_(first[name])
             for name, (shape, dtype) in self.layout.items()
         }
         self.whole, self.first = self.tensors, 0
@@ -156,6 +173,7 @@ class Batch:
 
     def __init__(self, parts: Sequence[tuple[Factors, slice]]) -> None:
         self.method = parts[0][0].method
+        self._fetched_to = parts[0][0].device if parts[0][0].offloaded else None
         self._order = max(factors.order for factors, _ in parts)
         stretches: list[tuple[Factors, slice]] = []
         for factors, rows in parts:
@@ -199,12 +217,31 @@ class Batch:
         Returns:
             bool (rows,): whose root was replaced, because it is finite.
         """
+        scale = self._trace_scale() if config.trace_scaling else None
         new = self.method.refresh(self._restored(), config)
+        if scale is not None:
+            new *= scale
         encode = self.method.root.encode
         return self._keep(lambda rows, n: encode(new[rows, :n, :n]), None)
 
     def _restored(self) -> Any:
-        return self.method.restore([leaves for leaves, _, _ in self._slices], self._order)
+        """D, on the device."""
+        slices = [leaves for leaves, _, _ in self._slices]
+        if self._fetched_to is not None:
+            slices = [
+                {
+                    name: leaf.to(self._fetched_to, non_blocking=True)
+                    for name, leaf in leaves.items()
+                    if not is_root(name)
+                }
+                for leaves in slices
+            ]
+        return self.method.restore(slices, self._order)
+
+    def _trace_scale(self) -> Tensor:
+        """What makes (A / √tr A)^(-1/p) of A^(-1/p); 1 for a zero matrix."""
+        trace = self._restored().trace()
+        return torch.where(trace == 0, 1.0, trace ** (0.5 / self.method.p))[:, None, None]
 
     def _keep(self, encoded: Callable[[slice, int], Leaves], trusted: Tensor | None) -> Tensor:
         """Write new tensors where they are trusted and finite; elsewhere the old ones stay.
@@ -223,8 +260,12 @@ class Batch:
             if trusted is not None:
                 accepted &= trusted[rows]
             for name, leaf in new.items():
-                mask = accepted.view(-1, *[1] * (leaf.dim() - 1))
-                torch.where(mask, leaf, leaves[name], out=leaves[name])
+                mask, old = accepted.view(-1, *[1] * (leaf.dim() - 1)), leaves[name]
+                if old.device == leaf.device:
+                    torch.where(mask, leaf, old, out=old)
+                else:  # who reads it on the host waits for the device first, as all updates do
+                    kept_there = torch.where(mask, leaf, old.to(leaf.device, non_blocking=True))
+                    old.copy_(kept_there, non_blocking=True)
             kept.append(accepted)
         return kept[0] if len(kept) == 1 else torch.cat(kept)
 

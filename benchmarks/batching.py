@@ -36,7 +36,7 @@ import oracle
 def prepared() -> tuple[Preconditioner, list[torch.Tensor | None], Any]:
     torch.manual_seed(0)
     model = SwinTiny()
-    optimizer = Shampoo(model.parameters(), lr=1e-3)
+    optimizer = Shampoo(model.parameters(), lr=1e-3, method="eigen", storage="paper")
     for p in model.parameters():
         p.grad = torch.randn_like(p)
     optimizer.step()

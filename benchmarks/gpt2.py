@@ -32,15 +32,16 @@ from kronbit import Shampoo
 WARM_UP, VALIDATION_TOKENS = 40, 160 * 1024
 BASE: dict[str, Any] = {"weight_decay": 0.1, "betas": (0.9, 0.95), "fused": True}
 SCHEDULE: dict[str, Any] = {"first_refresh": 20, "update_every": 50, "refresh_every": 100}
+EIGEN: dict[str, Any] = {"bits": 4, "method": "eigen"}
 CHOLESKY: dict[str, Any] = {"method": "cholesky", "storage": "compact"}
 # Options of Shampoo; ``None`` is AdamW alone.
 OPTIMIZERS: dict[str, dict[str, Any] | None] = {
     "adamw": None,
     "32-bit": {"bits": 32},
     "32-bit, 30 Newton steps": {"bits": 32, "newton_steps": 30},
-    "4-bit naive": {"bits": 4, "method": "naive"},
-    "4-bit eigen (paper)": {"bits": 4},
-    "4-bit eigen, compact": {"bits": 4, "storage": "compact"},
+    "4-bit naive": {"bits": 4, "method": "naive", "storage": "paper"},
+    "4-bit eigen (paper)": {**EIGEN, "storage": "paper"},
+    "4-bit eigen, compact": {**EIGEN, "storage": "compact"},
     "4-bit cholesky, compact": {"bits": 4, **CHOLESKY},
     "6 + 4-bit cholesky, compact": {"bits": 6, "root_bits": 4, **CHOLESKY},
     "8-bit cholesky, compact": {"bits": 8, **CHOLESKY},

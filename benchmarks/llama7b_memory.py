@@ -35,8 +35,8 @@ COMPACT: dict[str, Any] = {"bits": 4, "storage": "compact"}
 OPTIMIZERS: dict[str, dict[str, Any] | None] = {
     "8-bit adamw": None,
     "+ 32-bit shampoo": {"bits": 32},
-    "+ 4-bit shampoo (paper)": {"bits": 4},
-    "+ 4-bit shampoo, compact": COMPACT,
+    "+ 4-bit shampoo (paper)": {"bits": 4, "method": "eigen", "storage": "paper"},
+    "+ 4-bit shampoo, compact": {**COMPACT, "method": "eigen"},
     "+ 4-bit shampoo, cholesky, compact": {**COMPACT, "method": "cholesky"},
 }
 

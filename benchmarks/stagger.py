@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 from models import CASES, Case
-from step_time import ADAMW, prepare
+from step_time import ADAMW, PAPER, prepare
 
 import kronbit
 from kronbit import Shampoo
@@ -38,7 +38,7 @@ def run(case: Case, steps: int, every: int, **options: Any) -> dict[str, Any]:
     if options:
         schedule = {"update_every": every, "refresh_every": every}
         optimizer: torch.optim.Optimizer = Shampoo(
-            model.parameters(), **ADAMW, **schedule, **options
+            model.parameters(), **PAPER, **ADAMW, **schedule, **options
         )
     else:
         optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)

@@ -30,7 +30,12 @@ Params = Iterable[nn.Parameter]
 OPTIMIZERS: dict[str, Callable[[Params], torch.optim.Optimizer]] = {
     "AdamW": lambda params: torch.optim.AdamW(params, lr=LR),
     "+ 32-bit Shampoo": lambda params: Shampoo(params, lr=LR, bits=32, **SCHEDULE),
-    "+ 4-bit naive": lambda params: Shampoo(params, lr=LR, bits=4, method="naive", **SCHEDULE),
+    "+ 4-bit naive": lambda params: Shampoo(
+        params, lr=LR, bits=4, method="naive", storage="paper", **SCHEDULE
+    ),
+    "+ 4-bit Shampoo (paper)": lambda params: Shampoo(
+        params, lr=LR, bits=4, method="eigen", storage="paper", **SCHEDULE
+    ),
     "+ 4-bit Shampoo": lambda params: Shampoo(params, lr=LR, bits=4, **SCHEDULE),
 }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,8 @@ if not torch.cuda.is_available():
 from kronbit import acceleration
 from kronbit.kernel_products import KernelProducts
 
+# The paper's own way to keep a preconditioner; the default is another one.
+PAPER: dict[str, Any] = {"method": "eigen", "storage": "paper"}
 # Every way to keep a preconditioner, with every number of bits that it takes.
 METHODS = [
     ("dense", 32),

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from conftest import METHODS, relative_error
+from conftest import METHODS, PAPER, relative_error
 from networks import assert_same_state, tensors
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
@@ -157,7 +157,7 @@ def test_state_dict_is_plain_and_small() -> None:
     state = optimizer.state_dict()
     assert all(type(tensor) is Tensor for tensor in tensors(state["state"]).values())
     assert all(isinstance(entry["step"], int) for entry in state["state"].values())
-    assert all(group["kronbit_format"] == 1 for group in state["param_groups"])
+    assert all(group["kronbit_format"] == 2 for group in state["param_groups"])
     buffer = io.BytesIO()
     torch.save(state, buffer)
     assert buffer.tell() < 1.2 * optimizer.memory()["total"] + 20_000
@@ -259,8 +259,29 @@ def test_conversion_to_the_same_format_is_the_identity() -> None:
     other = Shampoo(network().parameters(), lr=1e-2, bits=8, **FAST)
     other.load_state_dict(saved(optimizer))
     small = optimizer.state_dict()["state"][2]["block_0"]["left"]
-    assert small["eigenvectors"].shape == (5, 5)
+    assert small["factor"].shape == (5, 5)
     assert_same_state(small, other.state_dict()["state"][2]["block_0"]["left"])
+
+
+@pytest.mark.parametrize("bits", [4, 32])
+def test_the_first_format_meant_the_papers_method_by_default(bits: int) -> None:
+    model = network()
+    written = {} if bits == 32 else PAPER
+    optimizer = Shampoo(model.parameters(), lr=1e-2, bits=bits, **written, **FAST)
+    run(model, optimizer, 4)
+    state = copy.deepcopy(saved(optimizer))
+    old = copy.deepcopy(state)
+    for group in old["param_groups"]:
+        group |= {"kronbit_format": 1, "method": None}
+        del group["storage"], group["trace_scaling"]
+    found = []
+    for some in (state, old):
+        other = Shampoo(network().parameters(), lr=1e-2, **FAST)
+        other.load_state_dict(copy.deepcopy(some))
+        found.append(other.state_dict())
+    assert_same_state(found[0]["state"], found[1]["state"])
+    assert found[1]["param_groups"] == found[0]["param_groups"]
+    assert found[1]["param_groups"][0]["kronbit_format"] == 2
 
 
 def damage(state: dict[str, Any], kind: str) -> str:
@@ -335,7 +356,7 @@ def damage(state: dict[str, Any], kind: str) -> str:
         return r"param_groups\[0\] has 5 parameters in the checkpoint and 6 in the optimizer"
     if kind == "later format":
         groups[0]["kronbit_format"] = 99
-        return "kronbit_format=99; this version of kronbit reads formats 1 to 1"
+        return "kronbit_format=99; this version of kronbit reads formats 1 to 2"
     if kind == "bad options":
         groups[0]["bits"] = 5
         return "bits must be one of"
@@ -379,14 +400,14 @@ def damage(state: dict[str, Any], kind: str) -> str:
 )
 def test_what_does_not_fit_is_refused_and_nothing_changes(kind: str, fresh: bool) -> None:
     model = network()
-    optimizer = Shampoo(model.parameters(), lr=1e-2, max_order=70, **FAST)
+    optimizer = Shampoo(model.parameters(), lr=1e-2, max_order=70, **PAPER, **FAST)
     run(model, optimizer, 4)
     state = copy.deepcopy(saved(optimizer))
     message = damage(state, kind)
     twin = network()
-    other = Shampoo(twin.parameters(), lr=3e-2, max_order=70, **FAST)
+    other = Shampoo(twin.parameters(), lr=3e-2, max_order=70, **PAPER, **FAST)
     reference_model = network()
-    reference = Shampoo(reference_model.parameters(), lr=3e-2, max_order=70, **FAST)
+    reference = Shampoo(reference_model.parameters(), lr=3e-2, max_order=70, **PAPER, **FAST)
     if not fresh:
         run(twin, other, 4)
         run(reference_model, reference, 4)
@@ -510,7 +531,7 @@ def test_preconditioning_may_begin_with_a_checkpoint_that_had_none() -> None:
     model = network()
     optimizer = Shampoo(model.parameters(), lr=1e-2, precondition=False)
     run(model, optimizer, 3)
-    other = Shampoo(network().parameters(), lr=1e-2)
+    other = Shampoo(network().parameters(), lr=1e-2, method="eigen")
     other.load_state_dict(saved(optimizer))
     entry = other.state_dict()["state"][0]
     assert entry["step"] == 3

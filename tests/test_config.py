@@ -4,7 +4,14 @@ from typing import Any
 
 import pytest
 
-from kronbit.config import GLOBAL_OPTIONS, GROUP_OPTIONS, OPTIONS, STRUCTURAL_OPTIONS, Config
+from kronbit.config import (
+    GLOBAL_OPTIONS,
+    GROUP_OPTIONS,
+    OPTIONS,
+    STRUCTURAL_OPTIONS,
+    Config,
+    take_options,
+)
 
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"bits": 5}, "bits must be one of 3, 4, 6, 8, 32; got 5"),
@@ -12,6 +19,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"bits": 4.0}, "bits must be one of .*; got 4.0"),
     ({"root_bits": 16}, "root_bits must be one of .*; got 16"),
     ({"method": "svd"}, "method must be one of 'dense', 'eigen', 'naive', 'cholesky'; got 'svd'"),
+    ({"trace_scaling": 1}, "trace_scaling must be one of True, False; got 1"),
+    ({"offload_statistics": "cpu"}, "offload_statistics must be one of True, False; got 'cpu'"),
     ({"mapping": "nf4"}, "mapping must be one of .*; got 'nf4'"),
     ({"block_size": 65}, "block_size must be a multiple of 16 .*; got 65"),
     ({"block_size": "64"}, "block_size must be a multiple of 16 from 16 to 2048; got '64'"),
@@ -72,12 +81,12 @@ def test_every_option_is_tested_documented_and_classified() -> None:
     assert set(STRUCTURAL_OPTIONS) < set(GROUP_OPTIONS)
 
 
-def test_defaults_are_the_papers() -> None:
+def test_defaults_are_the_papers_but_for_method_and_storage() -> None:
     c = Config()
     assert (c.bits, c.mapping, c.block_size, c.min_quantized_numel) == (4, "linear2", 64, 4096)
     assert (c.beta, c.damping, c.update_every, c.refresh_every) == (0.95, 1e-6, 100, 500)
     assert (c.update_rectify, c.refresh_rectify, c.qr_iterations, c.newton_steps) == (1, 4, 1, 10)
-    assert (c.max_order, c.split, c.storage, c.root) == (1200, "greedy", "paper", "eigen")
+    assert (c.max_order, c.split, c.root) == (1200, "greedy", "eigen")
     assert (c.first_refresh, c.workspace_mb, c.keep_gradients, c.nonfinite) == (
         None,
         256,
@@ -86,8 +95,22 @@ def test_defaults_are_the_papers() -> None:
     )
 
 
+@pytest.mark.parametrize("option", [{"root": "schur_newton"}, {"qr_iterations": 2}])
+def test_options_of_another_method_than_the_default_are_not_ignored(
+    option: dict[str, Any],
+) -> None:
+    (name,) = option
+    with pytest.raises(ValueError, match=rf"{name}=.* is for method='eigen', which is not the def"):
+        take_options({"lr": 0.1, **option})
+    for more in ({"method": "eigen"}, {"method": "naive"}, {"bits": 32}):
+        assert getattr(take_options({**option, **more}), name) == option[name]
+
+
 def test_method_and_bits_decide_the_format() -> None:
-    assert Config().format(64).method == "eigen"
+    assert Config().format(64).method == "cholesky"
+    assert Config().format(64).compact
+    assert not Config(block_size=256).format(64).compact
+    assert not Config(storage="paper").format(64).compact
     assert Config(bits=32).format(64).method == "dense"
     assert Config(bits=32, method="eigen").format(64).method == "eigen"
     assert Config().format(64).statistic.bits == 4

@@ -7,7 +7,7 @@ from typing import Any
 import oracle
 import pytest
 import torch
-from conftest import METHODS, relative_error
+from conftest import METHODS, PAPER, relative_error
 from networks import assert_same_state
 from torch import Tensor
 
@@ -70,10 +70,9 @@ def run_both(
     n: int, device: torch.device, dtype: torch.dtype, updates: int = 3, **options: Any
 ) -> tuple[Factors, list[oracle.Factor]]:
     """Three matrices through the same updates and a refresh, batched and one by one."""
-    method = options.pop("method")
-    config = Config(method=method, **options)
+    config = Config(**{"storage": "paper", **options})
     ours = stack(n, 3, config, device)
-    theirs = [oracle.Factor(n, oracle.Options(method=method, **options), dtype) for _ in range(3)]
+    theirs = [oracle.Factor(n, oracle.Options(**options), dtype) for _ in range(3)]
     generator = torch.Generator().manual_seed(n)
     for _ in range(updates):
         M = gram(3, n, generator)
@@ -163,7 +162,7 @@ def test_a_zero_statistic_has_no_trace_to_divide_by() -> None:
 def test_codes_are_equal_to_the_bit_where_arithmetic_is_exact(bits: int, n: int) -> None:
     """Integers and β = 1/2: float32 sums are exact, so not one code may differ."""
     options: dict[str, Any] = {"bits": bits, "beta": 0.5, "damping": 0.5}
-    config = Config(method="naive", **options)
+    config = Config(method="naive", storage="paper", **options)
     ours = stack(n, 2, config)
     theirs = [
         oracle.Factor(n, oracle.Options(method="naive", **options), torch.float32) for _ in range(2)
@@ -183,7 +182,7 @@ def test_codes_are_equal_to_the_bit_where_arithmetic_is_exact(bits: int, n: int)
 @pytest.mark.parametrize("bits", [3, 4, 6, 8])
 def test_eigen_codes_are_equal_to_the_bit_for_exact_eigenvectors(bits: int) -> None:
     """A diagonal A keeps U = I: 1 and 0 are codes of every mapping."""
-    config = Config(bits=bits)
+    config = Config(bits=bits, **PAPER)
     ours = stack(66, 1, config)
     before = {name: tensor.clone() for name, tensor in ours.tensors.items()}
     diagonal = torch.arange(1, 67).float()
@@ -255,8 +254,8 @@ def test_what_is_not_trusted_or_not_finite_changes_nothing(
 
 
 def test_a_bad_root_never_replaces_a_good_one() -> None:
-    config = Config(damping=0.0)
-    factors = stack(64, 2, Config())
+    config = Config(damping=0.0, **PAPER)
+    factors = stack(64, 2, Config(**PAPER))
     M = gram(2, 64, torch.Generator().manual_seed(0))
     update(factors, M, all_trusted(factors), config)
     refresh(factors, config)
@@ -286,7 +285,7 @@ def test_eigenvalues_are_clamped_at_zero() -> None:
 
 
 def test_figures_for_diagnostics() -> None:
-    config = Config()
+    config = Config(method="eigen")
     factors = stack(64, 2, config)
     M = gram(2, 64, torch.Generator().manual_seed(0))
     update(factors, M, all_trusted(factors), config)
@@ -299,6 +298,10 @@ def test_figures_for_diagnostics() -> None:
     assert dense.figures()["condition"] == pytest.approx(
         float(torch.linalg.cond(dense.tensors["matrix"][0].double())), rel=1e-3
     )
+    triangle = stack(20, 1, Config(bits=32, method="cholesky"))
+    update(triangle, M[:1, :20, :20], all_trusted(triangle), Config(bits=32, method="cholesky"))
+    known = triangle.figures()["condition_at_least"]
+    assert 1 < known <= dense.figures()["condition"]
 
 
 def test_windows_of_one_stack_are_neighbours_and_others_are_copied() -> None:
@@ -335,6 +338,16 @@ def test_kernels_take_orders_in_one_batch(
     assert_mixed_as_alone(method, (12, 70, 130), True, quantized, kernels, updates=1, exact=True)
 
 
+@pytest.mark.parametrize("method", ["eigen", "cholesky"])
+def test_small_statistics_are_not_lost_beside_what_they_are_enlarged_by(
+    method: Any, kernels: torch.device
+) -> None:
+    size = 1e-16
+    assert_mixed_as_alone(
+        method, (12, 130), True, True, kernels, updates=2, exact=True, size=size, damping=size
+    )
+
+
 def assert_mixed_as_alone(
     method: Any,
     orders: tuple[int, ...],
@@ -343,9 +356,12 @@ def assert_mixed_as_alone(
     device: torch.device,
     updates: int,
     exact: bool = False,
+    size: float = 1.0,
+    damping: float = 1e-6,
 ) -> None:
     config = Config(
         method=method,
+        damping=damping,
         update_every=1,
         refresh_every=1,
         min_quantized_numel=0 if quantized else 10**6,
@@ -354,11 +370,11 @@ def assert_mixed_as_alone(
     alone = [stack(n, 2, config, device) for n in orders]
     mixed = [stack(n, 2, config, device) for n in orders]
     batch = Batch([(factors, slice(0, 2)) for factors in mixed])
-    flags = torch.tensor([trusted, True] * 3, device=device)
+    flags = torch.tensor([trusted, True] * len(orders), device=device)
     for _ in range(updates):
-        M = torch.zeros(6, orders[-1], orders[-1], device=device)
+        M = torch.zeros(2 * len(orders), orders[-1], orders[-1], device=device)
         for i, factors in enumerate(alone):
-            own = gram(2, factors.order, generator).to(device)
+            own = gram(2, factors.order, generator).to(device) * size
             M[2 * i : 2 * i + 2, : factors.order, : factors.order] = own
             assert update(factors, own, flags[:2], config) == 0
         batch.update(M, flags, config)

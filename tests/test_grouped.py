@@ -19,7 +19,7 @@ from kronbit import CASPR, Shampoo, acceleration
 from kronbit.batches import UPDATE, batches, due_parts
 from kronbit.blocking import route
 from kronbit.config import Config
-from kronbit.factors import compact
+from kronbit.factors import Factors, compact
 from kronbit.gradients import GradientBlocks, plain_dtypes
 from kronbit.groups import Due, Member
 from kronbit.kernel_products import BF16X3, FLOAT32, HALF, _way
@@ -48,7 +48,7 @@ def made(
     **options: Any,
 ) -> Preconditioner:
     """Members of several shapes and formats, with roots far from the identity."""
-    config = Config(**{"max_order": 70, **options})
+    config = Config(**{"storage": "paper", "max_order": 70, **options})
     members = [Member(route(shape, config), config) for shape in shapes]
     own = Preconditioner(members, algorithm.algorithm, 2**21, False, device)
     for group in own.groups:
@@ -525,19 +525,43 @@ def test_kernels_and_torch_count_alike(
     assert int(raising.skipped) == 0
 
 
-@pytest.mark.parametrize("option", [{"damping": 0.0}, {"beta": 0.0}, {"root": "schur_newton"}])
-def test_orders_stay_apart_where_mixing_would_show(option: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("method", "attempt", "option"),
+    [
+        ("eigen", 0, {"damping": 0.0}),
+        ("eigen", 0, {"beta": 0.0}),
+        ("eigen", 0, {"root": "schur_newton"}),
+        ("eigen", None, {"trace_scaling": True}),
+        ("cholesky", 0, {"beta": 0.0}),
+    ],
+)
+def test_orders_stay_apart_where_mixing_would_show(
+    method: str, attempt: int | None, option: dict[str, Any]
+) -> None:
     """A λ of zero cannot be enlarged, and Newton's iteration sees the whole matrix."""
     for options in ({}, option):
-        config = Config(max_order=100, **options)
+        config = Config(method=method, max_order=100, **options)
         members = [Member(route(shape, config), config) for shape in ((70, 66), (80, 90))]
         own = Preconditioner(members, Shampoo.algorithm, 2**24, False, torch.device("cpu"))
         parts = due_parts(own.groups, {0: Due(config), 1: Due(config)})
         orders = [
             {part.factors.order for part in batch}
-            for batch in batches(parts, own.workspace, UPDATE, lambda part: True)
+            for batch in batches(
+                parts,
+                own.workspace,
+                UPDATE,
+                lambda part: part.factors.method.enlarges(part.config, attempt),
+            )
         ]
         assert (max(map(len, orders)) > 1) == (not options)
+
+
+@pytest.mark.parametrize(("method", "last"), [("eigen", 2), ("cholesky", 1), ("naive", 0)])
+def test_orders_do_not_share_what_depends_on_the_whole_matrix(method: str, last: int) -> None:
+    config = Config(method=method, bits=4)
+    own = Factors(64, 1, config.format(64), 1e-6, "cpu").method
+    assert not own.enlarges(config, last)
+    assert own.enlarges(config, None) == (method == "eigen")
 
 
 @pytest.mark.parametrize("mixed", [False, True])

@@ -7,10 +7,11 @@ import math
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from conftest import no_host_sync, relative_error
+from conftest import PAPER, no_host_sync, relative_error
 from networks import assert_same_state
 from torch import Tensor, nn
 
@@ -261,7 +262,9 @@ def test_kernels_take_singular_matrices(
 def test_tiny_statistics_are_not_lost_under_what_is_forgotten(kernels: torch.device) -> None:
     """With beta=0 the start value has no weight: the scale of A is that of M alone."""
     p = nn.Parameter(torch.zeros(20, 24, device=kernels))
-    optimizer = Shampoo([p], base="sgd", lr=0.1, beta=0, update_every=1, refresh_every=1)
+    optimizer = Shampoo(
+        [p], base="sgd", lr=0.1, beta=0, method="eigen", update_every=1, refresh_every=1
+    )
     p.grad = 1e-17 * torch.randn(20, 24, device=kernels)
     optimizer.step()
     left = optimizer.state[p]["block_0"]["left"]
@@ -320,7 +323,10 @@ def test_every_kernel_compiles_for_a_gpu_that_is_not_there() -> None:
 
 
 def build(
-    graph: bool, dtype: torch.dtype = torch.float32, workspace_mb: float = 256
+    graph: bool,
+    dtype: torch.dtype = torch.float32,
+    workspace_mb: float = 256,
+    ways: dict[str, Any] = PAPER,
 ) -> tuple[list[nn.Parameter], Shampoo]:
     torch.manual_seed(0)
     shapes = [(300, 200), (128, 128), (40,), (64, 700)]
@@ -328,7 +334,7 @@ def build(
     base = torch.optim.AdamW(params, lr=1e-2, fused=True)
     every = {"update_every": 4, "refresh_every": 8}
     options = {"max_order": 256, "cuda_graph": graph, "workspace_mb": workspace_mb, **every}
-    return params, Shampoo(base, **options)
+    return params, Shampoo(base, **options, **ways)
 
 
 def feed(params: list[nn.Parameter], t: int) -> list[Tensor]:
@@ -391,13 +397,36 @@ def test_a_step_inside_of_a_capture_is_refused() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("graph", [True, False])
+def test_the_default_runs_by_kernels(graph: bool) -> None:
+    """And is the same with graphs as without, as far as it is determined."""
+    results = []
+    for captured in (graph, False):
+        params, optimizer = build(captured, ways={})
+        for t in range(30):
+            keep = feed(params, t)
+            optimizer.step()
+            del keep
+        results.append((params, optimizer.state_dict()["state"]))
+        found = optimizer.diagnostics()
+        assert found["kernels"] == {"cuda:0": "used"}
+        assert found["cuda_graph"] == {"cuda:0": "not refused"}
+        assert 24 not in found["products"]
+        assert found["discarded_roots"] == found["discarded_statistics"] == 0
+    for p, q in zip(results[0][0], results[1][0], strict=True):
+        assert torch.equal(p, q)
+    assert_same_state(results[0][1], results[1][1])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("ways", [PAPER, {}], ids=str)
 @pytest.mark.parametrize("when", [10, 17])
-def test_resuming_is_exact_with_kernels(when: int) -> None:
-    params, optimizer = build(True)
+def test_resuming_is_exact_with_kernels(when: int, ways: dict[str, Any]) -> None:
+    params, optimizer = build(True, ways=ways)
     for t in range(26):
         if t == when:
             saved = copy.deepcopy(optimizer.state_dict())
-            again, resumed = build(True)
+            again, resumed = build(True, ways=ways)
             with torch.no_grad():
                 for p, q in zip(params, again, strict=True):
                     q.copy_(p)
@@ -413,10 +442,11 @@ def test_resuming_is_exact_with_kernels(when: int) -> None:
 
 
 @pytest.mark.gpu
-def test_ordinary_steps_neither_wait_nor_compile() -> None:
+@pytest.mark.parametrize("ways", [PAPER, {}], ids=str)
+def test_ordinary_steps_neither_wait_nor_compile(ways: dict[str, Any]) -> None:
     from kronbit.kernels.launch import _COMPILED
 
-    params, optimizer = build(True)
+    params, optimizer = build(True, ways=ways)
     for t in range(20):
         feed(params, t)
         optimizer.step()

@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 import torch
 from allocations import Allocations
+from conftest import PAPER
 from torch import Tensor, nn
 
 from kronbit import CASPR, Shampoo, acceleration, estimate_memory
-from kronbit.batches import CONVERGED, ROBUST_UPDATE, UPDATE, Cost
+from kronbit.batches import REFRESH, ROBUST_UPDATE, UPDATE, Cost
 from kronbit.config import Config
 from kronbit.factors import Batch, Factors
 from kronbit.linalg import Attempt
@@ -19,17 +20,17 @@ from kronbit.memory import state_bytes
 METHODS = [
     {"bits": 32},
     {"bits": 32, "method": "eigen"},
-    {"bits": 8},
-    {"bits": 6},
-    {"bits": 4},
-    {"bits": 3},
+    {"bits": 8, **PAPER},
+    {"bits": 6, **PAPER},
+    {"bits": 4, **PAPER},
+    {"bits": 3, **PAPER},
+    {"bits": 4, "method": "naive", "storage": "paper"},
+    {"bits": 4, "root_bits": 8, **PAPER},
+    {"bits": 4, "storage": "paper"},
+    {"bits": 4, "method": "eigen"},
     {"bits": 4, "method": "naive"},
-    {"bits": 4, "root_bits": 8},
-    {"bits": 4, "method": "cholesky"},
-    {"bits": 4, "storage": "compact"},
-    {"bits": 4, "method": "naive", "storage": "compact"},
-    {"bits": 6, "root_bits": 4, "method": "cholesky", "storage": "compact"},
-    {"bits": 3, "root_bits": 32, "method": "cholesky", "storage": "compact"},
+    {"bits": 6, "root_bits": 4},
+    {"bits": 3, "root_bits": 32},
     {"bits": 4, "max_order": 70, "split": "even"},
 ]
 
@@ -61,11 +62,11 @@ def sum_of_tensors(value: Any) -> int:
 @pytest.mark.parametrize(
     ("options", "attempt", "cost"),
     [
-        ({}, Attempt(), UPDATE),
-        ({}, Attempt(1), ROBUST_UPDATE),
-        ({"storage": "compact"}, Attempt(), UPDATE),
-        ({"method": "cholesky"}, None, CONVERGED),
-        ({"method": "cholesky", "storage": "compact"}, None, CONVERGED),
+        (PAPER, Attempt(), UPDATE),
+        (PAPER, Attempt(1), ROBUST_UPDATE),
+        ({"method": "eigen"}, Attempt(), UPDATE),
+        ({"storage": "paper"}, None, REFRESH),
+        ({}, None, REFRESH),
     ],
 )
 def test_kernels_need_what_a_row_of_a_batch_is_counted_for(
@@ -144,7 +145,7 @@ def test_estimates_take_shapes_and_allocate_nothing() -> None:
 def test_a_quantised_element_takes_bits_plus_scale(bits: int, block_size: int) -> None:
     """The paper's 4 + 32/64 = 4.5 bits, to the byte, beside float32 eigenvalues and diagonals."""
     n = 1280
-    memory = estimate_memory([(n, n)], bits=bits, block_size=block_size, max_order=n)
+    memory = estimate_memory([(n, n)], bits=bits, block_size=block_size, max_order=n, **PAPER)
     quantised = n * n * (bits + 32 / block_size) / 8
     vector = n * 4
     assert memory["statistics"] == 2 * (quantised + vector)
@@ -153,7 +154,9 @@ def test_a_quantised_element_takes_bits_plus_scale(bits: int, block_size: int) -
 
 def test_about_seven_times_smaller_than_32_bits() -> None:
     shapes = [(1200, 1200), (768, 3072), (384, 1536)]
-    small, large = (estimate_memory(shapes, bits=bits) for bits in (4, 32))
+    small, large = (
+        estimate_memory(shapes, **options) for options in ({"bits": 4, **PAPER}, {"bits": 32})
+    )
     ratio = (large["statistics"] + large["roots"]) / (small["statistics"] + small["roots"])
     assert 7.0 <= ratio <= 7.1
 
@@ -191,7 +194,7 @@ def test_memory_before_the_first_step_is_nothing() -> None:
 
 
 @pytest.mark.parametrize("make", [Shampoo, CASPR])
-@pytest.mark.parametrize("options", [*METHODS[:-1], {"bits": 4, "root": "schur_newton"}], ids=str)
+@pytest.mark.parametrize("options", [*METHODS[:-1], {**PAPER, "root": "schur_newton"}], ids=str)
 def test_the_peak_stays_within_the_workspace(make: Any, options: dict[str, Any]) -> None:
     """On every kind of step, for stacks that are many times the workspace."""
     workspace = 2 * 2**20
@@ -248,10 +251,10 @@ def test_the_peak_stays_within_the_workspace_for_channels_last_convolutions() ->
         {"bits": 4},
         {"bits": 32},
         {"bits": 4, "method": "naive"},
-        {"bits": 3},
-        {"bits": 4, "storage": "compact"},
-        {"bits": 4, "method": "cholesky"},
-        {"bits": 8, "method": "cholesky", "storage": "compact"},
+        {"bits": 3, **PAPER},
+        {"bits": 4, **PAPER},
+        {"bits": 4, "method": "eigen"},
+        {"bits": 8, "storage": "paper"},
         {"bits": 4, "offload_statistics": True},
         {"bits": 32, "offload_statistics": True},
     ],

@@ -15,9 +15,9 @@ from kronbit.factors import is_root
 from kronbit.state import blocks_of
 
 OPTIONS = [
+    {"bits": 4, "method": "eigen", "storage": "paper"},
+    {"bits": 4, "method": "eigen"},
     {"bits": 4},
-    {"bits": 4, "storage": "compact"},
-    {"bits": 4, "method": "cholesky", "storage": "compact"},
     {"bits": 32},
     {"bits": 4, "stagger": True},
 ]
@@ -74,6 +74,16 @@ def test_a_checkpoint_may_be_loaded_to_either_place(
     for p in again.param_groups[0]["params"]:
         p.grad = torch.ones_like(p)
     again.step()
+
+
+def test_a_checkpoint_is_converted_on_the_way_there(device: torch.device) -> None:
+    _, first = trained(device, bits=8, method="eigen")
+    saved = first.state_dict()
+    options = {"bits": 4, "trace_scaling": True}
+    expected, _ = trained(device, start=copy.deepcopy(saved), **options)
+    found, _ = trained(device, start=copy.deepcopy(saved), offload_statistics=True, **options)
+    for p, other in zip(expected, found, strict=True):
+        assert torch.equal(p, other)
 
 
 @pytest.mark.gpu

@@ -110,7 +110,7 @@ def test_state_keys_are_the_documented_ones() -> None:
     }
     for (method, bits), names in expected.items():
         p = nn.Parameter(torch.randn(64, 130))
-        optimizer = Shampoo([p], lr=0.1, method=method, bits=bits, max_order=70)
+        optimizer = Shampoo([p], lr=0.1, method=method, bits=bits, storage="paper", max_order=70)
         p.grad = torch.randn_like(p)
         optimizer.step()
         assert list(optimizer.state[p]) == ["step", "base", "block_0", "block_1", "product_bits"]
@@ -274,7 +274,7 @@ def test_replaced_state_is_noticed_and_taken_over() -> None:
     results = []
     for replaced in (False, True):
         model = network()
-        optimizer = Shampoo(model.parameters(), lr=1e-2, **FAST)
+        optimizer = Shampoo(model.parameters(), lr=1e-2, method="eigen", **FAST)
         run(model, optimizer, 5)
         if replaced:
             for p in list(optimizer.state):

@@ -134,7 +134,8 @@ def test_experts_and_fused_projections_are_preconditioned_one_by_one() -> None:
         {"params": [stacked], "batch_dims": 1},
         {"params": [fused], "split_sizes": (20, 20, 20)},
     ]
-    optimizer = Shampoo(groups, base="sgd", lr=1.0, momentum=0.0, update_every=1, refresh_every=1)
+    every = {"update_every": 1, "refresh_every": 1}
+    optimizer = Shampoo(groups, base="sgd", lr=1.0, momentum=0.0, method="eigen", **every)
     for grad in grads:
         stacked.grad, fused.grad = grad.clone(), grad.reshape(60, 30).clone()
         optimizer.step()

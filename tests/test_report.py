@@ -48,7 +48,7 @@ def test_summary_shows_each_parameter_or_why_not(
         if p in optimizer.state
     }
     assert "66 x 130" in rows["0.weight"]
-    assert "eigen" in rows["0.weight"]
+    assert "cholesky" in rows["0.weight"]
     assert "4/32" in rows["0.weight"]  # 130 is cut into 100 and 30; 30 stays in 32 bits
     assert f"{sizes['0.weight']:,}" in rows["0.weight"]
     assert "not a matrix" in rows["1.weight"]
@@ -75,12 +75,13 @@ def test_names_are_shown_as_they_are() -> None:
 
 
 def test_diagnostics_before_during_and_after() -> None:
-    model, optimizer = build(update_every=1, refresh_every=2)
+    model, optimizer = build(update_every=1, refresh_every=2, method="eigen")
     counters = (
         "skipped_gradients",
         "shifted_qr",
         "householder",
         "jittered",
+        "redamped",
         "discarded_statistics",
         "discarded_roots",
         "ungrafted",
@@ -128,7 +129,8 @@ def test_graft_ratio_is_that_of_the_last_step() -> None:
 
 def test_counts_survive_a_new_plan() -> None:
     p = nn.Parameter(torch.zeros(64, 66))
-    optimizer = Shampoo([p], base="sgd", lr=0.1, update_every=1, refresh_every=1)
+    every = {"update_every": 1, "refresh_every": 1}
+    optimizer = Shampoo([p], base="sgd", lr=0.1, method="eigen", **every)
     p.grad = torch.randn(64, 1) @ torch.randn(1, 66)
     optimizer.step()
     before = optimizer.diagnostics()["shifted_qr"]
@@ -137,3 +139,27 @@ def test_counts_survive_a_new_plan() -> None:
     p.grad, q.grad = None, torch.diag(torch.arange(1.0, 65.0)) @ torch.eye(64, 66)
     optimizer.step()
     assert optimizer.diagnostics()["shifted_qr"] >= before
+
+
+@pytest.mark.parametrize("enough", [5e-6, 1.0])
+def test_a_root_that_does_not_converge_is_tried_with_more_damping(
+    enough: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kronbit.factors import cholesky
+
+    original = cholesky.converged_inverse_root
+
+    def only_from(A: torch.Tensor, p: int, damping: float) -> torch.Tensor:
+        root = original(A, p, damping)
+        return root if damping >= enough else root * torch.nan
+
+    p = nn.Parameter(torch.zeros(64, 66))
+    optimizer = Shampoo([p], base="sgd", lr=0.1, update_every=1, refresh_every=1)
+    monkeypatch.setattr(cholesky, "converged_inverse_root", only_from)
+    p.grad = torch.randn(64, 66)
+    optimizer.step()
+    found = optimizer.diagnostics()
+    assert found["redamped"] == 2
+    assert found["discarded_roots"] == (2 if enough == 1 else 0)
+    left = optimizer._plan.preconditioners[p.device].groups[0].left
+    assert bool(left.is_identity(slice(0, 1))) == (enough == 1)

@@ -39,6 +39,30 @@ def test_roots_are_those_of_the_eigenvalues(
         assert relative_error(root, exact(one, p, damping)) < tolerance
 
 
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
+@pytest.mark.parametrize("p", [1, 2, 4])
+@pytest.mark.parametrize("n", [45, 130])
+def test_kernels_take_the_same_roots(n: int, p: int, kernels: torch.device) -> None:
+    """By halves of symmetric products, in two parts."""
+    lam = torch.arange(1, n + 1).double() ** -1.5
+    A = torch.stack([with_spectrum(lam), with_spectrum(lam, 1) * 1e20, torch.zeros(n, n).double()])
+    A = A.float()
+    found = converged_inverse_root(A.clone().to(kernels), p, 1e-6).cpu()
+    for one, root in zip(A[:2], found[:2], strict=True):
+        assert relative_error(root, exact(one, p, 1e-6)) < 2e-3
+        assert torch.equal(root, root.mT)
+    assert torch.equal(found[2], torch.eye(n))
+
+
+@pytest.mark.parametrize("n", [60, 300])
+def test_a_flat_spectrum_of_half_rank_at_the_default_damping(n: int, device: torch.device) -> None:
+    """The largest eigenvalue is far below the norm: the hardest case, and float32's limit."""
+    lam = torch.cat([torch.ones(n // 2), torch.zeros(n - n // 2)]).double()
+    A = with_spectrum(lam).float()
+    root = converged_inverse_root(A[None].clone().to(device), 4, 1e-6)[0].cpu()
+    assert relative_error(root, exact(A, 4, 1e-6)) < 0.06
+
+
 @pytest.mark.parametrize("p", [1, 2, 4])
 def test_half_of_the_eigenvalues_may_be_zero(p: int) -> None:
     """Then the norm is far above the largest eigenvalue, and the smallest is nothing but ridge."""

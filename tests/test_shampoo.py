@@ -7,7 +7,7 @@ from typing import Any
 import oracle
 import pytest
 import torch
-from conftest import relative_error
+from conftest import PAPER, relative_error
 from torch import nn
 
 from kronbit import CASPR, Shampoo
@@ -95,6 +95,7 @@ def test_every_cut_is_the_oracles(split: str, max_order: int) -> None:
         max_order=max_order,
         split=split,
         min_quantized_numel=900,
+        **PAPER,
     )
     assert max(errors) < 1e-3
 

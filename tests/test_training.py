@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
+from conftest import PAPER
 from sklearn.datasets import load_digits
 from torch import nn
 
@@ -35,19 +37,22 @@ def held_out_loss(
 
 
 def test_4_bits_end_within_noise_of_32_bits_and_both_beyond_adamw() -> None:
-    def shampoo(bits: int) -> Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]:
-        return lambda params: Shampoo(
-            params, lr=3e-3, bits=bits, first_refresh=5, update_every=10, refresh_every=20
-        )
+    def shampoo(**options: Any) -> Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]:
+        every = {"first_refresh": 5, "update_every": 10, "refresh_every": 20}
+        return lambda params: Shampoo(params, lr=3e-3, **every, **options)
 
     runs = {
         "adamw": [held_out_loss(lambda p: torch.optim.AdamW(p, lr=3e-3), s) for s in SEEDS],
-        32: [held_out_loss(shampoo(32), s) for s in SEEDS],
-        4: [held_out_loss(shampoo(4), s) for s in SEEDS],
+        "32": [held_out_loss(shampoo(bits=32), s) for s in SEEDS],
+        "paper": [held_out_loss(shampoo(bits=4, **PAPER), s) for s in SEEDS],
+        "4": [held_out_loss(shampoo(bits=4), s) for s in SEEDS],
+        "6 + 4": [held_out_loss(shampoo(bits=6, root_bits=4), s) for s in SEEDS],
     }
     mean = {name: sum(losses) / len(losses) for name, losses in runs.items()}
     noise = max(max(losses) - min(losses) for losses in runs.values())
-    assert abs(mean[4] - mean[32]) < noise
-    # paired by seed: both beat AdamW with every one of them
-    for ours in (32, 4):
+    for ours in ("paper", "4", "6 + 4"):
+        assert abs(mean[ours] - mean["32"]) < noise
+        assert mean[ours] < mean["adamw"]
+    # paired by seed: they beat AdamW with every one of them
+    for ours in ("32", "paper", "6 + 4"):
         assert all(a < b for a, b in zip(runs[ours], runs["adamw"], strict=True))

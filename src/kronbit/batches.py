@@ -10,6 +10,7 @@ from kronbit.config import Config, Format
 from kronbit.factors import Factors
 from kronbit.groups import Due, Group
 from kronbit.linalg import least_pivot
+from kronbit.roots import LEAST_RIDGE
 
 _MOST_ROWS = 65535  # of a batch: what a grid of programs can hold
 _ENLARGED = 1 / 3  # of a batch: what may be computed in vain
@@ -42,7 +43,6 @@ class Cost:
 UPDATE = Cost(square=5, gathered=1)
 ROBUST_UPDATE = Cost(square=7, gathered=1)
 REFRESH = Cost(square=5)
-CONVERGED = Cost(square=5)
 NEWTON = Cost(square=10)
 PRECONDITION = Cost(square=4, block=4)
 
@@ -65,6 +65,11 @@ class Part:
         """One of the rows."""
         return replace(self, rows=slice(row, row + 1))
 
+    def damped_by(self, factor: float) -> Part:
+        """The rows with a larger damping."""
+        damping = max(self.config.damping, LEAST_RIDGE) * factor
+        return replace(self, config=replace(self.config, damping=damping))
+
 
 def due_parts(groups: Sequence[Group], due: Mapping[int, Due]) -> Iterator[Part]:
     """The sides of all rows that are due."""
@@ -82,9 +87,8 @@ def order_of(parts: Sequence[Part]) -> int:
 def refresh_cost(part: Part) -> Cost:
     """What a row needs for its root."""
     method = part.factors.format.method
-    if method == "cholesky":
-        return CONVERGED
-    return REFRESH if method == "eigen" and part.config.root == "eigen" else NEWTON
+    by_newton = part.config.root == "schur_newton" if method == "eigen" else method != "cholesky"
+    return NEWTON if by_newton else REFRESH
 
 
 def batches(

@@ -93,7 +93,7 @@ def read(
         own = {name: getattr(config, name) for name in STRUCTURAL_OPTIONS}
         rest = {name: value for name, value in group.items() if name != "params"}
         merged.append({**rest, **old, **own, FORMAT_KEY: FORMAT})
-        written = Config().for_group(old)
+        written = Config().for_group(_said_by(old))
         for key, p in zip(old["params"], group["params"], strict=True):
             # reading optimizer.state[p] of a parameter without state leaves an empty entry
             if key not in state or state[key] == {}:
@@ -131,6 +131,18 @@ def _check_version(saved: Sequence[Mapping[str, Any]], state: Mapping[Any, Any])
                 f"param_groups[{index}] has {FORMAT_KEY}={version!r}; this version of kronbit "
                 f"reads formats 1 to {FORMAT}: upgrade kronbit"
             )
+
+
+def _said_by(group: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The options of a group as they were meant when it was written."""
+    if group.get(FORMAT_KEY) != 1:
+        return group
+    method = "dense" if group.get("bits") == 32 else "eigen"
+    return {
+        **group,
+        "method": group.get("method") or method,
+        "storage": group.get("storage", "paper"),
+    }
 
 
 def _read_entry(key: Any, value: Any, config: Config) -> Entry:
@@ -189,20 +201,20 @@ def fill(plan: Plan, entries: Mapping[Tensor, Entry]) -> None:
                 layout,
                 entry.path(block.key, side),
             )
-            work.append((factors.slot(block.row), factors.format, leaves, source))
+            work.append((factors, block.row, leaves, source))
     for parameter, keys in left_over.items():
         if keys:
             raise ValueError(f"{entries[parameter].path(min(keys))} does not exist here: {_CUT}")
-    for views, target, leaves, source in work:
-        for name, value in _converted(leaves, source, target, views).items():
+    for factors, row, leaves, source in work:
+        views = factors.slot(row)
+        for name, value in _converted(leaves, source, factors.format, factors.device).items():
             views[name].copy_(value)
 
 
-def _converted(leaves: Leaves, source: Format, target: Format, views: Leaves) -> Leaves:
+def _converted(leaves: Leaves, source: Format, target: Format, device: torch.device) -> Leaves:
     """The tensors of one side in the target's format; the same ones where formats are equal."""
     if source == target:
         return leaves
-    device = next(iter(views.values())).device
     # Copies: kernels read words, and a checkpoint's tensors may begin anywhere.
     stack = {
         name: value.to(device, copy=True, memory_format=torch.contiguous_format).unsqueeze(0)

@@ -14,7 +14,7 @@ STORAGES = ("paper", "compact")
 EXPONENTS = (-0.25, -0.5, -1.0)
 
 # Version of the state's layout, kept in every param group.
-FORMAT = 1
+FORMAT = 2
 FORMAT_KEY = "kronbit_format"
 
 
@@ -65,15 +65,16 @@ class Config:
     Attributes:
         bits: b. Width of the stored statistics: 3, 4, 6, 8 or 32.
         root_bits: Width of the stored inverse roots; ``None``: the same as ``bits``.
-        method: ``"eigen"`` stores eigenvalues and quantised eigenvectors (the paper's method),
-            ``"naive"`` quantises the preconditioner itself (its baseline), ``"cholesky"`` its
-            triangular factor, ``"dense"`` keeps float32. ``None``: ``"dense"`` at 32 bits, else
-            ``"eigen"``.
+        method: ``"cholesky"`` quantises the preconditioner's triangular factor, ``"eigen"`` stores
+            eigenvalues and quantised eigenvectors (the paper's method), ``"naive"`` quantises the
+            preconditioner itself (its baseline), ``"dense"`` keeps float32. ``None``: ``"dense"``
+            at 32 bits, else ``"cholesky"``.
         mapping: R. ``"linear2"``, ``"dt"`` or ``"linear"``.
         block_size: Elements that share one scale.
         min_quantized_numel: A matrix with fewer elements stays in 32 bits.
-        storage: ``"paper"``: the paper's layout, to the bit. ``"compact"``: of symmetric and
-            triangular matrices one triangle, in tiles, and scales quantised to 8 bits.
+        storage: ``"compact"``: of symmetric and triangular matrices one triangle, in tiles, and
+            scales quantised to 8 bits. ``"paper"``: the paper's layout, to the bit. ``None``:
+            ``"compact"``, unless ``block_size`` is not 64.
         exponent: The power of L and R that L̂ and R̂ are: -1/4, the paper's, -1/2 or -1.
         trace_scaling: True divides L and R by the root of their trace before they are raised to
             ``exponent``. The norm of a parameter's update is F's in any case; this is about the
@@ -122,7 +123,7 @@ class Config:
     mapping: str = "linear2"
     block_size: int = 64
     min_quantized_numel: int = 4096
-    storage: str = "paper"
+    storage: str | None = None
     exponent: float = -0.25
     trace_scaling: bool = False
     beta: float = 0.95
@@ -155,7 +156,8 @@ class Config:
             _choice("method", self.method, METHODS)
         Quantizer(self.bits, self.mapping, self.block_size)
         _integer("min_quantized_numel", self.min_quantized_numel, 0)
-        _choice("storage", self.storage, STORAGES)
+        if self.storage is not None:
+            _choice("storage", self.storage, STORAGES)
         _number("exponent", self.exponent, -1, 0)
         if self.exponent not in EXPONENTS:
             raise ValueError(f"exponent must be one of {EXPONENTS}; got {self.exponent!r}")
@@ -227,13 +229,14 @@ class Config:
 
     def format(self, order: int) -> Format:
         """How factors of this order are stored; small ones keep 32 bits."""
-        method = self.method or ("dense" if self.bits == 32 else "eigen")
+        method = self.method or ("dense" if self.bits == 32 else "cholesky")
         p = round(-1 / self.exponent)
         if order * order < self.min_quantized_numel:
             return Format("dense" if method == "naive" else method, _FLOAT32, _FLOAT32, p=p)
         statistic, root = self._quantizer(self.bits), self._quantizer(self.root_bits)
         # At 32 bits there is nothing that could be told from the rest.
-        compact = self.storage == "compact" and not statistic.bits == root.bits == 32
+        storage = self.storage or ("compact" if self.block_size == 64 else "paper")
+        compact = storage == "compact" and not statistic.bits == root.bits == 32
         return Format(method, statistic, root, compact, p)
 
     def _quantizer(self, bits: int | None) -> Quantizer:
@@ -294,7 +297,16 @@ class Config:
 
 def take_options(keywords: MutableMapping[str, Any]) -> Config:
     """Take our options out of keywords; what remains is for the base optimizer."""
-    return Config(**{name: keywords.pop(name) for name in OPTIONS if name in keywords})
+    given = {name: keywords.pop(name) for name in OPTIONS if name in keywords}
+    config = Config(**given)
+    if config.method is None and config.bits < 32:
+        for name in EIGEN_OPTIONS:
+            if getattr(config, name) != getattr(Config, name):
+                raise ValueError(
+                    f"{name}={given[name]!r} is for method='eigen', which is not the default: "
+                    f"give method='eigen', or leave {name} out"
+                )
+    return config
 
 
 GLOBAL_OPTIONS = frozenset(
@@ -302,6 +314,8 @@ GLOBAL_OPTIONS = frozenset(
 )
 OPTIONS = tuple(field.name for field in fields(Config))
 GROUP_OPTIONS = tuple(name for name in OPTIONS if name not in GLOBAL_OPTIONS)
+# Of no meaning to other methods.
+EIGEN_OPTIONS = ("update_rectify", "refresh_rectify", "qr_iterations", "root")
 # How a matrix is stored: fixed once there is state, but a checkpoint is converted.
 FORMAT_OPTIONS = (
     "bits",

@@ -245,16 +245,16 @@ class Preconditioner:
             measured: The members' gradients, on which products in less than float32 are tried.
             due: Members to refresh, with their options and blocks.
         """
-        done: list[Part] = []
-        flags: list[Tensor] = []
-        wanted = due_parts(self.groups, due)
-        for parts in batches(wanted, self.workspace, refresh_cost, self._may_share):
-            batch = Batch([(part.factors, part.rows) for part in parts])
-            flags.append(batch.refresh(parts[0].config))
-            done += parts
-        if flags:
-            for (part, _), replaced in zip(_rows(done), torch.cat(flags).tolist(), strict=True):
-                part.factors.counters["discarded_roots"] += not replaced
+        failed = self._refresh(due_parts(self.groups, due))
+        for number in count():
+            again = []
+            for part in failed:
+                repairs = part.factors.method.root_repairs[number:]
+                part.factors.counters[repairs[0] if repairs else "discarded_roots"] += 1
+                again += [part.damped_by(10.0 ** (number + 1))] if repairs else []
+            if not again:
+                break
+            failed = self._refresh(again)
         staggered = {i for i, own in due.items() if own.turns is not None}
         known = set(self.refreshed)
         self.find_refreshed(due.keys() - staggered)
@@ -263,6 +263,21 @@ class Preconditioner:
         last = {i for i in staggered if self.turns[i][-1] in (due[i].turns or ())}
         new = self.refreshed - known
         self.products.choose(measured, [i for i in due if i not in staggered - last - new], new)
+
+    def _refresh(self, wanted: Iterable[Part]) -> list[Part]:
+        """PIRU of some rows; returns those whose new root is not finite: they keep the old one."""
+        done: list[Part] = []
+        flags: list[Tensor] = []
+        for parts in batches(wanted, self.workspace, refresh_cost, self._may_share):
+            batch = Batch([(part.factors, part.rows) for part in parts])
+            flags.append(batch.refresh(parts[0].config))
+            done += parts
+        replaced = torch.cat(flags).tolist() if flags else []
+        return [
+            part.row(row)
+            for (part, row), good in zip(_rows(done), replaced, strict=True)
+            if not good
+        ]
 
     def find_refreshed(self, candidates: Collection[int], whole: bool = False) -> None:
         """Note which candidates have left the identity. Waits for the device.

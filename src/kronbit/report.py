@@ -39,7 +39,7 @@ def summary(
 ) -> str:
     """The table of ``SecondOrder.summary``."""
     rows: list[tuple[str, ...]] = []
-    total, elements, preconditioned = 0, 0, 0
+    total, elements, preconditioned, offloaded = 0, 0, 0, 0
     steps = set()
     orders = [1]
     for name, p, own in params:
@@ -52,8 +52,11 @@ def summary(
         formats = [own.format(order) for grid in way.grids for order in grid.shape]
         methods = sorted({format.method for format in formats})
         bits = sorted({own.bits for format in formats for own in (format.statistic, format.root)})
-        size = sum(state_bytes(way, own).values())
+        held = state_bytes(way, own)
+        size = sum(held.values())
         total, preconditioned = total + size, preconditioned + p.numel()
+        if config.offload_statistics and p.device.type != "cpu":
+            offloaded += held["statistics"]
         steps.add(own.first_preconditioned_step())
         orders += [order for grid in way.grids for order in grid.shape]
         rows.append(
@@ -71,7 +74,8 @@ def summary(
     one = UPDATE.square * 4 * max(orders) ** 2 / 2**20
     footer = [
         f"{preconditioned:,} of {elements:,} elements ({share:.1f} %) are preconditioned",
-        f"second-order state: {total:,} bytes ({total / 2**20:.1f} MiB)",
+        f"second-order state: {total:,} bytes ({total / 2**20:.1f} MiB)"
+        + (f", {offloaded:,} of them in the host's memory" if offloaded else ""),
         f"first preconditioned step: {', '.join(map(str, sorted(steps))) or 'never'}",
         f"workspace: {config.workspace_mb:g} MiB; an update at the largest order, {max(orders)}, "
         f"needs about {one:.1f} MiB",

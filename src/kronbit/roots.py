@@ -57,7 +57,13 @@ def steps_of(order: int, p: int, damping: float) -> tuple[tuple[float, float, fl
     """The steps for any matrix of an order, divided by up to twice its Frobenius norm."""
     ridge = max(damping, LEAST_RIDGE)
     # No eigenvalue is larger than the norm, nor smaller than a √n-th of ε of it, nearly.
-    return minimax_steps(p, _MARGIN * ridge / (1 + ridge) / (2 * math.sqrt(order)))
+    least = _MARGIN * ridge / (2 * math.sqrt(order)) / 2 ** _doublings(ridge)
+    return minimax_steps(p, least)
+
+
+def _doublings(ridge: float) -> int:
+    """By how many powers of two the largest eigenvalue grows with a ridge, if that shows."""
+    return math.ceil(math.log2(1 + ridge)) if ridge > _ROOM else 0
 
 
 def _best_step(p: int, u: float, v: float) -> tuple[float, float, float, float]:
@@ -106,10 +112,9 @@ def converged_inverse_root(A: Tensor, p: int, damping: float) -> Tensor:
     exponent = torch.frexp(norm).exponent.double()
     M = A.mul_(torch.exp2(-exponent))
     M.diagonal(dim1=-2, dim2=-1).add_((ridge * power_iteration(M)).unsqueeze(-1))
-    if ridge > _ROOM:  # eigenvalues may be above 1 now
-        above = math.ceil(math.log2(1 + ridge))
-        M *= 2.0**-above
-        exponent += above
+    if _doublings(ridge):
+        M *= 2.0 ** -_doublings(ridge)
+        exponent += _doublings(ridge)
     m = operand(M, bounded=True)
     q = max(p, 2)  # what the iteration goes for
     steps = steps_of(n, q, damping)

@@ -47,6 +47,7 @@ class Cholesky:
     """
 
     repairs: tuple[str, ...] = ("jittered",)
+    root_repairs: tuple[str, ...] = ("redamped",)
 
     def __init__(self, format: Format) -> None:
         self.p = format.p
@@ -66,8 +67,11 @@ class Cholesky:
         return self.factor.encode(eye * value**0.5)
 
     def restore(self, slices: Sequence[Mapping[str, Tensor]], order: int) -> Triangle:
-        """C of stacks, one behind the other: do not write to it."""
-        stacks = [enlarged(self.factor.decode(leaves), order) for leaves in slices]
+        """C of stacks, one behind the other: do not write to it.
+
+        A matrix of a smaller order becomes a part of a larger one, which is diagonal elsewhere.
+        """
+        stacks = [_enlarged(self.factor.decode(leaves), order) for leaves in slices]
         return Triangle(stacks[0] if len(stacks) == 1 else torch.cat(stacks))
 
     def update(
@@ -108,6 +112,18 @@ class Cholesky:
         """What pivots tell of the condition of A, for ``diagnostics``."""
         pivots = self.factor.decode(leaves).diagonal(dim1=-2, dim2=-1).double()
         return {"condition_at_least": condition(pivots.square())}
+
+
+def _enlarged(C: Tensor, order: int) -> Tensor:
+    """C as parts of larger factors, whose other pivots are its largest: no element is above it."""
+    n = C.shape[-1]
+    if n == order:
+        return C
+    larger = enlarged(C, order)
+    largest = C.diagonal(dim1=-2, dim2=-1).amax(-1, keepdim=True)
+    rest = larger.diagonal(dim1=-2, dim2=-1)[:, n:]
+    rest.copy_(torch.where(largest == 0, 1.0, largest).expand_as(rest))
+    return larger
 
 
 def _jittered(A: Tensor) -> tuple[Triangle, Tensor]:

@@ -36,6 +36,7 @@ class Dense:
     """
 
     repairs: tuple[str, ...] = ()
+    root_repairs: tuple[str, ...] = ()
 
     def __init__(self, format: Format) -> None:
         self.p = format.p

@@ -50,6 +50,7 @@ class Eigen:
 
     # What a nearly singular matrix needs: a QR that is more robust.
     repairs: tuple[str, ...] = ("shifted_qr", "householder")
+    root_repairs: tuple[str, ...] = ()
 
     def __init__(self, format: Format) -> None:
         self.p = format.p

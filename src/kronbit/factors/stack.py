@@ -31,6 +31,8 @@ class Method(Protocol):
     root: MatrixStorage
     # Under which names further attempts at an update are counted, one after the other.
     repairs: tuple[str, ...]
+    # And at a refresh: each with ten times the damping of the one before.
+    root_repairs: tuple[str, ...]
 
     def enlarges(self, config: Config, attempt: int | None) -> bool:
         """Whether matrices can be parts of larger ones, without a trace in what comes of them.
@@ -91,13 +93,21 @@ class Factors:
 
     Attributes:
         layout: Name -> (shape, dtype) of one row.
+        device: Where they are at work.
+        offloaded: Whether the statistics are elsewhere.
         tensors: Name -> tensor with one row per block.
         whole: The tensors of the stack that this is a window of.
         first: Where the window begins there.
         counters: How often something was refused or repaired.
     """
 
-    COUNTERS = (*Eigen.repairs, *Cholesky.repairs, "discarded_statistics", "discarded_roots")
+    COUNTERS = (
+        *Eigen.repairs,
+        *Cholesky.repairs,
+        *Cholesky.root_repairs,
+        "discarded_statistics",
+        "discarded_roots",
+    )
 
     def __init__(
         self,
@@ -117,15 +127,13 @@ class Factors:
         self.layout = self.method.layout(order)
         self.device = eye.device
         self.offloaded = offload and self.device.type != "cpu"
-        host = {"device": "cpu", "pin_memory": self.device.type == "cuda"}
-        self.tensors = {
-            name: torch.empty(
-                (rows, *shape),
-                dtype=dtype,
-                **(host if self.offloaded and not is_root(name) else {"device": device}),
-            ).copy_(first[name])
-            for name, (shape, dtype) in self.layout.items()
-        }
+        self.tensors: Leaves = {}
+        for name, (shape, dtype) in self.layout.items():
+            away = self.offloaded and not is_root(name)
+            where = "cpu" if away else self.device
+            pinned = away and self.device.type == "cuda"
+            own = torch.empty((rows, *shape), dtype=dtype, device=where, pin_memory=pinned)
+            self.tensors[name] = own.copy_(first[name].to(where))
         self.whole, self.first = self.tensors, 0
 
     def window(self, first: int, rows: int) -> Factors:

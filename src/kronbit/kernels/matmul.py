@@ -125,6 +125,8 @@ def _product_kernel(
         value += tl.load(c_lo + wide, mask=within, other=0.0).to(tl.float32)
         total += (beta * tl.load(c_unit + matrix)) * value
     total += tl.where(inside & (row[:, None] == column[None, :]), diagonal, 0.0)
+    if SYMMETRIC and i == j:  # to the bit, as all other tiles are
+        total = tl.where(row[:, None] >= column[None, :], total, tl.trans(total))
     if WRITE == 1:
         tl.store(out + place, total, mask=inside)
     else:

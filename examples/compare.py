@@ -1,6 +1,6 @@
-"""AdamW against 32-bit, naive 4-bit and 4-bit Shampoo on scikit-learn's digits.
+"""AdamW against 32-bit and 4-bit Shampoo, naive, the paper's and ours, on scikit-learn's digits.
 
-Run by ``make demo``. Nothing is downloaded; it takes about half a minute on two CPU cores.
+Run by ``make demo``. Nothing is downloaded; it takes less than a minute on two CPU cores.
 """
 
 from __future__ import annotations

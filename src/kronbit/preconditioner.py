@@ -273,11 +273,8 @@ class Preconditioner:
             flags.append(batch.refresh(parts[0].config))
             done += parts
         replaced = torch.cat(flags).tolist() if flags else []
-        return [
-            part.row(row)
-            for (part, row), good in zip(_rows(done), replaced, strict=True)
-            if not good
-        ]
+        rows = zip(_rows(done), replaced, strict=True)
+        return [part.row(row) for (part, row), good in rows if not good]
 
     def find_refreshed(self, candidates: Collection[int], whole: bool = False) -> None:
         """Note which candidates have left the identity. Waits for the device.

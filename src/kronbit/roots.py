@@ -19,8 +19,8 @@ from kronbit.products import (
     scaled,
 )
 
-# Below that, relative to λmax, rounding errors of a float32 matrix could make it indefinite.
-LEAST_RIDGE = 5e-7
+# Below these, relative to λmax and ‖A‖_F, rounding errors could make a float32 matrix indefinite.
+LEAST_RIDGE, _LEAST_OF_NORM = 5e-7, 1.5e-7
 _ENOUGH = 5e-5  # that far from 1, relative errors of a root are rounding errors
 _CONVERGING = 0.3  # no element of M - I is larger before the last step
 _MARGIN = 0.5  # what power iteration finds of λmax, at the least
@@ -56,9 +56,9 @@ def minimax_steps(p: int, least: float) -> tuple[tuple[float, float, float], ...
 def steps_of(order: int, p: int, damping: float) -> tuple[tuple[float, float, float], ...]:
     """The steps for any matrix of an order, divided by up to twice its Frobenius norm."""
     ridge = max(damping, LEAST_RIDGE)
-    # No eigenvalue is larger than the norm, nor smaller than a √n-th of ε of it, nearly.
-    least = _MARGIN * ridge / (2 * math.sqrt(order)) / 2 ** _doublings(ridge)
-    return minimax_steps(p, least)
+    # No eigenvalue is larger than the norm, and λmax is not smaller than a √n-th of it.
+    least = max(_MARGIN * ridge / math.sqrt(order), _LEAST_OF_NORM)
+    return minimax_steps(p, least / 2 / 2 ** _doublings(ridge))
 
 
 def _doublings(ridge: float) -> int:
@@ -95,7 +95,8 @@ def converged_inverse_root(A: Tensor, p: int, damping: float) -> Tensor:
     Args:
         A: (k, n, n), symmetric and positive semi-definite; given away.
         p: 1, 2 or 4.
-        damping: ε, relative to the largest eigenvalue of each matrix; at least ``LEAST_RIDGE``.
+        damping: ε, relative to the largest eigenvalue of each matrix; at least ``LEAST_RIDGE``, and
+            what rounding needs.
 
     Returns:
         (k, n, n). A zero matrix has no inverse root; it gives the identity. NaN where the iteration
@@ -111,7 +112,9 @@ def converged_inverse_root(A: Tensor, p: int, damping: float) -> Tensor:
     # The next power of two: that is exact.
     exponent = torch.frexp(norm).exponent.double()
     M = A.mul_(torch.exp2(-exponent))
-    M.diagonal(dim1=-2, dim2=-1).add_((ridge * power_iteration(M)).unsqueeze(-1))
+    rounding = _LEAST_OF_NORM * norm.flatten() * torch.exp2(-exponent.flatten())
+    ridges = torch.maximum(ridge * power_iteration(M), rounding.float())
+    M.diagonal(dim1=-2, dim2=-1).add_(ridges.unsqueeze(-1))
     if _doublings(ridge):
         M *= 2.0 ** -_doublings(ridge)
         exponent += _doublings(ridge)

@@ -215,7 +215,7 @@ class Batch:
             bool (rows,) twice: whose factorisation can be trusted; and whose statistic was
             replaced, because it is finite, too.
         """
-        new, good = self.method.update(self._restored(), M, config, attempt)
+        new, good = self.method.update(self.restored(), M, config, attempt)
         encode = self.method.encode
         return good, self._keep(lambda rows, n: encode(new.part(rows, n)), finite & good)
 
@@ -226,14 +226,14 @@ class Batch:
             bool (rows,): whose root was replaced, because it is finite.
         """
         scale = self._trace_scale() if config.trace_scaling else None
-        new = self.method.refresh(self._restored(), config)
+        new = self.method.refresh(self.restored(), config)
         if scale is not None:
             new *= scale
         encode = self.method.root.encode
         return self._keep(lambda rows, n: encode(new[rows, :n, :n]), None)
 
-    def _restored(self) -> Any:
-        """D, on the device."""
+    def restored(self) -> Any:
+        """D, on the device: what the method makes of its statistic, such as ``Triangle``."""
         slices = [leaves for leaves, _, _ in self._slices]
         if self._fetched_to is not None:
             slices = [
@@ -248,7 +248,7 @@ class Batch:
 
     def _trace_scale(self) -> Tensor:
         """What makes (A / √tr A)^(-1/p) of A^(-1/p); 1 for a zero matrix."""
-        trace = self._restored().trace()
+        trace = self.restored().trace()
         return torch.where(trace == 0, 1.0, trace ** (0.5 / self.method.p))[:, None, None]
 
     def _keep(self, encoded: Callable[[slice, int], Leaves], trusted: Tensor | None) -> Tensor:

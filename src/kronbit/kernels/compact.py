@@ -214,8 +214,7 @@ def _decode_kernel(
     TILED: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    matrix = tl.program_id(1).to(tl.int64)
-    number = tl.program_id(0)
+    matrix, number = tl.program_id(1).to(tl.int64), tl.program_id(0)
     scales += matrix * count
     tops += matrix * tops_count
     out += matrix * n * n
@@ -389,8 +388,8 @@ def decode(
 def _counts(n: int, block: int, tiled: bool) -> tuple[int, int]:
     """Runs, and blocks, of a matrix."""
     side = block_count(n, block)
+    tiles = side * (side + 1) // 2
     if tiled:
-        tiles = side * (side + 1) // 2
         return tiles, tiles * block
     return -(-n // _BY_ROWS) * side, n * side
 

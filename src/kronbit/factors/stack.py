@@ -249,7 +249,10 @@ class Batch:
     def _trace_scale(self) -> Tensor:
         """What makes (A / √tr A)^(-1/p) of A^(-1/p); 1 for a zero matrix."""
         trace = self.restored().trace()
-        return torch.where(trace == 0, 1.0, trace ** (0.5 / self.method.p))[:, None, None]
+        scale = torch.where(trace == 0, 1.0, trace)
+        for _ in range(self.method.p.bit_length()):  # the 2p-th root; not pow, see ``Eigen``
+            scale.sqrt_()
+        return scale[:, None, None]
 
     def _keep(self, encoded: Callable[[slice, int], Leaves], trusted: Tensor | None) -> Tensor:
         """Write new tensors where they are trusted and finite; elsewhere the old ones stay.

@@ -72,7 +72,7 @@ def measure(k: int, n: int) -> dict[str, dict[str, float]]:
         }.items():
             spent = milliseconds(call)
             found[name] = {"ms": spent, "gb_per_s": 1e-6 * moved / spent}
-    v, a = operand(V, bounded=True), operand(A)
+    v, a = operand(V, bound=1.0), operand(A)
     flops = 2e-9 * k * n**3
     S = torch.randn(k, n, 2 * n, device="cuda")
     S = S @ S.mT / n

@@ -37,6 +37,7 @@ from torch import nn
 
 import kronbit
 from kronbit import CASPR, Shampoo
+from kronbit.acceleration import processors
 from kronbit.batches import batches, due_parts, refresh_cost
 from kronbit.factors import Batch
 from kronbit.groups import Due
@@ -254,7 +255,8 @@ def roots_alone(optimizer: kronbit.Shampoo | kronbit.CASPR) -> float:
     parts = list(due_parts(own.groups, {i: Due(m.config) for i, m in enumerate(own.members)}))
 
     def refresh() -> None:
-        for some in batches(parts, own.workspace, refresh_cost, own._may_share):
+        cut = refresh_cost, own._may_share, processors(own._device)
+        for some in batches(parts, own.workspace, *cut):
             Batch([(part.factors, part.rows) for part in some]).refresh(some[0].config)
 
     with torch.no_grad(), full_precision():

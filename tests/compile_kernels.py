@@ -22,7 +22,7 @@ from kronbit.config import Config
 from kronbit.cutting import Precision
 from kronbit.grouped import GroupedProducts
 from kronbit.groups import Due, Member
-from kronbit.kernels import compact
+from kronbit.kernels import compact, power
 from kronbit.kernels.cholesky import factor_, inverse_factor_
 from kronbit.kernels.matmul import compose, correction, multiply
 from kronbit.kernels.split import (
@@ -86,8 +86,8 @@ def matrices(n: int) -> None:
         scales = compact.block_scales(X.mT, False, 64, False)
         codes = compact.nearest_codes(X.mT, scales, False, *own, False)
         compact.decode(codes, *reference.quantize_scales(scales), None, False, *own)
-    for bounded in (True, False):
-        a = split(torch.randn(1, n, n), bounded)
+    for bound in (1.0, torch.ones(1), None):
+        a = split(torch.randn(1, n, n), bound)
     multiply(a, a)
     multiply(a, a.mT, symmetric=True)
     multiply(a.mT, a, symmetric=True)
@@ -99,6 +99,10 @@ def matrices(n: int) -> None:
     normalise_columns(torch.randn(1, n, n))
     scale_rows(a, torch.ones(1, n), torch.ones(1))
     column_dots(torch.randn(1, n, n), torch.randn(1, n, n))
+    power.norms(torch.randn(1, n, n))
+    x = power.times_vector(torch.randn(1, n, n), torch.randn(1, n, 1), torch.ones(1))
+    power.make_unit_(x)
+    power.quotients(x, x)
     factor_(torch.eye(n).unsqueeze(0).contiguous())
     inverse_factor_(torch.eye(n).unsqueeze(0).contiguous(), 0.0, torch.ones(1, dtype=torch.bool))
 

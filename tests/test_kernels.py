@@ -14,6 +14,7 @@ import torch
 from conftest import PAPER, no_host_sync, relative_error
 from networks import assert_same_state
 from torch import Tensor, nn
+from torch.nn import functional
 
 from kronbit import Shampoo, acceleration, linalg
 from kronbit.factors.layout import enlarged
@@ -23,10 +24,14 @@ from kronbit.products import (
     column_dots,
     compose,
     correction,
+    make_unit_,
     multiply,
     normalise_columns,
+    norms,
     operand,
+    quotients,
     scale_rows,
+    times_vector,
 )
 from kronbit.quantization import Quantizer
 
@@ -114,7 +119,7 @@ def test_products_are_as_accurate_as_float32(
 def test_products_of_zero_tiny_huge_and_broken_matrices(kernels: torch.device) -> None:
     X = torch.stack([torch.zeros(9, 9), torch.full((9, 9), 1e-25), torch.full((9, 9), 1e18)])
     x = operand(X.to(kernels))
-    eye = operand(torch.eye(9, device=kernels).repeat(3, 1, 1), bounded=True)
+    eye = operand(torch.eye(9, device=kernels).repeat(3, 1, 1), bound=1.0)
     assert relative_error(multiply(x, eye)[1:], X[1:]) < 1e-6
     assert torch.equal(multiply(x, eye)[0].cpu(), X[0])
     X[0, 0, 0] = torch.nan
@@ -152,13 +157,40 @@ def test_columns_are_normalised(kernels: torch.device) -> None:
     assert relative_error(found, dots) < 1e-6
 
 
+@pytest.mark.parametrize("n", [5, 64, 300])
+def test_norms_and_products_with_vectors(n: int, kernels: torch.device) -> None:
+    """And to the bit, neither other matrices nor zeros around one make a difference."""
+    A = torch.randn(3, n, n) * torch.tensor([1e-30, 1.0, 1e30])[:, None, None]
+    x, factors = torch.randn(3, n, 1), torch.tensor([1e30, 2.0, 1e-30])
+    a, v, f = A.to(kernels), x.to(kernels), factors.to(kernels)
+    norm, product = norms(a), times_vector(a, v, f)
+    assert relative_error(norm / a.double().norm(dim=(-2, -1)), torch.ones(3)) < 1e-12
+    exact = factors[:, None, None].double() * (A.double() @ x.double())
+    assert relative_error(product, exact) < 1e-6
+    larger, longer = functional.pad(a[1:2], (0, 40, 0, 40)), functional.pad(v[1:2], (0, 0, 0, 40))
+    assert torch.equal(norms(larger), norm[1:2])
+    v[2] = 0.0
+    x[2] = 0.0
+    quotient, unit = quotients(v, product), v.clone()
+    make_unit_(unit)
+    exact = (x.double() * product.cpu().double()).sum(1)[:2] / x.double().square().sum(1)[:2]
+    assert relative_error(quotient[:2], exact.flatten()) < 1e-5
+    assert relative_error(unit[:2], (x / x.double().norm(dim=1, keepdim=True))[:2]) < 1e-6
+    assert float(quotient[2]) == 0.0
+    assert not unit[2].any()
+    make_unit_(longer)
+    assert torch.equal(longer[:, :n], unit[1:2])
+    longer = functional.pad(v[1:2], (0, 0, 0, 40))
+    assert torch.equal(times_vector(larger, longer, f[1:2])[:, :n], product[1:2])
+
+
 @pytest.mark.parametrize("shape", [(40, 40), (130, 70), (200, 130)])
 def test_a_correction_squares_the_error(shape: tuple[int, int], kernels: torch.device) -> None:
     m, n = shape
     Q = torch.linalg.qr(torch.randn(2, m, n, dtype=torch.float64))[0]
     Q = (Q @ (torch.eye(n) + 1e-3 * torch.randn(2, n, n)).double()).float()
     E = Q.double().mT @ Q.double() - torch.eye(n)
-    W, error = correction(operand(Q.to(kernels), bounded=True))
+    W, error = correction(operand(Q.to(kernels), bound=1.0))
     U = E.triu(1) + torch.diag_embed(E.diagonal(dim1=-2, dim2=-1) / 2)
     assert relative_error(W.float(), torch.eye(n) - U) < 1e-6
     assert relative_error(error.sum(-1), E.triu().square().sum((-2, -1))) < 1e-3

@@ -153,7 +153,9 @@ def test_power_iteration_is_the_oracles_and_bounds_the_largest(
 @pytest.mark.parametrize("scale", [0.0, 1e-3, 1.0, 1e3])
 def test_power_iteration_goes_on_as_long_as_it_is_told_to(scale: float) -> None:
     A = (spd(1, 10, 10.0) * scale).float()
-    assert torch.allclose(linalg.power_iteration(A, 200), torch.tensor([scale]), rtol=1e-3, atol=0)
+    assert torch.allclose(
+        linalg.power_iteration(A, steps=200), torch.tensor([scale]), rtol=1e-3, atol=0
+    )
 
 
 @ORDERS

@@ -97,7 +97,7 @@ def test_a_zero_matrix_gives_the_identity_and_order_one_the_number() -> None:
     assert torch.allclose(found[1], torch.eye(5) / 2, rtol=1e-5)
     for damping in (1e-6, 100.0, 1e18):
         one = converged_inverse_root(torch.full((1, 1, 1), 81.0), 4, damping)
-        assert float(one) == pytest.approx((81 * (1 + damping)) ** -0.25, rel=1e-5)
+        assert float(one) == pytest.approx((81 * (1 + damping)) ** -0.25, rel=5e-5)
 
 
 def test_an_indefinite_matrix_is_not_said_to_have_converged() -> None:

@@ -54,3 +54,11 @@ def _trial(device: torch.device) -> str | None:
 def has_kernels(device: torch.device) -> bool:
     """Whether kernels are used for tensors on a device."""
     return why_not(device) is None
+
+
+@cache
+def processors(device: torch.device) -> int:
+    """How many programs of a kernel run side by side, one on each; 0 without kernels."""
+    if not has_kernels(device) or device.type != "cuda":
+        return 0
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)

@@ -9,12 +9,14 @@ from dataclasses import dataclass, replace
 from kronbit.config import Config, Format
 from kronbit.factors import Factors
 from kronbit.groups import Due, Group
-from kronbit.linalg import least_pivot
+from kronbit.linalg import thousands
 from kronbit.roots import LEAST_RIDGE
 
 _MOST_ROWS = 65535  # of a batch: what a grid of programs can hold
 _ENLARGED = 1 / 3  # of a batch: what may be computed in vain
 _PAD = 64  # kernels fill up the sides of matrices to multiples of it
+_TILE = 128  # of a product, which a processor computes by itself
+_PER_BATCH = 0.5  # of the time of a tile, by which a product takes longer
 
 
 @dataclass(frozen=True)
@@ -25,11 +27,13 @@ class Cost:
         square: Of the order, n x n (of the larger one, where both sides are at work).
         block: Of the gradient's shape, m x n.
         gathered: Of that shape, too, but before all that, beside a single square one.
+        symmetric: Whether it is symmetric products that take the time.
     """
 
     square: int
     block: int = 0
     gathered: int = 0
+    symmetric: bool = False
 
     def rows(self, order: int, shape: tuple[int, int], workspace: int) -> int:
         """Rows of a batch that stays within the workspace; a single row may exceed it."""
@@ -43,6 +47,7 @@ class Cost:
 UPDATE = Cost(square=5, gathered=1)
 ROBUST_UPDATE = Cost(square=7, gathered=1)
 REFRESH = Cost(square=5)
+CONVERGED_ROOT = Cost(square=5, symmetric=True)
 NEWTON = Cost(square=10)
 PRECONDITION = Cost(square=4, block=4)
 
@@ -87,8 +92,9 @@ def order_of(parts: Sequence[Part]) -> int:
 def refresh_cost(part: Part) -> Cost:
     """What a row needs for its root."""
     method = part.factors.format.method
-    by_newton = part.config.root == "schur_newton" if method == "eigen" else method != "cholesky"
-    return NEWTON if by_newton else REFRESH
+    if method == "cholesky":
+        return CONVERGED_ROOT
+    return REFRESH if method == "eigen" and part.config.root == "eigen" else NEWTON
 
 
 def batches(
@@ -96,6 +102,7 @@ def batches(
     workspace: int,
     cost: Cost | Callable[[Part], Cost],
     mixed: Callable[[Part], bool] = lambda part: False,
+    processors: int = 0,
 ) -> Iterator[list[Part]]:
     """Batches of rows of equal format and options, each as large as the workspace allows.
 
@@ -106,6 +113,7 @@ def batches(
         workspace: In bytes.
         cost: What a row needs.
         mixed: Whether orders may share a batch, by one of its parts.
+        processors: How many tiles of products are computed at once; 0 if that does not matter.
     """
     found: dict[tuple[Format, Config], dict[int, list[Part]]] = {}
     for part in parts:
@@ -120,7 +128,25 @@ def batches(
         needs = replace(needs, square=needs.square + copies)
         for own in _shared(orders, workspace, needs) if mixed(one) else orders.values():
             own.sort(key=lambda part: (part.factors.order, part.factors.first + part.rows.start))
-            yield from _cut(own, _room_for(own, workspace, needs))
+            size, total = _room_for(own, workspace, needs), _count(own)
+            if needs.symmetric and processors:
+                size = _without_idling(total, size, order_of(own), processors)
+            else:  # equal ones: no batch is left with a few rows that cannot fill the device
+                size = -(-total // -(-total // size))
+            yield from _cut(own, size)
+
+
+def _without_idling(total: int, most: int, order: int, processors: int) -> int:
+    """Rows of a batch, so that few processors are left without a tile while others have one."""
+    side = -(-order // _TILE)
+    tiles = side * (side + 1) // 2  # the others are mirrored
+
+    def time(size: int) -> float:
+        whole, rest = divmod(total, size)
+        sizes = [(whole, size), (1, rest)] if rest else [(whole, size)]
+        return sum(count * (-(-rows * tiles // processors) + _PER_BATCH) for count, rows in sizes)
+
+    return min(range(min(most, total), 0, -1), key=time)
 
 
 def _room_for(parts: Sequence[Part], workspace: int, needs: Cost) -> int:
@@ -144,7 +170,7 @@ def _shared(orders: Mapping[int, list[Part]], workspace: int, needs: Cost) -> It
     for order in sorted(orders, reverse=True):
         own = orders[order]
         rows = _count(own)
-        alike = bool(together) and least_pivot(order) == least_pivot(largest)
+        alike = bool(together) and thousands(order) == thousands(largest)
         extra = rows * (1 - (order / largest) ** 3) if alike else math.inf
         if extra <= spared and rows <= _room_for(own, workspace, needs):
             together += own
@@ -159,9 +185,6 @@ def _shared(orders: Mapping[int, list[Part]], workspace: int, needs: Cost) -> It
 
 def _cut(parts: Sequence[Part], size: int) -> Iterator[list[Part]]:
     """Cut parts, and divide them where needed, into lists of at most ``size`` rows."""
-    # Equal ones: no batch is left with a few rows that cannot fill the device.
-    total = _count(parts)
-    size = -(-total // -(-total // size))
     batch: list[Part] = []
     room = size
     for part in parts:

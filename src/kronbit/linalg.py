@@ -16,9 +16,12 @@ from kronbit.products import (
     Operand,
     compose,
     correction,
+    make_unit_,
     multiply,
     normalise_columns,
     operand,
+    quotients,
+    times_vector,
 )
 
 if TYPE_CHECKING:
@@ -85,13 +88,13 @@ def rectified(V: Operand, steps: int) -> Operand:
 
 def bjorck(V: Tensor, steps: int) -> Tensor:
     """``rectified`` for a float32 stack."""
-    return rectified(operand(V.float().contiguous(), bounded=True), steps).float()
+    return rectified(operand(V.float().contiguous(), bound=1.0), steps).float()
 
 
 @full_precision()
 def orthogonality_error(Q: Tensor) -> Tensor:
     """The largest |Qᵀ Q - I| of each matrix, (k,)."""
-    q = operand(Q.float(), bounded=True)
+    q = operand(Q.float(), bound=1.0)
     gram = multiply(q.mT, q, symmetric=True)
     gram.diagonal(dim1=-2, dim2=-1).sub_(1)
     error: Tensor = torch.linalg.vector_norm(gram, ord=torch.inf, dim=(-2, -1))
@@ -118,13 +121,18 @@ def cholesky_(A: Tensor, chain: Chain | None = None) -> tuple[Tensor, Tensor]:
     return C, info == 0
 
 
+def thousands(order: int) -> int:
+    """An order, rounded up to a multiple of 1024: orders may share a batch if that is the same."""
+    return 1024 * -(-order // 1024)
+
+
 def least_pivot(order: int) -> float:
     """Of XᵀX with a diagonal of ones: rounding errors are smaller pivots.
 
     By the thousand: what comes of a matrix must not depend on those that it shares a batch with.
     For small orders that is more than needed; a good column that is put off costs a second pass.
     """
-    return _ROUNDING * 1024 * -(-order // 1024)
+    return _ROUNDING * thousands(order)
 
 
 def _whitened(X: Tensor, room: Tensor | None, chain: Chain | None) -> Operand:
@@ -272,34 +280,37 @@ def subspace_iteration(A: Operand, AV: Tensor, steps: int, qr: QR) -> tuple[Tens
     with full_precision():
         P, good = qr(AV)
         for _ in range(steps - 1):
-            P, again = qr(multiply(A, operand(P, bounded=True)))
+            P, again = qr(multiply(A, operand(P, bound=1.0)))
             good = good & again
     return P, good
 
 
 @full_precision()
-def power_iteration(A: Tensor, steps: int = 10) -> Tensor:
+def power_iteration(A: Tensor, factors: Tensor | None = None, steps: int = 10) -> Tensor:
     """λmax of positive semi-definite matrices.
 
     The start is the unit vector of the largest diagonal element: deterministic, and never
     orthogonal to the leading eigenvectors, since its Rayleigh quotient is at least trace / n.
 
     Args:
-        A: (k, n, n), float32; neither its largest element nor its norm is far from 1.
+        A: (k, n, n), float32, contiguous.
+        factors: (k,), of the matrices. Under them, neither the largest element nor the norm of any
+            is far from 1.
         steps: Number of iterations.
 
     Returns:
         (k,), zero for a zero matrix.
     """
+    if factors is None:
+        factors = torch.ones(len(A), dtype=A.dtype, device=A.device)
     start = A.diagonal(dim1=-2, dim2=-1).argmax(-1, keepdim=True)
     x = torch.zeros(A.shape[:-1], dtype=A.dtype, device=A.device).scatter_(-1, start, 1.0)
     x = x.unsqueeze(-1)
     for step in range(1, steps + 1):
-        x = A @ x
+        x = times_vector(A, x, factors)
         if step % _UNSCALED == 0:
-            x /= _nonzero(torch.linalg.vector_norm(x, dim=-2, keepdim=True))
-    norm = (x * x).sum((-2, -1))
-    return (x * (A @ x)).sum((-2, -1)).abs() / _nonzero(norm)
+            make_unit_(x)
+    return quotients(x, times_vector(A, x, factors)).abs_()
 
 
 @full_precision()

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kronbit.acceleration import has_kernels
+from kronbit.acceleration import has_kernels, processors
 from kronbit.batches import (
     PRECONDITION,
     ROBUST_UPDATE,
@@ -268,7 +268,8 @@ class Preconditioner:
         """PIRU of some rows; returns those whose new root is not finite: they keep the old one."""
         done: list[Part] = []
         flags: list[Tensor] = []
-        for parts in batches(wanted, self.workspace, refresh_cost, self._may_share):
+        cut = refresh_cost, self._may_share, processors(self._device)
+        for parts in batches(wanted, self.workspace, *cut):
             batch = Batch([(part.factors, part.rows) for part in parts])
             flags.append(batch.refresh(parts[0].config))
             done += parts

@@ -20,19 +20,19 @@ if TYPE_CHECKING:
 Operand: TypeAlias = "Tensor | Split"
 
 
-def operand(X: Tensor, bounded: bool = False) -> Operand:
+def operand(X: Tensor, bound: Tensor | float | None = None) -> Operand:
     """Prepare a float32 stack for products; a kernel takes it apart here.
 
     Args:
         X: The stack.
-        bounded: No element is far above 1, as in matrices that are nearly orthogonal: their size
-            need not be looked for.
+        bound: No element is larger by far: of each matrix, (k,), or 1 of all, as in matrices that
+            are nearly orthogonal. If nothing is known, it is looked for.
     """
     if not has_kernels(X.device):
         return X
     from kronbit.kernels.split import split
 
-    return split(X, bounded)
+    return split(X, bound)
 
 
 def multiply(
@@ -149,6 +149,47 @@ def column_dots(X: Tensor, Y: Tensor) -> Tensor:
     from kronbit.kernels import split
 
     return split.column_dots(X, Y)
+
+
+def norms(A: Tensor) -> Tensor:
+    """‖A‖_F of each matrix of a contiguous stack (k, n, n), in float64, (k,)."""
+    if not has_kernels(A.device):
+        # In float32, squares would overflow.
+        norm: Tensor = torch.linalg.vector_norm(A, dim=(-2, -1), dtype=torch.float64)
+        return norm
+    from kronbit.kernels import power
+
+    return power.norms(A)
+
+
+def times_vector(A: Tensor, x: Tensor, factors: Tensor) -> Tensor:
+    """Every matrix (k, n, n), contiguous, times its vector (k, n, 1) and its factor (k,)."""
+    if not has_kernels(A.device):
+        return A @ x * factors[:, None, None]
+    from kronbit.kernels import power
+
+    return power.times_vector(A, x, factors)
+
+
+def make_unit_(x: Tensor) -> None:
+    """Divide vectors (k, n, 1), contiguous, by their lengths; zero stays zero."""
+    if has_kernels(x.device):
+        from kronbit.kernels import power
+
+        power.make_unit_(x)
+        return
+    length = torch.linalg.vector_norm(x, dim=-2, keepdim=True)
+    x /= torch.where(length == 0, 1.0, length)
+
+
+def quotients(x: Tensor, y: Tensor) -> Tensor:
+    """x·y / x·x of vectors (k, n, 1), contiguous; (k,); zero for zero."""
+    if has_kernels(x.device):
+        from kronbit.kernels import power
+
+        return power.quotients(x, y)
+    square = (x * x).sum((-2, -1))
+    return (x * y).sum((-2, -1)) / torch.where(square == 0, 1.0, square)
 
 
 def normalise_columns(X: Tensor) -> Operand:

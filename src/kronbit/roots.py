@@ -8,13 +8,14 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from kronbit.linalg import power_iteration
+from kronbit.linalg import power_iteration, thousands
 from kronbit.precision import full_precision
 from kronbit.products import (
     Operand,
     compose,
     distance_from_identity_,
     multiply,
+    norms,
     operand,
     scaled,
 )
@@ -27,6 +28,7 @@ _MARGIN = 0.5  # what power iteration finds of λmax, at the least
 # Polynomials are steep at the upper end of their interval: rounding errors must not lie beyond it.
 _ROOM = 1e-3
 _EXCHANGES = 30
+_LEAST_EXPONENT = -126  # of float32: what is smaller has lost its bits already
 
 
 @cache
@@ -56,8 +58,9 @@ def minimax_steps(p: int, least: float) -> tuple[tuple[float, float, float], ...
 def steps_of(order: int, p: int, damping: float) -> tuple[tuple[float, float, float], ...]:
     """The steps for any matrix of an order, divided by up to twice its Frobenius norm."""
     ridge = max(damping, LEAST_RIDGE)
-    # No eigenvalue is larger than the norm, and λmax is not smaller than a √n-th of it.
-    least = max(_MARGIN * ridge / math.sqrt(order), _LEAST_OF_NORM)
+    # No eigenvalue is larger than the norm, and λmax is not smaller than a √n-th of it. By the
+    # thousand: what comes of a matrix must not depend on those that it shares a batch with.
+    least = max(_MARGIN * ridge / math.sqrt(thousands(order)), _LEAST_OF_NORM)
     return minimax_steps(p, least / 2 / 2 ** _doublings(ridge))
 
 
@@ -106,19 +109,19 @@ def converged_inverse_root(A: Tensor, p: int, damping: float) -> Tensor:
         raise ValueError(f"p must be 1, 2 or 4; got {p!r}")
     n = A.shape[-1]
     ridge = max(damping, LEAST_RIDGE)
-    # No eigenvalue of A is larger than that. In float32, squares would overflow.
-    norm = torch.linalg.vector_norm(A, dim=(-2, -1), keepdim=True, dtype=torch.float64)
+    norm = norms(A)  # no eigenvalue of A is larger
     zero = norm == 0
+    norm.masked_fill_(zero, 1.0)
     # The next power of two: that is exact.
-    exponent = torch.frexp(norm).exponent.double()
-    M = A.mul_(torch.exp2(-exponent))
-    rounding = _LEAST_OF_NORM * norm.flatten() * torch.exp2(-exponent.flatten())
-    ridges = torch.maximum(ridge * power_iteration(M), rounding.float())
-    M.diagonal(dim1=-2, dim2=-1).add_(ridges.unsqueeze(-1))
+    exponent = torch.frexp(norm).exponent.clamp_(min=_LEAST_EXPONENT).double()
+    s = torch.exp2(exponent).float()
+    ridges = torch.maximum(ridge * s * power_iteration(A, 1 / s), _LEAST_OF_NORM * norm.float())
+    ridges.masked_fill_(zero, 1.0)
+    A.diagonal(dim1=-2, dim2=-1).add_(ridges.unsqueeze(-1))
     if _doublings(ridge):
-        M *= 2.0 ** -_doublings(ridge)
+        s *= 2.0 ** _doublings(ridge)
         exponent += _doublings(ridge)
-    m = operand(M, bounded=True)
+    m = scaled(operand(A, bound=s), 1 / s)
     q = max(p, 2)  # what the iteration goes for
     steps = steps_of(n, q, damping)
     h: Operand | None = None
@@ -140,8 +143,8 @@ def converged_inverse_root(A: Tensor, p: int, damping: float) -> Tensor:
     assert h is not None, "there are two steps at least"
     if p == 1:
         h = t = compose(h, t, symmetric=True, bound=grown)
-    scale = torch.exp2(-exponent.flatten() / p).float().masked_fill_(failed, torch.nan)
+    scale = torch.exp2(-exponent / p).float().masked_fill_(failed, torch.nan)
     H = multiply(scaled(h, scale), t, symmetric=True)
     del h, t
-    eye = torch.eye(n, dtype=H.dtype, device=H.device)
-    return torch.where(zero, eye, H, out=H)
+    H.diagonal(dim1=-2, dim2=-1).masked_fill_(zero.unsqueeze(-1), 1.0)
+    return H

@@ -7,10 +7,11 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from kronbit.config import Config, Format
 from kronbit.factors.dense import condition
-from kronbit.factors.layout import Layout, Leaves, decay_weights, enlarged
+from kronbit.factors.layout import Layout, Leaves, decay_weights
 from kronbit.factors.storage import root_storage, statistic_storage
 from kronbit.linalg import Attempt, cholesky_
 from kronbit.products import multiply, operand
@@ -21,9 +22,15 @@ _JITTERS = tuple(10.0**exponent for exponent in range(-7, -1))
 
 
 class Triangle(NamedTuple):
-    """Lower triangular matrices C (k, n, n), zero above the diagonal."""
+    """Lower triangular matrices C (k, n, n), zero above the diagonal.
+
+    Attributes:
+        C: The matrices.
+        smaller: Rows whose matrices were enlarged with zeros, and their own order.
+    """
 
     C: Tensor
+    smaller: tuple[tuple[slice, int], ...] = ()
 
     def part(self, rows: slice, order: int) -> Triangle:
         """Some of the matrices, without what they were enlarged by."""
@@ -55,8 +62,8 @@ class Cholesky:
         self.root = root_storage(format)
 
     def enlarges(self, config: Config, attempt: int | None) -> bool:
-        """At a first attempt only: jitter and roots depend on the whole matrix."""
-        return attempt == 0 and config.beta > 0
+        """But for jitter and traces, which depend on the whole matrix."""
+        return not config.trace_scaling if attempt is None else attempt == 0 and config.beta > 0
 
     def layout(self, order: int) -> Layout:
         """Tensors of one factor and the root."""
@@ -69,10 +76,20 @@ class Cholesky:
     def restore(self, slices: Sequence[Mapping[str, Tensor]], order: int) -> Triangle:
         """C of stacks, one behind the other: do not write to it.
 
-        A matrix of a smaller order becomes a part of a larger one, which is diagonal elsewhere.
+        A matrix of a smaller order becomes a part of a larger one, which is zero elsewhere.
         """
-        stacks = [_enlarged(self.factor.decode(leaves), order) for leaves in slices]
-        return Triangle(stacks[0] if len(stacks) == 1 else torch.cat(stacks))
+        stacks: list[Tensor] = []
+        smaller: list[tuple[slice, int]] = []
+        first = 0
+        for leaves in slices:
+            C = self.factor.decode(leaves)
+            k, n, _ = C.shape
+            if n < order:
+                C = functional.pad(C, (0, order - n, 0, order - n))
+                smaller.append((slice(first, first + k), n))
+            stacks.append(C)
+            first += k
+        return Triangle(stacks[0] if len(stacks) == 1 else torch.cat(stacks), tuple(smaller))
 
     def update(
         self, statistic: Triangle, M: Tensor, config: Config, attempt: Attempt
@@ -81,6 +98,8 @@ class Cholesky:
         decay, weight = decay_weights(config.beta)
         c = operand(statistic.C)
         A = multiply(c, c.mT, C=M, alpha=decay, beta=weight, symmetric=True, out=M)
+        for rows, n in statistic.smaller:  # zeros have no factor, ones have their own
+            A[rows].diagonal(dim1=-2, dim2=-1)[:, n:].fill_(1.0)
         del c, statistic
         if attempt.number == 0:
             C, good = cholesky_(A, attempt.chain)
@@ -112,18 +131,6 @@ class Cholesky:
         """What pivots tell of the condition of A, for ``diagnostics``."""
         pivots = self.factor.decode(leaves).diagonal(dim1=-2, dim2=-1).double()
         return {"condition_at_least": condition(pivots.square())}
-
-
-def _enlarged(C: Tensor, order: int) -> Tensor:
-    """C as parts of larger factors, whose other pivots are its largest: no element is above it."""
-    n = C.shape[-1]
-    if n == order:
-        return C
-    larger = enlarged(C, order)
-    largest = C.diagonal(dim1=-2, dim2=-1).amax(-1, keepdim=True)
-    rest = larger.diagonal(dim1=-2, dim2=-1)[:, n:]
-    rest.copy_(torch.where(largest == 0, 1.0, largest).expand_as(rest))
-    return larger
 
 
 def _jittered(A: Tensor) -> tuple[Triangle, Tensor]:

@@ -103,7 +103,7 @@ class Eigen:
         del Vt
         P, good = subspace_iteration(A, AV, config.qr_iterations, attempt.qr())
         # λ = diag(Pᵀ A P)
-        lam = column_dots(P, multiply(A, operand(P, bounded=True)))
+        lam = column_dots(P, multiply(A, operand(P, bound=1.0)))
         return Spectrum(lam, P.mT), good
 
     def refresh(self, statistic: Spectrum, config: Config) -> Tensor:

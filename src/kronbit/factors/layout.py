@@ -21,7 +21,7 @@ Shape: TypeAlias = Literal["square", "symmetric", "lower"]
 def operand_of(stacks: Sequence[Tensor], order: int) -> Operand:
     """Stacks with no elements far above 1, one behind the other, as parts of a larger order."""
     larger = [enlarged(X, order) for X in stacks]
-    return operand(larger[0] if len(larger) == 1 else torch.cat(larger), bounded=True)
+    return operand(larger[0] if len(larger) == 1 else torch.cat(larger), bound=1.0)
 
 
 def enlarged(X: Tensor, order: int) -> Tensor:

@@ -239,17 +239,23 @@ def _dots_kernel(x, y, out, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.const
     tl.store(out + matrix * columns + column, tl.sum(total, axis=0), mask=column < columns)
 
 
-def split(X: Tensor, bounded: bool = False) -> Split:
+def split(X: Tensor, bound: Tensor | float | None = None) -> Split:
     """Two float16 parts of each matrix of a stack (k, rows, columns) of float32.
 
     Args:
         X: The stack.
-        bounded: The largest elements are taken to be about 1 (up to 15 will do).
+        bound: What the largest elements are taken to be (up to 15 times as much will do): of each
+            matrix, float32 (k,), or 1 of all; or they are looked for.
     """
     if X.stride(-1) != 1 and X.stride(-2) == 1:
-        return split(X.mT, bounded).mT
+        return split(X.mT, bound).mT
     X = X if X.stride(-1) == 1 else X.contiguous()
-    return _split(X, None, None) if bounded else measured_split(X)[0]
+    if bound is None:
+        return measured_split(X)[0]
+    if isinstance(bound, Tensor):
+        return _split(X, bound, None)
+    assert bound == 1, "other numbers are given for each matrix"
+    return _split(X, None, None)
 
 
 def measured_split(X: Tensor, only: Tensor | None = None) -> tuple[Split, Tensor]:

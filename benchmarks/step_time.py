@@ -255,7 +255,7 @@ def roots_alone(optimizer: kronbit.Shampoo | kronbit.CASPR) -> float:
     parts = list(due_parts(own.groups, {i: Due(m.config) for i, m in enumerate(own.members)}))
 
     def refresh() -> None:
-        cut = refresh_cost, own._may_share, processors(own._device)
+        cut = refresh_cost, own._may_share, processors(own.device)
         for some in batches(parts, own.workspace, *cut):
             Batch([(part.factors, part.rows) for part in some]).refresh(some[0].config)
 

@@ -37,6 +37,7 @@ from kronbit.norms import KernelNorms
 from kronbit.preconditioner import Preconditioner
 from kronbit.quantization import reference
 from kronbit.quantization import triton as quantiser
+from kronbit.statistics import GradientStatistics
 from kronbit.warm_up import warm_up
 
 CPU = torch.device("cpu")
@@ -131,7 +132,7 @@ def main() -> None:
             finite, due = torch.ones(2, dtype=torch.bool), {i: Due(config) for i in (0, 1)}
             measured = Measured(grads, norms.norms, finite, addresses, by_kernels=True)
             for parts in batches(due_parts(own.groups, due), own.workspace, UPDATE):
-                own._outer_products(measured, due)(parts)
+                GradientStatistics().outer_products(own, measured, due)(parts)
             direct = Precision(False, direct=not rule[0].left)
             for precision in (Precision(False), direct, Precision(True)):
                 products = GroupedProducts(own, {0, 1}, precision)

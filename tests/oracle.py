@@ -164,6 +164,7 @@ class Options:
     trace_scaling: bool = False
     beta: float = 0.95
     damping: float = 1e-6
+    start: float | None = None
     update_every: int = 100
     refresh_every: int = 500
     update_rectify: int = 1
@@ -200,13 +201,14 @@ class Factor:
         self.bits = 32 if small else options.bits
         self.root_bits = 32 if small else (options.root_bits or options.bits)
         eye = torch.eye(n, dtype=dtype)
+        start = options.damping if options.start is None else options.start
         if options.method == "eigen":
-            self.lam = torch.full((n,), options.damping, dtype=dtype)
+            self.lam = torch.full((n,), start, dtype=dtype)
             self.kept = self.keep(eye, self.bits, diagonal=False)
         elif options.method == "cholesky":
-            self.kept = self.keep(options.damping**0.5 * eye, self.bits, diagonal=True)
+            self.kept = self.keep(start**0.5 * eye, self.bits, diagonal=True)
         else:
-            self.kept = self.keep(options.damping * eye, self.bits, diagonal=True)
+            self.kept = self.keep(start * eye, self.bits, diagonal=True)
         self.root = self.keep(eye, self.root_bits, diagonal=True)
 
     def keep(self, X: Tensor, bits: int, diagonal: bool) -> Kept:
@@ -394,4 +396,47 @@ class Shampoo:
                     Ghat[block] = L @ J + J @ R
             if self.refreshed:
                 p.grad = (Ghat * (G.norm() / (Ghat.norm() + 1e-12))).reshape(p.shape)
+        self.first_order.step()
+
+
+class KFAC:
+    """Algorithm 5: K-FAC and AdaBK, layer by layer, on matrices [W | b]."""
+
+    def __init__(
+        self,
+        layers: list[tuple[Tensor, Tensor | None]],
+        first_order: torch.optim.Optimizer,
+        options: Options,
+    ) -> None:
+        self.layers, self.first_order, self.o = layers, first_order, options
+        self.t = 0
+        self.factors: list[tuple[Factor, Factor]] = []
+
+    def step(self, rows: list[tuple[Tensor, Tensor]]) -> None:
+        """One step; ``rows`` are x (with a constant 1 for a bias) and y of each layer."""
+        self.t += 1
+        o = self.o
+        for number, ((W, b), (x, y)) in enumerate(zip(self.layers, rows, strict=True)):
+            assert W.grad is not None
+            G = W.grad.reshape(len(W), -1)
+            if b is not None:
+                assert b.grad is not None
+                G = torch.cat([G, b.grad.unsqueeze(1)], 1)
+            if number == len(self.factors):
+                self.factors.append(
+                    (Factor(G.shape[0], o, G.dtype), Factor(G.shape[1], o, G.dtype))
+                )
+            left, right = self.factors[number]
+            if self.t % o.update_every == 0:
+                left.update(y.T @ y / len(y))
+                right.update(x.T @ x / len(x))
+            if self.t % o.refresh_every == 0:
+                left.refresh()
+                right.refresh()
+            if self.t >= o.refresh_every:
+                Ghat = left.inverse_root() @ G @ right.inverse_root()
+                Gtilde = Ghat * (G.norm() / (Ghat.norm() + 1e-12))
+                W.grad = (Gtilde if b is None else Gtilde[:, :-1]).reshape(W.shape)
+                if b is not None:
+                    b.grad = Gtilde[:, -1].clone()
         self.first_order.step()

@@ -36,6 +36,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"beta": "0.9"}, "beta must be a number .*; got '0.9'"),
     ({"damping": -1e-6}, "damping must be a finite number >= 0; got -1e-06"),
     ({"damping": float("inf")}, "damping must be a finite number >= 0; got inf"),
+    ({"start": -1.0}, "start must be a finite number >= 0; got -1.0"),
     ({"update_every": 0}, "update_every must be an integer >= 1; got 0"),
     ({"update_every": True}, "update_every must be an integer >= 1; got True"),
     ({"refresh_every": 2.5}, "refresh_every must be an integer >= 1; got 2.5"),

@@ -26,11 +26,12 @@ from kronbit.groups import Due, Member
 from kronbit.kernel_products import BF16X3, FLOAT32, HALF, _way
 from kronbit.nonfinite import Measured, NonfiniteGuard
 from kronbit.preconditioner import Preconditioner
+from kronbit.statistics import GradientStatistics
+from kronbit.statistics.gradients import _by_torch as gradients_by_torch
 
 pytest.importorskip("triton")
 from kronbit import addresses
 from kronbit.addresses import AddressTable
-from kronbit.outer_products import OuterProducts
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:(invalid value|overflow encountered):RuntimeWarning"),
@@ -607,17 +608,18 @@ def test_outer_products_are_read_where_gradients_lie(mixed: bool, kernels: torch
     finite = torch.tensor([True, True, True, False], device=kernels)
     due = {i: Due(member.config) for i, member in enumerate(own.members) if i != 2}
     seen = measured(kernels, grads)
-    by_kernels = own._outer_products(seen, due)
+    statistics = GradientStatistics()
+    by_kernels = statistics.outer_products(own, seen, due)
     blocks = GradientBlocks(own.members, grads)
     count = 0
     orders = []
     for parts in batches(due_parts(own.groups, due), own.workspace, UPDATE, lambda part: mixed):
         orders.append({part.factors.order for part in parts})
-        expected = own._outer_products_by_torch(blocks, finite, parts)
+        expected = gradients_by_torch(blocks, finite, parts)
         M = by_kernels(parts)
         assert M.shape == expected.shape
         assert (M - expected).abs().max() <= 1e-6 * expected.abs().max()
         count += len(M)
-    assert isinstance(own._outer, OuterProducts)
+    assert own in statistics._tables
     assert (max(map(len, orders)) > 1) == mixed
     assert count == sum(2 * len(own.members[i].blocking) for i in due)

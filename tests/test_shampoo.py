@@ -80,6 +80,26 @@ def test_runs_are_the_oracles(
     assert max(errors) < 1e-3
 
 
+@pytest.mark.parametrize("method", ["eigen", "cholesky"])
+def test_statistics_start_where_they_are_told_to(method: str) -> None:
+    errors = run_both(
+        "shampoo",
+        "sgd",
+        torch.device("cpu"),
+        steps=4,
+        gradient_scale=0.1,
+        update_every=2,
+        refresh_every=2,
+        damping=0.1,
+        start=3.0,
+        max_order=100,
+        method=method,
+        storage="paper",
+        bits=8,
+    )
+    assert max(errors) < 1e-3
+
+
 @pytest.mark.parametrize("split", ["greedy", "even"])
 @pytest.mark.parametrize("max_order", [30, 64, 100])
 def test_every_cut_is_the_oracles(split: str, max_order: int) -> None:

@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
 from kronbit import rules
+from kronbit.first_order import BaseFactory
 from kronbit.optimizer import SecondOrder
 from kronbit.rules import Algorithm
+from kronbit.statistics.activations import ActivationStatistics
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 class Shampoo(SecondOrder):
@@ -37,3 +49,87 @@ class CASPR(SecondOrder):
     """
 
     algorithm = Algorithm(rules.CASPR)
+
+
+_OF_LAYERS: tuple[tuple[str, Any], ...] = (
+    ("beta", 0.9),
+    ("start", 0.0),
+    ("update_every", 200),
+    ("refresh_every", 2000),
+    ("update_rectify", 0),
+    ("refresh_rectify", 0),
+    ("qr_iterations", 2),
+    ("max_order", 16384),
+)
+
+
+class KFAC(SecondOrder):
+    """K-FAC with quantised state around any first-order optimizer.
+
+    With x the inputs of a layer and y the gradients at its outputs, L ← β L + (1 - β) E[y yᵀ],
+    R ← β R + (1 - β) E[x xᵀ], Ĝ = L⁻¹ G R⁻¹ for the gradient G of [W | b], and the first-order
+    optimizer gets G̃ = Ĝ ‖G‖ / ‖Ĝ‖. Linear layers, 2-d convolutions and transformers' ``Conv1D`` are
+    preconditioned, all other parameters are left to the base.
+
+    Example::
+
+        opt = KFAC(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), model=model)
+
+    Args:
+        params: A ready optimizer, or parameters, param groups or named parameters.
+        base: As for ``Shampoo``.
+        model: The model that has these parameters. Its layers are watched before steps that update
+            statistics, in training mode and where gradients are enabled.
+        shared: ``"expand"``: every token, and every place of a convolution, is an x and a y.
+            ``"reduce"``: every example is one, with the mean of x and the sum of y.
+        grad_scaler: The scaler of the loss, if there is one: its scale is undone.
+        process_group: Ranks over which statistics are averaged; ``None``: all, if torch's
+            distributed package is initialised.
+        **options: As for ``Shampoo``, but layers are not cut: one with a side above ``max_order``
+            is left to the base. Other defaults: ``exponent=-1``, ``damping=0.1``, ``beta=0.9``,
+            ``start=0``, ``update_every=200``, ``refresh_every=2000``, ``max_order=16384``; with
+            ``method="eigen"``, ``update_rectify=0``, ``refresh_rectify=0``, ``qr_iterations=2``.
+    """
+
+    algorithm = Algorithm(rules.KRONECKER, (*_OF_LAYERS, ("exponent", -1.0), ("damping", 0.1)))
+    _statistics: ActivationStatistics
+
+    def __init__(
+        self,
+        params: Optimizer | Iterable[Any] | None = None,
+        base: str | BaseFactory | Optimizer | None = None,
+        *,
+        model: nn.Module,
+        shared: str = "expand",
+        grad_scaler: torch.amp.GradScaler | None = None,
+        process_group: ProcessGroup | None = None,
+        **options: Any,
+    ) -> None:
+        for name in ("batch_dims", "split_sizes", "split"):
+            if name in options:
+                raise TypeError(
+                    f"{type(self).__name__} has no option {name!r}: its matrices are those of the "
+                    "layers, and are not cut"
+                )
+        statistics = ActivationStatistics(model, shared, grad_scaler, process_group)
+        super().__init__(params, base, statistics=statistics, **options)
+        statistics.workspace = int(self.config.workspace_mb * 2**20)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset gradients, and with them what was collected for the next update."""
+        self._statistics.forget()
+        super().zero_grad(set_to_none)
+
+    def close(self) -> None:
+        """Remove the hooks from the model: statistics stay as they are from now on."""
+        self._statistics.close()
+
+
+class AdaBK(KFAC):
+    """AdaBK with quantised state: K-FAC's statistics, and Ĝ = L^(-1/2) G R^(-1/2).
+
+    Arguments and options are those of ``KFAC``, but for the defaults ``exponent=-1/2`` and
+    ``damping=1e-3``.
+    """
+
+    algorithm = Algorithm(rules.KRONECKER, (*_OF_LAYERS, ("exponent", -0.5), ("damping", 1e-3)))

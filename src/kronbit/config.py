@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, MutableMapping
+from collections.abc import Collection, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
@@ -80,9 +80,9 @@ class Config:
             ``exponent``. The norm of a parameter's update is F's in any case; this is about the
             balance between its blocks.
         beta: β. Decay of the statistics; 1 sums them up.
-        damping: ε. Start value of the statistics, and ridge of the root relative to the largest
-            eigenvalue; of ``"cholesky"`` at least 5e-7. (Not ``eps``, which belongs to the base
-            optimizer.)
+        damping: ε. Ridge of the root relative to the largest eigenvalue; of ``"cholesky"`` at least
+            5e-7. (Not ``eps``, which belongs to the base optimizer.)
+        start: L0 = R0 = start I; ``None``: ε I, the paper's for Shampoo.
         update_every: T1. Steps between updates of the statistics.
         refresh_every: T2. Steps between refreshes of the inverse roots.
         first_refresh: ``None``: the first refresh is at T2. An integer k: update and refresh at
@@ -128,6 +128,7 @@ class Config:
     trace_scaling: bool = False
     beta: float = 0.95
     damping: float = 1e-6
+    start: float | None = None
     update_every: int = 100
     refresh_every: int = 500
     first_refresh: int | None = None
@@ -164,6 +165,8 @@ class Config:
         _choice("trace_scaling", self.trace_scaling, (True, False))
         _number("beta", self.beta, 0, 1)
         _number("damping", self.damping, 0, math.inf)
+        if self.start is not None:
+            _number("start", self.start, 0, math.inf)
         _integer("update_every", self.update_every, 1)
         _integer("refresh_every", self.refresh_every, 1)
         if self.first_refresh is not None:
@@ -243,6 +246,11 @@ class Config:
         bits = self.bits if bits is None else bits
         return _FLOAT32 if bits == 32 else Quantizer(bits, self.mapping, self.block_size)
 
+    @property
+    def start_value(self) -> float:
+        """Of the statistics' diagonals."""
+        return self.damping if self.start is None else self.start
+
     def updates_at(self, t: int, turn: Turn = FIRST_TURN) -> bool:
         """Whether a statistic of a block is updated at step t (counted from 1).
 
@@ -295,13 +303,21 @@ class Config:
         return first + self.delay(last) + self.stagger
 
 
-def take_options(keywords: MutableMapping[str, Any]) -> Config:
-    """Take our options out of keywords; what remains is for the base optimizer."""
+def take_options(
+    keywords: MutableMapping[str, Any], defaults: Iterable[tuple[str, Any]] = ()
+) -> Config:
+    """Take our options out of keywords; what remains is for the base optimizer.
+
+    Args:
+        keywords: Of all kinds.
+        defaults: An algorithm's own, in the place of those of ``Config``.
+    """
     given = {name: keywords.pop(name) for name in OPTIONS if name in keywords}
-    config = Config(**given)
+    config = Config(**{**dict(defaults), **given})
     if config.method is None and config.bits < 32:
+        plain = Config(**dict(defaults))
         for name in EIGEN_OPTIONS:
-            if getattr(config, name) != getattr(Config, name):
+            if getattr(config, name) != getattr(plain, name):
                 raise ValueError(
                     f"{name}={given[name]!r} is for method='eigen', which is not the default: "
                     f"give method='eigen', or leave {name} out"

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from kronbit.blocking import Blocking, route
-from kronbit.config import take_options
+from kronbit.algorithms import KFAC, Shampoo
+from kronbit.blocking import Blocking
+from kronbit.config import Config, take_options
 from kronbit.first_order import BaseFactory, resolve, state_on_meta
 from kronbit.memory import held_bytes, state_bytes
+from kronbit.optimizer import SecondOrder
+from kronbit.statistics import GradientStatistics
+from kronbit.statistics.activations import ActivationStatistics
 
 
 def estimate_memory(
     model_or_shapes: nn.Module | Iterable[Tensor | tuple[str, Tensor] | Sequence[int]],
     *,
+    optimizer: type[SecondOrder] = Shampoo,
     base: str | BaseFactory | None = "adamw",
     dtype: torch.dtype = torch.float32,
     **options: Any,
@@ -30,6 +35,7 @@ def estimate_memory(
     Args:
         model_or_shapes: A module, parameters (named or not), or shapes. Parameters that do not
             require a gradient are passed over.
+        optimizer: The algorithm. ``KFAC`` and ``AdaBK`` need a module.
         base: The first-order optimizer, as for ``Shampoo``; ``None`` leaves it out.
         dtype: Of the parameters, where only shapes are given.
         **options: As for ``Shampoo``, the base's options included.
@@ -45,20 +51,26 @@ def estimate_memory(
         nn.Parameter(torch.empty(shape, dtype=own, device="meta"))
         for shape, own in _shapes(model_or_shapes, dtype)
     ]
-    config = take_options(options)
+    config = take_options(options, optimizer.algorithm.options)
     total = {"statistics": 0, "roots": 0, "base": 0}
     if base is not None and params:
-        optimizer = resolve(params, base, options)
+        first_order = resolve(params, base, options)
         try:
-            states = state_on_meta(type(optimizer), optimizer.param_groups)
+            states = state_on_meta(type(first_order), first_order.param_groups)
         except Exception as error:
             raise ValueError(
                 f"base={base!r} cannot be estimated: it does not run on the meta device ({error}); "
                 "base=None estimates the second-order state alone"
             ) from error
         total["base"] = held_bytes(states)
+    route: Callable[[Tensor, Config], Blocking | str] = GradientStatistics().route
+    if issubclass(optimizer, KFAC):
+        if not isinstance(model_or_shapes, nn.Module):
+            raise TypeError(f"{optimizer.__name__} knows layers, not shapes: give a module")
+        params = [p for p in model_or_shapes.parameters() if p.requires_grad]
+        route = ActivationStatistics(model_or_shapes).route
     for p in params:
-        blocking = route(tuple(p.shape), config)
+        blocking = route(p, config)
         if isinstance(blocking, Blocking):
             for kind, size in state_bytes(blocking, config).items():
                 total[kind] += size

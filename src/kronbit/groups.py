@@ -169,7 +169,7 @@ def make_groups(members: Sequence[Member], device: torch.device) -> list[Group]:
         first_number.append(first_number[-1] + len(member.blocking))
         for grid in member.blocking.grids:
             left, right = map(member.config.format, grid.shape)
-            key: _Key = (grid.shape, left, right, member.config.damping)
+            key: _Key = (grid.shape, left, right, member.config.start_value)
             earlier = spans.setdefault(key, [])
             earlier.append(Span(index, grid, earlier[-1].stop if earlier else 0))
     offload = any(member.config.offload_statistics for member in members)

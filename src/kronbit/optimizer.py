@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
@@ -14,16 +13,23 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from kronbit import checkpoint, first_order, memory, report
-from kronbit.blocking import Blocking, route
-from kronbit.config import FORMAT, FORMAT_KEY, GROUP_OPTIONS, Config, take_options
+from kronbit.blocking import Blocking
+from kronbit.config import (
+    FORMAT,
+    FORMAT_KEY,
+    GROUP_OPTIONS,
+    Config,
+    take_options,
+)
 from kronbit.first_order import BaseFactory
-from kronbit.gradients import copied, inspect
+from kronbit.gradients import copied, inspect, plain_dtypes
 from kronbit.nonfinite import NonfiniteGuard
-from kronbit.plan import Plan, forbidden_change
+from kronbit.plan import Plan
 from kronbit.replay import refuse_capture
 from kronbit.rules import Algorithm
 from kronbit.state import BaseLink, Binding, blocks_of
-from kronbit.work import Itinerary, Present, Work, measure
+from kronbit.statistics import GradientStatistics, Statistics
+from kronbit.work import Itinerary, Present, Work, measure, updated_next
 
 _OPTIONS = itemgetter(*GROUP_OPTIONS)
 
@@ -44,9 +50,12 @@ class SecondOrder(Optimizer):
         self,
         params: Optimizer | Iterable[Any] | None = None,
         base: str | BaseFactory | Optimizer | None = None,
+        *,
+        statistics: Statistics | None = None,
         **options: Any,
     ) -> None:
-        self.config = take_options(options)
+        self.config = take_options(options, self.algorithm.options)
+        self._statistics = statistics or GradientStatistics()
         self.base = first_order.resolve(params, base, options)
         self._group_defaults = {
             **{name: getattr(self.config, name) for name in GROUP_OPTIONS},
@@ -57,6 +66,7 @@ class SecondOrder(Optimizer):
         super().__init__(self.base.param_groups, {**self.base.defaults, **self._group_defaults})
         self._start_unplanned()
         self._join_base_states()
+        self._expect_statistics()
 
     # The attribute of torch's optimizers, here F's: schedulers, scalers and trainers may read it,
     # write to it and replace it on either of the two.
@@ -96,7 +106,7 @@ class SecondOrder(Optimizer):
         for item in [params] if isinstance(params, Tensor) else params:
             p = item[1] if isinstance(item, tuple) else item  # named or not
             if isinstance(p, Tensor):
-                route(tuple(p.shape), config)
+                self._statistics.route(p, config)
 
     def _complete_groups(self) -> None:
         """Put our options into groups that lack them: new ones, or such that F has loaded."""
@@ -131,19 +141,23 @@ class SecondOrder(Optimizer):
         itinerary, present = self._prepare(self._present())
         keep = self.config.keep_gradients
         with copied(itinerary.params) if keep else nullcontext(present.grads) as grads:
-            for work in self._measured(itinerary, grads, present.dtypes):
-                preconditioner = work.preconditioner
-                # t % T1 = 0: L ← PU(L, G Gᵀ), R ← PU(R, Gᵀ G)
-                due = work.due(Config.updates_at)
-                if due:
-                    preconditioner.update(work.measured, due)
-                # t % T2 = 0: L̂ ← PIRU(L), R̂ ← PIRU(R)
-                due = work.due(Config.refreshes_at)
-                if due:
-                    preconditioner.refresh(work.measured, due)
-                    work.note_products(due)
-                # Ĝ = L̂ G R̂, and G̃ = Ĝ ‖G‖ / ‖Ĝ‖ in the place of G. While L̂ = R̂ = I, G̃ is G.
-                preconditioner.precondition(work.measured)
+            with self._statistics.matrices(itinerary.params, grads) as matrices:
+                plain = matrices is present.grads
+                dtypes = present.dtypes if plain else plain_dtypes(matrices)
+                for work in self._measured(itinerary, matrices, dtypes):
+                    preconditioner = work.preconditioner
+                    # t % T1 = 0: L ← PU(L, G Gᵀ), R ← PU(R, Gᵀ G), or what M is elsewhere
+                    due = work.due(Config.updates_at)
+                    if due:
+                        source = self._statistics.source(work, due)
+                        preconditioner.update(work.measured.finite, source)
+                    # t % T2 = 0: L̂ ← PIRU(L), R̂ ← PIRU(R)
+                    due = work.due(Config.refreshes_at)
+                    if due:
+                        preconditioner.refresh(work.measured, due)
+                        work.note_products(due)
+                    # Ĝ = L̂ G R̂, and G̃ = Ĝ ‖G‖ / ‖Ĝ‖ in the place of G. While L̂ = R̂ = I, G̃ is G.
+                    preconditioner.precondition(work.measured)
             for entry in itinerary.entries:
                 entry["step"] += 1
             # W, s ← F(W, s, G̃)
@@ -154,6 +168,7 @@ class SecondOrder(Optimizer):
             self._join_base_states()
         for guard in self._guards.values():
             guard.warn_once()
+        self._expect_statistics(itinerary)
         return loss
 
     # ----------------------------------------------------------------- what a step starts from
@@ -164,7 +179,7 @@ class SecondOrder(Optimizer):
         present = Present.of(self.param_groups, self._config_of)
         if present.dtypes is None:  # a gradient needs a closer look
             for p, config in zip(present.params, present.configs, strict=True):
-                preconditioned = isinstance(route(tuple(p.shape), config), Blocking)
+                preconditioned = isinstance(self._statistics.route(p, config), Blocking)
                 inspect(p, preconditioned, self._name)
             return Present.of(self.param_groups, self._config_of)
         return present
@@ -200,32 +215,13 @@ class SecondOrder(Optimizer):
         intact = self._binding.look_closer() and self._binding.intact(self.state, same_entries)
         present = present.once()
         params, configs = present.params, present.configs
-        unplanned = [
-            p for p, config in zip(params, configs, strict=True) if self._is_unplanned(p, config)
-        ]
-        if self._plan is None or unplanned or not intact:
-            self._plan = self._replanned(params)
+        plan = self._plan
+        if plan is None or not intact or plan.lacks_any_of(params, configs, self._name):
+            plan = self._plan = self._replanned(params)
         for p in params:
             self._start_state(p)
-        self._itinerary = Itinerary.make(present, self._plan, self.state)
+        self._itinerary = Itinerary.make(present, plan, self.state)
         return self._itinerary, present
-
-    def _is_unplanned(self, p: Tensor, config: Config) -> bool:
-        """Whether a parameter needs a place for its state; refuses one whose state cannot fit."""
-        if self._plan is None or p.device not in self._plan.preconditioners:
-            return True
-        place = self._plan.places.get(p)
-        if place is None:
-            return isinstance(route(tuple(p.shape), config), Blocking)
-        if place.shape != p.shape:
-            raise ValueError(
-                f"the shape of {self._name(p)} has changed from {tuple(place.shape)} to "
-                f"{tuple(p.shape)} and its state does not fit: build a new optimizer"
-            )
-        change = forbidden_change(place.config, config)
-        if change:
-            raise ValueError(f"group of {self._name(p)}: {change}")
-        return place.device != p.device
 
     def _replanned(self, present: Collection[Tensor]) -> Plan:
         """Lay all state out anew. What the state holds is copied over; the rest starts fresh."""
@@ -244,7 +240,7 @@ class SecondOrder(Optimizer):
         return plan
 
     def _make_plan(self, params: Iterable[tuple[Tensor, Config]]) -> Plan:
-        return Plan(params, self.algorithm, self.config)
+        return Plan(params, self.algorithm, self.config, self._statistics.route)
 
     def _measured(
         self, itinerary: Itinerary, grads: list[Tensor], dtypes: set[torch.dtype] | None
@@ -260,6 +256,17 @@ class SecondOrder(Optimizer):
                     "nonfinite='zero' the step would go on without them"
                 )
         return works
+
+    def _expect_statistics(self, itinerary: Itinerary | None = None) -> None:
+        """Tell who is updated at the next step.
+
+        Args:
+            itinerary: The step that has just been made: if nobody is, it knows.
+        """
+        if self._statistics.collects:
+            nobody = itinerary is not None and not itinerary.find_turns()
+            groups = [] if nobody else self.param_groups
+            self._statistics.expect(updated_next(groups, self.config, self.state, self._plan))
 
     # ---------------------------------------------------------------------------------- state
 
@@ -319,34 +326,21 @@ class SecondOrder(Optimizer):
             plan.find_refreshed(unknown, self.state)
             self._plan = plan
         if any(entry.blocks for entry in loaded.entries.values()):
-            self._warn_of_fresh_starts()
+            known = self.state.keys()
+            fresh = [row for row in self._rows() if row[1] not in known]
+            report.warn_of_fresh_starts(fresh, self._statistics.route)
+        self._expect_statistics()
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
-    def _warn_of_fresh_starts(self) -> None:
-        fresh = [
-            p
-            for group in self.param_groups
-            for p in group["params"]
-            if p.requires_grad
-            and p not in self.state
-            and isinstance(route(tuple(p.shape), self._config_of(group)), Blocking)
-        ]
-        if fresh:
-            warnings.warn(
-                f"the checkpoint has no state of {len(fresh)} preconditioned parameter(s), such as "
-                f"{self._name(fresh[0])}: they start fresh",
-                RuntimeWarning,
-                stacklevel=4,
-            )
-
     def __getstate__(self) -> dict[str, Any]:
-        kept = ("defaults", "state", "base", "config", "_group_defaults")
+        kept = ("defaults", "state", "base", "config", "_group_defaults", "_statistics")
         return {name: getattr(self, name) for name in kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._start_unplanned()
+        self._expect_statistics()
 
     # -------------------------------------------------------------------------------- F's modes
 
@@ -363,11 +357,7 @@ class SecondOrder(Optimizer):
     # -------------------------------------------------------------------------------- reporting
 
     def _name(self, p: Tensor) -> str:
-        for index, group in enumerate(self.param_groups):
-            for number, other in enumerate(group["params"]):
-                if other is p:
-                    return report.parameter_name(group, index, number)
-        return "a parameter"
+        return next((name for name, other, _ in self._rows() if other is p), "a parameter")
 
     def memory(self) -> dict[str, int]:
         """Bytes held now, by kind: ``{"statistics", "roots", "base", "total"}``."""
@@ -375,12 +365,16 @@ class SecondOrder(Optimizer):
 
     def summary(self) -> str:
         """A table: parameter, shape, blocks, method, bits, bytes, or why it is left to F."""
-        rows = [
+        name, route = type(self).__name__, self._statistics.route
+        return report.summary(name, self._rows(), route, self.base, self.config)
+
+    def _rows(self) -> list[report.Row]:
+        """All parameters with their names and options."""
+        return [
             (report.parameter_name(group, index, number), p, self._config_of(group))
             for index, group in enumerate(self.param_groups)
             for number, p in enumerate(group["params"])
         ]
-        return report.summary(type(self).__name__, rows, self.base, self.config)
 
     def diagnostics(self) -> dict[str, Any]:
         """Counters of every fallback, and figures per group. Waits for the device.
@@ -389,6 +383,7 @@ class SecondOrder(Optimizer):
         """
         skipped = sum(int(guard.skipped) for guard in self._guards.values())
         counts = {"skipped_gradients": skipped, **report.fallback_counts(self._plan)}
+        counts |= self._statistics.counts()
         for name, count in self._past_counts.items():
             counts[name] += count
         return {

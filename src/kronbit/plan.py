@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kronbit.acceleration import has_kernels
-from kronbit.blocking import Blocking, route
+from kronbit.blocking import Blocking
 from kronbit.config import CUT_OPTIONS, FORMAT_OPTIONS, Config
 from kronbit.factors import Factors
 from kronbit.groups import Member
@@ -50,18 +50,24 @@ class Plan:
             left to F get no place.
         algorithm: Rule and root.
         options: ``workspace_mb`` and ``cuda_graph`` hold for all parameters.
+        route: How a parameter is cut, or why it is left to F.
     """
 
     def __init__(
-        self, params: Iterable[tuple[Tensor, Config]], algorithm: Algorithm, options: Config
+        self,
+        params: Iterable[tuple[Tensor, Config]],
+        algorithm: Algorithm,
+        options: Config,
+        route: Callable[[Tensor, Config], Blocking | str],
     ) -> None:
         members: dict[torch.device, list[Member]] = {}
         dtypes: dict[torch.device, set[torch.dtype]] = {}
         self.places: dict[Tensor, Place] = {}
+        self._route = route
         for p, config in params:
             there = members.setdefault(p.device, [])
             dtypes.setdefault(p.device, set()).add(p.dtype)
-            blocking = route(tuple(p.shape), config)
+            blocking = route(p, config)
             if isinstance(blocking, Blocking):
                 self.places[p] = Place(p.device, len(there), p.shape, config)
                 there.append(Member(blocking, config))
@@ -77,6 +83,41 @@ class Plan:
             device: Preconditioner(there, algorithm, workspace, options.cuda_graph, device)
             for device, there in members.items()
         }
+
+    def lacks_any_of(
+        self,
+        params: Iterable[Tensor],
+        configs: Iterable[Config],
+        name: Callable[[Tensor], str],
+    ) -> bool:
+        """Whether a parameter has no place where it needs one.
+
+        Args:
+            params: The parameters.
+            configs: Their options.
+            name: What a parameter is called, for messages.
+
+        Raises:
+            ValueError: If the state of one cannot fit any more.
+        """
+        lacking = [self._lacks(p, config, name) for p, config in zip(params, configs, strict=True)]
+        return any(lacking)
+
+    def _lacks(self, p: Tensor, config: Config, name: Callable[[Tensor], str]) -> bool:
+        if p.device not in self.preconditioners:
+            return True
+        place = self.places.get(p)
+        if place is None:
+            return isinstance(self._route(p, config), Blocking)
+        if place.shape != p.shape:
+            raise ValueError(
+                f"the shape of {name(p)} has changed from {tuple(place.shape)} to "
+                f"{tuple(p.shape)} and its state does not fit: build a new optimizer"
+            )
+        change = _forbidden_change(place.config, config)
+        if change:
+            raise ValueError(f"group of {name(p)}: {change}")
+        return place.device != p.device
 
     def blocks(self) -> Iterator[PlannedBlock]:
         """Every block of every parameter."""
@@ -104,7 +145,7 @@ class Plan:
                 state[p]["product_bits"] = FLOAT32 if place.index in own.refreshed else 0
 
 
-def forbidden_change(old: Config, new: Config) -> str | None:
+def _forbidden_change(old: Config, new: Config) -> str | None:
     """What must not change once there is state but did, and what to do; in words."""
     remedies = {
         FORMAT_OPTIONS: "save state_dict(), build an optimizer with the new value, load it there",

@@ -24,7 +24,6 @@ from kronbit.batches import (
     Part,
     batches,
     due_parts,
-    order_of,
     refresh_cost,
 )
 from kronbit.config import Turn
@@ -35,12 +34,11 @@ from kronbit.kernel_products import KernelProducts
 from kronbit.linalg import Attempt
 from kronbit.nonfinite import Measured
 from kronbit.precision import full_precision
-from kronbit.products import multiply, operand
 from kronbit.rules import Algorithm, combine, graft_scale
 
 if TYPE_CHECKING:
     from kronbit.kernels.cholesky import Chain
-    from kronbit.outer_products import OuterProducts
+    from kronbit.statistics.base import Source
 
 
 _REMEMBERED_WAVES = 16
@@ -80,6 +78,7 @@ class Preconditioner:
         refreshed: Members with a root that is not the identity. The others' G̃ is G, to the bit:
             ``precondition`` does not touch them.
         products: How the members' products are taken, by kernels where there are some.
+        device: Where the members are.
         turns: Of each member's statistics, ascending, if they are staggered.
         all_turns: Those that occur.
         ungrafted: On the device, how often F got G itself because Ĝ had overflowed.
@@ -100,13 +99,12 @@ class Preconditioner:
         self.ungrafted = torch.zeros((), dtype=torch.int64, device=device)
         self.graft_ratio = torch.ones(len(members), dtype=torch.float32, device=device)
         self.products = KernelProducts(self, graphs)
-        self._device, self._graphs = device, graphs
+        self.device, self._graphs = device, graphs
         self.turns = self._turns()
         self.all_turns = {turn for own in self.turns for turn in own}
         self._blocks = [len(member.blocking) for member in members]
         self._lengths = torch.tensor(self._blocks, dtype=torch.int64, device=device)
         self._waves: dict[tuple[int, ...], list[Wave]] = {}
-        self._outer: OuterProducts | None = None
         self._chain: Chain | None = None
         self._remembered_owners: dict[tuple[tuple[int, int, int], ...], Tensor] = {}
 
@@ -125,20 +123,19 @@ class Preconditioner:
     # ------------------------------------------------------------------------ statistics, roots
 
     @full_precision()
-    def update(self, measured: Measured, due: Mapping[int, Due]) -> None:
-        """PU for L with M = G Gᵀ and for R with M = Gᵀ G. Waits for the device.
+    def update(self, finite: Tensor, source: Source) -> None:
+        """PU for L and R with their M. Waits for the device.
 
         Args:
-            measured: The members' gradients. Statistics of those that are not finite stay.
-            due: Members to update, with their options and blocks.
+            finite: bool (members,): whose gradient is finite. Statistics of the others stay.
+            source: Members to update, with their options and blocks, and M.
         """
-        finite, outer_products = measured.finite, self._outer_products(measured, due)
-        if self._chain is None and has_kernels(self._device):
+        if self._chain is None and has_kernels(self.device):
             from kronbit.kernels.cholesky import Chain
 
-            self._chain = Chain(self._device, self._graphs)
+            self._chain = Chain(self.device, self._graphs)
         first = Attempt(chain=self._chain)
-        failed = self._update(due_parts(self.groups, due), outer_products, finite, first)
+        failed = self._update(due_parts(self.groups, source.due), source.of, finite, first)
         for number in count(1):
             again = []
             for part in failed:
@@ -148,12 +145,12 @@ class Preconditioner:
             if not again:
                 break
             attempt = Attempt(number)
-            failed = self._update(again, outer_products, finite, attempt, ROBUST_UPDATE)
+            failed = self._update(again, source.of, finite, attempt, ROBUST_UPDATE)
 
     def _update(
         self,
         wanted: Iterable[Part],
-        outer_products: Callable[[Sequence[Part]], Tensor],
+        M_of: Callable[[Sequence[Part]], Tensor],
         finite: Tensor,
         attempt: Attempt,
         cost: Cost = UPDATE,
@@ -163,7 +160,7 @@ class Preconditioner:
         flags: list[Tensor] = []
         mixed = partial(self._may_share, attempt=attempt.number)
         for parts in batches(wanted, self.workspace, cost, mixed):
-            M = outer_products(parts)
+            M = M_of(parts)
             trusted = finite[self._owners(parts)]
             batch = Batch([(part.factors, part.rows) for part in parts])
             good, replaced = batch.update(M, trusted, parts[0].config, attempt)
@@ -184,43 +181,7 @@ class Preconditioner:
     def _may_share(self, part: Part, attempt: int | None = None) -> bool:
         """Whether orders may share a batch: one launch for several is worth copies."""
         # Without kernels there are no launches.
-        return has_kernels(self._device) and part.factors.method.enlarges(part.config, attempt)
-
-    def _outer_products(
-        self, measured: Measured, due: Mapping[int, Due]
-    ) -> Callable[[Sequence[Part]], Tensor]:
-        """What finds M of a batch: by kernels, if they can read all gradients that are due."""
-        addresses = measured.addresses
-        if addresses is not None and all(map(addresses.values.__getitem__, due)):
-            from kronbit.outer_products import OuterProducts
-
-            if self._outer is None:
-                self._outer = OuterProducts(self.members, self._device)
-            return partial(self._outer.of, addresses.tensor, measured.finite)
-        blocks = GradientBlocks(self.members, measured.grads)
-        return partial(self._outer_products_by_torch, blocks, measured.finite)
-
-    def _outer_products_by_torch(
-        self, blocks: GradientBlocks, finite: Tensor, parts: Sequence[Part]
-    ) -> Tensor:
-        n, count = order_of(parts), sum(part.rows.stop - part.rows.start for part in parts)
-        M = torch.zeros(count, n, n, dtype=torch.float32, device=self._device)
-        start = 0
-        for part in parts:
-            here = slice(start, start + part.rows.stop - part.rows.start)
-            start = here.stop
-            trusted = finite[part.group.owner[part.rows]]
-            G = blocks.gather(part.group, part.rows)
-            G.masked_fill_(_per_row(~trusted), 0.0)  # not a product: 0 times NaN is NaN
-            g = operand(G.mT if part.right else G)
-            if part.factors.order == n:
-                multiply(g, g.mT, symmetric=True, out=M[here])
-            else:
-                M[here, : part.factors.order, : part.factors.order] = multiply(
-                    g, g.mT, symmetric=True
-                )
-            del G, g
-        return M
+        return has_kernels(self.device) and part.factors.method.enlarges(part.config, attempt)
 
     def _owners(self, parts: Sequence[Part]) -> Tensor:
         """The member of each row of a batch, on the device."""
@@ -268,7 +229,7 @@ class Preconditioner:
         """PIRU of some rows; returns those whose new root is not finite: they keep the old one."""
         done: list[Part] = []
         flags: list[Tensor] = []
-        cut = refresh_cost, self._may_share, processors(self._device)
+        cut = refresh_cost, self._may_share, processors(self.device)
         for parts in batches(wanted, self.workspace, *cut):
             batch = Batch([(part.factors, part.rows) for part in parts])
             flags.append(batch.refresh(parts[0].config))
@@ -287,7 +248,7 @@ class Preconditioner:
         wanted = {i: Due(self.members[i].config) for i in candidates if i not in self.refreshed}
         if not wanted:
             return
-        changed = torch.zeros(2, sum(self._blocks), dtype=torch.bool, device=self._device)
+        changed = torch.zeros(2, sum(self._blocks), dtype=torch.bool, device=self.device)
         for parts in batches(due_parts(self.groups, wanted), self.workspace, PRECONDITION):
             for part in parts:
                 here = part.group.number[part.rows]

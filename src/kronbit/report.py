@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import math
+import warnings
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -13,13 +15,16 @@ from torch.optim import Optimizer
 
 from kronbit.acceleration import why_not
 from kronbit.batches import UPDATE
-from kronbit.blocking import route
+from kronbit.blocking import Blocking
 from kronbit.config import Config
 from kronbit.factors import Factors
 from kronbit.groups import Group
 from kronbit.memory import state_bytes
 from kronbit.nonfinite import NonfiniteGuard
 from kronbit.plan import Plan
+
+# A parameter with its name and its options.
+Row: TypeAlias = tuple[str, Tensor, Config]
 
 _COLUMNS = ("parameter", "shape", "blocks", "method", "bits", "bytes", "left to the base because")
 _NUMERIC = (False, False, True, False, True, True, False)
@@ -33,7 +38,8 @@ def parameter_name(group: Mapping[str, Any], index: int, number: int) -> str:
 
 def summary(
     title: str,
-    params: Sequence[tuple[str, Tensor, Config]],
+    params: Sequence[Row],
+    route: Callable[[Tensor, Config], Blocking | str],
     base: Optimizer,
     config: Config,
 ) -> str:
@@ -45,7 +51,7 @@ def summary(
     for name, p, own in params:
         shape = " x ".join(map(str, p.shape)) or "scalar"
         elements += p.numel()
-        way = route(tuple(p.shape), own) if p.requires_grad else "frozen: requires_grad=False"
+        way = route(p, own) if p.requires_grad else "frozen: requires_grad=False"
         if isinstance(way, str):
             rows.append((name, shape, "", "", "", "", way))
             continue
@@ -54,7 +60,7 @@ def summary(
         bits = sorted({own.bits for format in formats for own in (format.statistic, format.root)})
         held = state_bytes(way, own)
         size = sum(held.values())
-        total, preconditioned = total + size, preconditioned + p.numel()
+        total, preconditioned = total + size, preconditioned + math.prod(way.matrices)
         if config.offload_statistics and p.device.type != "cpu":
             offloaded += held["statistics"]
         steps.add(own.first_preconditioned_step())
@@ -81,6 +87,22 @@ def summary(
         f"needs about {one:.1f} MiB",
     ]
     return "\n".join([_table(f"{title} around {type(base).__name__}", rows), *footer])
+
+
+def warn_of_fresh_starts(
+    params: Sequence[Row], route: Callable[[Tensor, Config], Blocking | str]
+) -> None:
+    """Warn of parameters without state that will be preconditioned."""
+    fresh = [
+        name for name, p, own in params if p.requires_grad and isinstance(route(p, own), Blocking)
+    ]
+    if fresh:
+        warnings.warn(
+            f"the checkpoint has no state of {len(fresh)} preconditioned parameter(s), such as "
+            f"{fresh[0]}: they start fresh",
+            RuntimeWarning,
+            stacklevel=4,
+        )
 
 
 def _table(title: str, rows: Sequence[Sequence[str]]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -33,9 +33,11 @@ class Algorithm:
 
     Attributes:
         rule: (L̂, G, R̂) -> Ĝ.
+        options: Defaults of its own: pairs of names and values.
     """
 
     rule: Rule
+    options: tuple[tuple[str, Any], ...] = ()
 
 
 def combine(rule: Rule, L: Tensor, G: Tensor, R: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from kronbit.linalg import FIRST_ATTEMPT
 from kronbit.nonfinite import NonfiniteGuard
 from kronbit.preconditioner import Preconditioner
 from kronbit.rules import Algorithm
+from kronbit.statistics import GradientStatistics
 
 # Of parameters that stay in float32 or are quantised, and are multiplied in small or large tiles.
 _SHAPES = ((8, 8), (320, 320), (256, 512))
@@ -55,8 +56,8 @@ def _warm_up(
         sizes = [grad.numel() for grad in grads]
         measured = guard.measure(grads, sizes, plain_dtypes(grads))
         assert measured.addresses is not None
-        outer_products = own._outer_products(measured, due)
-        own._update(due_parts(own.groups, due), outer_products, measured.finite, FIRST_ATTEMPT)
+        M_of = GradientStatistics().outer_products(own, measured, due)
+        own._update(due_parts(own.groups, due), M_of, measured.finite, FIRST_ATTEMPT)
         own.refreshed.update(due)
         own.refresh(measured, due)
         for way, some in ((HALF, (0, 1)), (HALF, (2,)), (BF16X3, (0, 1, 2))):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import compress
 from operator import attrgetter, is_, itemgetter
@@ -244,6 +244,12 @@ class Work(NamedTuple):
         """The state of the device's matrices."""
         return self.errand.preconditioner
 
+    def param(self, member: int) -> Tensor:
+        """The parameter of a member that has a gradient."""
+        number = self.errand.members[member]
+        assert number is not None
+        return self.itinerary.params[number]
+
     def due(self, scheduled: Scheduled) -> dict[int, Due]:
         """Members whose update or refresh falls on this step, with their options and blocks."""
         now = self.errand.turns[scheduled]
@@ -299,3 +305,29 @@ def measure(
         measured = guards[device].measure(errand.pick(grads), errand.sizes, dtypes)
         works.append(Work(itinerary, errand, measured))
     return works
+
+
+def updated_next(
+    groups: Iterable[Mapping[str, Any]],
+    options: Config,
+    state: Mapping[Tensor, Mapping[str, Any]],
+    plan: Plan | None,
+) -> Iterator[Tensor]:
+    """The parameters whose statistics the next step updates.
+
+    Args:
+        groups: Param groups.
+        options: What holds where they say nothing else.
+        state: The optimizer's, as it is before that step.
+        plan: Knows the turns of those that are staggered, if they have been planned.
+    """
+    for group in groups:
+        config = options.for_group(group)
+        for p in group["params"]:
+            step = state[p].get("step", 0) if p in state else 0
+            place = plan.places.get(p) if plan is not None and config.stagger else None
+            turns: Iterable[Turn] = _TOGETHER
+            if plan is not None and place is not None:
+                turns = plan.preconditioners[place.device].turns[place.index]
+            if any(config.updates_at(step + 1, turn) for turn in turns):
+                yield p

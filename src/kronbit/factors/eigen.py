@@ -64,7 +64,7 @@ class Eigen:
         if attempt is None and config.trace_scaling:
             return False
         # A λ of zero could not be told from what a matrix is enlarged by.
-        return config.beta > 0 and config.damping > 0
+        return config.beta > 0 and config.start_value > 0
 
     def layout(self, order: int) -> Layout:
         """Tensors of one preconditioner and its root."""

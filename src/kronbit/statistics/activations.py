@@ -1,0 +1,335 @@
+"""The statistics of K-FAC and AdaBK: M = Y Yᵀ for L and X Xᵀ for R, of a layer's rows x and y.
+
+Hooks look at inputs and output gradients, and only before steps that update statistics; at all
+other times there are none. Everything is collected during the backward pass, where y is known: what
+is computed once more for activation checkpointing has no backward pass, and does not count twice.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.hooks import RemovableHandle
+
+from kronbit.batches import Part, order_of
+from kronbit.blocking import Blocking, route
+from kronbit.config import Config
+from kronbit.groups import Due
+from kronbit.precision import full_precision
+from kronbit.products import multiply, operand
+from kronbit.statistics.base import Source
+from kronbit.statistics.layers import Layer, kind_of
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from kronbit.work import Work
+
+SHARED = ("expand", "reduce")
+
+
+@dataclass
+class Collected:
+    """Sums over what a layer has seen since its gradient was empty.
+
+    Attributes:
+        X: Σ x xᵀ, (E, inputs, inputs), float32.
+        Y: Σ y yᵀ, (E, outputs, outputs), float32.
+        rows: How many there were.
+    """
+
+    X: Tensor
+    Y: Tensor
+    rows: int = 0
+
+    @classmethod
+    def nothing(cls, layer: Layer, device: torch.device) -> Collected:
+        """Before the first row."""
+        E, outputs, inputs = layer.kind.matrices(layer.module)
+        inputs += layer.bias is not None
+        X, Y = (torch.zeros(E, n, n, device=device) for n in (inputs, outputs))
+        return cls(X, Y)
+
+
+class ActivationStatistics:
+    """Collects the statistics of a model's layers.
+
+    Args:
+        model: The model whose parameters are optimized.
+        shared: What becomes of an example's positions (tokens, places of a convolution):
+            ``"expand"`` makes rows of all of them, ``"reduce"`` one row of each example, its mean
+            x and the sum of its y.
+        grad_scaler: The scaler of the loss, if there is one: its scale is undone.
+        process_group: Ranks over which statistics are averaged; ``None``: all there are.
+        workspace: Bound of copies of inputs, in bytes.
+    """
+
+    collects = True
+
+    def __init__(
+        self,
+        model: nn.Module,
+        shared: str = "expand",
+        grad_scaler: torch.amp.GradScaler | None = None,
+        process_group: ProcessGroup | None = None,
+        workspace: int = 2**28,
+    ) -> None:
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"model must be an nn.Module; got {type(model).__name__}")
+        if shared not in SHARED:
+            raise ValueError(f"shared must be one of {SHARED}; got {shared!r}")
+        self.model, self.shared, self.workspace = model, shared, workspace
+        self.grad_scaler, self.process_group = grad_scaler, process_group
+        self._layers, self._reasons = find_layers(model)
+        self._collected: dict[Layer, Collected] = {}
+        self._handles: list[RemovableHandle] = []
+        self._closed = False
+        self._counts: Counter[str] = Counter(missed_statistics=0)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Hooks stay with the model that has them; what they have seen belongs to a single step.
+        return {**self.__dict__, "_collected": {}, "_handles": []}
+
+    # ------------------------------------------------------------------------------- parameters
+
+    def route(self, p: Tensor, config: Config) -> Blocking | str:
+        """One block per matrix of a layer; or why the parameter is left to the base optimizer."""
+        if not config.precondition:
+            return "precondition=False"
+        layer = self._layers.get(p)
+        if layer is None:
+            return self._reasons.get(p, "no weight of a linear layer or convolution")
+        return _blocking(layer.matrices, config)
+
+    @contextmanager
+    def matrices(self, params: Sequence[Tensor], grads: list[Tensor]) -> Iterator[list[Tensor]]:
+        """The gradients, where there is a bias that of [W | b]."""
+        joined = list(grads)
+        for i, p in enumerate(params):
+            layer = self._layers.get(p)
+            if layer is not None:
+                joined[i] = layer.join(grads[i])
+        yield joined
+        for p, grad, own in zip(params, grads, joined, strict=True):
+            if own is not grad:
+                self._layers[p].separate(own)
+
+    # ------------------------------------------------------------------------------- collecting
+
+    def expect(self, params: Iterable[Tensor]) -> None:
+        """Drop what was collected, and watch the layers of these parameters from now on."""
+        self._collected.clear()
+        wanted = [layer for p in params if (layer := self._layers.get(p)) is not None]
+        if not wanted and not self._handles:
+            return
+        for handle in self._handles:
+            handle.remove()
+        self._handles = (
+            []
+            if self._closed
+            else [
+                layer.module.register_forward_hook(_Hook(self, layer), with_kwargs=True)
+                for layer in wanted
+            ]
+        )
+
+    def forget(self) -> None:
+        """Drop what was collected: the gradients that belong to it are gone."""
+        self._collected.clear()
+
+    def close(self) -> None:
+        """Remove all hooks for good."""
+        self._closed = True
+        self.expect(())
+
+    def watch(self, layer: Layer, x: Tensor, output: Any) -> None:
+        """Wait for the gradient at the output of a layer."""
+        if layer.weight.grad is None:
+            self._collected.pop(layer, None)  # what it belonged to was given up
+        if isinstance(output, Tensor) and output.requires_grad:
+            output.register_hook(partial(self._collect, layer, x.detach()))
+
+    @torch.no_grad()
+    @full_precision()
+    def _collect(self, layer: Layer, x: Tensor, y: Tensor) -> None:
+        if self.grad_scaler is not None:
+            y = y.float() / self.grad_scaler.get_scale()
+        if layer not in self._collected:
+            self._collected[layer] = Collected.nothing(layer, y.device)
+        own = self._collected[layer]
+        rows = self._rows(layer.kind.outputs(layer.module, y), torch.sum)
+        own.rows += rows.shape[1]
+        _add_square(own.Y, rows)
+        for piece in layer.kind.inputs(layer.module, x, self.workspace):
+            rows = self._rows(piece, torch.mean)
+            if layer.bias is not None:
+                rows = functional.pad(rows, (0, 1), value=1.0)
+            _add_square(own.X, rows)
+
+    def _rows(self, rows: Tensor, reduced: Callable[[Tensor, int], Tensor]) -> Tensor:
+        """(E, examples, positions, features) -> (E, rows, features), float32."""
+        return reduced(rows.float(), 2) if self.shared == "reduce" else rows.float().flatten(1, 2)
+
+    # --------------------------------------------------------------------------------- updating
+
+    def source(self, work: Work, due: Mapping[int, Due]) -> Source:
+        """The mean squares of what was collected; a layer without any keeps its statistics."""
+        layers = {i: self._layers[work.param(i)] for i in due}
+        self._share(list(layers.values()))
+        there = {i: layer for i, layer in layers.items() if layer in self._collected}
+        if len(there) < len(layers):
+            self._note_missed([layer for layer in layers.values() if layer not in self._collected])
+        means = {i: self._means(layer) for i, layer in there.items()}
+        return Source({i: due[i] for i in there}, partial(_of_batch, means, work.measured.finite))
+
+    def _share(self, layers: Sequence[Layer]) -> None:
+        """Add up what all ranks have collected: all of them take part, whatever they have seen."""
+        if not (dist.is_available() and dist.is_initialized()):
+            return
+        if dist.get_world_size(self.process_group) == 1 or not layers:
+            return
+        device = layers[0].weight.device
+        own = [
+            self._collected.get(layer) or Collected.nothing(layer, layer.weight.device)
+            for layer in layers
+        ]
+        rows = torch.tensor([one.rows for one in own], dtype=torch.int64, device=device)
+        dist.all_reduce(rows, group=self.process_group)
+        for layer, one, count in zip(layers, own, rows.tolist(), strict=True):
+            for sums in (one.X, one.Y):
+                dist.all_reduce(sums, group=self.process_group)
+            one.rows = count
+            if count:
+                self._collected[layer] = one
+
+    def _note_missed(self, layers: Sequence[Layer]) -> None:
+        if not self._counts["missed_statistics"]:
+            warnings.warn(
+                f"{len(layers)} layer(s), {layers[0].name!r} first, have a gradient, but were not "
+                "called in training mode since the last step: their statistics stay as they are. "
+                "Compiled models do not call hooks",
+                RuntimeWarning,
+                stacklevel=5,  # <- source <- step <- torch's two wrappers <- the user
+            )
+        self._counts["missed_statistics"] += len(layers)
+
+    def _means(self, layer: Layer) -> tuple[Tensor, Tensor]:
+        """M of L and of R."""
+        own = self._collected[layer]
+        sides = (own.X, own.Y) if layer.kind.inputs_are_rows else (own.Y, own.X)
+        left, right = (side / own.rows for side in sides)
+        return left, right
+
+    def counts(self) -> dict[str, int]:
+        """Updates that a layer missed."""
+        return dict(self._counts)
+
+
+def _of_batch(
+    means: Mapping[int, tuple[Tensor, Tensor]], finite: Tensor, parts: Sequence[Part]
+) -> Tensor:
+    """M of a batch; those of gradients that are not finite are not looked at."""
+    n, count = order_of(parts), sum(part.rows.stop - part.rows.start for part in parts)
+    M = torch.zeros(count, n, n, device=finite.device)
+    first = 0
+    for part in parts:
+        own = part.factors.order
+        for span in part.group.spans:
+            start, stop = max(part.rows.start, span.start), min(part.rows.stop, span.stop)
+            if start < stop:
+                here = slice(first + start - part.rows.start, first + stop - part.rows.start)
+                side = means[span.member][part.right]
+                M[here, :own, :own] = side[start - span.start : stop - span.start]
+        first += part.rows.stop - part.rows.start
+    return M
+
+
+def _add_square(total: Tensor, rows: Tensor) -> None:
+    """Add rowsᵀ rows to a total (E, n, n)."""
+    x = operand(rows.contiguous())
+    multiply(x.mT, x, C=total, symmetric=True, out=total)
+
+
+def _blocking(matrices: tuple[int, int, int], config: Config) -> Blocking | str:
+    """A block for each whole matrix."""
+    largest = max(matrices[1:])
+    if largest > config.max_order:
+        return f"a side of {largest} is above max_order={config.max_order}"
+    return route(matrices, replace(config, batch_dims=1))
+
+
+class _Hook:
+    """Watches a layer, and nothing else: a copy of the layer has no statistics of its own."""
+
+    def __init__(self, statistics: ActivationStatistics, layer: Layer) -> None:
+        self._statistics, self._layer = statistics, layer
+
+    def __call__(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any
+    ) -> None:
+        if module is not self._layer.module or not module.training:
+            return
+        if torch.is_grad_enabled() and self._layer.weight.requires_grad:
+            x = args[0] if args else next(iter(kwargs.values()))
+            self._statistics.watch(self._layer, x, output)
+
+    def __deepcopy__(self, memo: Mapping[int, Any]) -> _Hook:
+        return self
+
+    def __reduce__(self) -> tuple[Callable[[], Callable[..., None]], tuple[()]]:
+        return _no_hook, ()
+
+
+def _ignore(*_: Any) -> None:
+    """A hook that does nothing."""
+
+
+def _no_hook() -> Callable[..., None]:
+    """What stands for a hook in a pickled model."""
+    return _ignore
+
+
+def find_layers(model: nn.Module) -> tuple[dict[Tensor, Layer], dict[Tensor, str]]:
+    """A model's layers by their weights, and why other parameters are left to F.
+
+    Raises:
+        ValueError: If a layer does not know its shape yet.
+    """
+    owners: dict[Tensor, list[str]] = {}
+    uncalled: set[nn.Module] = set()
+    for name, module in model.named_modules():
+        for p in module.parameters(recurse=False):
+            owners.setdefault(p, []).append(name)
+        if isinstance(module, nn.MultiheadAttention):
+            uncalled.add(module.out_proj)  # it only lends its weight
+    layers: dict[Tensor, Layer] = {}
+    reasons: dict[Tensor, str] = {}
+    for name, module in model.named_modules():
+        kind, weight = kind_of(module), module._parameters.get("weight")
+        if kind is None or weight is None:
+            continue
+        if nn.parameter.is_lazy(weight):
+            raise ValueError(f"{name} does not know its shape yet: call the model once before")
+        bias = module._parameters.get("bias")
+        if len(owners[weight]) > 1:
+            reasons[weight] = f"shared by {', '.join(owners[weight])}"
+        elif module in uncalled:
+            reasons[weight] = "nn.MultiheadAttention does not call it"
+        else:
+            own = (
+                bias if bias is not None and bias.requires_grad and len(owners[bias]) == 1 else None
+            )
+            layers[weight] = Layer(name, module, kind, weight, own)
+            if own is not None:
+                reasons[own] = f"goes with {name}.weight" if name else "goes with weight"
+    return layers, reasons

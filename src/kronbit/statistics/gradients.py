@@ -1,0 +1,93 @@
+"""Shampoo's statistics: M = G Gᵀ for L and Gᵀ G for R."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from kronbit.batches import Part, order_of
+from kronbit.blocking import Blocking, route
+from kronbit.config import Config
+from kronbit.gradients import GradientBlocks
+from kronbit.groups import Due
+from kronbit.nonfinite import Measured
+from kronbit.products import multiply, operand
+from kronbit.statistics.base import Source
+
+if TYPE_CHECKING:
+    from kronbit.outer_products import OuterProducts
+    from kronbit.preconditioner import Preconditioner
+    from kronbit.work import Work
+
+
+class GradientStatistics:
+    """Every parameter is cut into blocks by itself; M is made of the step's gradient alone."""
+
+    collects = False
+
+    def __init__(self) -> None:
+        self._tables: weakref.WeakKeyDictionary[Preconditioner, OuterProducts] = (
+            weakref.WeakKeyDictionary()
+        )
+
+    def __reduce__(self) -> tuple[type[GradientStatistics], tuple[()]]:
+        return GradientStatistics, ()  # tables belong to preconditioners, which are not copied
+
+    def route(self, p: Tensor, config: Config) -> Blocking | str:
+        """How a parameter is cut, or why it is left to the base optimizer."""
+        return route(tuple(p.shape), config)
+
+    def matrices(
+        self, params: Sequence[Tensor], grads: list[Tensor]
+    ) -> AbstractContextManager[list[Tensor]]:
+        """The gradients themselves."""
+        return nullcontext(grads)
+
+    def source(self, work: Work, due: Mapping[int, Due]) -> Source:
+        """What an update takes."""
+        return Source(due, self.outer_products(work.preconditioner, work.measured, due))
+
+    def outer_products(
+        self, preconditioner: Preconditioner, measured: Measured, due: Mapping[int, Due]
+    ) -> Callable[[Sequence[Part]], Tensor]:
+        """What finds M of a batch: by kernels, if they can read all gradients that are due."""
+        addresses, members = measured.addresses, preconditioner.members
+        if addresses is not None and all(map(addresses.values.__getitem__, due)):
+            from kronbit.outer_products import OuterProducts
+
+            if preconditioner not in self._tables:
+                self._tables[preconditioner] = OuterProducts(members, preconditioner.device)
+            return partial(self._tables[preconditioner].of, addresses.tensor, measured.finite)
+        return partial(_by_torch, GradientBlocks(members, measured.grads), measured.finite)
+
+    def expect(self, params: Iterable[Tensor]) -> None:
+        """Nothing to do: gradients are there anyway."""
+
+    def counts(self) -> dict[str, int]:
+        """Nothing can go wrong."""
+        return {}
+
+
+def _by_torch(blocks: GradientBlocks, finite: Tensor, parts: Sequence[Part]) -> Tensor:
+    n, count = order_of(parts), sum(part.rows.stop - part.rows.start for part in parts)
+    M = torch.zeros(count, n, n, dtype=torch.float32, device=finite.device)
+    start = 0
+    for part in parts:
+        here = slice(start, start + part.rows.stop - part.rows.start)
+        start = here.stop
+        trusted = finite[part.group.owner[part.rows]]
+        G = blocks.gather(part.group, part.rows)
+        G.masked_fill_(~trusted[:, None, None], 0.0)  # not a product: 0 times NaN is NaN
+        g = operand(G.mT if part.right else G)
+        if part.factors.order == n:
+            multiply(g, g.mT, symmetric=True, out=M[here])
+        else:
+            M[here, : part.factors.order, : part.factors.order] = multiply(g, g.mT, symmetric=True)
+        del G, g
+    return M

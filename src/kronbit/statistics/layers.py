@@ -1,0 +1,167 @@
+"""What a layer's matrix is, and what its inputs and output gradients are as rows.
+
+A layer is one matrix, or one per group of channels: [W | b], with the bias as the column of a
+constant input 1. Of a batch of examples, x is a row of the input and y a row of the gradient at the
+output; the gradient of the matrix is the sum of y xᵀ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+Shared = Literal["expand", "reduce"]
+
+
+class Kind(Protocol):
+    """A kind of layers."""
+
+    # Whether the matrix is stored with the inputs as its rows: then x belongs to L, y to R.
+    inputs_are_rows: bool
+
+    def matrices(self, module: nn.Module) -> tuple[int, int, int]:
+        """(E, outputs, inputs) without the bias."""
+
+    def inputs(self, module: nn.Module, x: Tensor, size: int) -> Iterator[Tensor]:
+        """Rows of the input, (E, examples, positions, inputs), in pieces of ``size`` bytes."""
+
+    def outputs(self, module: nn.Module, y: Tensor) -> Tensor:
+        """Rows of the gradient at the output, (E, examples, positions, outputs)."""
+
+
+class Linear:
+    """``nn.Linear``: the last axis holds features, all others but the first are positions."""
+
+    inputs_are_rows = False
+
+    def matrices(self, module: nn.Module) -> tuple[int, int, int]:
+        """(1, outputs, inputs)."""
+        assert isinstance(module, nn.Linear)
+        return 1, module.out_features, module.in_features
+
+    def inputs(self, module: nn.Module, x: Tensor, size: int) -> Iterator[Tensor]:
+        """Rows of the input."""
+        rows = _by_position(x)
+        yield from rows.split(_examples(rows[0, :1], size), 1)
+
+    def outputs(self, module: nn.Module, y: Tensor) -> Tensor:
+        """Rows of the gradient at the output."""
+        return _by_position(y)
+
+
+class TransposedLinear(Linear):
+    """``Conv1D`` of transformers: a linear layer whose weight is stored as (inputs, outputs)."""
+
+    inputs_are_rows = True
+
+    def matrices(self, module: nn.Module) -> tuple[int, int, int]:
+        """(1, outputs, inputs)."""
+        assert isinstance(module.weight, Tensor)
+        inputs, outputs = module.weight.shape
+        return 1, outputs, inputs
+
+
+class Conv2d:
+    """``nn.Conv2d``: x is a patch of the input, and there is a matrix per group of channels."""
+
+    inputs_are_rows = False
+
+    def matrices(self, module: nn.Module) -> tuple[int, int, int]:
+        """(groups, outputs, inputs of a patch)."""
+        assert isinstance(module, nn.Conv2d)
+        outputs = module.out_channels // module.groups
+        return module.groups, outputs, module.weight[0].numel()
+
+    def inputs(self, module: nn.Module, x: Tensor, size: int) -> Iterator[Tensor]:
+        """Patches of the input."""
+        assert isinstance(module, nn.Conv2d)
+        x = x.unsqueeze(0) if x.dim() == 3 else x
+        # As the layer does it, for paddings that are words or not zeros.
+        mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
+        x = functional.pad(x, module._reversed_padding_repeated_twice, mode=mode)
+        shape = module.kernel_size, module.dilation, 0, module.stride
+        one = functional.unfold(x[:1].float(), *shape)
+        for piece in x.split(_examples(one, size)):
+            patches = functional.unfold(piece.float(), *shape)
+            yield patches.unflatten(1, (module.groups, -1)).permute(1, 0, 3, 2)
+
+    def outputs(self, module: nn.Module, y: Tensor) -> Tensor:
+        """The gradient at every place of the output."""
+        assert isinstance(module, nn.Conv2d)
+        y = y.unsqueeze(0) if y.dim() == 3 else y
+        rows: Tensor = y.flatten(2).unflatten(1, (module.groups, -1)).permute(1, 0, 3, 2)
+        return rows
+
+
+def _by_position(x: Tensor) -> Tensor:
+    """(examples, ..., features) -> (1, examples, positions, features); one example alone, too."""
+    x = x.unsqueeze(0) if x.dim() == 1 else x
+    return x.reshape(1, len(x), -1, x.shape[-1]) if x.dim() > 2 else x[None, :, None]
+
+
+def _examples(one: Tensor, size: int) -> int:
+    """How many examples may be taken at once, in float32 and copied once."""
+    return max(1, size // max(1, 8 * one.numel()))
+
+
+def kind_of(module: nn.Module) -> Kind | None:
+    """What a module is, if its weight has statistics."""
+    if isinstance(module, nn.Linear):
+        return Linear()
+    if isinstance(module, nn.Conv2d):
+        return Conv2d()
+    named = type(module).__name__ == "Conv1D" and hasattr(module, "nf")  # not a dependency of ours
+    return TransposedLinear() if named else None
+
+
+@dataclass(eq=False)
+class Layer:
+    """A module with a matrix [W | b].
+
+    Attributes:
+        name: The module's name in the model.
+        module: The module.
+        kind: What it is.
+        weight: W.
+        bias: b, if it is trained.
+    """
+
+    name: str
+    module: nn.Module
+    kind: Kind
+    weight: Tensor
+    bias: Tensor | None
+
+    @property
+    def matrices(self) -> tuple[int, int, int]:
+        """(E, M, N) of the matrix with the bias, as it is stored."""
+        E, outputs, inputs = self.kind.matrices(self.module)
+        inputs += self.bias is not None
+        return (E, inputs, outputs) if self.kind.inputs_are_rows else (E, outputs, inputs)
+
+    def join(self, grad: Tensor) -> Tensor:
+        """The gradient of [W | b], (E, M, N), if there is a bias; else that of W itself."""
+        if self.bias is None:
+            return grad
+        E, M, N = self.matrices
+        own = self.bias.grad if self.bias.grad is not None else torch.zeros_like(self.bias)
+        if self.kind.inputs_are_rows:
+            return torch.cat([grad, own.unsqueeze(0)]).unsqueeze(0)
+        return torch.cat([grad.reshape(E, M, N - 1), own.view(E, M, 1)], -1)
+
+    def separate(self, joined: Tensor) -> None:
+        """Write a gradient of [W | b] back into those of W and b."""
+        assert self.bias is not None
+        assert self.weight.grad is not None
+        if self.kind.inputs_are_rows:
+            weight, bias = joined[0, :-1], joined[0, -1]
+        else:
+            weight, bias = joined[..., :-1], joined[..., -1]
+        self.weight.grad.copy_(weight.reshape(self.weight.shape))
+        if self.bias.grad is not None:
+            self.bias.grad.copy_(bias.reshape(self.bias.shape))

@@ -1,0 +1,646 @@
+"""K-FAC and AdaBK: statistics against explicit computations, and what hooks must bear."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import socket
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import oracle
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import relative_error
+from torch import Tensor, nn
+from torch.func import functional_call, grad
+from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+import kronbit
+from kronbit import KFAC, AdaBK
+
+# A = M of the last update, in float32.
+EXACT: dict[str, Any] = {"bits": 32, "beta": 0.0, "update_every": 1, "refresh_every": 100}
+
+
+def sgd(model: nn.Module, lr: float = 0.1) -> torch.optim.SGD:
+    return torch.optim.SGD(model.parameters(), lr=lr)
+
+
+def statistics(optimizer: KFAC, weight: Tensor, block: int = 0) -> tuple[Tensor, Tensor]:
+    """L and R of a layer."""
+    own = optimizer.state[weight][f"block_{block}"]
+    return own["left"]["matrix"], own["right"]["matrix"]
+
+
+def output_gradients(
+    model: nn.Module, layer: str, loss: Callable[[Tensor], Tensor], *inputs: Tensor
+) -> Tensor:
+    """∂loss / ∂(output of a layer), by a perturbation of that output: no hook of kronbit's."""
+    twin = copy.deepcopy(model).double()
+    module, params = twin.get_submodule(layer), dict(twin.named_parameters())
+    exact = tuple(x.double() for x in inputs)
+    shapes: list[torch.Size] = []
+    handle = module.register_forward_hook(lambda _, args, output: shapes.append(output.shape))
+    twin(*exact)
+    handle.remove()
+
+    def perturbed(epsilon: Tensor) -> Tensor:
+        handle = module.register_forward_hook(lambda _, args, output: output + epsilon)
+        out = functional_call(twin, params, exact)
+        handle.remove()
+        return loss(out)
+
+    return grad(perturbed)(torch.zeros(shapes[0], dtype=torch.float64))
+
+
+def with_one(x: Tensor) -> Tensor:
+    return torch.cat([x, torch.ones_like(x[..., :1])], -1)
+
+
+def mean_square(rows: Tensor) -> Tensor:
+    rows = rows.double()
+    return rows.mT @ rows / rows.shape[-2]
+
+
+def step(model: nn.Module, optimizer: KFAC, loss: Callable[[Tensor], Tensor], *x: Tensor) -> None:
+    optimizer.zero_grad()
+    loss(model(*x)).backward()
+    optimizer.step()
+
+
+def test_statistics_of_linear_layers_are_the_explicit_ones(device: torch.device) -> None:
+    model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 4, bias=False))
+    x, target = torch.randn(30, 5), torch.randint(0, 4, (30,))
+    y0, y2 = (
+        output_gradients(model, name, lambda out: functional.cross_entropy(out, target), x)
+        for name in "02"
+    )
+    h = torch.tanh(model[0].double()(x.double())).detach()
+    model.float().to(device)
+    optimizer = KFAC(sgd(model), model=model, **EXACT)
+    goal = target.to(device)
+    step(model, optimizer, lambda out: functional.cross_entropy(out, goal), x.to(device))
+    for layer, y, rows in ((model[0], y0, with_one(x)), (model[2], y2, h)):
+        L, R = statistics(optimizer, layer.weight)
+        assert relative_error(L, mean_square(y)) < 1e-5
+        assert relative_error(R, mean_square(rows)) < 1e-5
+
+
+def patches(conv: nn.Conv2d, x: Tensor) -> Tensor:
+    """(groups, images x places, channels x kernel): place by place, as a convolution is defined."""
+    mode = "constant" if conv.padding_mode == "zeros" else conv.padding_mode
+    before = conv._reversed_padding_repeated_twice
+    x = functional.pad(x.double(), before, mode=mode)
+    kh, kw = conv.kernel_size
+    dh, dw = conv.dilation
+    sh, sw = conv.stride
+    found = []
+    for image in x:
+        for i in range(0, image.shape[1] - dh * (kh - 1), sh):
+            for j in range(0, image.shape[2] - dw * (kw - 1), sw):
+                window = image[:, i : i + dh * (kh - 1) + 1 : dh, j : j + dw * (kw - 1) + 1 : dw]
+                found.append(window.reshape(conv.groups, -1))
+    return torch.stack(found, 1)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"kernel_size": 3, "padding": 1},
+        {"kernel_size": (3, 2), "stride": (2, 1), "padding": (0, 1), "bias": False},
+        {"kernel_size": 3, "dilation": 2, "padding": "same", "groups": 2},
+        {"kernel_size": 3, "padding": 1, "padding_mode": "circular"},
+        {"kernel_size": 1, "groups": 4},
+    ],
+)
+@pytest.mark.parametrize("shared", ["expand", "reduce"])
+def test_statistics_of_convolutions_are_the_explicit_ones(
+    shared: str, options: dict[str, Any], device: torch.device
+) -> None:
+    conv = nn.Conv2d(8, 12, **options)
+    model = nn.Sequential(conv, nn.ReLU(inplace=True), nn.Flatten())
+    x = torch.randn(6, 8, 7, 6)
+
+    def loss(out: Tensor) -> Tensor:
+        return out.square().sum(1).mean()
+
+    y = output_gradients(model, "0", loss, x)
+    rows = patches(conv, x)
+    model.to(device)
+    optimizer = KFAC(sgd(model), model=model, shared=shared, workspace_mb=0.005, **EXACT)
+    step(model, optimizer, loss, x.to(device))
+    by_group = y.flatten(2).unflatten(1, (conv.groups, -1))  # images, groups, outputs, places
+    for group in range(conv.groups):
+        inputs, outputs = rows[group], by_group[:, group].mT.flatten(0, 1)
+        if shared == "reduce":
+            inputs = inputs.unflatten(0, (6, -1)).mean(1)
+            outputs = outputs.unflatten(0, (6, -1)).sum(1)
+        inputs = inputs if conv.bias is None else with_one(inputs)
+        L, R = statistics(optimizer, conv.weight, group)
+        assert relative_error(L, mean_square(outputs)) < 1e-5
+        assert relative_error(R, mean_square(inputs)) < 1e-5
+
+
+class Attention(nn.Module):
+    """One head with a fused projection; tokens share the weights."""
+
+    def __init__(self, projection: type[nn.Module] = nn.Linear) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(6, 18), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).chunk(3, -1)
+        return self.out(functional.scaled_dot_product_attention(q, k, v))
+
+
+@pytest.mark.parametrize("shared", ["expand", "reduce"])
+def test_statistics_of_attention_are_the_explicit_ones(shared: str, device: torch.device) -> None:
+    model = Attention()
+    x = torch.randn(4, 5, 6)
+
+    def loss(out: Tensor) -> Tensor:
+        return out.square().sum((1, 2)).mean()
+
+    y = output_gradients(model, "qkv", loss, x)
+    inputs, outputs = x.double(), y
+    if shared == "reduce":
+        inputs, outputs = inputs.mean(1, keepdim=True), outputs.sum(1, keepdim=True)
+    model.to(device)
+    optimizer = AdaBK(sgd(model), model=model, shared=shared, **EXACT)
+    step(model, optimizer, loss, x.to(device))
+    L, R = statistics(optimizer, model.qkv.weight)
+    assert relative_error(L, mean_square(outputs.flatten(0, 1))) < 1e-5
+    assert relative_error(R, mean_square(with_one(inputs.flatten(0, 1)))) < 1e-5
+
+
+def test_conv1d_of_transformers_is_a_transposed_linear_layer() -> None:
+    transformers = pytest.importorskip("transformers.pytorch_utils")
+    x = torch.randn(20, 6)
+    plain, turned = nn.Linear(6, 9), transformers.Conv1D(9, 6)
+    with torch.no_grad():
+        turned.weight.copy_(plain.weight.T)
+        turned.bias.copy_(plain.bias)
+    found = []
+    for layer in (plain, turned):
+        model = nn.Sequential(layer)
+        options = {**EXACT, "refresh_every": 1, "damping": 0.1}
+        optimizer = KFAC(sgd(model), model=model, **options)
+        step(model, optimizer, lambda out: out.pow(4).mean(), x)
+        found.append((layer.weight.grad, layer.bias.grad))
+    (W, b), (Wt, bt) = found
+    assert relative_error(Wt.T, W) < 1e-5
+    assert relative_error(bt, b) < 1e-5
+
+
+def test_a_linear_network_with_a_squared_loss_has_the_exact_factors() -> None:
+    """Of ½ ‖W x - t‖², with residuals that are independent of x: the Fisher matrix is L ⊗ R."""
+    model = nn.Linear(4, 3, bias=False)
+    x = torch.randn(1, 4, dtype=torch.float64).float().repeat(50, 1)
+    x *= torch.where(torch.rand(50, 1) < 0.5, -1.0, 1.0)  # the same x xᵀ everywhere
+    noise = torch.randn(50, 3)
+    target = (model(x) + noise).detach()
+    optimizer = KFAC(sgd(model), model=model, **EXACT)
+    step(model, optimizer, lambda out: 0.5 * (out - target).square().sum(), x)
+    L, R = statistics(optimizer, model.weight)
+    G = torch.einsum("ni,nj->nij", -noise, x).flatten(1).double()  # per example
+    assert relative_error(torch.kron(L.double(), R.double()), G.T @ G / 50) < 1e-5
+
+
+METHODS = [
+    ("dense", 32, "paper"),
+    ("eigen", 32, "paper"),
+    ("eigen", 4, "paper"),
+    ("eigen", 4, "compact"),
+    ("naive", 8, "paper"),
+    ("cholesky", 32, "paper"),
+    ("cholesky", 8, "compact"),
+    ("cholesky", 4, "compact"),
+    ("cholesky", 3, "compact"),
+]
+
+
+def squared_error(target: Tensor, out: Tensor) -> Tensor:
+    return (out - target.to(out)).square().sum(1).mean()
+
+
+@pytest.mark.parametrize("kind", [KFAC, AdaBK])
+@pytest.mark.parametrize(("method", "bits", "storage"), METHODS)
+def test_runs_are_the_oracles(
+    kind: type[KFAC], method: str, bits: int, storage: str, device: torch.device
+) -> None:
+    """Updates at 2, 4, 6, 8 and refreshes at 4 and 8; orders above and below 64."""
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(70, 66), nn.Tanh(), nn.Linear(66, 70, bias=False))
+    theirs = copy.deepcopy(model).double()
+    model.to(device)
+    schedule = {"update_every": 2, "refresh_every": 4, "bits": bits, "method": method}
+    optimizer = kind(sgd(model), model=model, storage=storage, **schedule)
+    c = optimizer.config
+    names = ("damping", "beta", "start", "exponent")
+    options = oracle.Options(
+        storage=storage,
+        update_rectify=0,
+        refresh_rectify=0,
+        qr_iterations=2,
+        **schedule,
+        **{name: getattr(c, name) for name in names},
+    )
+    first, second = theirs[0], theirs[2]
+    reference = oracle.KFAC(
+        [(first.weight, first.bias), (second.weight, None)], sgd(theirs), options
+    )
+    start = copy.deepcopy(theirs)
+    for _ in range(9):
+        x, target = torch.randn(300, 70), torch.randn(300, 70)
+        loss = partial(squared_error, target)
+        step(model, optimizer, loss, x.to(device))
+        ys = [output_gradients(theirs, name, loss, x) for name in "02"]
+        reference.first_order.zero_grad()
+        hidden = theirs[1](first(x.double()))
+        loss(second(hidden)).backward()
+        rows = [(with_one(x.double()), ys[0]), (hidden.detach(), ys[1])]
+        with torch.no_grad():
+            reference.step(rows)
+    for p, q, w in zip(model.parameters(), theirs.parameters(), start.parameters(), strict=True):
+        moved = (p.detach().cpu().double() - w).detach()
+        # A code that rounding moves over a threshold weighs a few 1e-3.
+        assert relative_error(moved, (q - w).detach()) < (1e-3 if bits == 32 else 1e-2)
+
+
+def losses(
+    passes: Callable[[nn.Module, KFAC, Tensor], None],
+    model: nn.Module | None = None,
+    **options: Any,
+) -> tuple[Tensor, Tensor]:
+    """L and R of the first layer after one update."""
+    torch.manual_seed(2)
+    model = model or nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3))
+    optimizer = KFAC(sgd(model), model=model, **{**EXACT, **options})
+    x = torch.randn(8, 6)
+    optimizer.zero_grad()
+    passes(model, optimizer, x)
+    optimizer.step()
+    first = next(module for module in model.modules() if isinstance(module, nn.Linear))
+    L, R = statistics(optimizer, first.weight)
+    return L.clone(), R.clone()
+
+
+def plainly(model: nn.Module, optimizer: KFAC, x: Tensor) -> None:
+    model(x).square().mean().backward()
+
+
+def in_two(model: nn.Module, optimizer: KFAC, x: Tensor) -> None:
+    for half in x.chunk(2):
+        model(half).square().mean().backward()
+
+
+def after_a_failure(model: nn.Module, optimizer: KFAC, x: Tensor) -> None:
+    model(x * 3).square().mean().backward()
+    optimizer.zero_grad()
+    model[0](x)  # and then an exception: it has no backward pass
+    plainly(model, optimizer, x)
+
+
+def after_gradients_were_dropped(model: nn.Module, optimizer: KFAC, x: Tensor) -> None:
+    model(x * 3).square().mean().backward()
+    model.zero_grad()
+    plainly(model, optimizer, x)
+
+
+def beside_evaluation(model: nn.Module, optimizer: KFAC, x: Tensor) -> None:
+    model.eval()
+    model(x * 5).square().mean().backward()
+    model.zero_grad()
+    model.train()
+    with torch.no_grad():
+        model(x * 7)
+    plainly(model, optimizer, x)
+
+
+def through_a_copy(model: nn.Module, optimizer: KFAC, x: Tensor) -> None:
+    twin = copy.deepcopy(model)
+    pickle.loads(pickle.dumps(twin))(x * 3).sum().backward()
+    twin(x * 3).square().mean().backward()
+    plainly(model, optimizer, x)
+
+
+@pytest.mark.parametrize(
+    "passes",
+    [after_a_failure, after_gradients_were_dropped, beside_evaluation, through_a_copy],
+)
+def test_only_what_made_the_gradient_counts(
+    passes: Callable[[nn.Module, KFAC, Tensor], None],
+) -> None:
+    for found, expected in zip(losses(passes), losses(plainly), strict=True):
+        assert torch.equal(found, expected)
+
+
+def test_several_backward_passes_are_one_batch() -> None:
+    """But for y, whose losses are means over half as many examples."""
+    (L, R), (L2, R2) = losses(plainly), losses(in_two)
+    assert relative_error(R2, R) < 1e-6
+    assert relative_error(L2, 4 * L) < 1e-6
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activation_checkpointing_does_not_count_twice(reentrant: bool) -> None:
+    def saving(model: nn.Module, optimizer: KFAC, x: Tensor) -> None:
+        out = checkpoint(model, x.requires_grad_(), use_reentrant=reentrant)
+        out.square().mean().backward()
+
+    for found, expected in zip(losses(saving), losses(plainly), strict=True):
+        assert torch.equal(found, expected)
+
+
+def test_the_scale_of_the_loss_is_undone() -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**13)
+
+    def scaled(model: nn.Module, optimizer: KFAC, x: Tensor) -> None:
+        scaler.scale(model(x).square().mean()).backward()
+        scaler.unscale_(optimizer)
+
+    for found, expected in zip(losses(scaled, grad_scaler=scaler), losses(plainly), strict=True):
+        assert relative_error(found, expected) < 1e-6
+
+
+def test_steps_that_a_scaler_skips_leave_nothing_behind() -> None:
+    torch.manual_seed(2)
+    model = nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3))
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    optimizer = KFAC(sgd(model), model=model, grad_scaler=scaler, **EXACT)
+    x = torch.randn(8, 6)
+    for factor in (torch.inf, 1.0):
+        optimizer.zero_grad()
+        scaler.scale(model(x).square().mean() * factor).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    for found, expected in zip(
+        statistics(optimizer, model[0].weight), losses(plainly), strict=True
+    ):
+        assert relative_error(found, expected) < 1e-6
+
+
+def test_a_module_that_is_called_twice_has_the_rows_of_both() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(6, 6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(self.layer(x))
+
+    model = Twice()
+    x = torch.randn(8, 6)
+    hidden = model.layer(x).detach()
+    optimizer = KFAC(sgd(model), model=model, **EXACT)
+    step(model, optimizer, lambda out: out.square().mean(), x)
+    _, R = statistics(optimizer, model.layer.weight)
+    assert relative_error(R, mean_square(with_one(torch.cat([x, hidden])))) < 1e-5
+
+
+def test_frozen_and_unused_layers_are_passed_over() -> None:
+    model = nn.ModuleList([nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6)])
+    model[1].requires_grad_(False)
+    model[3].bias.requires_grad_(False)
+    optimizer = KFAC(sgd(model), model=model, **EXACT)
+    model[3](model[1](model[0](torch.randn(8, 6)))).square().mean().backward()
+    optimizer.step()
+    L, R = statistics(optimizer, model[0].weight)
+    assert L.any()
+    assert R.shape == (7, 7)
+    assert statistics(optimizer, model[3].weight)[1].shape == (6, 6)
+    assert model[1].weight not in optimizer.state
+    assert not statistics(optimizer, model[2].weight)[0].any()
+    assert optimizer.diagnostics()["missed_statistics"] == 0
+
+
+def hooks(model: nn.Module) -> int:
+    return sum(len(module._forward_hooks) for module in model.modules())
+
+
+def test_there_are_hooks_only_before_steps_that_update() -> None:
+    model = nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3))
+    optimizer = KFAC(sgd(model), model=model, bits=32, update_every=3, refresh_every=6)
+    for t in range(1, 10):
+        assert hooks(model) == (2 if t % 3 == 0 else 0)
+        step(model, optimizer, lambda out: out.square().mean(), torch.randn(8, 6))
+    step(model, optimizer, lambda out: out.square().mean(), torch.randn(8, 6))
+    step(model, optimizer, lambda out: out.square().mean(), torch.randn(8, 6))
+    assert hooks(model) == 2
+    optimizer.close()
+    assert hooks(model) == 0
+    before = [one.clone() for one in statistics(optimizer, model[0].weight)]
+    with pytest.warns(RuntimeWarning, match="2 layer.s., '0' first, have a gradient, but were not"):
+        step(model, optimizer, lambda out: out.square().mean(), torch.randn(8, 6))
+    assert optimizer.diagnostics()["missed_statistics"] == 2
+    for old, new in zip(before, statistics(optimizer, model[0].weight), strict=True):
+        assert torch.equal(old, new)
+
+
+@pytest.mark.parametrize("method", ["dense", "eigen", "naive", "cholesky"])
+def test_a_refresh_before_any_statistics_leaves_the_gradient(method: str) -> None:
+    model = nn.Linear(70, 66)
+    bits = 32 if method == "dense" else 4
+    optimizer = KFAC(
+        sgd(model), model=model, update_every=5, refresh_every=1, method=method, bits=bits
+    )
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.randn(8, 70)).square().mean().backward()
+        expected = [p.grad.clone() for p in model.parameters()]
+        optimizer.step()
+        for p, own in zip(model.parameters(), expected, strict=True):
+            assert torch.equal(p.grad, own)
+
+
+def test_weight_and_bias_are_grafted_together() -> None:
+    model = nn.Linear(6, 5)
+    options = {**EXACT, "refresh_every": 1, "damping": 0.1}
+    optimizer = KFAC(sgd(model), model=model, keep_gradients=False, **options)
+    model(torch.randn(9, 6)).pow(4).mean().backward()
+    G = with_bias(model)
+    optimizer.step()
+    L, R = (A.double() for A in statistics(optimizer, model.weight))
+    damped = [A + 0.1 * torch.linalg.eigvalsh(A)[-1] * torch.eye(len(A)) for A in (L, R)]
+    Ghat = torch.linalg.inv(damped[0]) @ G @ torch.linalg.inv(damped[1])
+    assert relative_error(with_bias(model), Ghat * G.norm() / Ghat.norm()) < 1e-3
+
+
+def with_bias(model: nn.Linear) -> Tensor:
+    return torch.cat([model.weight.grad, model.bias.grad.unsqueeze(1)], 1).double()
+
+
+def test_gradients_are_kept_if_asked_for() -> None:
+    model = nn.Linear(6, 5)
+    options = {**EXACT, "refresh_every": 1, "keep_gradients": True}
+    optimizer = KFAC(sgd(model), model=model, **options)
+    model(torch.randn(9, 6)).pow(4).mean().backward()
+    before = with_bias(model)
+    optimizer.step()
+    assert torch.equal(with_bias(model), before)
+
+
+def test_gradients_that_are_not_finite_do_not_enter(device: torch.device) -> None:
+    model = nn.Linear(6, 5).to(device)
+    optimizer = KFAC(sgd(model), model=model, **EXACT)
+    x = torch.randn(9, 6, device=device)
+    step(model, optimizer, lambda out: out.pow(2).mean(), x)
+    before = [one.clone() for one in statistics(optimizer, model.weight)]
+    weights = [p.detach().clone() for p in model.parameters()]
+    step(model, optimizer, lambda out: out.pow(2).mean() * torch.inf, x)
+    for old, new in zip(before, statistics(optimizer, model.weight), strict=True):
+        assert torch.equal(old, new)
+    for old, p in zip(weights, model.parameters(), strict=True):
+        assert torch.equal(old, p)
+    assert optimizer.diagnostics()["skipped_gradients"] > 0
+
+
+def test_a_run_resumes_to_the_bit(device: torch.device) -> None:
+    def build() -> tuple[nn.Module, KFAC]:
+        torch.manual_seed(3)
+        model = nn.Sequential(nn.Linear(70, 66), nn.ReLU(), nn.Linear(66, 3)).to(device)
+        options = {"update_every": 2, "refresh_every": 4}
+        return model, KFAC(sgd(model), model=model, **options)
+
+    def run(model: nn.Module, optimizer: KFAC, steps: range) -> None:
+        for t in steps:
+            x = torch.randn(16, 70, generator=torch.Generator().manual_seed(t)).to(device)
+            step(model, optimizer, lambda out: out.square().mean(), x)
+
+    model, optimizer = build()
+    run(model, optimizer, range(5))
+    saved = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
+    run(model, optimizer, range(5, 10))
+    again, resumed = build()
+    again.load_state_dict(saved[0])
+    resumed.load_state_dict(saved[1])
+    run(again, resumed, range(5, 10))
+    for p, q in zip(model.parameters(), again.parameters(), strict=True):
+        assert torch.equal(p, q)
+
+
+def test_an_optimizer_can_be_copied_with_its_model() -> None:
+    model = nn.Linear(6, 5)
+    optimizer = KFAC(sgd(model), model=model, **EXACT)
+    twin, other = copy.deepcopy((model, optimizer))
+    x = torch.randn(9, 6)
+    step(twin, other, lambda out: out.pow(2).mean(), x)
+    assert model.weight not in optimizer.state
+    step(model, optimizer, lambda out: out.pow(2).mean(), x)
+    for a, b in zip(
+        statistics(optimizer, model.weight), statistics(other, twin.weight), strict=True
+    ):
+        assert torch.equal(a, b)
+
+
+def test_the_summary_says_what_is_left_out() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding, self.head = nn.Embedding(9, 6), nn.Linear(6, 9, bias=False)
+            self.head.weight = self.embedding.weight
+            self.large = nn.Linear(200, 6)
+            self.attention = nn.MultiheadAttention(6, 2)
+            self.depthwise = nn.Conv2d(4, 4, 3, groups=4)
+            self.norm = nn.LayerNorm(6)
+
+    model = Model()
+    named = torch.optim.SGD(model.named_parameters(), lr=0.1)
+    text = KFAC(named, model=model, max_order=150).summary()
+    for reason in (
+        "shared by embedding, head",
+        "a side of 201 is above max_order=150",
+        "nn.MultiheadAttention does not call it",
+        "not a matrix",
+        "no weight of a linear layer or convolution",
+        "goes with large.weight",
+    ):
+        assert reason in text, reason
+
+
+@pytest.mark.parametrize("options", [{"bits": 32}, {}, {"method": "eigen", "storage": "paper"}])
+def test_memory_is_what_was_estimated(options: dict[str, Any]) -> None:
+    model = nn.Sequential(nn.Conv2d(8, 70, 3), nn.Flatten(), nn.Linear(70, 65), nn.LayerNorm(65))
+    optimizer = KFAC(torch.optim.AdamW(model.parameters()), model=model, **options)
+    step(model, optimizer, lambda out: out.square().mean(), torch.randn(4, 8, 3, 3))
+    assert kronbit.estimate_memory(model, optimizer=KFAC, **options) == optimizer.memory()
+    with pytest.raises(TypeError, match="KFAC knows layers, not shapes: give a module"):
+        kronbit.estimate_memory([(3, 4)], optimizer=KFAC)
+
+
+def train_on_a_rank(rank: int, port: int, queue: Any) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=2, init_method=f"tcp://127.0.0.1:{port}")
+    torch.manual_seed(4)
+    model = nn.Sequential(nn.Linear(70, 66), nn.Tanh(), nn.Linear(66, 65), nn.Linear(65, 3))
+    parallel = DistributedDataParallel(model)
+    optimizer = KFAC(sgd(model), model=parallel, bits=32, update_every=2, refresh_every=4)
+    for _ in range(5):
+        x = torch.randn(32, 70)[rank::2]
+        step(parallel, optimizer, lambda out: out.square().mean(), x)
+    if rank == 0:
+        queue.put([p.detach().numpy() for p in model.parameters()])
+    dist.destroy_process_group()
+
+
+def test_ranks_average_their_statistics() -> None:
+    """Two of them, with half of the batch each, walk as one does with all of it."""
+    torch.manual_seed(4)
+    model = nn.Sequential(nn.Linear(70, 66), nn.Tanh(), nn.Linear(66, 65), nn.Linear(65, 3))
+    start = [p.detach().clone() for p in model.parameters()]
+    optimizer = KFAC(sgd(model), model=model, bits=32, update_every=2, refresh_every=4)
+    for _ in range(5):
+        step(model, optimizer, lambda out: out.square().mean(), torch.randn(32, 70))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    context = torch.multiprocessing.get_context("spawn")
+    queue = context.Queue()
+    ranks = [context.Process(target=train_on_a_rank, args=(rank, port, queue)) for rank in (0, 1)]
+    for rank in ranks:
+        rank.start()
+    found = [torch.from_numpy(p) for p in queue.get(timeout=120)]
+    for rank in ranks:
+        rank.join()
+        assert rank.exitcode == 0
+    # The means' losses are over half of the examples there: y, and only y, is twice as large.
+    for p, q, w in zip(model.parameters(), found, start, strict=True):
+        assert relative_error(q - w, p.detach() - w) < 1e-3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"model": [1]}, TypeError, "model must be an nn.Module; got list"),
+        ({"shared": "sum"}, ValueError, "shared must be one of .*; got 'sum'"),
+        ({"batch_dims": 1}, TypeError, "KFAC has no option 'batch_dims'"),
+        ({"split": "even"}, TypeError, "KFAC has no option 'split'"),
+        ({"start": -1.0}, ValueError, "start must be"),
+        ({"qr_iterations": 1}, ValueError, "qr_iterations=1 is for method='eigen'"),
+    ],
+)
+def test_bad_arguments_are_refused(
+    arguments: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    model = nn.Linear(3, 3)
+    with pytest.raises(error, match=message):
+        KFAC(sgd(model), **{"model": model, **arguments})
+    lazy = nn.Sequential(nn.LazyLinear(3))
+    with pytest.raises(ValueError, match="0 does not know its shape yet"):
+        KFAC(sgd(model), model=lazy)
+
+
+def test_defaults_are_the_papers() -> None:
+    model = nn.Linear(3, 3)
+    kfac, adabk = KFAC(sgd(model), model=model).config, AdaBK(sgd(model), model=model).config
+    assert (kfac.exponent, kfac.damping) == (-1.0, 0.1)
+    assert (adabk.exponent, adabk.damping) == (-0.5, 1e-3)
+    for own in (kfac, adabk):
+        assert (own.beta, own.update_every, own.refresh_every) == (0.9, 200, 2000)
+        assert (own.update_rectify, own.refresh_rectify, own.qr_iterations) == (0, 0, 2)
+        assert (own.start, own.max_order, own.bits) == (0.0, 16384, 4)

@@ -268,8 +268,9 @@ def test_runs_are_the_oracles(
             reference.step(rows)
     for p, q, w in zip(model.parameters(), theirs.parameters(), start.parameters(), strict=True):
         moved = (p.detach().cpu().double() - w).detach()
-        # A code that rounding moves over a threshold weighs a few 1e-3.
-        assert relative_error(moved, (q - w).detach()) < (1e-3 if bits == 32 else 1e-2)
+        # A code that rounding moves over a threshold weighs a few 1e-3, of 3 bits more.
+        tolerance = {32: 1e-3, 8: 1e-2, 4: 1e-2, 3: 3e-2}[bits]
+        assert relative_error(moved, (q - w).detach()) < tolerance
 
 
 def losses(

@@ -2,29 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from conftest import PAPER
 from sklearn.datasets import load_digits
 from torch import nn
 
-from kronbit import Shampoo
+from kronbit import KFAC, AdaBK, Shampoo
 
 STEPS, SEEDS = 300, (0, 1, 2)
 
 
-def held_out_loss(
-    make: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer], seed: int
-) -> float:
+def held_out_loss(make: Callable[[nn.Module], torch.optim.Optimizer], seed: int) -> float:
     images, labels = load_digits(return_X_y=True)
     order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
     x, y = (torch.tensor(images).float() / 16)[order], torch.tensor(labels)[order]
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(64, 128), nn.Tanh(), nn.Linear(128, 128), nn.Tanh())
     model.append(nn.Linear(128, 10))
-    optimizer = make(model.parameters())
+    optimizer = make(model)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda t: 1 - t / STEPS)
     for _ in range(STEPS):
         batch = torch.randint(0, 1400, (128,))
@@ -36,13 +35,17 @@ def held_out_loss(
         return nn.functional.cross_entropy(model(x[1400:]), y[1400:]).item()
 
 
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=3e-3)
+
+
 def test_4_bits_end_within_noise_of_32_bits_and_both_beyond_adamw() -> None:
-    def shampoo(**options: Any) -> Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]:
+    def shampoo(**options: Any) -> Callable[[nn.Module], torch.optim.Optimizer]:
         every = {"first_refresh": 5, "update_every": 10, "refresh_every": 20}
-        return lambda params: Shampoo(params, lr=3e-3, **every, **options)
+        return lambda model: Shampoo(model.parameters(), lr=3e-3, **every, **options)
 
     runs = {
-        "adamw": [held_out_loss(lambda p: torch.optim.AdamW(p, lr=3e-3), s) for s in SEEDS],
+        "adamw": [held_out_loss(adamw, s) for s in SEEDS],
         "32": [held_out_loss(shampoo(bits=32), s) for s in SEEDS],
         "paper": [held_out_loss(shampoo(bits=4, **PAPER), s) for s in SEEDS],
         "4": [held_out_loss(shampoo(bits=4), s) for s in SEEDS],
@@ -56,3 +59,25 @@ def test_4_bits_end_within_noise_of_32_bits_and_both_beyond_adamw() -> None:
     # paired by seed: they beat AdamW with every one of them
     for ours in ("32", "paper", "6 + 4"):
         assert all(a < b for a, b in zip(runs[ours], runs["adamw"], strict=True))
+
+
+@pytest.mark.parametrize("kind", [KFAC, AdaBK])
+def test_4_bits_of_layers_statistics_end_within_noise_of_32_bits(kind: type[KFAC]) -> None:
+    def around_sgd(**options: Any) -> Callable[[nn.Module], torch.optim.Optimizer]:
+        every = {"first_refresh": 5, "update_every": 10, "refresh_every": 20}
+        return lambda model: kind(
+            model.parameters(), model=model, base="sgd", lr=0.1, **every, **options
+        )
+
+    def sgd(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    runs = {
+        "sgd": [held_out_loss(sgd, s) for s in SEEDS],
+        "32": [held_out_loss(around_sgd(bits=32), s) for s in SEEDS],
+        "4": [held_out_loss(around_sgd(bits=4), s) for s in SEEDS],
+    }
+    mean = {name: sum(losses) / len(losses) for name, losses in runs.items()}
+    noise = max(max(losses) - min(losses) for losses in runs.values())
+    assert abs(mean["4"] - mean["32"]) < noise
+    assert all(a < b for a, b in zip(runs["4"], runs["sgd"], strict=True))

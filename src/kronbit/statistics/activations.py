@@ -55,8 +55,7 @@ class Collected:
     @classmethod
     def nothing(cls, layer: Layer, device: torch.device) -> Collected:
         """Before the first row."""
-        E, outputs, inputs = layer.kind.matrices(layer.module)
-        inputs += layer.bias is not None
+        E, outputs, inputs = layer.sides
         X, Y = (torch.zeros(E, n, n, device=device) for n in (inputs, outputs))
         return cls(X, Y)
 
@@ -226,9 +225,10 @@ class ActivationStatistics:
     def _means(self, layer: Layer) -> tuple[Tensor, Tensor]:
         """M of L and of R."""
         own = self._collected[layer]
-        sides = (own.X, own.Y) if layer.kind.inputs_are_rows else (own.Y, own.X)
-        left, right = (side / own.rows for side in sides)
-        return left, right
+        for sums in (own.X, own.Y):
+            sums /= own.rows
+        own.rows = 1
+        return (own.X, own.Y) if layer.kind.inputs_are_rows else (own.Y, own.X)
 
     def counts(self) -> dict[str, int]:
         """Updates that a layer missed."""

@@ -8,7 +8,7 @@ output; the gradient of the matrix is the sum of y xᵀ.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 import torch
@@ -129,6 +129,8 @@ class Layer:
         kind: What it is.
         weight: W.
         bias: b, if it is trained.
+        sides: (E, outputs, inputs), the bias included.
+        matrices: (E, M, N), the same as it is stored.
     """
 
     name: str
@@ -136,13 +138,14 @@ class Layer:
     kind: Kind
     weight: Tensor
     bias: Tensor | None
+    sides: tuple[int, int, int] = field(init=False)
+    matrices: tuple[int, int, int] = field(init=False)
 
-    @property
-    def matrices(self) -> tuple[int, int, int]:
-        """(E, M, N) of the matrix with the bias, as it is stored."""
+    def __post_init__(self) -> None:
         E, outputs, inputs = self.kind.matrices(self.module)
         inputs += self.bias is not None
-        return (E, inputs, outputs) if self.kind.inputs_are_rows else (E, outputs, inputs)
+        self.sides = E, outputs, inputs
+        self.matrices = (E, inputs, outputs) if self.kind.inputs_are_rows else self.sides
 
     def join(self, grad: Tensor) -> Tensor:
         """The gradient of [W | b], (E, M, N), if there is a bias; else that of W itself."""

@@ -1,0 +1,125 @@
+"""What K-FAC and AdaBK cost on a GPU: time by kind of step, hooks, and memory.
+
+Statistics are collected before every tenth step and roots taken at every twentieth: medians do not
+depend on that. "Hooks" is forward and backward of steps without statistics, over those of a model
+that has no optimizer, in turn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from models import CASES, Case
+from step_time import milliseconds, prepare
+
+import kronbit
+from kronbit import KFAC, AdaBK
+
+EVERY = {"update_every": 10, "refresh_every": 20}
+STEPS, SETTLED = 120, 40
+SGD: dict[str, Any] = {"lr": 1e-3, "momentum": 0.9, "fused": True}
+Make = Callable[[torch.nn.Module], torch.optim.Optimizer]
+
+OPTIMIZERS: dict[str, Make] = {
+    f"{kind.__name__} {label}": lambda m, kind=kind, options=options: kind(
+        torch.optim.SGD(m.parameters(), **SGD), model=m, **EVERY, **options
+    )
+    for kind in (KFAC, AdaBK)
+    for label, options in (
+        ("32-bit", {"bits": 32}),
+        ("eigen 4-bit, paper", {"bits": 4, "method": "eigen", "storage": "paper"}),
+        ("4-bit", {}),
+    )
+}
+
+
+def kind_of(t: int) -> str:
+    if t % EVERY["refresh_every"] == 0:
+        return "refresh"
+    return "update" if t % EVERY["update_every"] == 0 else "ordinary"
+
+
+def backward(case: Case, model: torch.nn.Module) -> float:
+    """Milliseconds of a forward and backward pass on a new batch."""
+    batch = case.batch()
+    model.zero_grad()
+    return milliseconds(lambda: case.loss(model, batch).backward())
+
+
+def measure(case: Case, make: Make) -> dict[str, Any]:
+    model = prepare(case)
+    optimizer = make(model)
+    passes: dict[str, list[float]] = {"ordinary": [], "update": [], "refresh": []}
+    steps: dict[str, list[float]] = {"ordinary": [], "update": [], "refresh": []}
+    peaks: dict[str, float] = {"ordinary": 0.0, "update": 0.0, "refresh": 0.0}
+    for t in range(1, STEPS + 1):
+        torch.cuda.reset_peak_memory_stats()
+        before = backward(case, model)
+        spent = milliseconds(optimizer.step)
+        if t > SETTLED:
+            own = kind_of(t)
+            passes[own].append(before)
+            steps[own].append(spent)
+            peaks[own] = max(peaks[own], torch.cuda.max_memory_allocated() / 2**20)
+    optimizer.zero_grad()
+    rest = torch.cuda.memory_allocated() / 2**20
+    twin = prepare(case)  # without an optimizer
+    pairs = [(backward(case, model), backward(case, twin)) for _ in range(STEPS - SETTLED)]
+    watched, plain = (statistics.median(own) for own in zip(*pairs, strict=True))
+    assert isinstance(optimizer, KFAC)
+    found = optimizer.diagnostics()
+    return {
+        "forward_backward_ms": {name: statistics.median(own) for name, own in passes.items()},
+        "step_ms": {name: statistics.median(own) for name, own in steps.items()},
+        "hooks": watched / plain - 1,
+        "peak_mib": peaks,
+        "rest_mib": rest,
+        "memory": optimizer.memory(),
+        "diagnostics": {k: v for k, v in found.items() if isinstance(v, int)},
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--models", nargs="*", default=["swin-tiny", "resnet34"])
+    parser.add_argument("--optimizers", nargs="*", default=list(OPTIMIZERS))
+    parser.add_argument("--output", type=Path)
+    arguments = parser.parse_args()
+    report: dict[str, Any] = {
+        "device": torch.cuda.get_device_name(),
+        "versions": {
+            "torch": torch.__version__,
+            "triton": triton.__version__,
+            "kronbit": kronbit.__version__,
+        },
+        "measured_with": EVERY,
+        "models": {},
+    }
+    for name in arguments.models:
+        own = report["models"][name] = {}
+        for label in arguments.optimizers:
+            result = own[label] = measure(CASES[name], OPTIMIZERS[label])
+            spent, before = result["step_ms"], result["forward_backward_ms"]
+            held = result["memory"]
+            print(
+                f"{name:10} {label:26} step {spent['ordinary']:6.2f} {spent['update']:7.1f} "
+                f"{spent['refresh']:7.1f} ms; before it {before['ordinary']:.1f} "
+                f"({100 * result['hooks']:+.1f} % over a model without optimizer), with statistics "
+                f"{before['update']:.1f}; second order "
+                f"{(held['statistics'] + held['roots']) / 2**20:.0f} MiB, rest "
+                f"{result['rest_mib']:.0f}, peak {max(result['peak_mib'].values()):.0f}",
+                flush=True,
+            )
+            if arguments.output:
+                arguments.output.write_text(json.dumps(report, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -525,6 +525,35 @@ def test_a_run_resumes_to_the_bit(device: torch.device) -> None:
         assert torch.equal(p, q)
 
 
+def test_statistics_of_other_algorithms_are_refused() -> None:
+    """Those of K-FAC serve AdaBK, with roots of another exponent; Shampoo's serve neither."""
+    model = nn.Sequential(nn.Linear(70, 66, bias=False))
+    every = {"update_every": 1, "refresh_every": 1}
+    kfac = KFAC(sgd(model), model=model, **every)
+    step(model, kfac, lambda out: out.square().mean(), torch.randn(80, 70))
+    adabk = AdaBK(sgd(model), model=model, **every)
+    adabk.load_state_dict(kfac.state_dict())
+    own, other = (optimizer.state[model[0].weight]["block_0"] for optimizer in (adabk, kfac))
+    for side in ("left", "right"):
+        assert torch.equal(own[side]["codes"], other[side]["codes"])
+    shampoo = kronbit.Shampoo(sgd(model), **every)
+    with pytest.raises(ValueError, match=r"param_groups\[0\] has statistics of activations"):
+        shampoo.load_state_dict(kfac.state_dict())
+    assert not shampoo.state
+    shampoo.load_state_dict(kfac.base.state_dict())
+
+
+@pytest.mark.parametrize("shape", [(6,), (8, 6), (2, 4, 6), (2, 2, 2, 6)])
+def test_inputs_may_have_any_rank(shape: tuple[int, ...]) -> None:
+    model = nn.Linear(6, 5)
+    optimizer = KFAC(sgd(model), model=model, **EXACT)
+    x = torch.randn(shape)
+    with torch.autocast("cpu", dtype=torch.bfloat16):  # statistics are in float32 all the same
+        step(model, optimizer, lambda out: out.float().square().mean(), x)
+    _, R = statistics(optimizer, model.weight)
+    assert relative_error(R, mean_square(with_one(x.reshape(-1, 6)))) < 1e-6
+
+
 def test_an_optimizer_can_be_copied_with_its_model() -> None:
     model = nn.Linear(6, 5)
     optimizer = KFAC(sgd(model), model=model, **EXACT)
@@ -572,6 +601,22 @@ def test_memory_is_what_was_estimated(options: dict[str, Any]) -> None:
     assert kronbit.estimate_memory(model, optimizer=KFAC, **options) == optimizer.memory()
     with pytest.raises(TypeError, match="KFAC knows layers, not shapes: give a module"):
         kronbit.estimate_memory([(3, 4)], optimizer=KFAC)
+
+
+def test_swin_tiny_takes_a_seventh_or_a_fourteenth_of_32_bits() -> None:
+    """The widths of its four stages, at which the number of layers hardly matters."""
+    layers = []
+    for width in (96, 192, 384, 768):
+        layers += [nn.Linear(width, 3 * width), nn.Linear(width, width)]
+        layers += [nn.Linear(width, 4 * width), nn.Linear(4 * width, width)]
+    model = nn.Sequential(*layers)
+    paper = {"method": "eigen", "storage": "paper"}
+    full, as_paper, ours = (
+        kronbit.estimate_memory(model, optimizer=KFAC, base=None, **options)["total"]
+        for options in ({"bits": 32}, paper, {})
+    )
+    assert full / as_paper > 7.0
+    assert full / ours > 14.0
 
 
 def train_on_a_rank(rank: int, port: int, queue: Any) -> None:

@@ -15,7 +15,14 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from kronbit.config import FORMAT, FORMAT_KEY, STRUCTURAL_OPTIONS, Config, Format
+from kronbit.config import (
+    FORMAT,
+    FORMAT_KEY,
+    STATISTICS_KEY,
+    STRUCTURAL_OPTIONS,
+    Config,
+    Format,
+)
 from kronbit.factors import Leaves, is_root, make_method
 from kronbit.first_order import state_on_meta
 from kronbit.kernel_products import WAYS
@@ -63,7 +70,10 @@ class Checkpoint:
 
 
 def read(
-    state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], configs: Sequence[Config]
+    state_dict: Mapping[str, Any],
+    groups: Sequence[Mapping[str, Any]],
+    configs: Sequence[Config],
+    statistics: str,
 ) -> Checkpoint:
     """Match a state dict with the optimizer's groups and check its outline.
 
@@ -73,6 +83,7 @@ def read(
         state_dict: What is to be loaded.
         groups: The optimizer's param groups.
         configs: Their options.
+        statistics: What the optimizer's are made of.
 
     Raises:
         ValueError: If groups or entries do not match; by key.
@@ -87,6 +98,8 @@ def read(
     )
     if not of_base_alone:
         _check_version(saved, state)
+        if any(isinstance(entry, Mapping) and blocks_of(entry) for entry in state.values()):
+            _check_statistics(saved, statistics)
     merged, entries = [], {}
     for old, group, config in zip(saved, groups, configs, strict=True):
         # The checkpoint's numbers, as in every torch optimizer, but our own way of storing.
@@ -130,6 +143,17 @@ def _check_version(saved: Sequence[Mapping[str, Any]], state: Mapping[Any, Any])
             raise ValueError(
                 f"param_groups[{index}] has {FORMAT_KEY}={version!r}; this version of kronbit "
                 f"reads formats 1 to {FORMAT}: upgrade kronbit"
+            )
+
+
+def _check_statistics(saved: Sequence[Mapping[str, Any]], expected: str) -> None:
+    for index, old in enumerate(saved):
+        found = old.get(STATISTICS_KEY, "gradients" if FORMAT_KEY in old else expected)
+        if found != expected:
+            raise ValueError(
+                f"param_groups[{index}] has statistics of {found}, this optimizer takes those of "
+                f"{expected}: Shampoo and CASPR share theirs, KFAC and AdaBK theirs; of others, "
+                "only base.state_dict() can be loaded"
             )
 
 

@@ -16,6 +16,8 @@ EXPONENTS = (-0.25, -0.5, -1.0)
 # Version of the state's layout, kept in every param group.
 FORMAT = 2
 FORMAT_KEY = "kronbit_format"
+# What the statistics are made of, there, too: those of others are of no use.
+STATISTICS_KEY = "kronbit_statistics"
 
 
 class Format(NamedTuple):

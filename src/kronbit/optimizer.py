@@ -18,6 +18,7 @@ from kronbit.config import (
     FORMAT,
     FORMAT_KEY,
     GROUP_OPTIONS,
+    STATISTICS_KEY,
     Config,
     take_options,
 )
@@ -60,6 +61,7 @@ class SecondOrder(Optimizer):
         self._group_defaults = {
             **{name: getattr(self.config, name) for name in GROUP_OPTIONS},
             FORMAT_KEY: FORMAT,
+            STATISTICS_KEY: self._statistics.name,
         }
         for group in self.base.param_groups:
             self._check_group(group)  # before anything is changed
@@ -301,7 +303,7 @@ class SecondOrder(Optimizer):
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = pre_hook(self, state_dict) or state_dict
         configs = [self._config_of(group) for group in self.param_groups]
-        loaded = checkpoint.read(state_dict, self.param_groups, configs)
+        loaded = checkpoint.read(state_dict, self.param_groups, configs, self._statistics.name)
         base = checkpoint.BaseLoader(self.base, loaded)
         base.check()
         plan = self._make_plan(

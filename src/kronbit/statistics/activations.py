@@ -73,6 +73,7 @@ class ActivationStatistics:
         workspace: Bound of copies of inputs, in bytes.
     """
 
+    name = "activations"
     collects = True
 
     def __init__(

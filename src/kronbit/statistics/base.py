@@ -32,6 +32,9 @@ class Source(NamedTuple):
 class Statistics(Protocol):
     """Which matrices there are, and what their statistics are made of."""
 
+    # What checkpoints call them.
+    name: str
+
     def route(self, p: Tensor, config: Config) -> Blocking | str:
         """How a parameter is cut, or why it is left to the base optimizer."""
 

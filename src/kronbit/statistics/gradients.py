@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 class GradientStatistics:
     """Every parameter is cut into blocks by itself; M is made of the step's gradient alone."""
 
+    name = "gradients"
     collects = False
 
     def __init__(self) -> None:

@@ -273,7 +273,7 @@ def test_runs_are_the_oracles(
         assert relative_error(moved, (q - w).detach()) < tolerance
 
 
-def losses(
+def after_one_update(
     passes: Callable[[nn.Module, KFAC, Tensor], None],
     model: nn.Module | None = None,
     **options: Any,
@@ -337,13 +337,13 @@ def through_a_copy(model: nn.Module, optimizer: KFAC, x: Tensor) -> None:
 def test_only_what_made_the_gradient_counts(
     passes: Callable[[nn.Module, KFAC, Tensor], None],
 ) -> None:
-    for found, expected in zip(losses(passes), losses(plainly), strict=True):
+    for found, expected in zip(after_one_update(passes), after_one_update(plainly), strict=True):
         assert torch.equal(found, expected)
 
 
 def test_several_backward_passes_are_one_batch() -> None:
     """But for y, whose losses are means over half as many examples."""
-    (L, R), (L2, R2) = losses(plainly), losses(in_two)
+    (L, R), (L2, R2) = after_one_update(plainly), after_one_update(in_two)
     assert relative_error(R2, R) < 1e-6
     assert relative_error(L2, 4 * L) < 1e-6
 
@@ -354,7 +354,24 @@ def test_activation_checkpointing_does_not_count_twice(reentrant: bool) -> None:
         out = checkpoint(model, x.requires_grad_(), use_reentrant=reentrant)
         out.square().mean().backward()
 
-    for found, expected in zip(losses(saving), losses(plainly), strict=True):
+    for found, expected in zip(after_one_update(saving), after_one_update(plainly), strict=True):
+        assert torch.equal(found, expected)
+
+
+def test_a_layer_in_two_checkpointed_parts_has_the_rows_of_both() -> None:
+    def saving(model: nn.Module, optimizer: KFAC, x: Tensor) -> None:
+        hidden = checkpoint(model[0], x.requires_grad_(), use_reentrant=False)
+        checkpoint(model[0], hidden, use_reentrant=False).square().mean().backward()
+
+    def twice(model: nn.Module, optimizer: KFAC, x: Tensor) -> None:
+        model[0](model[0](x)).square().mean().backward()
+
+    torch.manual_seed(2)
+    model = nn.Sequential(nn.Linear(6, 6))
+    twin = copy.deepcopy(model)
+    for found, expected in zip(
+        after_one_update(saving, model), after_one_update(twice, twin), strict=True
+    ):
         assert torch.equal(found, expected)
 
 
@@ -365,7 +382,9 @@ def test_the_scale_of_the_loss_is_undone() -> None:
         scaler.scale(model(x).square().mean()).backward()
         scaler.unscale_(optimizer)
 
-    for found, expected in zip(losses(scaled, grad_scaler=scaler), losses(plainly), strict=True):
+    for found, expected in zip(
+        after_one_update(scaled, grad_scaler=scaler), after_one_update(plainly), strict=True
+    ):
         assert relative_error(found, expected) < 1e-6
 
 
@@ -381,7 +400,7 @@ def test_steps_that_a_scaler_skips_leave_nothing_behind() -> None:
         scaler.step(optimizer)
         scaler.update()
     for found, expected in zip(
-        statistics(optimizer, model[0].weight), losses(plainly), strict=True
+        statistics(optimizer, model[0].weight), after_one_update(plainly), strict=True
     ):
         assert relative_error(found, expected) < 1e-6
 

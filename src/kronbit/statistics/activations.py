@@ -28,6 +28,7 @@ from kronbit.groups import Due
 from kronbit.precision import full_precision
 from kronbit.products import multiply, operand
 from kronbit.statistics.base import Source
+from kronbit.statistics.hooks import given_up, hooked
 from kronbit.statistics.layers import Layer, kind_of
 
 if TYPE_CHECKING:
@@ -134,14 +135,7 @@ class ActivationStatistics:
             return
         for handle in self._handles:
             handle.remove()
-        self._handles = (
-            []
-            if self._closed
-            else [
-                layer.module.register_forward_hook(_Hook(self, layer), with_kwargs=True)
-                for layer in wanted
-            ]
-        )
+        self._handles = hooked(self, [] if self._closed else wanted)
 
     def forget(self) -> None:
         """Drop what was collected: the gradients that belong to it are gone."""
@@ -154,8 +148,8 @@ class ActivationStatistics:
 
     def watch(self, layer: Layer, x: Tensor, output: Any) -> None:
         """Wait for the gradient at the output of a layer."""
-        if layer.weight.grad is None:
-            self._collected.pop(layer, None)  # what it belonged to was given up
+        if given_up(layer):
+            self._collected.pop(layer, None)
         if isinstance(output, Tensor) and output.requires_grad:
             output.register_hook(partial(self._collect, layer, x.detach()))
 
@@ -267,37 +261,6 @@ def _blocking(matrices: tuple[int, int, int], config: Config) -> Blocking | str:
     if largest > config.max_order:
         return f"a side of {largest} is above max_order={config.max_order}"
     return route(matrices, replace(config, batch_dims=1))
-
-
-class _Hook:
-    """Watches a layer, and nothing else: a copy of the layer has no statistics of its own."""
-
-    def __init__(self, statistics: ActivationStatistics, layer: Layer) -> None:
-        self._statistics, self._layer = statistics, layer
-
-    def __call__(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any
-    ) -> None:
-        if module is not self._layer.module or not module.training:
-            return
-        if torch.is_grad_enabled() and self._layer.weight.requires_grad:
-            x = args[0] if args else next(iter(kwargs.values()))
-            self._statistics.watch(self._layer, x, output)
-
-    def __deepcopy__(self, memo: Mapping[int, Any]) -> _Hook:
-        return self
-
-    def __reduce__(self) -> tuple[Callable[[], Callable[..., None]], tuple[()]]:
-        return _no_hook, ()
-
-
-def _ignore(*_: Any) -> None:
-    """A hook that does nothing."""
-
-
-def _no_hook() -> Callable[..., None]:
-    """What stands for a hook in a pickled model."""
-    return _ignore
 
 
 def find_layers(model: nn.Module) -> tuple[dict[Tensor, Layer], dict[Tensor, str]]:

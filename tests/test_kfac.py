@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 import socket
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -13,7 +15,7 @@ import oracle
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import relative_error
+from conftest import angle, relative_error
 from torch import Tensor, nn
 from torch.func import functional_call, grad
 from torch.nn import functional
@@ -149,7 +151,7 @@ def test_statistics_of_convolutions_are_the_explicit_ones(
 class Attention(nn.Module):
     """One head with a fused projection; tokens share the weights."""
 
-    def __init__(self, projection: type[nn.Module] = nn.Linear) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.qkv, self.out = nn.Linear(6, 18), nn.Linear(6, 6)
 
@@ -462,6 +464,155 @@ def test_there_are_hooks_only_before_steps_that_update() -> None:
         assert torch.equal(old, new)
 
 
+def test_layers_that_are_left_out_are_not_watched() -> None:
+    model = nn.Sequential(nn.Linear(6, 40), nn.Linear(40, 5), nn.Conv2d(3, 3, 1, groups=3))
+    groups = [{"params": model[0].parameters()}, {"params": model[1].parameters()}]
+    groups[1]["precondition"] = False
+    optimizer = KFAC(
+        [*groups, {"params": model[2].parameters()}], model=model, lr=0.1, max_order=30, **EXACT
+    )
+    assert hooks(model) == 0
+    step(nn.Sequential(model[0], model[1]), optimizer, lambda out: out.sum(), torch.randn(2, 6))
+    assert hooks(model) == 0
+
+
+def test_layers_with_kernels_are_as_without(kernels: torch.device) -> None:
+    """Those that are left out keep gradients of their own, and guards of their own."""
+    found = []
+    for mended in (True, False):
+        torch.manual_seed(5)
+        model = nn.Sequential(nn.Linear(70, 66), nn.Linear(66, 80), nn.Linear(80, 3)).to(kernels)
+        every = {"update_every": 1, "refresh_every": 2, "max_order": 72}
+        optimizer = KFAC(sgd(model), model=model, **every)
+        for t in range(4):
+            optimizer.zero_grad()
+            model(torch.randn(90, 70).to(kernels)).square().mean().backward()
+            if t == 3:
+                model[1].weight.grad[-1, -1] = model[2].bias.grad[0] = torch.nan
+                if mended:  # what the guard makes of them
+                    model[1].weight.grad.zero_()
+                    model[2].bias.grad.zero_()
+            optimizer.step()
+        found.append([p.detach().cpu() for p in model.parameters()])
+    for own, other in zip(*found, strict=True):
+        assert torch.isfinite(own).all()
+        assert torch.equal(own, other)
+
+
+def test_layers_that_are_used_now_and_then_miss_nothing() -> None:
+    experts = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+    optimizer = KFAC(sgd(experts), model=experts, bits=32, update_every=3, refresh_every=100)
+    for t in range(24):
+        step(experts[t % 4], optimizer, lambda out: out.square().mean(), torch.randn(8, 6))
+    assert optimizer.diagnostics()["missed_statistics"] == 0
+    for expert in experts:
+        assert optimizer.state[expert.weight]["step"] == 6
+        assert statistics(optimizer, expert.weight)[0].any()
+
+
+@pytest.mark.parametrize("shape", [(0, 6), (0, 3, 6)])
+def test_empty_batches_are_no_rows(shape: tuple[int, ...]) -> None:
+    model = nn.Linear(6, 5)
+    optimizer = KFAC(sgd(model), model=model, **EXACT)
+    optimizer.zero_grad()
+    x = torch.randn(8, 6)
+    (model(torch.randn(shape)).sum() + model(x).square().mean()).backward()
+    optimizer.step()
+    assert relative_error(statistics(optimizer, model.weight)[1], mean_square(with_one(x))) < 1e-6
+
+
+@pytest.mark.parametrize("foreign", [True, False])
+def test_other_biases_are_left_alone(foreign: bool) -> None:
+    """Those of another optimizer, and those that are told not to be preconditioned."""
+    model = nn.Linear(6, 5)
+    groups: list[dict[str, Any]] = [{"params": [model.weight]}]
+    if not foreign:
+        groups.append({"params": [model.bias], "precondition": False})
+    options = {**EXACT, "refresh_every": 1}
+    optimizer = KFAC(groups, base="sgd", lr=0.1, model=model, **options)
+    model(torch.randn(9, 6)).pow(4).mean().backward()
+    before = model.bias.grad.clone()
+    optimizer.step()
+    assert torch.equal(model.bias.grad, before)
+    assert statistics(optimizer, model.weight)[1].shape == (6, 6)
+
+
+def test_layers_that_come_later_are_watched_at_once() -> None:
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+    optimizer = KFAC(model[0].parameters(), base="sgd", lr=0.1, model=model, **EXACT)
+    step(model, optimizer, lambda out: out.square().mean(), torch.randn(8, 6))
+    optimizer.add_param_group({"params": list(model[1].parameters())})
+    step(model, optimizer, lambda out: out.square().mean(), torch.randn(8, 6))
+    assert statistics(optimizer, model[1].weight)[1].shape == (7, 7)
+    assert optimizer.diagnostics()["missed_statistics"] == 0
+
+
+def test_staggered_layers_miss_nothing_even_if_copied_at_every_step() -> None:
+    model = nn.Sequential(*(nn.Linear(6 + i, 7 + i) for i in range(6)))
+    optimizer = KFAC(
+        sgd(model), model=model, bits=32, update_every=4, refresh_every=8, stagger=True
+    )
+    for _ in range(20):
+        step(model, optimizer, lambda out: out.square().mean(), torch.randn(8, 6))
+        model, optimizer = copy.deepcopy((model, optimizer))
+        assert optimizer.diagnostics()["missed_statistics"] == 0
+    for layer in model:
+        assert all(own.any() for own in statistics(optimizer, layer.weight))
+
+
+def test_functional_calls_and_changed_inputs_do_not_count() -> None:
+    def with_others(model: nn.Module, optimizer: KFAC, x: Tensor) -> None:
+        others = {name: p.detach() * 2 for name, p in model.named_parameters()}
+        functional_call(model, others, (x.clone().requires_grad_(),)).sum().backward()
+        torch.func.vmap(lambda row: model(row))(x)
+        plainly(model, optimizer, x)
+
+    def with_another_pass(model: nn.Module, optimizer: KFAC, x: Tensor) -> None:
+        spoilt = x * 3
+        with torch.autocast("cpu", dtype=torch.bfloat16):  # autograd saves a copy there
+            out = model[0](spoilt)
+            spoilt.zero_()
+        out.sum().backward()
+        model[2](torch.relu(model[0](x))).square().mean().backward()
+
+    expected = after_one_update(plainly)
+    for found, own in zip(after_one_update(with_others), expected, strict=True):
+        assert torch.equal(found, own)
+    for found, own in zip(after_one_update(with_another_pass), expected, strict=True):
+        assert torch.equal(found, own)
+
+
+def test_hooks_do_not_keep_an_optimizer_alive() -> None:
+    model = nn.Linear(6, 5)
+    optimizer = KFAC(sgd(model), model=model, **EXACT)
+    gone = weakref.ref(optimizer._statistics)
+    del optimizer
+    gc.collect()
+    assert gone() is None
+    model(torch.randn(2, 6)).sum().backward()
+
+
+@pytest.mark.parametrize("method", ["dense", "eigen", "naive", "cholesky"])
+def test_fewer_rows_than_columns_still_give_roots(method: str) -> None:
+    """Statistics of low rank: at 8 bits, the update is nearer to the exact one than to G."""
+    torch.manual_seed(6)
+    model = nn.Linear(99, 90)
+    bits = 32 if method == "dense" else 8
+    every = {"update_every": 1, "refresh_every": 1, "beta": 0.0, "qr_iterations": 4}
+    every |= {} if method == "eigen" else {"qr_iterations": 2}
+    optimizer = KFAC(sgd(model), model=model, method=method, bits=bits, **every)
+    x = torch.randn(16, 99)
+    y = output_gradients(model, "", lambda out: out.pow(4).mean(), x)
+    optimizer.zero_grad()
+    model(x).pow(4).mean().backward()
+    G = with_bias(model)
+    optimizer.step()
+    factors = [mean_square(y), mean_square(with_one(x))]
+    L, R = (A + 0.1 * torch.linalg.eigvalsh(A)[-1] * torch.eye(len(A)) for A in factors)
+    exact = torch.linalg.inv(L) @ G @ torch.linalg.inv(R)
+    assert angle(with_bias(model), exact) < 0.5 * angle(G, exact)
+
+
 @pytest.mark.parametrize("method", ["dense", "eigen", "naive", "cholesky"])
 def test_a_refresh_before_any_statistics_leaves_the_gradient(method: str) -> None:
     model = nn.Linear(70, 66)
@@ -560,6 +711,7 @@ def test_statistics_of_other_algorithms_are_refused() -> None:
         shampoo.load_state_dict(kfac.state_dict())
     assert not shampoo.state
     shampoo.load_state_dict(kfac.base.state_dict())
+    assert shampoo.param_groups[0]["kronbit_statistics"] == "gradients"
 
 
 @pytest.mark.parametrize("shape", [(6,), (8, 6), (2, 4, 6), (2, 2, 2, 6)])
@@ -683,8 +835,10 @@ def test_ranks_average_their_statistics() -> None:
     [
         ({"model": [1]}, TypeError, "model must be an nn.Module; got list"),
         ({"shared": "sum"}, ValueError, "shared must be one of .*; got 'sum'"),
-        ({"batch_dims": 1}, TypeError, "KFAC has no option 'batch_dims'"),
-        ({"split": "even"}, TypeError, "KFAC has no option 'split'"),
+        ({"grad_scaler": 65536.0}, TypeError, "grad_scaler must be a .*GradScaler; got 65536.0"),
+        ({"batch_dims": 1}, ValueError, "batch_dims=1: matrices of layers are not cut; leave it"),
+        ({"split": "even"}, ValueError, "split='even': matrices of layers are not cut"),
+        ({"model": nn.Linear(3, 3)}, ValueError, "model has none of the parameters"),
         ({"start": -1.0}, ValueError, "start must be"),
         ({"qr_iterations": 1}, ValueError, "qr_iterations=1 is for method='eigen'"),
     ],
@@ -695,9 +849,14 @@ def test_bad_arguments_are_refused(
     model = nn.Linear(3, 3)
     with pytest.raises(error, match=message):
         KFAC(sgd(model), **{"model": model, **arguments})
+    group = {"params": list(model.parameters()), "split_sizes": (2, 1)}
+    with pytest.raises(ValueError, match=r"split_sizes=\(2, 1\): matrices of layers are not cut"):
+        KFAC([group], model=model, lr=0.1)
     lazy = nn.Sequential(nn.LazyLinear(3))
     with pytest.raises(ValueError, match="0 does not know its shape yet"):
-        KFAC(sgd(model), model=lazy)
+        KFAC(sgd(lazy), model=lazy)
+    with pytest.raises(TypeError, match=r"optimizer must be Shampoo, .* got 'kfac'"):
+        kronbit.estimate_memory(model, optimizer="kfac")
 
 
 def test_defaults_are_the_papers() -> None:

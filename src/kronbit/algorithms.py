@@ -105,15 +105,11 @@ class KFAC(SecondOrder):
         process_group: ProcessGroup | None = None,
         **options: Any,
     ) -> None:
-        for name in ("batch_dims", "split_sizes", "split"):
-            if name in options:
-                raise TypeError(
-                    f"{type(self).__name__} has no option {name!r}: its matrices are those of the "
-                    "layers, and are not cut"
-                )
-        statistics = ActivationStatistics(model, shared, grad_scaler, process_group)
-        super().__init__(params, base, statistics=statistics, **options)
-        statistics.workspace = int(self.config.workspace_mb * 2**20)
+        self._watched = model, shared, grad_scaler, process_group
+        super().__init__(params, base, **options)
+
+    def _make_statistics(self) -> ActivationStatistics:
+        return ActivationStatistics(*self._watched, int(self.config.workspace_mb * 2**20))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset gradients, and with them what was collected for the next update."""

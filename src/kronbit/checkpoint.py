@@ -105,7 +105,7 @@ def read(
         # The checkpoint's numbers, as in every torch optimizer, but our own way of storing.
         own = {name: getattr(config, name) for name in STRUCTURAL_OPTIONS}
         rest = {name: value for name, value in group.items() if name != "params"}
-        merged.append({**rest, **old, **own, FORMAT_KEY: FORMAT})
+        merged.append({**rest, **old, **own, FORMAT_KEY: FORMAT, STATISTICS_KEY: statistics})
         written = Config().for_group(_said_by(old))
         for key, p in zip(old["params"], group["params"], strict=True):
             # reading optimizer.state[p] of a parameter without state leaves an empty entry

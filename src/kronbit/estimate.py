@@ -51,6 +51,8 @@ def estimate_memory(
         nn.Parameter(torch.empty(shape, dtype=own, device="meta"))
         for shape, own in _shapes(model_or_shapes, dtype)
     ]
+    if not (isinstance(optimizer, type) and issubclass(optimizer, SecondOrder)):
+        raise TypeError(f"optimizer must be Shampoo, CASPR, KFAC or AdaBK; got {optimizer!r}")
     config = take_options(options, optimizer.algorithm.options)
     total = {"statistics": 0, "roots": 0, "base": 0}
     if base is not None and params:
@@ -68,7 +70,9 @@ def estimate_memory(
         if not isinstance(model_or_shapes, nn.Module):
             raise TypeError(f"{optimizer.__name__} knows layers, not shapes: give a module")
         params = [p for p in model_or_shapes.parameters() if p.requires_grad]
-        route = ActivationStatistics(model_or_shapes).route
+        statistics = ActivationStatistics(model_or_shapes)
+        statistics.adopt(params)
+        route = statistics.route
     for p in params:
         blocking = route(p, config)
         if isinstance(blocking, Blocking):

@@ -51,13 +51,12 @@ class SecondOrder(Optimizer):
         self,
         params: Optimizer | Iterable[Any] | None = None,
         base: str | BaseFactory | Optimizer | None = None,
-        *,
-        statistics: Statistics | None = None,
         **options: Any,
     ) -> None:
         self.config = take_options(options, self.algorithm.options)
-        self._statistics = statistics or GradientStatistics()
         self.base = first_order.resolve(params, base, options)
+        self._statistics = self._make_statistics()
+        self._adopt(self.base.param_groups)
         self._group_defaults = {
             **{name: getattr(self.config, name) for name in GROUP_OPTIONS},
             FORMAT_KEY: FORMAT,
@@ -81,6 +80,14 @@ class SecondOrder(Optimizer):
     def param_groups(self, groups: list[dict[str, Any]]) -> None:
         self.base.param_groups = groups
 
+    def _make_statistics(self) -> Statistics:
+        """What M is made of."""
+        return GradientStatistics()
+
+    def _adopt(self, groups: Iterable[Mapping[str, Any]]) -> None:
+        own = [group for group in groups if self.config.for_group(group).precondition]
+        self._statistics.adopt([p for group in own for p in group["params"]])
+
     def _start_unplanned(self) -> None:
         """Nothing derived is known: the next step plans from ``param_groups`` and ``state``."""
         self._plan: Plan | None = None
@@ -98,6 +105,9 @@ class SecondOrder(Optimizer):
         self._check_group(param_group)
         self.base.add_param_group(param_group)
         self._complete_groups()
+        if "_plan" in self.__dict__:  # else it is under construction
+            self._adopt(self.param_groups)
+            self._expect_statistics()
 
     def _check_group(self, group: Mapping[str, Any]) -> None:
         """Refuse bad options, and options that do not suit the group's parameters."""
@@ -143,9 +153,8 @@ class SecondOrder(Optimizer):
         itinerary, present = self._prepare(self._present())
         keep = self.config.keep_gradients
         with copied(itinerary.params) if keep else nullcontext(present.grads) as grads:
-            with self._statistics.matrices(itinerary.params, grads) as matrices:
-                plain = matrices is present.grads
-                dtypes = present.dtypes if plain else plain_dtypes(matrices)
+            with self._statistics.matrices(itinerary, grads) as matrices:
+                dtypes = present.dtypes if matrices is present.grads else plain_dtypes(matrices)
                 for work in self._measured(itinerary, matrices, dtypes):
                     preconditioner = work.preconditioner
                     # t % T1 = 0: L ← PU(L, G Gᵀ), R ← PU(R, Gᵀ G), or what M is elsewhere
@@ -170,7 +179,7 @@ class SecondOrder(Optimizer):
             self._join_base_states()
         for guard in self._guards.values():
             guard.warn_once()
-        self._expect_statistics(itinerary)
+        self._expect_statistics()
         return loss
 
     # ----------------------------------------------------------------- what a step starts from
@@ -259,16 +268,12 @@ class SecondOrder(Optimizer):
                 )
         return works
 
-    def _expect_statistics(self, itinerary: Itinerary | None = None) -> None:
-        """Tell who is updated at the next step.
-
-        Args:
-            itinerary: The step that has just been made: if nobody is, it knows.
-        """
+    def _expect_statistics(self) -> None:
+        """Tell who is updated at the next step."""
         if self._statistics.collects:
-            nobody = itinerary is not None and not itinerary.find_turns()
-            groups = [] if nobody else self.param_groups
-            self._statistics.expect(updated_next(groups, self.config, self.state, self._plan))
+            found = updated_next(self.param_groups, self._config_of, self.state, self._plan)
+            route = self._statistics.route
+            self._statistics.expect(p for p, own in found if isinstance(route(p, own), Blocking))
 
     # ---------------------------------------------------------------------------------- state
 
@@ -328,8 +333,7 @@ class SecondOrder(Optimizer):
             plan.find_refreshed(unknown, self.state)
             self._plan = plan
         if any(entry.blocks for entry in loaded.entries.values()):
-            known = self.state.keys()
-            fresh = [row for row in self._rows() if row[1] not in known]
+            fresh = [row for row in self._rows() if row[1] not in self.state]
             report.warn_of_fresh_starts(fresh, self._statistics.route)
         self._expect_statistics()
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():

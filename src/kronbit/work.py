@@ -309,25 +309,32 @@ def measure(
 
 def updated_next(
     groups: Iterable[Mapping[str, Any]],
-    options: Config,
+    config_of: Callable[[Mapping[str, Any]], Config],
     state: Mapping[Tensor, Mapping[str, Any]],
     plan: Plan | None,
-) -> Iterator[Tensor]:
-    """The parameters whose statistics the next step updates.
+) -> Iterator[tuple[Tensor, Config]]:
+    """The parameters whose statistics the next step updates, if they have any; with options.
 
     Args:
         groups: Param groups.
-        options: What holds where they say nothing else.
+        config_of: Their options.
         state: The optimizer's, as it is before that step.
-        plan: Knows the turns of those that are staggered, if they have been planned.
+        plan: Knows the turns of those that are staggered; those that it does not know may have any.
     """
     for group in groups:
-        config = options.for_group(group)
+        config = config_of(group)
+        found: dict[tuple[int, int], bool] = {}  # nearly always one step, and nobody's turn
         for p in group["params"]:
             step = state[p].get("step", 0) if p in state else 0
             place = plan.places.get(p) if plan is not None and config.stagger else None
-            turns: Iterable[Turn] = _TOGETHER
+            if config.stagger and (plan is None or place is None):
+                yield p, config
+                continue
+            turns: Sequence[Turn] = _TOGETHER
             if plan is not None and place is not None:
                 turns = plan.preconditioners[place.device].turns[place.index]
-            if any(config.updates_at(step + 1, turn) for turn in turns):
-                yield p
+            key = step, id(turns)
+            if key not in found:
+                found[key] = any(config.updates_at(step + 1, turn) for turn in turns)
+            if found[key]:
+                yield p, config

@@ -104,7 +104,7 @@ class EVA(Rewriter):
             raise ValueError(f"beta must be a number in [0, 1); got {beta!r}")
         check_damping(damping)
         self.beta, self.damping = beta, damping
-        self._layers = find_layers(model)[0]
+        self._layers = find_layers(model, set(model.parameters()))[0]
         self._collected: dict[Layer, Sums] = {}
         self._handles: list[RemovableHandle] = []
         self._closed = False

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -29,12 +29,12 @@ from kronbit.precision import full_precision
 from kronbit.products import multiply, operand
 from kronbit.statistics.base import Source
 from kronbit.statistics.hooks import given_up, hooked
-from kronbit.statistics.layers import Layer, kind_of
+from kronbit.statistics.layers import Layer, kind_of, pieces_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from kronbit.work import Work
+    from kronbit.work import Itinerary, Work
 
 SHARED = ("expand", "reduce")
 
@@ -89,9 +89,12 @@ class ActivationStatistics:
             raise TypeError(f"model must be an nn.Module; got {type(model).__name__}")
         if shared not in SHARED:
             raise ValueError(f"shared must be one of {SHARED}; got {shared!r}")
+        if grad_scaler is not None and not hasattr(grad_scaler, "get_scale"):
+            raise TypeError(f"grad_scaler must be a torch.amp.GradScaler; got {grad_scaler!r}")
         self.model, self.shared, self.workspace = model, shared, workspace
         self.grad_scaler, self.process_group = grad_scaler, process_group
-        self._layers, self._reasons = find_layers(model)
+        self._layers: dict[Tensor, Layer] = {}
+        self._reasons: dict[Tensor, str] = {}
         self._collected: dict[Layer, Collected] = {}
         self._handles: list[RemovableHandle] = []
         self._closed = False
@@ -103,8 +106,37 @@ class ActivationStatistics:
 
     # ------------------------------------------------------------------------------- parameters
 
+    def adopt(self, params: Collection[Tensor]) -> None:
+        """Find the layers of these parameters; a bias that is not among them is left alone.
+
+        Raises:
+            ValueError: If the model has none of them.
+        """
+        known = set(self.model.parameters())
+        if not known.intersection(params) and not self._layers:
+            raise ValueError(
+                "model has none of the parameters that are to be optimized: give the model that "
+                "they belong to, not a copy of it"
+            )
+        layers, reasons = find_layers(self.model, params)
+        self._layers = {**layers, **self._layers}  # those that are known may have state
+        self._reasons = {
+            **dict.fromkeys(set(params) - known, "not a parameter of model"),
+            **reasons,
+        }
+
     def route(self, p: Tensor, config: Config) -> Blocking | str:
-        """One block per matrix of a layer; or why the parameter is left to the base optimizer."""
+        """One block per matrix of a layer; or why the parameter is left to the base optimizer.
+
+        Raises:
+            ValueError: If the options cut matrices.
+        """
+        for name in ("batch_dims", "split_sizes", "split"):
+            if getattr(config, name) != getattr(Config, name):
+                raise ValueError(
+                    f"{name}={getattr(config, name)!r}: matrices of layers are not cut; leave it "
+                    "out, or use Shampoo"
+                )
         if not config.precondition:
             return "precondition=False"
         layer = self._layers.get(p)
@@ -113,15 +145,14 @@ class ActivationStatistics:
         return _blocking(layer.matrices, config)
 
     @contextmanager
-    def matrices(self, params: Sequence[Tensor], grads: list[Tensor]) -> Iterator[list[Tensor]]:
-        """The gradients, where there is a bias that of [W | b]."""
+    def matrices(self, itinerary: Itinerary, grads: list[Tensor]) -> Iterator[list[Tensor]]:
+        """The gradients, of preconditioned layers with a bias that of [W | b]."""
         joined = list(grads)
-        for i, p in enumerate(params):
-            layer = self._layers.get(p)
-            if layer is not None:
-                joined[i] = layer.join(grads[i])
+        for i, p in enumerate(itinerary.params):
+            if p in itinerary.plan.places:
+                joined[i] = self._layers[p].join(grads[i])
         yield joined
-        for p, grad, own in zip(params, grads, joined, strict=True):
+        for p, grad, own in zip(itinerary.params, grads, joined, strict=True):
             if own is not grad:
                 self._layers[p].separate(own)
 
@@ -151,28 +182,34 @@ class ActivationStatistics:
         if given_up(layer):
             self._collected.pop(layer, None)
         if isinstance(output, Tensor) and output.requires_grad:
-            output.register_hook(partial(self._collect, layer, x.detach()))
+            output.register_hook(partial(self._collect, layer, x.detach(), x._version))
 
     @torch.no_grad()
     @full_precision()
-    def _collect(self, layer: Layer, x: Tensor, y: Tensor) -> None:
-        if self.grad_scaler is not None:
-            y = y.float() / self.grad_scaler.get_scale()
+    def _collect(self, layer: Layer, x: Tensor, version: int, y: Tensor) -> None:
+        # An x that was written to since is not what the layer has seen.
+        if self._closed or x._version != version or y.numel() == 0:
+            return
         if layer not in self._collected:
             self._collected[layer] = Collected.nothing(layer, y.device)
         own = self._collected[layer]
-        rows = self._rows(layer.kind.outputs(layer.module, y), torch.sum)
-        own.rows += rows.shape[1]
-        _add_square(own.Y, rows)
+        scale = 1.0 if self.grad_scaler is None else 1 / self.grad_scaler.get_scale()
+        for rows in self._rows(layer.kind.outputs(layer.module, y), torch.sum):
+            own.rows += rows.shape[1]
+            _add_square(own.Y, rows * scale)
         for piece in layer.kind.inputs(layer.module, x, self.workspace):
-            rows = self._rows(piece, torch.mean)
-            if layer.bias is not None:
-                rows = functional.pad(rows, (0, 1), value=1.0)
-            _add_square(own.X, rows)
+            for rows in self._rows(piece, torch.mean):
+                one = functional.pad(rows, (0, 1), value=1.0) if layer.bias is not None else rows
+                _add_square(own.X, one)
 
-    def _rows(self, rows: Tensor, reduced: Callable[[Tensor, int], Tensor]) -> Tensor:
-        """(E, examples, positions, features) -> (E, rows, features), float32."""
-        return reduced(rows.float(), 2) if self.shared == "reduce" else rows.float().flatten(1, 2)
+    def _rows(self, rows: Tensor, reduced: Callable[..., Tensor]) -> Iterator[Tensor]:
+        """(E, examples, positions, features) -> (E, rows, features), float32, in pieces."""
+        if self.shared == "reduce":
+            yield reduced(rows, 2, dtype=torch.float32)
+            return
+        count = pieces_of(rows[:, :1, :1], self.workspace)
+        for piece in rows.flatten(1, 2).split(count, 1):
+            yield piece.float()
 
     # --------------------------------------------------------------------------------- updating
 
@@ -213,7 +250,7 @@ class ActivationStatistics:
                 "called in training mode since the last step: their statistics stay as they are. "
                 "Compiled models do not call hooks",
                 RuntimeWarning,
-                stacklevel=5,  # <- source <- step <- torch's two wrappers <- the user
+                stacklevel=6,  # <- source <- step <- torch's two wrappers <- the user
             )
         self._counts["missed_statistics"] += len(layers)
 
@@ -233,7 +270,7 @@ class ActivationStatistics:
 def _of_batch(
     means: Mapping[int, tuple[Tensor, Tensor]], finite: Tensor, parts: Sequence[Part]
 ) -> Tensor:
-    """M of a batch; those of gradients that are not finite are not looked at."""
+    """M of a batch. Of gradients that are not finite, nobody takes it."""
     n, count = order_of(parts), sum(part.rows.stop - part.rows.start for part in parts)
     M = torch.zeros(count, n, n, device=finite.device)
     first = 0
@@ -263,12 +300,15 @@ def _blocking(matrices: tuple[int, int, int], config: Config) -> Blocking | str:
     return route(matrices, replace(config, batch_dims=1))
 
 
-def find_layers(model: nn.Module) -> tuple[dict[Tensor, Layer], dict[Tensor, str]]:
-    """A model's layers by their weights, and why other parameters are left to F.
+def find_layers(
+    model: nn.Module, params: Collection[Tensor]
+) -> tuple[dict[Tensor, Layer], dict[Tensor, str]]:
+    """The layers whose weights are among some parameters, and why others are left to F.
 
     Raises:
         ValueError: If a layer does not know its shape yet.
     """
+    wanted = set(params)
     owners: dict[Tensor, list[str]] = {}
     uncalled: set[nn.Module] = set()
     for name, module in model.named_modules():
@@ -280,20 +320,24 @@ def find_layers(model: nn.Module) -> tuple[dict[Tensor, Layer], dict[Tensor, str
     reasons: dict[Tensor, str] = {}
     for name, module in model.named_modules():
         kind, weight = kind_of(module), module._parameters.get("weight")
-        if kind is None or weight is None:
+        if kind is None or weight is None or weight not in wanted:
             continue
         if nn.parameter.is_lazy(weight):
             raise ValueError(f"{name} does not know its shape yet: call the model once before")
-        bias = module._parameters.get("bias")
         if len(owners[weight]) > 1:
             reasons[weight] = f"shared by {', '.join(owners[weight])}"
         elif module in uncalled:
             reasons[weight] = "nn.MultiheadAttention does not call it"
         else:
-            own = (
-                bias if bias is not None and bias.requires_grad and len(owners[bias]) == 1 else None
-            )
-            layers[weight] = Layer(name, module, kind, weight, own)
-            if own is not None:
-                reasons[own] = f"goes with {name}.weight" if name else "goes with weight"
+            bias = module._parameters.get("bias")
+            # One that is frozen alone stays so; with its weight, it may be trained later.
+            if bias is not None and (
+                bias not in wanted
+                or len(owners[bias]) > 1
+                or (weight.requires_grad and not bias.requires_grad)
+            ):
+                bias = None
+            layers[weight] = Layer(name, module, kind, weight, bias)
+            if bias is not None:
+                reasons[bias] = f"goes with {name}.weight" if name else "goes with weight"
     return layers, reasons

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from kronbit.blocking import Blocking
     from kronbit.config import Config
     from kronbit.groups import Due
-    from kronbit.work import Work
+    from kronbit.work import Itinerary, Work
 
 
 class Source(NamedTuple):
@@ -35,16 +35,19 @@ class Statistics(Protocol):
     # What checkpoints call them.
     name: str
 
+    def adopt(self, params: Collection[Tensor]) -> None:
+        """Learn which parameters are optimized and may be preconditioned."""
+
     def route(self, p: Tensor, config: Config) -> Blocking | str:
         """How a parameter is cut, or why it is left to the base optimizer."""
 
     def matrices(
-        self, params: Sequence[Tensor], grads: list[Tensor]
+        self, itinerary: Itinerary, grads: list[Tensor]
     ) -> AbstractContextManager[list[Tensor]]:
         """The gradients as they are preconditioned; what stands there in the end is written back.
 
         Args:
-            params: The parameters.
+            itinerary: The parameters of the step.
             grads: Their gradients, one each.
         """
 

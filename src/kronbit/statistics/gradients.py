@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING
@@ -23,7 +23,7 @@ from kronbit.statistics.base import Source
 if TYPE_CHECKING:
     from kronbit.outer_products import OuterProducts
     from kronbit.preconditioner import Preconditioner
-    from kronbit.work import Work
+    from kronbit.work import Itinerary, Work
 
 
 class GradientStatistics:
@@ -40,12 +40,15 @@ class GradientStatistics:
     def __reduce__(self) -> tuple[type[GradientStatistics], tuple[()]]:
         return GradientStatistics, ()  # tables belong to preconditioners, which are not copied
 
+    def adopt(self, params: Collection[Tensor]) -> None:
+        """Nothing to do: shapes say it all."""
+
     def route(self, p: Tensor, config: Config) -> Blocking | str:
         """How a parameter is cut, or why it is left to the base optimizer."""
         return route(tuple(p.shape), config)
 
     def matrices(
-        self, params: Sequence[Tensor], grads: list[Tensor]
+        self, itinerary: Itinerary, grads: list[Tensor]
     ) -> AbstractContextManager[list[Tensor]]:
         """The gradients themselves."""
         return nullcontext(grads)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
@@ -37,21 +38,25 @@ def given_up(layer: Layer) -> bool:
 
 
 class _Hook:
-    """Watches one layer for one watcher: a copy of the layer has no statistics of its own."""
+    """Watches one layer for one watcher: on a copy of the layer there is nothing of it."""
 
     def __init__(self, watcher: Watcher, layer: Layer) -> None:
-        self._watcher, self._layer = watcher, layer
+        self._watcher, self._layer = weakref.ref(watcher), layer  # it may outlive its optimizer
 
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any
     ) -> None:
-        wanted = module is self._layer.module and module.training
-        if wanted and torch.is_grad_enabled() and self._layer.weight.requires_grad:
+        watcher, weight = self._watcher(), self._layer.weight
+        # In a functional call, or pruned, a layer may have another weight.
+        own = module is self._layer.module and module._parameters.get("weight") is weight
+        if watcher is None or not own or not module.training or not weight.requires_grad:
+            return
+        if torch.is_grad_enabled() and torch._C._functorch.peek_interpreter_stack() is None:
             x = args[0] if args else next(iter(kwargs.values()))
-            self._watcher.watch(self._layer, x, output)
+            watcher.watch(self._layer, x, output)
 
-    def __deepcopy__(self, memo: Mapping[int, Any]) -> _Hook:
-        return self
+    def __deepcopy__(self, memo: Mapping[int, Any]) -> Callable[..., None]:
+        return _ignore
 
     def __reduce__(self) -> tuple[Callable[[], Callable[..., None]], tuple[()]]:
         return _no_hook, ()

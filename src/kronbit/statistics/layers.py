@@ -7,15 +7,14 @@ output; the gradient of the matrix is the sum of y xᵀ.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-
-Shared = Literal["expand", "reduce"]
 
 
 class Kind(Protocol):
@@ -46,8 +45,7 @@ class Linear:
 
     def inputs(self, module: nn.Module, x: Tensor, size: int) -> Iterator[Tensor]:
         """Rows of the input."""
-        rows = _by_position(x)
-        yield from rows.split(_examples(rows[0, :1], size), 1)
+        yield _by_position(x)  # as it is, without a copy
 
     def outputs(self, module: nn.Module, y: Tensor) -> Tensor:
         """Rows of the gradient at the output."""
@@ -85,8 +83,14 @@ class Conv2d:
         mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
         x = functional.pad(x, module._reversed_padding_repeated_twice, mode=mode)
         shape = module.kernel_size, module.dilation, 0, module.stride
-        one = functional.unfold(x[:1].float(), *shape)
-        for piece in x.split(_examples(one, size)):
+        places = math.prod(
+            (side - d * (k - 1) - 1) // step + 1
+            for side, k, d, step in zip(
+                x.shape[-2:], module.kernel_size, module.dilation, module.stride, strict=True
+            )
+        )
+        one = x.shape[1] * math.prod(module.kernel_size) * places  # elements of an image's patches
+        for piece in x.split(max(1, size // (8 * one))):
             patches = functional.unfold(piece.float(), *shape)
             yield patches.unflatten(1, (module.groups, -1)).permute(1, 0, 3, 2)
 
@@ -101,11 +105,12 @@ class Conv2d:
 def _by_position(x: Tensor) -> Tensor:
     """(examples, ..., features) -> (1, examples, positions, features); one example alone, too."""
     x = x.unsqueeze(0) if x.dim() == 1 else x
-    return x.reshape(1, len(x), -1, x.shape[-1]) if x.dim() > 2 else x[None, :, None]
+    x = x.unsqueeze(1) if x.dim() == 2 else x
+    return x.flatten(1, -2).unsqueeze(0)
 
 
-def _examples(one: Tensor, size: int) -> int:
-    """How many examples may be taken at once, in float32 and copied once."""
+def pieces_of(one: Tensor, size: int) -> int:
+    """How many rows like one may be taken at once, in float32 and copied once."""
     return max(1, size // max(1, 8 * one.numel()))
 
 

@@ -377,6 +377,26 @@ def test_a_layer_in_two_checkpointed_parts_has_the_rows_of_both() -> None:
         assert torch.equal(found, expected)
 
 
+def test_inputs_are_kept_as_autograd_keeps_its_own() -> None:
+    """What drops or moves those (checkpointing, offloading) does so with ours."""
+    model = nn.Linear(6, 5)
+    x = torch.randn(8, 6)
+    packed: list[Tensor] = []
+
+    def pack(saved: Tensor) -> Tensor:
+        packed.append(saved)
+        return saved * 2 if saved.data_ptr() == x.data_ptr() else saved
+
+    optimizer = KFAC(sgd(model), model=model, **EXACT)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved):
+        loss = model(x).square().mean()
+    assert sum(saved.data_ptr() == x.data_ptr() for saved in packed) == 2
+    loss.backward()
+    optimizer.step()
+    _, R = statistics(optimizer, model.weight)
+    assert relative_error(R, mean_square(with_one(2 * x))) < 1e-6
+
+
 def test_the_scale_of_the_loss_is_undone() -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**13)
 

@@ -28,7 +28,7 @@ from kronbit.groups import Due
 from kronbit.precision import full_precision
 from kronbit.products import multiply, operand
 from kronbit.statistics.base import Source
-from kronbit.statistics.hooks import given_up, hooked
+from kronbit.statistics.hooks import Kept, given_up, hooked
 from kronbit.statistics.layers import Layer, kind_of, pieces_of
 
 if TYPE_CHECKING:
@@ -182,13 +182,13 @@ class ActivationStatistics:
         if given_up(layer):
             self._collected.pop(layer, None)
         if isinstance(output, Tensor) and output.requires_grad:
-            output.register_hook(partial(self._collect, layer, x.detach(), x._version))
+            output.register_hook(partial(self._collect, layer, Kept(x)))
 
     @torch.no_grad()
     @full_precision()
-    def _collect(self, layer: Layer, x: Tensor, version: int, y: Tensor) -> None:
-        # An x that was written to since is not what the layer has seen.
-        if self._closed or x._version != version or y.numel() == 0:
+    def _collect(self, layer: Layer, kept: Kept, y: Tensor) -> None:
+        x = None if self._closed or y.numel() == 0 else kept.get()
+        if x is None:
             return
         if layer not in self._collected:
             self._collected[layer] = Collected.nothing(layer, y.device)

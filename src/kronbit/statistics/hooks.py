@@ -37,6 +37,44 @@ def given_up(layer: Layer) -> bool:
     return layer.weight.grad is None and torch._C._current_graph_task_id() == -1
 
 
+class Kept:
+    """An input that is kept for the backward pass as autograd keeps its own.
+
+    So checkpointing can drop it and compute it once more, and offloading can move it.
+
+    Args:
+        x: The input.
+    """
+
+    def __init__(self, x: Tensor) -> None:
+        keep: Callable[..., Tensor] = _Keep.apply
+        self._node: Any = keep(torch.empty(0, requires_grad=True), x.detach()).grad_fn
+
+    def get(self) -> Tensor | None:
+        """The input; ``None`` if it was written to since: the layer has seen something else."""
+        try:
+            (x,) = self._node.saved_tensors
+        except RuntimeError as error:
+            if "modified by an inplace operation" in str(error):
+                return None
+            raise
+        found: Tensor = x
+        return found
+
+
+class _Keep(torch.autograd.Function):
+    """A node of no graph, which only holds something."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return anchor.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None]:
+        return None, None
+
+
 class _Hook:
     """Watches one layer for one watcher: on a copy of the layer there is nothing of it."""
 

@@ -480,6 +480,8 @@ def test_there_are_hooks_only_before_steps_that_update() -> None:
     with pytest.warns(RuntimeWarning, match="2 layer.s., '0' first, have a gradient, but were not"):
         step(model, optimizer, lambda out: out.square().mean(), torch.randn(8, 6))
     assert optimizer.diagnostics()["missed_statistics"] == 2
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert optimizer.diagnostics()["missed_statistics"] == 0
     for old, new in zip(before, statistics(optimizer, model[0].weight), strict=True):
         assert torch.equal(old, new)
 

@@ -81,7 +81,6 @@ class SecondOrder(Optimizer):
         self.base.param_groups = groups
 
     def _make_statistics(self) -> Statistics:
-        """What M is made of."""
         return GradientStatistics()
 
     def _adopt(self, groups: Iterable[Mapping[str, Any]]) -> None:
@@ -97,6 +96,7 @@ class SecondOrder(Optimizer):
         self._guards: dict[torch.device, NonfiniteGuard] = {}
         self._configs: dict[Any, Config] = {}  # by themselves, and by a group's values
         self._past_counts: Counter[str] = Counter()
+        self._past_counts.subtract(self._statistics.counts())  # they start anew, too
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group to F; it may override our options for its parameters."""

@@ -232,13 +232,15 @@ class EVA(Rewriter):
         t = own["step"]
         a, b = (own[name] / (1 - self.beta ** t.double()) for name in ("input_mean", "output_mean"))
         left, right = (a, b) if layer.kind.inputs_are_rows else (b, a)
-        G = layer.join(grad).reshape(layer.matrices).to(a.dtype)
+        G = grad if layer.bias is None else layer.join(grad)
+        G = G.reshape(layer.matrices).to(a.dtype)
         Ghat = inverse_times(G, left, right, self.damping)
         G = torch.where(finite & (t > 0), graft(G, Ghat, grad.dtype), G)
         if layer.bias is None:
             grad.copy_(G.reshape(grad.shape))
-        else:
-            layer.separate(G)
+            return
+        for own, written in layer.separated(G):
+            own.copy_(written)
 
     # -------------------------------------------------------- checkpoints, reports and copies
 

@@ -147,14 +147,19 @@ class ActivationStatistics:
     @contextmanager
     def matrices(self, itinerary: Itinerary, grads: list[Tensor]) -> Iterator[list[Tensor]]:
         """The gradients, of preconditioned layers with a bias that of [W | b]."""
+        layers = {
+            i: self._layers[p]
+            for i, p in enumerate(itinerary.params)
+            if p in itinerary.plan.places and self._layers[p].bias is not None
+        }
         joined = list(grads)
-        for i, p in enumerate(itinerary.params):
-            if p in itinerary.plan.places:
-                joined[i] = self._layers[p].join(grads[i])
+        for i, layer in layers.items():
+            joined[i] = layer.join(grads[i])
         yield joined
-        for p, grad, own in zip(itinerary.params, grads, joined, strict=True):
-            if own is not grad:
-                self._layers[p].separate(own)
+        pairs = [pair for i, layer in layers.items() for pair in layer.separated(joined[i])]
+        if pairs:
+            own, written = map(list, zip(*pairs, strict=True))
+            torch._foreach_copy_(own, written)
 
     # ------------------------------------------------------------------------------- collecting
 

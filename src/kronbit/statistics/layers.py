@@ -153,23 +153,21 @@ class Layer:
         self.matrices = (E, inputs, outputs) if self.kind.inputs_are_rows else self.sides
 
     def join(self, grad: Tensor) -> Tensor:
-        """The gradient of [W | b], (E, M, N), if there is a bias; else that of W itself."""
-        if self.bias is None:
-            return grad
+        """The gradient of [W | b], (E, M, N), of that of W."""
+        assert self.bias is not None
         E, M, N = self.matrices
         own = self.bias.grad if self.bias.grad is not None else torch.zeros_like(self.bias)
         if self.kind.inputs_are_rows:
             return torch.cat([grad, own.unsqueeze(0)]).unsqueeze(0)
         return torch.cat([grad.reshape(E, M, N - 1), own.view(E, M, 1)], -1)
 
-    def separate(self, joined: Tensor) -> None:
-        """Write a gradient of [W | b] back into those of W and b."""
+    def separated(self, joined: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """The gradients of W and b, where there is one, each with what is to be written to it."""
         assert self.bias is not None
-        assert self.weight.grad is not None
         if self.kind.inputs_are_rows:
             weight, bias = joined[0, :-1], joined[0, -1]
         else:
             weight, bias = joined[..., :-1], joined[..., -1]
-        self.weight.grad.copy_(weight.reshape(self.weight.shape))
-        if self.bias.grad is not None:
-            self.bias.grad.copy_(bias.reshape(self.bias.shape))
+        for p, part in ((self.weight, weight), (self.bias, bias)):
+            if p.grad is not None:
+                yield p.grad, part.reshape(p.shape)

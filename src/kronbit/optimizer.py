@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from kronbit import checkpoint, first_order, memory, report
+from kronbit.around import Around
 from kronbit.blocking import Blocking
 from kronbit.config import (
     FORMAT,
@@ -35,7 +36,7 @@ from kronbit.work import Itinerary, Present, Work, measure, updated_next
 _OPTIONS = itemgetter(*GROUP_OPTIONS)
 
 
-class SecondOrder(Optimizer):
+class SecondOrder(Around):
     """A second-order optimizer: it rewrites gradients and hands them to F.
 
     Use one of the algorithms, such as ``kronbit.Shampoo``.
@@ -68,17 +69,6 @@ class SecondOrder(Optimizer):
         self._start_unplanned()
         self._join_base_states()
         self._expect_statistics()
-
-    # The attribute of torch's optimizers, here F's: schedulers, scalers and trainers may read it,
-    # write to it and replace it on either of the two.
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """F's own list of param groups."""
-        return self.base.param_groups
-
-    @param_groups.setter
-    def param_groups(self, groups: list[dict[str, Any]]) -> None:
-        self.base.param_groups = groups
 
     def _make_statistics(self) -> Statistics:
         return GradientStatistics()
@@ -347,18 +337,6 @@ class SecondOrder(Optimizer):
         super().__setstate__(state)
         self._start_unplanned()
         self._expect_statistics()
-
-    # -------------------------------------------------------------------------------- F's modes
-
-    def train(self) -> None:
-        """Pass through to a schedule-free F; nothing to do for others."""
-        if hasattr(self.base, "train"):
-            self.base.train()
-
-    def eval(self) -> None:
-        """Pass through to a schedule-free F; nothing to do for others."""
-        if hasattr(self.base, "eval"):
-            self.base.eval()
 
     # -------------------------------------------------------------------------------- reporting
 

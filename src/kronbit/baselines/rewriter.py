@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from kronbit import first_order
+from kronbit.around import Around
 from kronbit.checkpoint import BaseLoader, Checkpoint, Entry
 from kronbit.config import Config
 from kronbit.factors import Layout, Leaves
@@ -25,7 +26,7 @@ from kronbit.rules import graft_scale
 from kronbit.state import checked_leaves
 
 
-class Rewriter(Optimizer, ABC):
+class Rewriter(Around, ABC):
     """Rewrites gradients in front of a first-order optimizer F.
 
     Where ``kronbit.optimizer.SecondOrder`` plans blocks and keeps factors, this only brings the
@@ -78,17 +79,6 @@ class Rewriter(Optimizer, ABC):
         """The same of ``common``, once there is a state."""
         return {}
 
-    # The attribute of torch's optimizers, here F's: schedulers and trainers may read it, write to
-    # it and replace it on either of the two.
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """F's own list of param groups."""
-        return self.base.param_groups
-
-    @param_groups.setter
-    def param_groups(self, groups: list[dict[str, Any]]) -> None:
-        self.base.param_groups = groups
-
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group to F."""
         self.base.add_param_group(param_group)
@@ -119,16 +109,6 @@ class Rewriter(Optimizer, ABC):
         # W, s ← F(W, s, G̃)
         self.base.step()
         return loss
-
-    def train(self) -> None:
-        """Pass through to a schedule-free F; nothing to do for others."""
-        if hasattr(self.base, "train"):
-            self.base.train()
-
-    def eval(self) -> None:
-        """Pass through to a schedule-free F; nothing to do for others."""
-        if hasattr(self.base, "eval"):
-            self.base.eval()
 
     # -------------------------------------------------------------------- for those who rewrite
 

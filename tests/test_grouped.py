@@ -17,6 +17,7 @@ from conftest import angle, relative_error
 from torch import Tensor
 
 from kronbit import CASPR, Shampoo, acceleration
+from kronbit import batches as batching
 from kronbit.batches import CONVERGED_ROOT, UPDATE, batches, due_parts, refresh_cost
 from kronbit.blocking import route
 from kronbit.config import Config
@@ -32,6 +33,7 @@ from kronbit.statistics.gradients import _by_torch as gradients_by_torch
 pytest.importorskip("triton")
 from kronbit import addresses
 from kronbit.addresses import AddressTable
+from kronbit.kernels.matmul import PRODUCT
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:(invalid value|overflow encountered):RuntimeWarning"),
@@ -585,6 +587,7 @@ def test_batches_of_roots_leave_few_processors_idle() -> None:
     most = CONVERGED_ROOT.rows(300, (300, 280), own.workspace)
     assert max(sizes) <= most < 37
     # Three tiles a side, of which 6 are computed.
+    assert PRODUCT["TILE"] == batching._TILE
     assert rounds < sum(math.ceil(6 * size / 7) for size in equal)
 
 

@@ -564,6 +564,7 @@ def test_layers_that_come_later_are_watched_at_once() -> None:
     optimizer = KFAC(model[0].parameters(), base="sgd", lr=0.1, model=model, **EXACT)
     step(model, optimizer, lambda out: out.square().mean(), torch.randn(8, 6))
     optimizer.add_param_group({"params": list(model[1].parameters())})
+    assert "goes with 1.weight" in optimizer.summary()
     step(model, optimizer, lambda out: out.square().mean(), torch.randn(8, 6))
     assert statistics(optimizer, model[1].weight)[1].shape == (7, 7)
     assert optimizer.diagnostics()["missed_statistics"] == 0

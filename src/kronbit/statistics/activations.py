@@ -118,12 +118,13 @@ class ActivationStatistics:
                 "model has none of the parameters that are to be optimized: give the model that "
                 "they belong to, not a copy of it"
             )
-        layers, reasons = find_layers(self.model, params)
+        layers, self._reasons = find_layers(self.model, params)
         self._layers = {**layers, **self._layers}  # those that are known may have state
-        self._reasons = {
-            **dict.fromkeys(set(params) - known, "not a parameter of model"),
-            **reasons,
-        }
+        self._reasons |= dict.fromkeys(set(params) - known, "not a parameter of model")
+        for layer in self._layers.values():
+            if layer.bias is not None:
+                weight = f"{layer.name}.weight" if layer.name else "weight"
+                self._reasons[layer.bias] = f"goes with {weight}"
 
     def route(self, p: Tensor, config: Config) -> Blocking | str:
         """One block per matrix of a layer; or why the parameter is left to the base optimizer.
@@ -308,7 +309,7 @@ def _blocking(matrices: tuple[int, int, int], config: Config) -> Blocking | str:
 def find_layers(
     model: nn.Module, params: Collection[Tensor]
 ) -> tuple[dict[Tensor, Layer], dict[Tensor, str]]:
-    """The layers whose weights are among some parameters, and why others are left to F.
+    """The layers whose weights are among some parameters, and why other weights are left to F.
 
     Raises:
         ValueError: If a layer does not know its shape yet.
@@ -343,6 +344,4 @@ def find_layers(
             ):
                 bias = None
             layers[weight] = Layer(name, module, kind, weight, bias)
-            if bias is not None:
-                reasons[bias] = f"goes with {name}.weight" if name else "goes with weight"
     return layers, reasons

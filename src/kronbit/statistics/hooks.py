@@ -48,12 +48,13 @@ class Kept:
 
     def __init__(self, x: Tensor) -> None:
         keep: Callable[..., Tensor] = _Keep.apply
-        self._node: Any = keep(torch.empty(0, requires_grad=True), x.detach()).grad_fn
+        # Its node saves the input, and lives as long as it does.
+        self._output = keep(torch.empty(0, requires_grad=True), x.detach())
 
     def get(self) -> Tensor | None:
         """The input; ``None`` if it was written to since: the layer has seen something else."""
         try:
-            (x,) = self._node.saved_tensors
+            (x,) = self._output.grad_fn.saved_tensors  # type: ignore[union-attr]
         except RuntimeError as error:
             if "modified by an inplace operation" in str(error):
                 return None

@@ -37,7 +37,6 @@ from torch import nn
 
 import kronbit
 from kronbit import CASPR, Shampoo
-from kronbit.acceleration import processors
 from kronbit.batches import batches, due_parts, refresh_cost
 from kronbit.factors import Batch
 from kronbit.groups import Due
@@ -255,7 +254,7 @@ def roots_alone(optimizer: kronbit.Shampoo | kronbit.CASPR) -> float:
     parts = list(due_parts(own.groups, {i: Due(m.config) for i, m in enumerate(own.members)}))
 
     def refresh() -> None:
-        cut = refresh_cost, own._may_share, processors(own.device)
+        cut = refresh_cost, own._may_share
         for some in batches(parts, own.workspace, *cut):
             Batch([(part.factors, part.rows) for part in some]).refresh(some[0].config)
 

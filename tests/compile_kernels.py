@@ -32,11 +32,13 @@ from kronbit.kernels.split import (
     scale_rows,
     split,
 )
+from kronbit.linalg import power_iteration
 from kronbit.nonfinite import Measured
 from kronbit.norms import KernelNorms
 from kronbit.preconditioner import Preconditioner
 from kronbit.quantization import reference
 from kronbit.quantization import triton as quantiser
+from kronbit.roots import converged_inverse_root
 from kronbit.statistics import GradientStatistics
 from kronbit.warm_up import warm_up
 
@@ -101,9 +103,8 @@ def matrices(n: int) -> None:
     scale_rows(a, torch.ones(1, n), torch.ones(1))
     column_dots(torch.randn(1, n, n), torch.randn(1, n, n))
     power.norms(torch.randn(1, n, n))
-    x = power.times_vector(torch.randn(1, n, n), torch.randn(1, n, 1), torch.ones(1))
-    power.make_unit_(x)
-    power.quotients(x, x)
+    power_iteration(torch.randn(1, n, n))
+    converged_inverse_root(torch.eye(n).unsqueeze(0).contiguous(), 4, 1e-6)
     factor_(torch.eye(n).unsqueeze(0).contiguous())
     inverse_factor_(torch.eye(n).unsqueeze(0).contiguous(), 0.0, torch.ones(1, dtype=torch.bool))
 

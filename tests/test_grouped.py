@@ -17,8 +17,7 @@ from conftest import angle, relative_error
 from torch import Tensor
 
 from kronbit import CASPR, Shampoo, acceleration
-from kronbit import batches as batching
-from kronbit.batches import CONVERGED_ROOT, UPDATE, batches, due_parts, refresh_cost
+from kronbit.batches import UPDATE, batches, due_parts
 from kronbit.blocking import route
 from kronbit.config import Config
 from kronbit.factors import Factors, compact
@@ -33,7 +32,6 @@ from kronbit.statistics.gradients import _by_torch as gradients_by_torch
 pytest.importorskip("triton")
 from kronbit import addresses
 from kronbit.addresses import AddressTable
-from kronbit.kernels.matmul import PRODUCT
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:(invalid value|overflow encountered):RuntimeWarning"),
@@ -558,37 +556,6 @@ def test_orders_stay_apart_where_mixing_would_show(
             )
         ]
         assert (max(map(len, orders)) > 1) == (not options)
-
-
-def test_batches_of_roots_leave_few_processors_idle() -> None:
-    """Every row once, no batch beyond the workspace, and fewer rounds of tiles than equal ones."""
-    config = Config(max_order=300)
-    members = [Member(route(shape, config), config) for shape in [(300, 280)] * 37]
-    own = Preconditioner(members, Shampoo.algorithm, 2**24, False, torch.device("cpu"))
-    due = {i: Due(config) for i in range(37)}
-
-    def cut(processors: int) -> tuple[list[tuple[int, bool, int]], list[int], int]:
-        rows, sizes, rounds = [], [], 0
-        for batch in batches(
-            due_parts(own.groups, due), own.workspace, refresh_cost, processors=processors
-        ):
-            rows += [
-                (id(part.group), part.right, row)
-                for part in batch
-                for row in range(part.rows.start, part.rows.stop)
-            ]
-            sizes.append(sum(part.rows.stop - part.rows.start for part in batch))
-            rounds += math.ceil(6 * sizes[-1] / processors) if processors else 0
-        return rows, sizes, rounds
-
-    found, sizes, rounds = cut(7)
-    plain, equal, _ = cut(0)
-    assert len(set(found)) == len(found) == len(plain) == 74
-    most = CONVERGED_ROOT.rows(300, (300, 280), own.workspace)
-    assert max(sizes) <= most < 37
-    # Three tiles a side, of which 6 are computed.
-    assert PRODUCT["TILE"] == batching._TILE
-    assert rounds < sum(math.ceil(6 * size / 7) for size in equal)
 
 
 @pytest.mark.parametrize(("method", "last"), [("eigen", 2), ("cholesky", 1), ("naive", 0)])

@@ -11,7 +11,7 @@ from conftest import PAPER
 from torch import Tensor, nn
 
 from kronbit import CASPR, Shampoo, acceleration, estimate_memory
-from kronbit.batches import REFRESH, ROBUST_UPDATE, UPDATE, Cost
+from kronbit.batches import CONVERGED_ROOT, ROBUST_UPDATE, UPDATE, Cost
 from kronbit.config import Config
 from kronbit.factors import Batch, Factors
 from kronbit.linalg import Attempt
@@ -65,8 +65,8 @@ def sum_of_tensors(value: Any) -> int:
         (PAPER, Attempt(), UPDATE),
         (PAPER, Attempt(1), ROBUST_UPDATE),
         ({"method": "eigen"}, Attempt(), UPDATE),
-        ({"storage": "paper"}, None, REFRESH),
-        ({}, None, REFRESH),
+        ({"storage": "paper"}, None, CONVERGED_ROOT),
+        ({}, None, CONVERGED_ROOT),
     ],
 )
 def test_kernels_need_what_a_row_of_a_batch_is_counted_for(
@@ -77,10 +77,10 @@ def test_kernels_need_what_a_row_of_a_batch_is_counted_for(
 ) -> None:
     """Launches do nothing here: what is counted are the tensors around them."""
     pytest.importorskip("triton")
-    from kronbit.kernels import cholesky, compact, matmul, split
+    from kronbit.kernels import cholesky, compact, matmul, power, recipes, split
     from kronbit.quantization import triton as quantiser
 
-    for module in (cholesky, compact, matmul, split, quantiser):
+    for module in (cholesky, compact, matmul, power, recipes, split, quantiser):
         monkeypatch.setattr(module, "launch", lambda *_, **__: None)
     k, n, config = 2, 1024, Config(**options)
     factors = Factors(n, k, config.format(n), config.damping, "cpu")

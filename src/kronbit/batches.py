@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from kronbit.acceleration import has_kernels
 from kronbit.config import Config, Format
 from kronbit.factors import Factors
 from kronbit.groups import Due, Group
@@ -15,8 +16,6 @@ from kronbit.roots import LEAST_RIDGE
 _MOST_ROWS = 65535  # of a batch: what a grid of programs can hold
 _ENLARGED = 1 / 3  # of a batch: what may be computed in vain
 _PAD = 64  # kernels fill up the sides of matrices to multiples of it
-_TILE = 128  # of a product, which a processor computes by itself
-_PER_BATCH = 0.5  # of the time of a tile, by which a product takes longer
 
 
 @dataclass(frozen=True)
@@ -27,13 +26,11 @@ class Cost:
         square: Of the order, n x n (of the larger one, where both sides are at work).
         block: Of the gradient's shape, m x n.
         gathered: Of that shape, too, but before all that, beside a single square one.
-        symmetric: Whether it is symmetric products that take the time.
     """
 
     square: int
     block: int = 0
     gathered: int = 0
-    symmetric: bool = False
 
     def rows(self, order: int, shape: tuple[int, int], workspace: int) -> int:
         """Rows of a batch that stays within the workspace; a single row may exceed it."""
@@ -47,7 +44,7 @@ class Cost:
 UPDATE = Cost(square=5, gathered=1)
 ROBUST_UPDATE = Cost(square=7, gathered=1)
 REFRESH = Cost(square=5)
-CONVERGED_ROOT = Cost(square=5, symmetric=True)
+CONVERGED_ROOT = Cost(square=4)  # by kernels
 NEWTON = Cost(square=10)
 PRECONDITION = Cost(square=4, block=4)
 
@@ -93,7 +90,7 @@ def refresh_cost(part: Part) -> Cost:
     """What a row needs for its root."""
     method = part.factors.format.method
     if method == "cholesky":
-        return CONVERGED_ROOT
+        return CONVERGED_ROOT if has_kernels(part.factors.device) else REFRESH
     return REFRESH if method == "eigen" and part.config.root == "eigen" else NEWTON
 
 
@@ -102,7 +99,6 @@ def batches(
     workspace: int,
     cost: Cost | Callable[[Part], Cost],
     mixed: Callable[[Part], bool] = lambda part: False,
-    processors: int = 0,
 ) -> Iterator[list[Part]]:
     """Batches of rows of equal format and options, each as large as the workspace allows.
 
@@ -113,7 +109,6 @@ def batches(
         workspace: In bytes.
         cost: What a row needs.
         mixed: Whether orders may share a batch, by one of its parts.
-        processors: How many tiles of products are computed at once; 0 if that does not matter.
     """
     found: dict[tuple[Format, Config], dict[int, list[Part]]] = {}
     for part in parts:
@@ -129,24 +124,8 @@ def batches(
         for own in _shared(orders, workspace, needs) if mixed(one) else orders.values():
             own.sort(key=lambda part: (part.factors.order, part.factors.first + part.rows.start))
             size, total = _room_for(own, workspace, needs), _count(own)
-            if needs.symmetric and processors:
-                size = _without_idling(total, size, order_of(own), processors)
-            else:  # equal ones: no batch is left with a few rows that cannot fill the device
-                size = -(-total // -(-total // size))
-            yield from _cut(own, size)
-
-
-def _without_idling(total: int, most: int, order: int, processors: int) -> int:
-    """Rows of a batch, so that few processors are left without a tile while others have one."""
-    side = -(-order // _TILE)
-    tiles = side * (side + 1) // 2  # the others are mirrored
-
-    def time(size: int) -> float:
-        whole, rest = divmod(total, size)
-        sizes = [(whole, size), (1, rest)] if rest else [(whole, size)]
-        return sum(count * (-(-rows * tiles // processors) + _PER_BATCH) for count, rows in sizes)
-
-    return min(range(min(most, total), 0, -1), key=time)
+            # Equal ones: no batch is left with a few rows that cannot fill the device.
+            yield from _cut(own, -(-total // -(-total // size)))
 
 
 def _room_for(parts: Sequence[Part], workspace: int, needs: Cost) -> int:

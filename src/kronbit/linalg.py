@@ -16,12 +16,9 @@ from kronbit.products import (
     Operand,
     compose,
     correction,
-    make_unit_,
     multiply,
     normalise_columns,
     operand,
-    quotients,
-    times_vector,
 )
 
 if TYPE_CHECKING:
@@ -304,13 +301,17 @@ def power_iteration(A: Tensor, factors: Tensor | None = None, steps: int = 10) -
     if factors is None:
         factors = torch.ones(len(A), dtype=A.dtype, device=A.device)
     start = A.diagonal(dim1=-2, dim2=-1).argmax(-1, keepdim=True)
-    x = torch.zeros(A.shape[:-1], dtype=A.dtype, device=A.device).scatter_(-1, start, 1.0)
-    x = x.unsqueeze(-1)
+    if has_kernels(A.device):
+        from kronbit.kernels import power
+
+        return power.power_iteration(A, start, factors, steps, _UNSCALED)
+    x = torch.zeros_like(A[..., :1]).scatter_(-2, start.unsqueeze(-1), 1.0)
     for step in range(1, steps + 1):
-        x = times_vector(A, x, factors)
+        x = A @ x * factors[:, None, None]
         if step % _UNSCALED == 0:
-            make_unit_(x)
-    return quotients(x, times_vector(A, x, factors)).abs_()
+            x /= _nonzero(torch.linalg.vector_norm(x, dim=-2, keepdim=True))
+    y = A @ x * factors[:, None, None]
+    return (x * y).sum((-2, -1)).abs_() / _nonzero((x * x).sum((-2, -1)))
 
 
 @full_precision()

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kronbit.acceleration import has_kernels, processors
+from kronbit.acceleration import has_kernels
 from kronbit.batches import (
     PRECONDITION,
     ROBUST_UPDATE,
@@ -229,8 +229,7 @@ class Preconditioner:
         """PIRU of some rows; returns those whose new root is not finite: they keep the old one."""
         done: list[Part] = []
         flags: list[Tensor] = []
-        cut = refresh_cost, self._may_share, processors(self.device)
-        for parts in batches(wanted, self.workspace, *cut):
+        for parts in batches(wanted, self.workspace, refresh_cost, self._may_share):
             batch = Batch([(part.factors, part.rows) for part in parts])
             flags.append(batch.refresh(parts[0].config))
             done += parts

@@ -108,25 +108,6 @@ def compose(
     return matmul.compose(A, B, C, alpha, beta, diagonal, symmetric, bound)
 
 
-def scaled(X: Operand, factors: Tensor) -> Operand:
-    """Every matrix times a factor, (k,)."""
-    if isinstance(X, Tensor):
-        return X * factors[:, None, None]
-    return X._replace(unit=X.unit * factors)
-
-
-def distance_from_identity_(X: Operand) -> Tensor:
-    """The largest element of |X - I|, (k,), to three digits. X is given away."""
-    if isinstance(X, Tensor):
-        X.diagonal(dim1=-2, dim2=-1).sub_(1)
-        distance: Tensor = torch.linalg.vector_norm(X, ord=torch.inf, dim=(-2, -1))
-        return distance
-    diagonal = X.hi.diagonal(dim1=-2, dim2=-1)[:, : X.rows]  # the larger parts are enough
-    diagonal.sub_(X.unit.reciprocal().unsqueeze(-1))
-    distance = torch.linalg.vector_norm(X.hi, ord=torch.inf, dim=(-2, -1))
-    return distance * X.unit
-
-
 def scale_rows(X: Operand, factors: Tensor, largest: Tensor) -> Operand:
     """diag(factors) X.
 
@@ -160,36 +141,6 @@ def norms(A: Tensor) -> Tensor:
     from kronbit.kernels import power
 
     return power.norms(A)
-
-
-def times_vector(A: Tensor, x: Tensor, factors: Tensor) -> Tensor:
-    """Every matrix (k, n, n), contiguous, times its vector (k, n, 1) and its factor (k,)."""
-    if not has_kernels(A.device):
-        return A @ x * factors[:, None, None]
-    from kronbit.kernels import power
-
-    return power.times_vector(A, x, factors)
-
-
-def make_unit_(x: Tensor) -> None:
-    """Divide vectors (k, n, 1), contiguous, by their lengths; zero stays zero."""
-    if has_kernels(x.device):
-        from kronbit.kernels import power
-
-        power.make_unit_(x)
-        return
-    length = torch.linalg.vector_norm(x, dim=-2, keepdim=True)
-    x /= torch.where(length == 0, 1.0, length)
-
-
-def quotients(x: Tensor, y: Tensor) -> Tensor:
-    """x·y / x·x of vectors (k, n, 1), contiguous; (k,); zero for zero."""
-    if has_kernels(x.device):
-        from kronbit.kernels import power
-
-        return power.quotients(x, y)
-    square = (x * x).sum((-2, -1))
-    return (x * y).sum((-2, -1)) / torch.where(square == 0, 1.0, square)
 
 
 def normalise_columns(X: Tensor) -> Operand:

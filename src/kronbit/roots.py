@@ -10,15 +10,8 @@ from torch import Tensor
 
 from kronbit.linalg import power_iteration, thousands
 from kronbit.precision import full_precision
-from kronbit.products import (
-    Operand,
-    compose,
-    distance_from_identity_,
-    multiply,
-    norms,
-    operand,
-    scaled,
-)
+from kronbit.products import norms
+from kronbit.recipes import Line, Recipe, follow
 
 # Below these, relative to λmax and ‖A‖_F, rounding errors could make a float32 matrix indefinite.
 LEAST_RIDGE, _LEAST_OF_NORM = 5e-7, 1.5e-7
@@ -87,23 +80,26 @@ def _best_step(p: int, u: float, v: float) -> tuple[float, float, float, float]:
 
 
 @full_precision()
-def converged_inverse_root(A: Tensor, p: int, damping: float) -> Tensor:
+def converged_inverse_root(
+    A: Tensor, p: int, damping: float, orders: Tensor | None = None
+) -> Tensor:
     """(A + λmax ε I)^(-1/p) by a coupled iteration whose steps are the best there are.
 
     From M = A / s, where s is a power of two above ‖A‖_F, and H = I: T = a I + b M + c M²,
     H ← H T and M ← T^(p/2) M T^(p/2), until M is I. All of them are polynomials of A, so that every
-    product is symmetric, and half of it need not be computed. The inverse is the square of its
-    root.
+    product is symmetric, and half of it need not be computed.
 
     Args:
         A: (k, n, n), symmetric and positive semi-definite; given away.
         p: 1, 2 or 4.
         damping: ε, relative to the largest eigenvalue of each matrix; at least ``LEAST_RIDGE``, and
             what rounding needs.
+        orders: int32 (k,), of matrices that were enlarged with zeros; ``None``: none was.
 
     Returns:
-        (k, n, n). A zero matrix has no inverse root; it gives the identity. NaN where the iteration
-        has not converged, as for a matrix that is far from positive semi-definite.
+        (k, n, n), undefined beyond the orders. A zero matrix has no inverse root; it gives the
+        identity. NaN where the iteration has not converged, as for a matrix that is far from
+        positive semi-definite.
     """
     if p not in (1, 2, 4):
         raise ValueError(f"p must be 1, 2 or 4; got {p!r}")
@@ -121,30 +117,35 @@ def converged_inverse_root(A: Tensor, p: int, damping: float) -> Tensor:
     if _doublings(ridge):
         s *= 2.0 ** _doublings(ridge)
         exponent += _doublings(ridge)
-    m = scaled(operand(A, bound=s), 1 / s)
-    q = max(p, 2)  # what the iteration goes for
-    steps = steps_of(n, q, damping)
-    h: Operand | None = None
-    grown = 1.0
-    for a, b, c in steps[:-1]:
-        t = compose(m, m, m, alpha=c, beta=b, diagonal=a, symmetric=True, bound=a)
-        grown *= a
-        h = t if h is None else compose(h, t, symmetric=True, bound=grown)
-        if q == 4:
-            t = compose(t, t, symmetric=True, bound=a * a)
-        # No eigenvalue is above 2^q now.
-        m = compose(m, t, symmetric=True, bound=2**q)
-        m = compose(t, m, symmetric=True, bound=2**q)
-    a, b, c = steps[-1]
-    t = compose(m, m, m, alpha=c, beta=b, diagonal=a, symmetric=True)
-    # A comparison with NaN is False.
-    failed = ~(distance_from_identity_(m) < _CONVERGING)
-    del m
-    assert h is not None, "there are two steps at least"
-    if p == 1:
-        h = t = compose(h, t, symmetric=True, bound=grown)
-    scale = torch.exp2(-exponent / p).float().masked_fill_(failed, torch.nan)
-    H = multiply(scaled(h, scale), t, symmetric=True)
-    del h, t
+    scale = torch.exp2(-exponent / p).float()
+    H = follow(_iteration(p, steps_of(n, max(p, 2), damping)), A, s, scale, orders)
     H.diagonal(dim1=-2, dim2=-1).masked_fill_(zero.unsqueeze(-1), 1.0)
     return H
+
+
+@cache
+def _iteration(p: int, steps: tuple[tuple[float, float, float], ...]) -> Recipe:
+    """The products of the coupled iteration from M = A / s; the inverse is its root's square."""
+    lines: list[Line] = []
+
+    def product(A: int, B: int, C: int | None = None, **numbers: float) -> int:
+        lines.append(Line(A, B, C, **numbers))
+        return len(lines)
+
+    q, grown = max(p, 2), 1.0
+    M, H = 0, -1
+    for a, b, c in steps[:-1]:
+        T = product(M, M, M, alpha=c, beta=b, diagonal=a, bound=a)
+        grown *= a
+        H = T if H < 0 else product(H, T, bound=grown)  # it begins as I
+        if q == 4:
+            T = product(T, T, bound=a * a)
+        # No eigenvalue is above 2^q now.
+        M = product(T, product(M, T, bound=2**q), bound=2**q)
+    a, b, c = steps[-1]
+    T = product(M, M, M, alpha=c, beta=b, diagonal=a)
+    checked = T
+    if p == 1:
+        H = T = product(H, T, bound=grown)
+    product(H, T)
+    return Recipe(tuple(lines), checked, _CONVERGING)

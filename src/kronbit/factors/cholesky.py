@@ -15,6 +15,7 @@ from kronbit.factors.layout import Layout, Leaves, decay_weights
 from kronbit.factors.storage import root_storage, statistic_storage
 from kronbit.linalg import Attempt, cholesky_
 from kronbit.products import multiply, operand
+from kronbit.recipes import room
 from kronbit.roots import converged_inverse_root
 
 # Of the mean of A's diagonal, one after the other, where A is singular but for rounding.
@@ -36,14 +37,26 @@ class Triangle(NamedTuple):
         """Some of the matrices, without what they were enlarged by."""
         return Triangle(self.C[rows, :order, :order])
 
+    def orders(self) -> Tensor | None:
+        """What each order was, int32 (k,), on the device; ``None``, if no matrix was enlarged."""
+        if not self.smaller:
+            return None
+        orders = torch.full(self.C.shape[:1], self.C.shape[-1], dtype=torch.int32)
+        for rows, n in self.smaller:
+            orders[rows] = n
+        if self.C.device.type == "cuda":
+            orders = orders.pin_memory()
+        return orders.to(self.C.device, non_blocking=True)
+
     def trace(self) -> Tensor:
         """Of C Cᵀ, (k,)."""
         return self.C.square().sum((-2, -1))
 
     def square(self) -> Tensor:
         """A = C Cᵀ."""
+        k, n, _ = self.C.shape
         c = operand(self.C)
-        return multiply(c, c.mT, symmetric=True)
+        return multiply(c, c.mT, symmetric=True, out=room(k, n, self.C.device))
 
 
 class Cholesky:
@@ -108,9 +121,9 @@ class Cholesky:
 
     def refresh(self, statistic: Triangle, config: Config) -> Tensor:
         """PIRU: the root of C Cᵀ, to convergence."""
-        A = statistic.square()
+        A, orders = statistic.square(), statistic.orders()
         del statistic
-        return converged_inverse_root(A, self.p, config.damping)
+        return converged_inverse_root(A, self.p, config.damping, orders)
 
     def encode(self, statistic: Triangle) -> Leaves:
         """Q(C); C may be written to."""

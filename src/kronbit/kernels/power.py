@@ -1,4 +1,4 @@
-"""What is read off whole matrices, one pass each: norms, and products with a vector.
+"""What is read off whole matrices: norms, and largest eigenvalues.
 
 Sums are taken in an order that neither the batch nor zeros around a matrix change.
 """
@@ -10,11 +10,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kronbit.acceleration import processors
 from kronbit.kernels.launch import launch
+from kronbit.kernels.taking_turns import take, tell, wait_for
 
 _ROWS = 8  # of a matrix, per program
 _COLUMNS = 256
 _PARTS = 128  # that are added at once
+_PER_PROCESSOR = 8  # programs that wait for memory side by side
 
 
 @triton.jit(do_not_specialize=["n"])
@@ -41,49 +44,71 @@ def _root_of_sum_kernel(a, out, parts, PARTS: tl.constexpr):
     tl.store(out + matrix, tl.sqrt(tl.sum(total)))
 
 
-@triton.jit(do_not_specialize=["n"])
-def _vector_kernel(a, x, factors, out, n, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Some rows times a vector, times the matrix's factor."""
-    matrix = tl.program_id(1).to(tl.int64)
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
-    for start in range(0, n, COLUMNS):
-        column = start + tl.arange(0, COLUMNS)
-        inside = (row < n)[:, None] & (column < n)[None, :]
-        place = a + matrix * n * n + row[:, None] * n + column[None, :]
-        value = tl.load(x + matrix * n + column, mask=column < n, other=0.0)
-        total += tl.load(place, mask=inside, other=0.0) * value[None, :]
-    result = tl.sum(total, axis=1) * tl.load(factors + matrix)
-    tl.store(out + matrix * n + row, result, mask=row < n)
-
-
 @triton.jit
-def _dot(x, y, n, COLUMNS: tl.constexpr):
+def _length(x, n, COLUMNS: tl.constexpr):
+    """Of a vector; 1 for zero."""
     total = tl.zeros((COLUMNS,), dtype=tl.float32)
     for start in range(0, n, COLUMNS):
         place = start + tl.arange(0, COLUMNS)
-        left = tl.load(x + place, mask=place < n, other=0.0)
-        total += left * tl.load(y + place, mask=place < n, other=0.0)
-    return tl.sum(total)
+        value = tl.load(x + place, mask=place < n, other=0.0)
+        total += value * value
+    length = tl.sqrt(tl.sum(total))
+    return tl.where(length == 0.0, 1.0, length)
+
+
+@triton.jit(do_not_specialize=["k", "n", "products", "unscaled"])
+def _iteration_kernel(
+    a,
+    factors,
+    x,
+    done,
+    k,
+    n,
+    products,
+    unscaled,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """X ← A x, times the matrix's factor; x is divided by its length now and then."""
+    parts = tl.cdiv(n, ROWS)
+    taken = done + k
+    own = take(taken)
+    while own < products * k * parts:
+        step = own // (k * parts)
+        matrix = (own % (k * parts) // parts).to(tl.int64)
+        row = own % parts * ROWS + tl.arange(0, ROWS)
+        wait_for(done + matrix, step * parts)
+        old, new = x + (step % 2 * k + matrix) * n, x + ((step + 1) % 2 * k + matrix) * n
+        length = 1.0
+        if step > 0 and step % unscaled == 0:
+            length = _length(old, n, COLUMNS)
+        total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
+        for start in range(0, n, COLUMNS):
+            column = start + tl.arange(0, COLUMNS)
+            inside = (row < n)[:, None] & (column < n)[None, :]
+            place = a + matrix * n * n + row[:, None] * n + column[None, :]
+            value = tl.load(old + column, mask=column < n, other=0.0) / length
+            total += tl.load(place, mask=inside, other=0.0) * value[None, :]
+        tl.store(new + row, tl.sum(total, axis=1) * tl.load(factors + matrix), mask=row < n)
+        tell(done + matrix)
+        own = take(taken)
 
 
 @triton.jit(do_not_specialize=["n"])
-def _unit_kernel(x, n, COLUMNS: tl.constexpr):
+def _quotient_kernel(x, out, n, COLUMNS: tl.constexpr):
+    """|x·y| / x·x, of vectors x with all y behind them; zero for zero."""
     x += tl.program_id(0).to(tl.int64) * n
-    length = tl.sqrt(_dot(x, x, n, COLUMNS))
-    length = tl.where(length == 0.0, 1.0, length)
+    y = x + tl.num_programs(0).to(tl.int64) * n
+    length = _length(x, n, COLUMNS)
+    dot, square = tl.zeros((COLUMNS,), dtype=tl.float32), tl.zeros((COLUMNS,), dtype=tl.float32)
     for start in range(0, n, COLUMNS):
         place = start + tl.arange(0, COLUMNS)
-        value = tl.load(x + place, mask=place < n, other=0.0)
-        tl.store(x + place, value / length, mask=place < n)
-
-
-@triton.jit(do_not_specialize=["n"])
-def _quotient_kernel(x, y, out, n, COLUMNS: tl.constexpr):
-    first = tl.program_id(0).to(tl.int64) * n
-    square = _dot(x + first, x + first, n, COLUMNS)
-    square = tl.where(square == 0.0, 1.0, square)
-    tl.store(out + tl.program_id(0), _dot(x + first, y + first, n, COLUMNS) / square)
+        value = tl.load(x + place, mask=place < n, other=0.0) / length
+        dot += value * tl.load(y + place, mask=place < n, other=0.0)
+        square += value * value
+    length = tl.sum(square)
+    quotient = tl.abs(tl.sum(dot)) / tl.where(length == 0.0, 1.0, length)
+    tl.store(out + tl.program_id(0), quotient)
 
 
 def norms(A: Tensor) -> Tensor:
@@ -96,22 +121,35 @@ def norms(A: Tensor) -> Tensor:
     return out
 
 
-def times_vector(A: Tensor, x: Tensor, factors: Tensor) -> Tensor:
-    """Every matrix of a contiguous stack (k, n, n) times its vector (k, n, 1) and its factor."""
+def power_iteration(A: Tensor, start: Tensor, factors: Tensor, steps: int, unscaled: int) -> Tensor:
+    """λmax of matrices, contiguous (k, n, n), each times its factor, (k,).
+
+    Args:
+        A: The matrices.
+        start: int64 (k, 1): which unit vectors it starts with.
+        factors: Of the matrices.
+        steps: Even; x is divided by its length after the last one, too.
+        unscaled: Steps between which it is not.
+    """
+    assert steps % 2 == steps % unscaled == 0
     k, n, _ = A.shape
-    out = torch.empty_like(x)
-    grid = (-(-n // _ROWS), k)
-    launch(_vector_kernel, grid, A, x, factors, out, n, ROWS=_ROWS, COLUMNS=_COLUMNS)
-    return out
-
-
-def make_unit_(x: Tensor) -> None:
-    """Divide vectors (k, n, 1), contiguous, by their lengths; zero stays zero."""
-    launch(_unit_kernel, (len(x),), x, x.shape[1], COLUMNS=_COLUMNS)
-
-
-def quotients(x: Tensor, y: Tensor) -> Tensor:
-    """x·y / x·x of vectors (k, n, 1), contiguous; (k,); zero for zero."""
-    out = torch.empty(len(x), dtype=x.dtype, device=x.device)
-    launch(_quotient_kernel, (len(x),), x, y, out, x.shape[1], COLUMNS=_COLUMNS)
+    x = torch.zeros(2, k, n, dtype=torch.float32, device=A.device)
+    x[0].scatter_(-1, start, 1.0)
+    counters = torch.zeros(k + 1, dtype=torch.int32, device=A.device)
+    launch(
+        _iteration_kernel,
+        (_PER_PROCESSOR * processors(A.device) or 1,),
+        A,
+        factors,
+        x,
+        counters,
+        k,
+        n,
+        steps + 1,
+        unscaled,
+        ROWS=_ROWS,
+        COLUMNS=_COLUMNS,
+    )
+    out = torch.empty(k, dtype=torch.float32, device=A.device)
+    launch(_quotient_kernel, (k,), x, out, n, COLUMNS=_COLUMNS)
     return out

@@ -239,21 +239,22 @@ def _dots_kernel(x, y, out, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.const
     tl.store(out + matrix * columns + column, tl.sum(total, axis=0), mask=column < columns)
 
 
-def split(X: Tensor, bound: Tensor | float | None = None) -> Split:
+def split(X: Tensor, bound: Tensor | float | None = None, out: Split | None = None) -> Split:
     """Two float16 parts of each matrix of a stack (k, rows, columns) of float32.
 
     Args:
         X: The stack.
         bound: What the largest elements are taken to be (up to 15 times as much will do): of each
             matrix, float32 (k,), or 1 of all; or they are looked for.
+        out: Takes the parts, if the bounds of each are given.
     """
-    if X.stride(-1) != 1 and X.stride(-2) == 1:
+    if X.stride(-1) != 1 and X.stride(-2) == 1 and out is None:
         return split(X.mT, bound).mT
     X = X if X.stride(-1) == 1 else X.contiguous()
     if bound is None:
         return measured_split(X)[0]
     if isinstance(bound, Tensor):
-        return _split(X, bound, None)
+        return _split(X, bound, None, out)
     assert bound == 1, "other numbers are given for each matrix"
     return _split(X, None, None)
 
@@ -282,9 +283,9 @@ def measured_split(X: Tensor, only: Tensor | None = None) -> tuple[Split, Tensor
     return _split(X, largest.view(torch.float32), only), largest
 
 
-def _split(X: Tensor, bound: Tensor | None, only: Tensor | None) -> Split:
+def _split(X: Tensor, bound: Tensor | None, only: Tensor | None, out: Split | None = None) -> Split:
     k, rows, columns = X.shape
-    out = empty_split(k, rows, columns, X.device)
+    out = out or empty_split(k, rows, columns, X.device)
     sides = out.hi.shape[1:]
     launch(
         _split_kernel,

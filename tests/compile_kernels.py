@@ -22,7 +22,7 @@ from kronbit.config import Config
 from kronbit.cutting import Precision
 from kronbit.grouped import GroupedProducts
 from kronbit.groups import Due, Member
-from kronbit.kernels import compact, power
+from kronbit.kernels import compact
 from kronbit.kernels.cholesky import factor_, inverse_factor_
 from kronbit.kernels.matmul import compose, correction, multiply
 from kronbit.kernels.split import (
@@ -102,9 +102,9 @@ def matrices(n: int) -> None:
     normalise_columns(torch.randn(1, n, n))
     scale_rows(a, torch.ones(1, n), torch.ones(1))
     column_dots(torch.randn(1, n, n), torch.randn(1, n, n))
-    power.norms(torch.randn(1, n, n))
     power_iteration(torch.randn(1, n, n))
-    converged_inverse_root(torch.eye(n).unsqueeze(0).contiguous(), 4, 1e-6)
+    for orders in (None, torch.ones(1, dtype=torch.int32)):
+        converged_inverse_root(torch.eye(n).unsqueeze(0).contiguous(), 4, 1e-6, orders)
     factor_(torch.eye(n).unsqueeze(0).contiguous())
     inverse_factor_(torch.eye(n).unsqueeze(0).contiguous(), 0.0, torch.ones(1, dtype=torch.bool))
 

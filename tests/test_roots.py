@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from conftest import relative_error
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
+from torch.nn import functional
 
+from kronbit import Shampoo
+from kronbit.batches import CONVERGED_ROOT, batches, due_parts
+from kronbit.blocking import route
+from kronbit.config import Config
+from kronbit.groups import Due, Member
+from kronbit.preconditioner import Preconditioner
+from kronbit.recipes import Line, Recipe
 from kronbit.roots import LEAST_RIDGE, converged_inverse_root, minimax_steps
 
 
@@ -126,3 +138,84 @@ def test_steps_bring_the_whole_interval_to_one(p: int, least: float) -> None:
 def test_other_roots_are_refused() -> None:
     with pytest.raises(ValueError, match="p must be 1, 2 or 4; got 3"):
         converged_inverse_root(torch.eye(3)[None], 3, 1e-6)
+
+
+@pytest.mark.parametrize("gpu_only", [False, pytest.param(True, marks=pytest.mark.gpu)])
+def test_matrices_do_not_see_those_they_share_a_batch_with(
+    gpu_only: bool, kernels: torch.device
+) -> None:
+    """To the bit, with tiles of all at work side by side, and of some left out."""
+    orders = [600, 520, 300, 130, 45] * 9 if gpu_only else [140, 70]
+    if gpu_only and kernels.type == "cpu":
+        pytest.skip("programs do not run side by side in the interpreter")
+    largest = orders[0]
+    A = [with_spectrum(torch.arange(1, n + 1) ** -1.0, i).float() for i, n in enumerate(orders)]
+    pad = [functional.pad(a, (0, largest - len(a), 0, largest - len(a))) for a in A]
+    sizes = torch.tensor(orders, dtype=torch.int32).to(kernels)
+    found = converged_inverse_root(torch.stack(pad).to(kernels), 4, 1e-6, sizes)
+    again = converged_inverse_root(torch.stack(pad).to(kernels), 4, 1e-6, sizes)
+    for n, one, root, other in zip(orders, A, found, again, strict=True):
+        alone = converged_inverse_root(one[None].to(kernels), 4, 1e-6)[0]
+        assert torch.equal(root[:n, :n], alone)
+        assert torch.equal(root[:n, :n], other[:n, :n])
+        assert relative_error(alone.cpu(), exact(one, 4, 1e-6)) < 2e-3
+
+
+@given(
+    st.lists(st.tuples(*[st.integers(0, 2**30)] * 4), min_size=2, max_size=12),
+    st.integers(0, 2**30),
+)
+def test_no_line_of_a_recipe_writes_over_what_is_needed(
+    choices: list[tuple[int, int, int, int]], which: int
+) -> None:
+    pytest.importorskip("triton")
+    from kronbit.kernels.recipes import _places
+
+    lines = []
+    for number, (a, b, c, adds) in enumerate(choices):
+        known = number + 1
+        lines.append(Line(a % known, b % known, c % known if adds % 2 else None))
+    checked = which % (len(lines) - 1)
+    lines[checked] = lines[checked]._replace(C=which % (checked + 1))
+    recipe = Recipe(tuple(lines), checked + 1, 0.1)
+    places = _places(recipe)
+    held = {0: 0}  # by place
+    for number, (line, own) in enumerate(zip(lines, places, strict=True), 1):
+        out, *operands = own
+        assert out not in operands
+        assert [held.get(place) for place in operands] == [line.A, line.B, line.C]
+        held[out] = number
+    last = 1 + max(map(max, places)) - 1
+    assert places[-1][0] == last > 0
+    assert held[places[checked][3]] == lines[checked].C
+
+
+def test_batches_of_roots_are_few_and_full() -> None:
+    """Every row once, no batch beyond the workspace, and none that has nearly nothing to do."""
+    config = Config(max_order=1200)
+    shapes = [(70, 128), (300, 280), (90, 1100), (1030, 130)] * 7
+    members = [Member(route(shape, config), config) for shape in shapes]
+    own = Preconditioner(members, Shampoo.algorithm, 2**26, False, torch.device("cpu"))
+    due = {i: Due(config) for i in range(len(members))}
+    rows, sizes = [], []
+    for batch in batches(
+        due_parts(own.groups, due), 2**26, lambda _: CONVERGED_ROOT, lambda _: True
+    ):
+        orders = [part.factors.order for part in batch]
+        assert orders == sorted(orders, reverse=True)
+        assert len({math.ceil(n / 1024) for n in orders}) == 1
+        count = sum(part.rows.stop - part.rows.start for part in batch)
+        sizes.append((orders[0], count))
+        assert count <= CONVERGED_ROOT.rows(orders[0], (0, 0), 2**26)
+        rows += [
+            (id(part.group), part.right, row)
+            for part in batch
+            for row in range(part.rows.start, part.rows.stop)
+        ]
+    assert len(set(rows)) == len(rows) == 2 * len(shapes)
+    large = [count for order, count in sizes if order > 1024]
+    assert sum(large) == 14
+    assert len(large) == math.ceil(14 / CONVERGED_ROOT.rows(1100, (0, 0), 2**26))
+    assert max(large) - min(large) <= 1
+    small = len(sizes) - len(large)
+    assert small == math.ceil(42 / CONVERGED_ROOT.rows(300, (0, 0), 2**26))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain, groupby
 
 from kronbit.acceleration import has_kernels
 from kronbit.config import Config, Format
@@ -26,11 +27,13 @@ class Cost:
         square: Of the order, n x n (of the larger one, where both sides are at work).
         block: Of the gradient's shape, m x n.
         gathered: Of that shape, too, but before all that, beside a single square one.
+        cropped: Whether nothing is computed of what matrices are enlarged by.
     """
 
     square: int
     block: int = 0
     gathered: int = 0
+    cropped: bool = False
 
     def rows(self, order: int, shape: tuple[int, int], workspace: int) -> int:
         """Rows of a batch that stays within the workspace; a single row may exceed it."""
@@ -44,7 +47,7 @@ class Cost:
 UPDATE = Cost(square=5, gathered=1)
 ROBUST_UPDATE = Cost(square=7, gathered=1)
 REFRESH = Cost(square=5)
-CONVERGED_ROOT = Cost(square=4)  # by kernels
+CONVERGED_ROOT = Cost(square=4, cropped=True)  # by kernels
 NEWTON = Cost(square=10)
 PRECONDITION = Cost(square=4, block=4)
 
@@ -121,11 +124,15 @@ def batches(
         # offloaded.
         copies = (format.statistic.bits == 32) + one.factors.offloaded
         needs = replace(needs, square=needs.square + copies)
+        if needs.cropped and mixed(one):
+            yield from _packed(orders, workspace, needs)
+            continue
         for own in _shared(orders, workspace, needs) if mixed(one) else orders.values():
             own.sort(key=lambda part: (part.factors.order, part.factors.first + part.rows.start))
             size, total = _room_for(own, workspace, needs), _count(own)
             # Equal ones: no batch is left with a few rows that cannot fill the device.
-            yield from _cut(own, -(-total // -(-total // size)))
+            equal = -(-total // -(-total // size))
+            yield from _cut(own, dict.fromkeys(orders, equal).__getitem__)
 
 
 def _room_for(parts: Sequence[Part], workspace: int, needs: Cost) -> int:
@@ -162,19 +169,55 @@ def _shared(orders: Mapping[int, list[Part]], workspace: int, needs: Cost) -> It
     yield together
 
 
-def _cut(parts: Sequence[Part], size: int) -> Iterator[list[Part]]:
-    """Cut parts, and divide them where needed, into lists of at most ``size`` rows."""
+def _packed(orders: Mapping[int, list[Part]], workspace: int, needs: Cost) -> Iterator[list[Part]]:
+    """As few batches as can be, each filled up with the next smaller orders, and about equal."""
+    falling = sorted(orders, reverse=True)
+    for _, alike in groupby(falling, key=thousands):
+        own = {order: orders[order] for order in alike}
+        counts = {order: _count(parts) for order, parts in own.items()}
+        rooms = {order: needs.rows(order, (0, 0), workspace) for order in own}
+        # By sixteenths: how little of its room a batch can leave to others.
+        for share in range(16, 0, -1):
+            smaller = {order: -(-share * room // 16) for order, room in rooms.items()}
+            if share == 16:
+                least = _number(counts, smaller)
+            elif _number(counts, smaller) > least:
+                break
+            sizes = smaller
+        for parts in own.values():
+            parts.sort(key=lambda part: part.factors.first + part.rows.start)
+        yield from _cut(list(chain(*own.values())), sizes.__getitem__)
+
+
+def _number(counts: Mapping[int, int], rooms: Mapping[int, int]) -> int:
+    """How many batches there are, each as large as there is room for its first row's order."""
+    number, left = 0, 0
+    for order, rows in counts.items():
+        more = -(-max(0, rows - left) // rooms[order])
+        number += more
+        left += more * rooms[order] - rows
+    return number
+
+
+def _cut(parts: Sequence[Part], room_of: Callable[[int], int]) -> Iterator[list[Part]]:
+    """Cut parts, and divide them where needed, into lists of few enough rows.
+
+    Args:
+        parts: The rows.
+        room_of: Order of the first row of a list -> how many it may have.
+    """
     batch: list[Part] = []
-    room = size
+    room = 0
     for part in parts:
         start = part.rows.start
         while start < part.rows.stop:
+            if room == 0:
+                if batch:
+                    yield batch
+                batch, room = [], room_of(part.factors.order)
             stop = min(part.rows.stop, start + room)
             batch.append(replace(part, rows=slice(start, stop)))
             room -= stop - start
             start = stop
-            if room == 0:
-                yield batch
-                batch, room = [], size
     if batch:
         yield batch

@@ -16,6 +16,8 @@ from kronbit.acceleration import has_kernels
 if TYPE_CHECKING:
     from kronbit.kernels.split import Split
 
+_LEAST_EXPONENT = -126  # of float32: what is smaller has lost its bits already
+
 # A stack of matrices (k, rows, columns). Transposed by ``.mT``; in float32 by ``.float()``.
 Operand: TypeAlias = "Tensor | Split"
 
@@ -132,15 +134,19 @@ def column_dots(X: Tensor, Y: Tensor) -> Tensor:
     return split.column_dots(X, Y)
 
 
-def norms(A: Tensor) -> Tensor:
-    """‖A‖_F of each matrix of a contiguous stack (k, n, n), in float64, (k,)."""
-    if not has_kernels(A.device):
-        # In float32, squares would overflow.
-        norm: Tensor = torch.linalg.vector_norm(A, dim=(-2, -1), dtype=torch.float64)
-        return norm
-    from kronbit.kernels import power
+def norms(A: Tensor) -> tuple[Tensor, Tensor]:
+    """‖A‖_F of each matrix of a contiguous stack (k, n, n), and the next power of two; (k,).
 
-    return power.norms(A)
+    Of a zero matrix that is 2; of a tiny one, the least that is a normal float32.
+    """
+    if has_kernels(A.device):
+        from kronbit.kernels import power
+
+        return power.norms(A, _LEAST_EXPONENT)
+    # In float32, squares would overflow.
+    norm = torch.linalg.vector_norm(A, dim=(-2, -1), dtype=torch.float64)
+    exponent = torch.frexp(torch.where(norm == 0, 1.0, norm)).exponent
+    return norm.float(), torch.exp2(exponent.clamp_(min=_LEAST_EXPONENT).double()).float()
 
 
 def normalise_columns(X: Tensor) -> Operand:

@@ -21,7 +21,6 @@ _MARGIN = 0.5  # what power iteration finds of λmax, at the least
 # Polynomials are steep at the upper end of their interval: rounding errors must not lie beyond it.
 _ROOM = 1e-3
 _EXCHANGES = 30
-_LEAST_EXPONENT = -126  # of float32: what is smaller has lost its bits already
 
 
 @cache
@@ -105,19 +104,18 @@ def converged_inverse_root(
         raise ValueError(f"p must be 1, 2 or 4; got {p!r}")
     n = A.shape[-1]
     ridge = max(damping, LEAST_RIDGE)
-    norm = norms(A)  # no eigenvalue of A is larger
+    norm, s = norms(A)  # no eigenvalue of A is larger; s is a power of two: dividing is exact
     zero = norm == 0
-    norm.masked_fill_(zero, 1.0)
-    # The next power of two: that is exact.
-    exponent = torch.frexp(norm).exponent.clamp_(min=_LEAST_EXPONENT).double()
-    s = torch.exp2(exponent).float()
-    ridges = torch.maximum(ridge * s * power_iteration(A, 1 / s), _LEAST_OF_NORM * norm.float())
+    inverse = 1 / s
+    ridges = torch.maximum(power_iteration(A, inverse) * s * ridge, norm * _LEAST_OF_NORM)
     ridges.masked_fill_(zero, 1.0)
     A.diagonal(dim1=-2, dim2=-1).add_(ridges.unsqueeze(-1))
     if _doublings(ridge):
         s *= 2.0 ** _doublings(ridge)
-        exponent += _doublings(ridge)
-    scale = torch.exp2(-exponent / p).float()
+        inverse = 1 / s
+    scale = inverse
+    for _ in range(p.bit_length() - 1):
+        scale = scale.sqrt()
     H = follow(_iteration(p, steps_of(n, max(p, 2), damping)), A, s, scale, orders)
     H.diagonal(dim1=-2, dim2=-1).masked_fill_(zero.unsqueeze(-1), 1.0)
     return H

@@ -35,13 +35,20 @@ def _squares_kernel(a, out, n, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["parts"])
-def _root_of_sum_kernel(a, out, parts, PARTS: tl.constexpr):
+def _root_of_sum_kernel(a, norms, powers, parts, PARTS: tl.constexpr, LEAST: tl.constexpr):
+    """The root of a sum of squares, and the next power of two."""
     matrix = tl.program_id(0)
     total = tl.zeros((PARTS,), dtype=tl.float64)
     for start in range(0, parts, PARTS):
         part = start + tl.arange(0, PARTS)
         total += tl.load(a + matrix * parts + part, mask=part < parts, other=0.0)
-    tl.store(out + matrix, tl.sqrt(tl.sum(total)))
+    norm = tl.sqrt(tl.sum(total))
+    tl.store(norms + matrix, norm.to(tl.float32))
+    norm = tl.where(norm == 0.0, 1.0, norm)
+    # By the bits of its exponent; what is too large becomes infinity.
+    exponent = ((norm.to(tl.int64, bitcast=True) >> 52) & 0x7FF) - 1022
+    bits = tl.minimum(tl.maximum(exponent, LEAST) + 127, 255).to(tl.int32) << 23
+    tl.store(powers + matrix, bits.to(tl.float32, bitcast=True))
 
 
 @triton.jit
@@ -111,14 +118,15 @@ def _quotient_kernel(x, out, n, COLUMNS: tl.constexpr):
     tl.store(out + tl.program_id(0), quotient)
 
 
-def norms(A: Tensor) -> Tensor:
-    """‖A‖_F of each matrix of a contiguous float32 stack (k, n, n); float64, (k,)."""
+def norms(A: Tensor, least: int) -> tuple[Tensor, Tensor]:
+    """What ``kronbit.products.norms`` gives."""
     k, n, _ = A.shape
     parts = torch.empty(k, -(-n // _ROWS), dtype=torch.float64, device=A.device)
     launch(_squares_kernel, (parts.shape[1], k), A, parts, n, ROWS=_ROWS, COLUMNS=_COLUMNS)
-    out = torch.empty(k, dtype=torch.float64, device=A.device)
-    launch(_root_of_sum_kernel, (k,), parts, out, parts.shape[1], PARTS=_PARTS)
-    return out
+    norm, power = (torch.empty(k, dtype=torch.float32, device=A.device) for _ in range(2))
+    constants = {"PARTS": _PARTS, "LEAST": least}
+    launch(_root_of_sum_kernel, (k,), parts, norm, power, parts.shape[1], **constants)
+    return norm, power
 
 
 def power_iteration(A: Tensor, start: Tensor, factors: Tensor, steps: int, unscaled: int) -> Tensor:

@@ -55,6 +55,7 @@ def _recipe_kernel(
     first,
     lines,
     tolerance,
+    MIXED: tl.constexpr,
     LAST: tl.constexpr,
     PLACES: tl.constexpr,
     TILE: tl.constexpr,
@@ -75,7 +76,9 @@ def _recipe_kernel(
         line = own // (k * most)
         matrix = own % (k * most) // most
         i, j = tile_at(own % most)
-        order = tl.load(orders + matrix)
+        order = n
+        if MIXED:
+            order = tl.load(orders + matrix)
         at, by = places + (first + line) * _PLACES, numbers + (first + line) * _NUMBERS
         to, a, b, c = tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3)
         alpha, beta, unit_of_c = tl.load(by), tl.load(by + 1), tl.load(by + 2)
@@ -140,7 +143,7 @@ def _recipe_kernel(
         own = take(taken + LAST)
 
 
-@triton.jit(do_not_specialize=["k", "padded_n", "line"])
+@triton.jit(do_not_specialize=["k", "n", "padded_n", "line"])
 def _check_kernel(
     parts,
     out,
@@ -149,15 +152,19 @@ def _check_kernel(
     orders,
     done,
     k,
+    n,
     padded_n,
     line,
+    MIXED: tl.constexpr,
     PLACES: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
     """How far C of a line is from I, by the larger parts, as the bits of a float32."""
     matrix = tl.program_id(1)
-    order = tl.load(orders + matrix)
+    order = n
+    if MIXED:
+        order = tl.load(orders + matrix)
     place, unit = tl.load(places + line * _PLACES + 3), tl.load(numbers + line * _NUMBERS + 2)
     last = out.to(tl.pointer_type(tl.float16), bitcast=True)
     size = padded_n.to(tl.int64) * padded_n
@@ -192,23 +199,21 @@ def follow(
     split(A, s, out=Split(parts[0, 0], parts[0, 1], units, n, n))  # of A / s: 2⁻¹²
     if A.untyped_storage().nbytes() < 4 * k * side**2:
         A = room(k, n, A.device)
-    if orders is None:
-        orders = torch.full((k,), n, dtype=torch.int32, device=A.device)
     counters = torch.zeros(2 * k + 2, dtype=torch.int32, device=A.device)
-    tables = *_tables(recipe, A.device), orders
+    tables = *_tables(recipe, A.device), counters if orders is None else orders
     programs = min(processors(A.device) or 1, k * tiles(n) * (tiles(n) + 1) // 2)
-    before, constants = len(recipe.lines) - 1, {"PLACES": count, **_PRODUCT}
+    before, constants = len(recipe.lines) - 1, {"PLACES": count, "MIXED": orders is not None}
     numbers = k, n, side
 
     def products(first: int, lines: int, last: bool) -> None:
         own = first, lines, recipe.tolerance
         arguments = parts, A, *tables, scale, counters, *numbers, *own
-        launch(_recipe_kernel, (programs,), *arguments, LAST=last, **constants)
+        launch(_recipe_kernel, (programs,), *arguments, LAST=last, **constants, **_PRODUCT)
 
     products(0, before, last=False)
     grid = -(-n // _ROWS), k
-    arguments = parts, A, *tables, counters, k, side, recipe.checked - 1
-    launch(_check_kernel, grid, *arguments, PLACES=count, ROWS=_ROWS, COLUMNS=_COLUMNS)
+    arguments = parts, A, *tables, counters, *numbers, recipe.checked - 1
+    launch(_check_kernel, grid, *arguments, ROWS=_ROWS, COLUMNS=_COLUMNS, **constants)
     products(before, 1, last=True)
     return A
 
@@ -224,16 +229,17 @@ def _places(recipe: Recipe) -> tuple[tuple[int, ...], ...]:
     at, free, count = {0: 0}, list[int](), 1
     found = []
     for number, line in enumerate(recipe.lines, 1):
-        if not free:
-            free.append(count)
+        chosen = max(free, default=0)
+        if chosen == 0 and (not free or number == len(recipe.lines)):
+            chosen = count
             count += 1
-        at[number] = free.pop(free.index(max(free)))
+        else:
+            free.remove(chosen)
+        at[number] = chosen
         C = -1 if line.C is None else at[line.C]
-        found.append((at[number], at[line.A], at[line.B], C))
+        found.append((chosen, at[line.A], at[line.B], C))
         free += [at[operand] for operand in line.operands() if last_uses[operand] == number]
-    result = found[-1][0]
-    assert result > 0, "another place is free for the result"
-    names = {result: count - 1, count - 1: result}
+    names = {chosen: count - 1, count - 1: chosen}
     return tuple(tuple(names.get(place, place) for place in line) for line in found)
 
 

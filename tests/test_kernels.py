@@ -154,7 +154,7 @@ def test_columns_are_normalised(kernels: torch.device) -> None:
     assert relative_error(found, dots) < 1e-6
 
 
-@pytest.mark.parametrize("n", [5, 64, 300])
+@pytest.mark.parametrize("n", [5, 270])
 def test_norms_and_largest_eigenvalues(n: int, kernels: torch.device) -> None:
     """And to the bit, neither other matrices nor zeros around one make a difference."""
     X = torch.randn(3, n, n, dtype=torch.float64)
@@ -166,10 +166,10 @@ def test_norms_and_largest_eigenvalues(n: int, kernels: torch.device) -> None:
     assert ((norm < power) & (power <= 2 * norm)).all()
     exact = power_iteration(A * factors.cpu()[:, None, None])
     assert relative_error(largest, exact) < 1e-5
-    larger = functional.pad(a[1:2], (0, 40, 0, 40))
+    larger = functional.pad(a[1:2], (0, 20, 0, 20))
     assert torch.equal(norms(larger)[0], norm[1:2])
     assert torch.equal(power_iteration(larger, factors[1:2]), largest[1:2])
-    nothing = torch.zeros_like(a)
+    nothing = torch.zeros(3, 5, 5, device=kernels)
     assert not power_iteration(nothing).any()
     assert [own.tolist() for own in norms(nothing)] == [[0.0] * 3, [2.0] * 3]
 

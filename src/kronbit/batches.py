@@ -114,9 +114,12 @@ def batches(
         mixed: Whether orders may share a batch, by one of its parts.
     """
     found: dict[tuple[Format, Config], dict[int, list[Part]]] = {}
+    known: dict[tuple[int, int], dict[int, list[Part]]] = {}  # to hash options takes long
     for part in parts:
-        orders = found.setdefault((part.factors.format, part.config), {})
-        orders.setdefault(part.factors.order, []).append(part)
+        format, config = part.factors.format, part.config
+        if (id(format), id(config)) not in known:
+            known[id(format), id(config)] = found.setdefault((format, config), {})
+        known[id(format), id(config)].setdefault(part.factors.order, []).append(part)
     for (format, _), orders in found.items():
         one = next(iter(orders.values()))[0]
         needs = cost if isinstance(cost, Cost) else cost(one)
@@ -216,7 +219,8 @@ def _cut(parts: Sequence[Part], room_of: Callable[[int], int]) -> Iterator[list[
                     yield batch
                 batch, room = [], room_of(part.factors.order)
             stop = min(part.rows.stop, start + room)
-            batch.append(replace(part, rows=slice(start, stop)))
+            here = slice(start, stop)
+            batch.append(part if here == part.rows else replace(part, rows=here))
             room -= stop - start
             start = stop
     if batch:

@@ -300,11 +300,11 @@ def power_iteration(A: Tensor, factors: Tensor | None = None, steps: int = 10) -
     """
     if factors is None:
         factors = torch.ones(len(A), dtype=A.dtype, device=A.device)
-    start = A.diagonal(dim1=-2, dim2=-1).argmax(-1, keepdim=True)
     if has_kernels(A.device):
         from kronbit.kernels import power
 
-        return power.power_iteration(A, start, factors, steps, _UNSCALED)
+        return power.power_iteration(A, factors, steps, _UNSCALED)
+    start = A.diagonal(dim1=-2, dim2=-1).argmax(-1, keepdim=True)
     x = torch.zeros_like(A[..., :1]).scatter_(-2, start.unsqueeze(-1), 1.0)
     for step in range(1, steps + 1):
         x = A @ x * factors[:, None, None]

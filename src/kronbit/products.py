@@ -149,6 +149,28 @@ def norms(A: Tensor) -> tuple[Tensor, Tensor]:
     return norm.float(), torch.exp2(exponent.clamp_(min=_LEAST_EXPONENT).double()).float()
 
 
+def add_ridge_(
+    A: Tensor, largest: Tensor, norm: Tensor, s: Tensor, ridge: float, least: float
+) -> None:
+    """Add to the diagonals of a contiguous stack (k, n, n): 1 to those of zero matrices.
+
+    Args:
+        A: The stack.
+        largest: (k,), eigenvalues of A / s.
+        norm: (k,), of A.
+        s: (k,).
+        ridge: What is added, relative to the largest eigenvalue of A.
+        least: No less than that is added, relative to the norm.
+    """
+    if has_kernels(A.device):
+        from kronbit.kernels import power
+
+        power.add_ridge_(A, largest, norm, s, ridge, least)
+        return
+    added = torch.maximum(largest * s * ridge, norm * least)
+    A.diagonal(dim1=-2, dim2=-1).add_(torch.where(norm == 0, 1.0, added).unsqueeze(-1))
+
+
 def normalise_columns(X: Tensor) -> Operand:
     """The columns of a contiguous stack, each divided by its length; zero stays zero.
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kronbit.linalg import power_iteration, thousands
 from kronbit.precision import full_precision
-from kronbit.products import norms
+from kronbit.products import add_ridge_, norms
 from kronbit.recipes import Line, Recipe, follow
 
 # Below these, relative to λmax and ‖A‖_F, rounding errors could make a float32 matrix indefinite.
@@ -105,11 +105,8 @@ def converged_inverse_root(
     n = A.shape[-1]
     ridge = max(damping, LEAST_RIDGE)
     norm, s = norms(A)  # no eigenvalue of A is larger; s is a power of two: dividing is exact
-    zero = norm == 0
     inverse = 1 / s
-    ridges = torch.maximum(power_iteration(A, inverse) * s * ridge, norm * _LEAST_OF_NORM)
-    ridges.masked_fill_(zero, 1.0)
-    A.diagonal(dim1=-2, dim2=-1).add_(ridges.unsqueeze(-1))
+    add_ridge_(A, power_iteration(A, inverse), norm, s, ridge, _LEAST_OF_NORM)
     if _doublings(ridge):
         s *= 2.0 ** _doublings(ridge)
         inverse = 1 / s
@@ -117,7 +114,7 @@ def converged_inverse_root(
     for _ in range(p.bit_length() - 1):
         scale = scale.sqrt()
     H = follow(_iteration(p, steps_of(n, max(p, 2), damping)), A, s, scale, orders)
-    H.diagonal(dim1=-2, dim2=-1).masked_fill_(zero.unsqueeze(-1), 1.0)
+    H.diagonal(dim1=-2, dim2=-1).masked_fill_((norm == 0).unsqueeze(-1), 1.0)
     return H
 
 

@@ -41,7 +41,8 @@ class Triangle(NamedTuple):
         """What each order was, int32 (k,), on the device; ``None``, if no matrix was enlarged."""
         if not self.smaller:
             return None
-        orders = torch.full(self.C.shape[:1], self.C.shape[-1], dtype=torch.int32)
+        k, n, _ = self.C.shape
+        orders = torch.full((k,), n, dtype=torch.int32, device="cpu")  # whatever the default is
         for rows, n in self.smaller:
             orders[rows] = n
         if self.C.device.type == "cuda":

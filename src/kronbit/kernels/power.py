@@ -15,6 +15,7 @@ from kronbit.kernels.launch import launch
 from kronbit.kernels.taking_turns import take, tell, wait_for
 
 _ROWS = 8  # of a matrix, per program
+_ROWS_AT_ONCE = 16  # times a vector
 _COLUMNS = 256
 _PARTS = 128  # that are added at once
 _PER_PROCESSOR = 8  # programs that wait for memory side by side
@@ -63,6 +64,19 @@ def _length(x, n, COLUMNS: tl.constexpr):
     return tl.where(length == 0.0, 1.0, length)
 
 
+@triton.jit
+def _place_of_largest(a, n, COLUMNS: tl.constexpr):
+    """Where the diagonal of a matrix is largest, at first; n, if there is no telling."""
+    best = tl.full((COLUMNS,), float("-inf"), dtype=tl.float32)
+    at = tl.full((COLUMNS,), 0, dtype=tl.int32) + n
+    for start in range(0, n, COLUMNS):
+        place = start + tl.arange(0, COLUMNS)
+        value = tl.load(a + place.to(tl.int64) * (n + 1), mask=place < n, other=float("-inf"))
+        at = tl.where(value > best, place, at)
+        best = tl.maximum(best, value)
+    return tl.min(tl.where(best == tl.max(best), at, n))
+
+
 @triton.jit(do_not_specialize=["k", "n", "products", "unscaled"])
 def _iteration_kernel(
     a,
@@ -86,15 +100,18 @@ def _iteration_kernel(
         row = own % parts * ROWS + tl.arange(0, ROWS)
         wait_for(done + matrix, step * parts)
         old, new = x + (step % 2 * k + matrix) * n, x + ((step + 1) % 2 * k + matrix) * n
-        length = 1.0
-        if step > 0 and step % unscaled == 0:
+        length, known, one = 1.0, n, n
+        if step == 0:
+            known, one = 0, _place_of_largest(a + matrix * n * n, n, COLUMNS)
+        elif step % unscaled == 0:
             length = _length(old, n, COLUMNS)
         total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
         for start in range(0, n, COLUMNS):
             column = start + tl.arange(0, COLUMNS)
             inside = (row < n)[:, None] & (column < n)[None, :]
             place = a + matrix * n * n + row[:, None] * n + column[None, :]
-            value = tl.load(old + column, mask=column < n, other=0.0) / length
+            value = tl.load(old + column, mask=column < known, other=0.0) / length
+            value = tl.where(column == one, 1.0, value)
             total += tl.load(place, mask=inside, other=0.0) * value[None, :]
         tl.store(new + row, tl.sum(total, axis=1) * tl.load(factors + matrix), mask=row < n)
         tell(done + matrix)
@@ -118,6 +135,20 @@ def _quotient_kernel(x, out, n, COLUMNS: tl.constexpr):
     tl.store(out + tl.program_id(0), quotient)
 
 
+@triton.jit(do_not_specialize=["n", "ridge", "least"])
+def _ridge_kernel(a, largest, norms, powers, n, ridge, least, COLUMNS: tl.constexpr):
+    """Add to the diagonal of a matrix."""
+    matrix = tl.program_id(0)
+    norm = tl.load(norms + matrix)
+    value = tl.load(largest + matrix) * tl.load(powers + matrix) * ridge
+    value = tl.where(norm == 0.0, 1.0, tl.maximum(value, norm * least))
+    a += matrix.to(tl.int64) * n * n
+    for start in range(0, n, COLUMNS):
+        place = start + tl.arange(0, COLUMNS)
+        here, mask = a + place.to(tl.int64) * (n + 1), place < n
+        tl.store(here, tl.load(here, mask=mask) + value, mask=mask)
+
+
 def norms(A: Tensor, least: int) -> tuple[Tensor, Tensor]:
     """What ``kronbit.products.norms`` gives."""
     k, n, _ = A.shape
@@ -129,35 +160,30 @@ def norms(A: Tensor, least: int) -> tuple[Tensor, Tensor]:
     return norm, power
 
 
-def power_iteration(A: Tensor, start: Tensor, factors: Tensor, steps: int, unscaled: int) -> Tensor:
-    """λmax of matrices, contiguous (k, n, n), each times its factor, (k,).
+def power_iteration(A: Tensor, factors: Tensor, steps: int, unscaled: int) -> Tensor:
+    """What ``kronbit.linalg.power_iteration`` gives.
 
     Args:
-        A: The matrices.
-        start: int64 (k, 1): which unit vectors it starts with.
-        factors: Of the matrices.
-        steps: Even; x is divided by its length after the last one, too.
+        A: The matrices, contiguous (k, n, n).
+        factors: Of the matrices, (k,).
+        steps: Even; the vector is scaled after the last one, too.
         unscaled: Steps between which it is not.
     """
     assert steps % 2 == steps % unscaled == 0
     k, n, _ = A.shape
-    x = torch.zeros(2, k, n, dtype=torch.float32, device=A.device)
-    x[0].scatter_(-1, start, 1.0)
+    x = torch.empty(2, k, n, dtype=torch.float32, device=A.device)
     counters = torch.zeros(k + 1, dtype=torch.int32, device=A.device)
-    launch(
-        _iteration_kernel,
-        (_PER_PROCESSOR * processors(A.device) or 1,),
-        A,
-        factors,
-        x,
-        counters,
-        k,
-        n,
-        steps + 1,
-        unscaled,
-        ROWS=_ROWS,
-        COLUMNS=_COLUMNS,
-    )
+    programs = _PER_PROCESSOR * processors(A.device) or 1
+    arguments = A, factors, x, counters, k, n, steps + 1, unscaled
+    launch(_iteration_kernel, (programs,), *arguments, ROWS=_ROWS_AT_ONCE, COLUMNS=_COLUMNS)
     out = torch.empty(k, dtype=torch.float32, device=A.device)
     launch(_quotient_kernel, (k,), x, out, n, COLUMNS=_COLUMNS)
     return out
+
+
+def add_ridge_(
+    A: Tensor, largest: Tensor, norm: Tensor, s: Tensor, ridge: float, least: float
+) -> None:
+    """What ``kronbit.products.add_ridge_`` does."""
+    k, n, _ = A.shape
+    launch(_ridge_kernel, (k,), A, largest, norm, s, n, ridge, least, COLUMNS=_COLUMNS)

@@ -93,6 +93,7 @@ def matrices(n: int) -> None:
         a = split(torch.randn(1, n, n), bound)
     multiply(a, a)
     multiply(a, a.mT, symmetric=True)
+    multiply(a, a.mT, symmetric=True, triangular=True)
     multiply(a.mT, a, symmetric=True)
     multiply(a, a, C=torch.zeros(1, n, n))
     compose(a, a, C=a)

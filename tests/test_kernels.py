@@ -154,6 +154,12 @@ def test_columns_are_normalised(kernels: torch.device) -> None:
     assert relative_error(found, dots) < 1e-6
 
 
+def test_zeros_of_triangles_need_not_be_multiplied(kernels: torch.device) -> None:
+    c = operand(torch.randn(2, 300, 300).tril().to(kernels))
+    found = multiply(c, c.mT, symmetric=True, triangular=True)
+    assert torch.equal(found, multiply(c, c.mT, symmetric=True))
+
+
 @pytest.mark.parametrize("n", [5, 270])
 def test_norms_and_largest_eigenvalues(n: int, kernels: torch.device) -> None:
     """And to the bit, neither other matrices nor zeros around one make a difference."""

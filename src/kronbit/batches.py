@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import chain, groupby
 
 from kronbit.acceleration import has_kernels
@@ -177,25 +178,38 @@ def _packed(orders: Mapping[int, list[Part]], workspace: int, needs: Cost) -> It
     falling = sorted(orders, reverse=True)
     for _, alike in groupby(falling, key=thousands):
         own = {order: orders[order] for order in alike}
-        counts = {order: _count(parts) for order, parts in own.items()}
-        rooms = {order: needs.rows(order, (0, 0), workspace) for order in own}
-        # By sixteenths: how little of its room a batch can leave to others.
-        for share in range(16, 0, -1):
-            smaller = {order: -(-share * room // 16) for order, room in rooms.items()}
-            if share == 16:
-                least = _number(counts, smaller)
-            elif _number(counts, smaller) > least:
-                break
-            sizes = smaller
+        counts = tuple((order, _count(parts)) for order, parts in own.items())
+        sizes = _packed_sizes(counts, workspace, needs)
         for parts in own.values():
             parts.sort(key=lambda part: part.factors.first + part.rows.start)
         yield from _cut(list(chain(*own.values())), sizes.__getitem__)
 
 
-def _number(counts: Mapping[int, int], rooms: Mapping[int, int]) -> int:
+@lru_cache(maxsize=1024)
+def _packed_sizes(
+    counts: tuple[tuple[int, int], ...], workspace: int, needs: Cost
+) -> Mapping[int, int]:
+    """By the order of its first row: how many rows a batch takes.
+
+    Args:
+        counts: Orders, falling, and how many rows of each there are.
+        workspace: In bytes.
+        needs: What a row needs.
+    """
+    rooms = {order: needs.rows(order, (0, 0), workspace) for order, _ in counts}
+    sizes = rooms
+    for sixteenths in range(15, 0, -1):
+        smaller = {order: -(-sixteenths * room // 16) for order, room in rooms.items()}
+        if _number(counts, smaller) > _number(counts, rooms):
+            break
+        sizes = smaller
+    return sizes
+
+
+def _number(counts: Iterable[tuple[int, int]], rooms: Mapping[int, int]) -> int:
     """How many batches there are, each as large as there is room for its first row's order."""
     number, left = 0, 0
-    for order, rows in counts.items():
+    for order, rows in counts:
         more = -(-max(0, rows - left) // rooms[order])
         number += more
         left += more * rooms[order] - rows

@@ -45,6 +45,7 @@ def multiply(
     alpha: float = 1.0,
     beta: float = 1.0,
     symmetric: bool = False,
+    triangular: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:
     """Multiply and add: alpha A B + beta C.
@@ -56,6 +57,7 @@ def multiply(
         alpha: Factor of the product.
         beta: Factor of C.
         symmetric: The result is known to be symmetric: half of it need not be computed.
+        triangular: A is lower triangular and B upper triangular: zeros need not be multiplied.
         out: Takes the result, contiguous; it may be C, but neither A nor B.
 
     Returns:
@@ -65,7 +67,7 @@ def multiply(
         from kronbit.kernels import matmul
 
         assert not isinstance(B, Tensor), "both operands are on the same device"
-        return matmul.multiply(A, B, C, alpha, beta, symmetric, out)
+        return matmul.multiply(A, B, C, alpha, beta, symmetric, out, triangular=triangular)
     assert isinstance(B, Tensor), "both operands are on the same device"
     if C is None:
         product = torch.bmm(A, B) if out is None else torch.bmm(A, B, out=out)

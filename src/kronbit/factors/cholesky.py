@@ -57,7 +57,8 @@ class Triangle(NamedTuple):
         """A = C Cᵀ."""
         k, n, _ = self.C.shape
         c = operand(self.C)
-        return multiply(c, c.mT, symmetric=True, out=room(k, n, self.C.device))
+        A = room(k, n, self.C.device)
+        return multiply(c, c.mT, symmetric=True, triangular=True, out=A)
 
 
 class Cholesky:
@@ -111,7 +112,7 @@ class Cholesky:
         """PU: the factor of β C Cᵀ + (1 - β) M. On the second attempt, with jitter as needed."""
         decay, weight = decay_weights(config.beta)
         c = operand(statistic.C)
-        A = multiply(c, c.mT, C=M, alpha=decay, beta=weight, symmetric=True, out=M)
+        A = multiply(c, c.mT, C=M, alpha=decay, beta=weight, symmetric=True, triangular=True, out=M)
         for rows, n in statistic.smaller:  # zeros have no factor, ones have their own
             A[rows].diagonal(dim1=-2, dim2=-1)[:, n:].fill_(1.0)
         del c, statistic

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -40,10 +41,7 @@ class CompactStorage:
 
     def tile(self, order: int) -> int | None:
         """The tiles' side, if there are tiles: what takes the least memory, or nearly so."""
-        if self.shape == "square":
-            return None
-        choices = (*TILES, None)
-        return min(choices, key=lambda tile: _bytes(self._layout(order, tile)) * _HANDICAP[tile])
+        return None if self.shape == "square" else _best_tile(self, order)
 
     def layout(self, order: int) -> Layout:
         """Shapes and dtypes of the tensors for matrices of this order."""
@@ -130,8 +128,13 @@ class CompactStorage:
         return operand_of([self.decode(leaves) for leaves in slices], order)
 
 
-def _bytes(layout: Layout) -> int:
-    return sum(math.prod(shape) * dtype.itemsize for shape, dtype in layout.values())
+@cache
+def _best_tile(storage: CompactStorage, order: int) -> int | None:
+    def cost(tile: int | None) -> float:
+        layout = storage._layout(order, tile).values()
+        return sum(math.prod(shape) * dtype.itemsize for shape, dtype in layout) * _HANDICAP[tile]
+
+    return min((*TILES, None), key=cost)
 
 
 def tile_count(order: int, tile: int) -> int:

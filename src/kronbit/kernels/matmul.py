@@ -84,6 +84,7 @@ def _product_kernel(
     WRITE: tl.constexpr,
     BOUNDED: tl.constexpr,
     SYMMETRIC: tl.constexpr,
+    TRIANGULAR: tl.constexpr,
     MASKED: tl.constexpr,
     TILE: tl.constexpr,
     DEPTH: tl.constexpr,
@@ -112,6 +113,8 @@ def _product_kernel(
         b_place, b_step = k[:, None] + b_line[None, :] * depth, DEPTH
     a_place += matrix * padded_m * depth
     b_place += matrix * padded_n * depth
+    if TRIANGULAR:  # beyond that, A or B is zero
+        depth = tl.minimum(depth, tl.minimum(i + 1, j + 1) * TILE)
     total = accumulate(a_hi, a_lo, a_place, a_step, b_hi, b_lo, b_place, b_step, depth, TILE, DEPTH)
     total = total * (alpha * tl.load(a_unit + matrix)) * tl.load(b_unit + matrix)
     inside = (row < m)[:, None] & (column < n)[None, :]
@@ -220,6 +223,7 @@ def multiply(
     symmetric: bool = False,
     out: Tensor | None = None,
     only: Tensor | None = None,
+    triangular: bool = False,
 ) -> Tensor:
     """Multiply and add as ``kronbit.products.multiply`` does, on operands that have been split.
 
@@ -231,7 +235,8 @@ def multiply(
         out = torch.empty(k, m, n, dtype=torch.float32, device=A.hi.device)
     added = (out,) * 3 if C is None else (C,) * 3
     adds = _NOTHING if C is None else _FLOATS
-    _launch(A, B, added, adds, (out,) * 3, _FLOATS, 1.0, only, alpha, beta, 0.0, symmetric)
+    numbers = alpha, beta, 0.0
+    _launch(A, B, added, adds, (out,) * 3, _FLOATS, 1.0, only, *numbers, symmetric, triangular)
     return out
 
 
@@ -275,6 +280,7 @@ def _launch(
     beta: float,
     diagonal: float,
     symmetric: bool,
+    triangular: bool = False,
 ) -> None:
     known = not isinstance(bound, Tensor)
     launch(
@@ -301,6 +307,7 @@ def _launch(
         WRITE=writes,
         BOUNDED=known,
         SYMMETRIC=symmetric,
+        TRIANGULAR=triangular,
         MASKED=only is not None,
         **PRODUCT,
     )

@@ -254,8 +254,7 @@ def roots_alone(optimizer: kronbit.Shampoo | kronbit.CASPR) -> float:
     parts = list(due_parts(own.groups, {i: Due(m.config) for i, m in enumerate(own.members)}))
 
     def refresh() -> None:
-        cut = refresh_cost, own._may_share
-        for some in batches(parts, own.workspace, *cut):
+        for some in batches(parts, own.workspace, refresh_cost, own._may_share):
             Batch([(part.factors, part.rows) for part in some]).refresh(some[0].config)
 
     with torch.no_grad(), full_precision():
@@ -277,9 +276,9 @@ def roots_floor(optimizer: kronbit.Shampoo | kronbit.CASPR) -> float | None:
     return float(operations * spent / (16 * 2 * 1200**3))
 
 
-def products_of_a_root(order: int, damping: float = 1e-6) -> int:
-    """C Cᵀ, and five products a step, but four at the first and two at the last."""
-    return 1 + 5 * len(steps_of(order, 4, damping)) - 4
+def products_of_a_root(order: int, damping: float = 1e-6) -> float:
+    """C Cᵀ of triangles, a third, and five a step, but four at the first and two at the last."""
+    return 1 / 3 + 5 * len(steps_of(order, 4, damping)) - 4
 
 
 def amortised(result: dict[str, Any], case: Case) -> float:

@@ -140,25 +140,56 @@ def test_other_roots_are_refused() -> None:
         converged_inverse_root(torch.eye(3)[None], 3, 1e-6)
 
 
-@pytest.mark.parametrize("gpu_only", [False, pytest.param(True, marks=pytest.mark.gpu)])
-def test_matrices_do_not_see_those_they_share_a_batch_with(
-    gpu_only: bool, kernels: torch.device
-) -> None:
-    """To the bit, with tiles of all at work side by side, and of some left out."""
-    orders = [600, 520, 300, 130, 45] * 9 if gpu_only else [140, 70]
-    if gpu_only and kernels.type == "cpu":
-        pytest.skip("programs do not run side by side in the interpreter")
-    largest = orders[0]
+def assert_as_alone(orders: list[int], p: int, damping: float, device: torch.device) -> None:
+    """Matrices of one batch have the roots that they have alone, to the bit; the last is zero."""
     A = [with_spectrum(torch.arange(1, n + 1) ** -1.0, i).float() for i, n in enumerate(orders)]
-    pad = [functional.pad(a, (0, largest - len(a), 0, largest - len(a))) for a in A]
-    sizes = torch.tensor(orders, dtype=torch.int32).to(kernels)
-    found = converged_inverse_root(torch.stack(pad).to(kernels), 4, 1e-6, sizes)
-    again = converged_inverse_root(torch.stack(pad).to(kernels), 4, 1e-6, sizes)
-    for n, one, root, other in zip(orders, A, found, again, strict=True):
-        alone = converged_inverse_root(one[None].to(kernels), 4, 1e-6)[0]
+    A[-1].zero_()
+    pad = [functional.pad(a, (0, orders[0] - len(a), 0, orders[0] - len(a))) for a in A]
+    sizes = torch.tensor(orders, dtype=torch.int32).to(device)
+    found = converged_inverse_root(torch.stack(pad).to(device), p, damping, sizes)
+    for n, one, root in zip(orders, A, found, strict=True):
+        alone = converged_inverse_root(one[None].clone().to(device), p, damping)[0]
         assert torch.equal(root[:n, :n], alone)
-        assert torch.equal(root[:n, :n], other[:n, :n])
-        assert relative_error(alone.cpu(), exact(one, 4, 1e-6)) < 2e-3
+        if bool(one.any()):
+            assert relative_error(alone.cpu(), exact(one, p, damping)) < 2e-3
+        else:
+            assert torch.equal(alone.cpu(), torch.eye(n))
+
+
+@pytest.mark.parametrize(("p", "damping"), [(4, 1e-6), (2, 1.0), (1, 100.0)])
+def test_matrices_do_not_see_those_they_share_a_batch_with(
+    p: int, damping: float, kernels: torch.device
+) -> None:
+    """With tiles that are left out, and a ridge around small ones."""
+    assert_as_alone([140, 45, 12], p, damping, kernels)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("p", [1, 2, 4])
+def test_tiles_of_many_matrices_side_by_side(p: int) -> None:
+    """On a GPU, programs do wait for each other."""
+    assert_as_alone([600, 520, 300, 130, 45] * 9, p, 1e-4, torch.device("cuda"))
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
+@pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")
+def test_kernels_find_what_has_not_converged(kernels: torch.device) -> None:
+    """And leave its neighbours alone."""
+    good = with_spectrum(torch.arange(1, 41) ** -1.0).float()
+    broken = [good.clone() for _ in range(3)]
+    broken[0] -= 0.5 * torch.eye(40)
+    broken[1][3, 5] = broken[1][5, 3] = torch.nan
+    broken[2][7, 7] = torch.inf
+    found = converged_inverse_root(torch.stack([good, *broken]).to(kernels), 4, 1e-6).cpu()
+    assert relative_error(found[0], exact(good, 4, 1e-6)) < 1e-3
+    assert found[1:].isnan().flatten(1).any(1).all()
+
+
+@pytest.mark.parametrize("scale", [1e-37, 1e-34, 1e34])
+def test_kernels_take_roots_of_any_size(scale: float, kernels: torch.device) -> None:
+    A = with_spectrum(torch.arange(1, 41) ** -1.0)
+    found = converged_inverse_root((A * scale).float()[None].to(kernels), 4, 1e-6)[0].cpu()
+    assert relative_error(found.double() * scale**0.25, exact(A, 4, 1e-6)) < 1e-3
 
 
 @given(
@@ -185,7 +216,7 @@ def test_no_line_of_a_recipe_writes_over_what_is_needed(
         assert out not in operands
         assert [held.get(place) for place in operands] == [line.A, line.B, line.C]
         held[out] = number
-    last = 1 + max(map(max, places)) - 1
+    last = max(map(max, places))
     assert places[-1][0] == last > 0
     assert held[places[checked][3]] == lines[checked].C
 

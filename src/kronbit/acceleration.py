@@ -58,7 +58,7 @@ def has_kernels(device: torch.device) -> bool:
 
 @cache
 def processors(device: torch.device) -> int:
-    """How many programs of a kernel run side by side, one on each; 0 without kernels."""
-    if not has_kernels(device) or device.type != "cuda":
-        return 0
+    """How many programs of a kernel run side by side, one on each."""
+    if device.type != "cuda":
+        return 1
     return int(torch.cuda.get_device_properties(device).multi_processor_count)

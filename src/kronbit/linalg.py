@@ -293,11 +293,13 @@ def power_iteration(A: Tensor, factors: Tensor | None = None, steps: int = 10) -
         A: (k, n, n), float32, contiguous.
         factors: (k,), of the matrices. Under them, neither the largest element nor the norm of any
             is far from 1.
-        steps: Number of iterations.
+        steps: Number of iterations, a multiple of 10.
 
     Returns:
         (k,), zero for a zero matrix.
     """
+    if steps % (2 * _UNSCALED):
+        raise ValueError(f"steps must be a multiple of {2 * _UNSCALED}; got {steps}")
     if factors is None:
         factors = torch.ones(len(A), dtype=A.dtype, device=A.device)
     if has_kernels(A.device):

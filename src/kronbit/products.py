@@ -84,9 +84,8 @@ def compose(
     *,
     alpha: float = 1.0,
     beta: float = 1.0,
-    diagonal: float = 0.0,
     symmetric: bool = False,
-    bound: Tensor | float = 1.0,
+    bound: Tensor | None = None,
 ) -> Operand:
     """``multiply`` whose result is an operand of the next product.
 
@@ -96,20 +95,16 @@ def compose(
         C: (k, m, n), by rows, or nothing.
         alpha: Factor of the product.
         beta: Factor of C.
-        diagonal: Added to the diagonal.
         symmetric: The result is known to be symmetric.
-        bound: No element of the result is larger by far: of all matrices, or of each one, (k,).
+        bound: No element of the result is larger by far: of each matrix, (k,), or 1 of all.
     """
     if isinstance(A, Tensor):
         assert C is None or isinstance(C, Tensor), "all operands are on the same device"
-        result = multiply(A, B, C, alpha=alpha, beta=beta, symmetric=symmetric)
-        if diagonal:
-            result.diagonal(dim1=-2, dim2=-1).add_(diagonal)
-        return result
+        return multiply(A, B, C, alpha=alpha, beta=beta, symmetric=symmetric)
     from kronbit.kernels import matmul
 
     assert not isinstance(B, Tensor), "both operands are on the same device"
-    return matmul.compose(A, B, C, alpha, beta, diagonal, symmetric, bound)
+    return matmul.compose(A, B, C, alpha, beta, symmetric, bound)
 
 
 def scale_rows(X: Operand, factors: Tensor, largest: Tensor) -> Operand:
@@ -152,7 +147,13 @@ def norms(A: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def add_ridge_(
-    A: Tensor, largest: Tensor, norm: Tensor, s: Tensor, ridge: float, least: float
+    A: Tensor,
+    largest: Tensor,
+    norm: Tensor,
+    s: Tensor,
+    ridge: float,
+    least: float,
+    orders: Tensor | None = None,
 ) -> None:
     """Add to the diagonals of a contiguous stack (k, n, n): 1 to those of zero matrices.
 
@@ -163,11 +164,12 @@ def add_ridge_(
         s: (k,).
         ridge: What is added, relative to the largest eigenvalue of A.
         least: No less than that is added, relative to the norm.
+        orders: int32 (k,): how far kernels go; what is beyond is of no interest.
     """
     if has_kernels(A.device):
         from kronbit.kernels import power
 
-        power.add_ridge_(A, largest, norm, s, ridge, least)
+        power.add_ridge_(A, largest, norm, s, ridge, least, orders)
         return
     added = torch.maximum(largest * s * ridge, norm * least)
     A.diagonal(dim1=-2, dim2=-1).add_(torch.where(norm == 0, 1.0, added).unsqueeze(-1))

@@ -43,8 +43,9 @@ class Recipe(NamedTuple):
     All results are polynomials of it: they are symmetric, and half of each need not be computed.
 
     Attributes:
-        lines: The products. The last one's result is the recipe's.
-        checked: The line that adds a C which must be close to I.
+        lines: The products. The last one, which adds nothing, gives the recipe's result; those of
+            all others are used.
+        checked: The line that adds a C which must be close to I. No later one reads it.
         tolerance: No element of C - I may be larger.
     """
 
@@ -73,11 +74,11 @@ def follow(
 
     Args:
         recipe: What is multiplied.
-        A: (k, n, n), symmetric, float32, contiguous; given away. Best of all it is in ``room``.
+        A: (k, n, n), symmetric, float32, contiguous; given away, and so is all of its storage,
+            which is large enough if it comes from ``room``.
         s: (k,), powers of two that no element of A exceeds.
         scale: (k,), which results are multiplied with.
-        orders: int32 (k,): rows and columns beyond are zero but for the diagonal, and of no
-            interest; ``None``: all are.
+        orders: int32 (k,): what is beyond is of no interest; kernels find zeros there.
 
     Returns:
         (k, n, n); NaN where the check has failed; undefined beyond the orders.
@@ -98,10 +99,10 @@ def follow(
             C,
             alpha=line.alpha,
             beta=line.beta,
-            diagonal=line.diagonal,
             symmetric=True,
         )
         assert isinstance(found, Tensor), "without kernels, operands are tensors"
+        found.diagonal(dim1=-2, dim2=-1).add_(line.diagonal)
         held[number] = found
         if number == recipe.checked and C is not None:
             C.diagonal(dim1=-2, dim2=-1).sub_(1)  # its last use

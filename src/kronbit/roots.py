@@ -89,7 +89,7 @@ def converged_inverse_root(
     product is symmetric, and half of it need not be computed.
 
     Args:
-        A: (k, n, n), symmetric and positive semi-definite; given away.
+        A: (k, n, n), symmetric and positive semi-definite; given away with its storage.
         p: 1, 2 or 4.
         damping: ε, relative to the largest eigenvalue of each matrix; at least ``LEAST_RIDGE``, and
             what rounding needs.
@@ -106,7 +106,7 @@ def converged_inverse_root(
     ridge = max(damping, LEAST_RIDGE)
     norm, s = norms(A)  # no eigenvalue of A is larger; s is a power of two: dividing is exact
     inverse = 1 / s
-    add_ridge_(A, power_iteration(A, inverse), norm, s, ridge, _LEAST_OF_NORM)
+    add_ridge_(A, power_iteration(A, inverse), norm, s, ridge, _LEAST_OF_NORM, orders)
     if _doublings(ridge):
         s *= 2.0 ** _doublings(ridge)
         inverse = 1 / s
@@ -121,6 +121,7 @@ def converged_inverse_root(
 @cache
 def _iteration(p: int, steps: tuple[tuple[float, float, float], ...]) -> Recipe:
     """The products of the coupled iteration from M = A / s; the inverse is its root's square."""
+    assert len(steps) > 1, "H is a product"
     lines: list[Line] = []
 
     def product(A: int, B: int, C: int | None = None, **numbers: float) -> int:

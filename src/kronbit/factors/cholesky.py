@@ -41,8 +41,8 @@ class Triangle(NamedTuple):
         """What each order was, int32 (k,), on the device; ``None``, if no matrix was enlarged."""
         if not self.smaller:
             return None
-        k, n, _ = self.C.shape
-        orders = torch.full((k,), n, dtype=torch.int32, device="cpu")  # whatever the default is
+        k, largest, _ = self.C.shape
+        orders = torch.full((k,), largest, dtype=torch.int32, device="cpu")  # not the default one
         for rows, n in self.smaller:
             orders[rows] = n
         if self.C.device.type == "cuda":

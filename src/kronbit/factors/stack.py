@@ -58,7 +58,7 @@ class Method(Protocol):
         """Q: the tensors that stand for a new statistic, which may be written to."""
 
     def refresh(self, statistic: Any, config: Config) -> Tensor:
-        """PIRU: the new root, (k, n, n)."""
+        """PIRU: the new root, (k, n, n); whatever, beyond the orders of enlarged matrices."""
 
     def matrix(self, leaves: Mapping[str, Tensor]) -> Tensor:
         """The matrix A that the statistic stands for."""

@@ -7,8 +7,6 @@ at a third of the tensor cores' speed instead of a fifteenth.
 
 from __future__ import annotations
 
-import math
-
 import torch
 import triton
 import triton.language as tl
@@ -76,8 +74,6 @@ def _product_kernel(
     depth,
     alpha,
     beta,
-    diagonal,
-    power,
     A_TRANSPOSED: tl.constexpr,
     B_TRANSPOSED: tl.constexpr,
     ADD: tl.constexpr,
@@ -127,13 +123,13 @@ def _product_kernel(
         value = tl.load(c + wide, mask=within, other=0.0).to(tl.float32)
         value += tl.load(c_lo + wide, mask=within, other=0.0).to(tl.float32)
         total += (beta * tl.load(c_unit + matrix)) * value
-    total += tl.where(inside & (row[:, None] == column[None, :]), diagonal, 0.0)
     if SYMMETRIC and i == j:  # to the bit, as all other tiles are
         total = tl.where(row[:, None] >= column[None, :], total, tl.trans(total))
     if WRITE == 1:
         tl.store(out + place, total, mask=inside)
     else:
-        if not BOUNDED:
+        power = 1.0
+        if BOUNDED:
             power = power_below(tl.load(bound + matrix))
         tl.store(out_unit + matrix, power / 4096.0, mask=tl.program_id(0) == 0)
         total = total * (4096.0 / power)
@@ -235,8 +231,8 @@ def multiply(
         out = torch.empty(k, m, n, dtype=torch.float32, device=A.hi.device)
     added = (out,) * 3 if C is None else (C,) * 3
     adds = _NOTHING if C is None else _FLOATS
-    numbers = alpha, beta, 0.0
-    _launch(A, B, added, adds, (out,) * 3, _FLOATS, 1.0, only, *numbers, symmetric, triangular)
+    outs = (out,) * 3
+    _launch(A, B, added, adds, outs, _FLOATS, None, only, alpha, beta, symmetric, triangular)
     return out
 
 
@@ -246,9 +242,8 @@ def compose(
     C: Tensor | Split | None = None,
     alpha: float = 1.0,
     beta: float = 1.0,
-    diagonal: float = 0.0,
     symmetric: bool = False,
-    bound: Tensor | float = 1.0,
+    bound: Tensor | None = None,
     only: Tensor | None = None,
 ) -> Split:
     """Multiply and add as ``kronbit.products.compose`` does, on operands that have been split.
@@ -263,7 +258,7 @@ def compose(
     elif C is not None:
         assert not C.transposed, "what is added lies as the result does"
         added, adds = C[:3], _PARTS
-    _launch(A, B, added, adds, out[:3], _PARTS, bound, only, alpha, beta, diagonal, symmetric)
+    _launch(A, B, added, adds, out[:3], _PARTS, bound, only, alpha, beta, symmetric)
     return out
 
 
@@ -274,15 +269,13 @@ def _launch(
     adds: int,
     out: tuple[Tensor, ...],
     writes: int,
-    bound: Tensor | float,
+    bound: Tensor | None,
     only: Tensor | None,
     alpha: float,
     beta: float,
-    diagonal: float,
     symmetric: bool,
     triangular: bool = False,
 ) -> None:
-    known = not isinstance(bound, Tensor)
     launch(
         _product_kernel,
         (tiles(A.rows) * tiles(B.columns), len(A.hi)),
@@ -290,7 +283,7 @@ def _launch(
         *B[:3],
         *added,
         *out,
-        A.unit if known else bound,
+        A.unit if bound is None else bound,
         A.unit if only is None else only,
         A.rows,
         B.columns,
@@ -299,13 +292,11 @@ def _launch(
         A.hi.shape[-1],
         float(alpha),
         float(beta),
-        float(diagonal),
-        2.0 ** math.floor(math.log2(bound)) if known else 1.0,
         A_TRANSPOSED=A.transposed,
         B_TRANSPOSED=B.transposed,
         ADD=adds,
         WRITE=writes,
-        BOUNDED=known,
+        BOUNDED=bound is not None,
         SYMMETRIC=symmetric,
         TRIANGULAR=triangular,
         MASKED=only is not None,

@@ -136,16 +136,30 @@ def _quotient_kernel(x, out, n, COLUMNS: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["n", "ridge", "least"])
-def _ridge_kernel(a, largest, norms, powers, n, ridge, least, COLUMNS: tl.constexpr):
+def _ridge_kernel(
+    a,
+    largest,
+    norms,
+    powers,
+    orders,
+    n,
+    ridge,
+    least,
+    MIXED: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
     """Add to the diagonal of a matrix."""
     matrix = tl.program_id(0)
+    order = n
+    if MIXED:
+        order = tl.load(orders + matrix)
     norm = tl.load(norms + matrix)
     value = tl.load(largest + matrix) * tl.load(powers + matrix) * ridge
     value = tl.where(norm == 0.0, 1.0, tl.maximum(value, norm * least))
     a += matrix.to(tl.int64) * n * n
-    for start in range(0, n, COLUMNS):
+    for start in range(0, order, COLUMNS):
         place = start + tl.arange(0, COLUMNS)
-        here, mask = a + place.to(tl.int64) * (n + 1), place < n
+        here, mask = a + place.to(tl.int64) * (n + 1), place < order
         tl.store(here, tl.load(here, mask=mask) + value, mask=mask)
 
 
@@ -166,14 +180,13 @@ def power_iteration(A: Tensor, factors: Tensor, steps: int, unscaled: int) -> Te
     Args:
         A: The matrices, contiguous (k, n, n).
         factors: Of the matrices, (k,).
-        steps: Even; the vector is scaled after the last one, too.
+        steps: Even, and a multiple of ``unscaled``.
         unscaled: Steps between which it is not.
     """
-    assert steps % 2 == steps % unscaled == 0
     k, n, _ = A.shape
     x = torch.empty(2, k, n, dtype=torch.float32, device=A.device)
     counters = torch.zeros(k + 1, dtype=torch.int32, device=A.device)
-    programs = _PER_PROCESSOR * processors(A.device) or 1
+    programs = _PER_PROCESSOR * processors(A.device)
     arguments = A, factors, x, counters, k, n, steps + 1, unscaled
     launch(_iteration_kernel, (programs,), *arguments, ROWS=_ROWS_AT_ONCE, COLUMNS=_COLUMNS)
     out = torch.empty(k, dtype=torch.float32, device=A.device)
@@ -182,8 +195,16 @@ def power_iteration(A: Tensor, factors: Tensor, steps: int, unscaled: int) -> Te
 
 
 def add_ridge_(
-    A: Tensor, largest: Tensor, norm: Tensor, s: Tensor, ridge: float, least: float
+    A: Tensor,
+    largest: Tensor,
+    norm: Tensor,
+    s: Tensor,
+    ridge: float,
+    least: float,
+    orders: Tensor | None,
 ) -> None:
     """What ``kronbit.products.add_ridge_`` does."""
     k, n, _ = A.shape
-    launch(_ridge_kernel, (k,), A, largest, norm, s, n, ridge, least, COLUMNS=_COLUMNS)
+    mixed = orders is not None
+    arguments = A, largest, norm, s, orders if mixed else A, n, ridge, least
+    launch(_ridge_kernel, (k,), *arguments, MIXED=mixed, COLUMNS=_COLUMNS)

@@ -1,4 +1,4 @@
-"""A recipe of products as one launch.
+"""A recipe of products in two launches: of all lines but the last, and, once checked, of that.
 
 Programs take tiles in the order of lines, matrices and tiles, and wait until the lines before are
 done for their own matrix alone. So no processor waits for the last tiles of a line, as it does
@@ -19,13 +19,13 @@ from kronbit.acceleration import processors
 from kronbit.kernels.compact import tile_at
 from kronbit.kernels.launch import launch
 from kronbit.kernels.matmul import PRODUCT, accumulate, tiles
-from kronbit.kernels.split import Split, padded, split, store_parts
+from kronbit.kernels.split import UNIT, padded, split_quotients, store_parts
 from kronbit.kernels.taking_turns import take, tell, wait_for
 from kronbit.recipes import Recipe
 
 # Of a line: out, A, B and C; alpha times the units of A and B, beta, the unit of C, the diagonal,
 # and the inverse of the unit of out. Parts hold a matrix divided by its unit.
-_PLACES: tl.constexpr = tl.constexpr(4)
+_WHERE: tl.constexpr = tl.constexpr(4)
 _NUMBERS: tl.constexpr = tl.constexpr(5)
 _ROWS, _COLUMNS = 8, 256  # of a matrix, per program that looks through it
 _PRODUCT = {name: value for name, value in PRODUCT.items() if name != "SUPER"}
@@ -63,7 +63,7 @@ def _recipe_kernel(
     PAD: tl.constexpr,
 ):
     """Some lines of a recipe, from the first one on; or the last one alone, in float32."""
-    # Counters: which tiles are taken, what has been done of each matrix, how far it is from I.
+    # Counters: what has been done of each matrix, how far it is from I, and which tiles are taken.
     taken, farthest = done + 2 * k, done + k
     last = out.to(tl.pointer_type(tl.float16), bitcast=True)
     padded_n = padded_n // PAD * PAD  # it is a multiple; so written, the compiler knows, too
@@ -79,7 +79,7 @@ def _recipe_kernel(
         order = n
         if MIXED:
             order = tl.load(orders + matrix)
-        at, by = places + (first + line) * _PLACES, numbers + (first + line) * _NUMBERS
+        at, by = places + (first + line) * _WHERE, numbers + (first + line) * _NUMBERS
         to, a, b, c = tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3)
         alpha, beta, unit_of_c = tl.load(by), tl.load(by + 1), tl.load(by + 2)
         diagonal, inverse_unit = tl.load(by + 3), tl.load(by + 4)
@@ -165,7 +165,7 @@ def _check_kernel(
     order = n
     if MIXED:
         order = tl.load(orders + matrix)
-    place, unit = tl.load(places + line * _PLACES + 3), tl.load(numbers + line * _NUMBERS + 2)
+    place, unit = tl.load(places + line * _WHERE + 3), tl.load(numbers + line * _NUMBERS + 2)
     last = out.to(tl.pointer_type(tl.float16), bitcast=True)
     size = padded_n.to(tl.int64) * padded_n
     hi = _parts_of(parts, last, place, matrix, k, size, PLACES)
@@ -195,13 +195,12 @@ def follow(
     side = padded(n)
     count = 1 + max(map(max, _places(recipe)))
     parts = torch.empty(count - 1, 2, k, side, side, dtype=torch.float16, device=A.device)
-    units = torch.empty(k, dtype=torch.float32, device=A.device)
-    split(A, s, out=Split(parts[0, 0], parts[0, 1], units, n, n))  # of A / s: 2⁻¹²
-    if A.untyped_storage().nbytes() < 4 * k * side**2:
+    split_quotients(A, s, parts[0])
+    if A.storage_offset() != 0 or A.untyped_storage().nbytes() != 4 * k * side**2:
         A = room(k, n, A.device)
     counters = torch.zeros(2 * k + 2, dtype=torch.int32, device=A.device)
     tables = *_tables(recipe, A.device), counters if orders is None else orders
-    programs = min(processors(A.device) or 1, k * tiles(n) * (tiles(n) + 1) // 2)
+    programs = min(processors(A.device), k * tiles(n) * (tiles(n) + 1) // 2)
     before, constants = len(recipe.lines) - 1, {"PLACES": count, "MIXED": orders is not None}
     numbers = k, n, side
 
@@ -246,10 +245,10 @@ def _places(recipe: Recipe) -> tuple[tuple[int, ...], ...]:
 @lru_cache(maxsize=64)
 def _tables(recipe: Recipe, device: torch.device) -> tuple[Tensor, Tensor]:
     """The lines of a recipe, as the kernel reads them."""
-    units = [2.0**-12]
+    units = [UNIT]
     numbers = []
     for line in recipe.lines:
-        units.append(2.0 ** (math.floor(math.log2(line.bound)) - 12))
+        units.append(2.0 ** math.floor(math.log2(line.bound)) * UNIT)
         alpha = line.alpha * units[line.A] * units[line.B]
         unit_of_c = 0.0 if line.C is None else units[line.C]
         numbers.append((alpha, line.beta, unit_of_c, line.diagonal, 1 / units[-1]))

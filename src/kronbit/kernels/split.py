@@ -21,6 +21,8 @@ PAD = 64  # operands are padded with zeros to multiples of it: loads need no mas
 _ROWS = 8  # of a matrix, per program
 _TAKEN = 4096  # elements of a matrix, per program that copies
 _COLUMNS = 32  # of a matrix, per program that goes down its columns
+_ONE, _GIVEN, _DIVISOR = 0, 1, 2  # what the largest elements are taken to be
+UNIT = 2.0**-12  # of matrices whose largest elements are about 1
 
 
 class Split(NamedTuple):
@@ -125,7 +127,7 @@ def _split_kernel(
     padded_columns,
     matrix_stride,
     row_stride,
-    BOUNDED: tl.constexpr,
+    BOUND: tl.constexpr,
     MASKED: tl.constexpr,
     ROWS: tl.constexpr,
 ):
@@ -133,17 +135,20 @@ def _split_kernel(
     if MASKED and tl.load(only + matrix) == 0:
         return
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
-    power = 1.0
-    if not BOUNDED:
+    power, divisor = 1.0, 1.0
+    if BOUND == 1:
         power = power_below(tl.load(bound + matrix))
-    tl.store(unit + matrix, power / 4096.0, mask=tl.program_id(0) == 0)
+    if BOUND == 2:
+        divisor = tl.load(bound + matrix)
+    else:
+        tl.store(unit + matrix, power / 4096.0, mask=tl.program_id(0) == 0)
     for start in range(0, padded_columns, 256):
         column = start + tl.arange(0, 256)[None, :]
         place = x + matrix * matrix_stride + row * row_stride + column
         value = tl.load(place, mask=(row < rows) & (column < columns), other=0.0)
         inside = (row < padded_rows) & (column < padded_columns)
         target = (matrix * padded_rows + row) * padded_columns + column
-        store_parts(hi, lo, target, value * (4096.0 / power), inside)
+        store_parts(hi, lo, target, value * (1.0 / divisor) * (4096.0 / power), inside)
 
 
 @triton.jit(do_not_specialize=["rows", "padded_rows", "padded_columns"])
@@ -239,22 +244,21 @@ def _dots_kernel(x, y, out, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.const
     tl.store(out + matrix * columns + column, tl.sum(total, axis=0), mask=column < columns)
 
 
-def split(X: Tensor, bound: Tensor | float | None = None, out: Split | None = None) -> Split:
+def split(X: Tensor, bound: Tensor | float | None = None) -> Split:
     """Two float16 parts of each matrix of a stack (k, rows, columns) of float32.
 
     Args:
         X: The stack.
         bound: What the largest elements are taken to be (up to 15 times as much will do): of each
             matrix, float32 (k,), or 1 of all; or they are looked for.
-        out: Takes the parts, if the bounds of each are given.
     """
-    if X.stride(-1) != 1 and X.stride(-2) == 1 and out is None:
+    if X.stride(-1) != 1 and X.stride(-2) == 1:
         return split(X.mT, bound).mT
     X = X if X.stride(-1) == 1 else X.contiguous()
     if bound is None:
         return measured_split(X)[0]
     if isinstance(bound, Tensor):
-        return _split(X, bound, None, out)
+        return _split(X, bound, None)
     assert bound == 1, "other numbers are given for each matrix"
     return _split(X, None, None)
 
@@ -283,26 +287,48 @@ def measured_split(X: Tensor, only: Tensor | None = None) -> tuple[Split, Tensor
     return _split(X, largest.view(torch.float32), only), largest
 
 
-def _split(X: Tensor, bound: Tensor | None, only: Tensor | None, out: Split | None = None) -> Split:
+def _split(X: Tensor, bound: Tensor | None, only: Tensor | None) -> Split:
     k, rows, columns = X.shape
-    out = out or empty_split(k, rows, columns, X.device)
-    sides = out.hi.shape[1:]
+    out = empty_split(k, rows, columns, X.device)
+    _launch_split(X, bound, only, out.hi, out.lo, out.unit, _ONE if bound is None else _GIVEN)
+    return out
+
+
+def split_quotients(X: Tensor, divisors: Tensor, parts: Tensor) -> None:
+    """The parts (2, k, rows, columns), padded, of matrices divided by powers of two, (k,).
+
+    No element may be larger than its divisor by far. Their unit is ``UNIT``.
+    """
+    _launch_split(X, divisors, None, parts[0], parts[1], None, _DIVISOR)
+
+
+def _launch_split(
+    X: Tensor,
+    bound: Tensor | None,
+    only: Tensor | None,
+    hi: Tensor,
+    lo: Tensor,
+    unit: Tensor | None,
+    kind: int,
+) -> None:
+    k, rows, columns = X.shape
     launch(
         _split_kernel,
-        (-(-sides[0] // _ROWS), k),
+        (-(-hi.shape[1] // _ROWS), k),
         X,
-        out.unit if bound is None else bound,
-        out.unit if only is None else only,
-        *out[:3],
+        X if bound is None else bound,
+        X if only is None else only,
+        hi,
+        lo,
+        X if unit is None else unit,
         rows,
         columns,
-        *sides,
+        *hi.shape[1:],
         *X.stride()[:2],
-        BOUNDED=bound is None,
+        BOUND=kind,
         MASKED=only is not None,
         ROWS=_ROWS,
     )
-    return out
 
 
 def scale_rows(x: Split, factors: Tensor, largest: Tensor) -> Split:

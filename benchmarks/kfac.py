@@ -71,14 +71,17 @@ def measure(case: Case, make: Make) -> dict[str, Any]:
     optimizer.zero_grad()
     rest = torch.cuda.memory_allocated() / 2**20
     twin = prepare(case)  # without an optimizer
-    pairs = [(backward(case, model), backward(case, twin)) for _ in range(STEPS - SETTLED)]
-    watched, plain = (statistics.median(own) for own in zip(*pairs, strict=True))
+    ratios = []
+    for number in range(STEPS - SETTLED):
+        order = (model, twin) if number % 2 else (twin, model)  # who comes second may gain by it
+        spent = {own: backward(case, own) for own in order}
+        ratios.append(spent[model] / spent[twin])
     assert isinstance(optimizer, KFAC)
     found = optimizer.diagnostics()
     return {
         "forward_backward_ms": {name: statistics.median(own) for name, own in passes.items()},
         "step_ms": {name: statistics.median(own) for name, own in steps.items()},
-        "hooks": watched / plain - 1,
+        "hooks": statistics.median(ratios) - 1,
         "peak_mib": peaks,
         "rest_mib": rest,
         "memory": optimizer.memory(),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
-import socket
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -14,8 +13,8 @@ from typing import Any
 import oracle
 import pytest
 import torch
-import torch.distributed as dist
 from conftest import angle, relative_error
+from ranks import run_on_ranks
 from torch import Tensor, nn
 from torch.func import functional_call, grad
 from torch.nn import functional
@@ -813,9 +812,7 @@ def test_swin_tiny_takes_a_seventh_or_a_fourteenth_of_32_bits() -> None:
     assert full / ours > 14.0
 
 
-def train_on_a_rank(rank: int, port: int, queue: Any) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=2, init_method=f"tcp://127.0.0.1:{port}")
+def train_on_a_rank(rank: int) -> list[Any]:
     torch.manual_seed(4)
     model = nn.Sequential(nn.Linear(70, 66), nn.Tanh(), nn.Linear(66, 65), nn.Linear(65, 3))
     parallel = DistributedDataParallel(model)
@@ -823,9 +820,7 @@ def train_on_a_rank(rank: int, port: int, queue: Any) -> None:
     for _ in range(5):
         x = torch.randn(32, 70)[rank::2]
         step(parallel, optimizer, lambda out: out.square().mean(), x)
-    if rank == 0:
-        queue.put([p.detach().numpy() for p in model.parameters()])
-    dist.destroy_process_group()
+    return [p.detach().numpy() for p in model.parameters()]
 
 
 def test_ranks_average_their_statistics() -> None:
@@ -836,18 +831,7 @@ def test_ranks_average_their_statistics() -> None:
     optimizer = KFAC(sgd(model), model=model, bits=32, update_every=2, refresh_every=4)
     for _ in range(5):
         step(model, optimizer, lambda out: out.square().mean(), torch.randn(32, 70))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    context = torch.multiprocessing.get_context("spawn")
-    queue = context.Queue()
-    ranks = [context.Process(target=train_on_a_rank, args=(rank, port, queue)) for rank in (0, 1)]
-    for rank in ranks:
-        rank.start()
-    found = [torch.from_numpy(p) for p in queue.get(timeout=120)]
-    for rank in ranks:
-        rank.join()
-        assert rank.exitcode == 0
+    found = [torch.from_numpy(p) for p in run_on_ranks(2, train_on_a_rank)[0]]
     # The means' losses are over half of the examples there: y, and only y, is twice as large.
     for p, q, w in zip(model.parameters(), found, start, strict=True):
         assert relative_error(q - w, p.detach() - w) < 1e-3

@@ -105,9 +105,10 @@ class SecondOrder(Around):
             raise TypeError(f"a param group must be a dict; got {type(group).__name__}")
         config = self.config.for_group(group)
         params = group["params"]
-        for item in [params] if isinstance(params, Tensor) else params:
+        for number, item in enumerate([params] if isinstance(params, Tensor) else params):
             p = item[1] if isinstance(item, tuple) else item  # named or not
             if isinstance(p, Tensor):
+                first_order.refuse_sharded(f"parameter {number} of a group", p)
                 self._statistics.route(p, config)
 
     def _complete_groups(self) -> None:

@@ -1,0 +1,90 @@
+"""Functions on several gloo ranks, each a process; used by tests of distributed runs."""
+
+from __future__ import annotations
+
+import queue
+import socket
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+SECONDS = 120  # starting a process and importing torch may take long where there are few cores
+
+
+def run_on_ranks(world: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+    """Call ``function(rank, *args)`` on every rank of a process group.
+
+    Args:
+        world: How many ranks.
+        function: At the top level of its module; what it returns must not hold shared tensors.
+        *args: What else it is given.
+
+    Returns:
+        What each rank has returned, in order.
+
+    Raises:
+        AssertionError: If a rank fails, or all of them take too long; with each rank's traceback.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    context = torch.multiprocessing.get_context("spawn")
+    answers = context.Queue()
+    processes = [
+        context.Process(target=_rank, args=(rank, world, port, answers, function, args))
+        for rank in range(world)
+    ]
+    for process in processes:
+        process.start()
+    found: dict[int, Any] = {}
+    failed: dict[int, str] = {}
+    end = time.monotonic() + SECONDS
+    try:
+        while len(found) + len(failed) < world and time.monotonic() < end:
+            try:
+                rank, good, answer = answers.get(timeout=1)
+            except queue.Empty:
+                dead = [
+                    rank
+                    for rank, process in enumerate(processes)
+                    if process.exitcode and rank not in failed
+                ]
+                if dead:  # without a word, as by a signal
+                    failed |= {rank: f"exit code {processes[rank].exitcode}" for rank in dead}
+                    break
+                continue
+            (found if good else failed)[rank] = answer
+            if failed:  # the others would wait for it
+                end = min(end, time.monotonic() + 5)
+    finally:
+        for process in processes:
+            process.join(timeout=0 if failed or len(found) < world else 30)
+            if process.is_alive():
+                process.kill()
+                process.join()
+    if failed or len(found) < world:
+        lost = sorted(set(range(world)) - set(found) - set(failed))
+        told = [f"rank {rank}:\n{text}" for rank, text in sorted(failed.items())]
+        raise AssertionError("\n".join([*told, f"no answer from {lost}" if lost else ""]))
+    return [found[rank] for rank in range(world)]
+
+
+def _rank(
+    rank: int, world: int, port: int, answers: Any, function: Callable[..., Any], args: Any
+) -> None:
+    torch.set_num_threads(1)
+    try:
+        dist.init_process_group(
+            "gloo", rank=rank, world_size=world, init_method=f"tcp://127.0.0.1:{port}"
+        )
+        answer = function(rank, *args)
+        dist.barrier()
+        dist.destroy_process_group()
+    except BaseException:
+        answers.put((rank, False, traceback.format_exc()))
+        raise SystemExit(1) from None
+    answers.put((rank, True, answer))

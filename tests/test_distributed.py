@@ -1,0 +1,118 @@
+"""Several ranks walk as one process does."""
+
+from __future__ import annotations
+
+import os
+import signal
+from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_on_ranks
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves
+
+from kronbit import CASPR, Shampoo
+from kronbit.baselines import MFAC
+
+OPTIMIZERS: dict[str, Any] = {"Shampoo": Shampoo, "CASPR": CASPR}
+OPTIONS = {"lr": 0.01, "update_every": 2, "refresh_every": 4, "max_order": 64}
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(70, 66), nn.Tanh(), nn.Linear(66, 9), nn.Linear(9, 3))
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, world: int) -> None:
+    """Ten steps, with one pass each that is not synchronised; a rank has its part of a batch."""
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(10):
+        for last in (False, True):
+            x = torch.randn(12, 70, generator=generator)[rank::world]
+            waits = isinstance(model, DistributedDataParallel) and not last
+            with model.no_sync() if waits else nullcontext():
+                model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def train_on_a_rank(rank: int, name: str, options: dict[str, Any], equal: bool) -> list[Any]:
+    model = network()
+    optimizer = OPTIMIZERS[name](model.parameters(), **options)
+    part = (0, 1) if equal else (rank, dist.get_world_size())
+    train(DistributedDataParallel(model), optimizer, *part)
+    state = optimizer.state_dict()["state"]
+    leaves = [leaf for own in state.values() for leaf in tree_leaves(own)]
+    return [x.detach().numpy() for x in [*model.parameters(), *leaves] if isinstance(x, Tensor)]
+
+
+@pytest.mark.parametrize(("name", "world"), [("Shampoo", 2), ("CASPR", 4)])
+def test_with_equal_gradients_ranks_walk_as_one_process(name: str, world: int) -> None:
+    """To the bit, weights and state; and every rank's state is complete."""
+    alone = network()
+    optimizer = OPTIMIZERS[name](alone.parameters(), **OPTIONS)
+    train(alone, optimizer, 0, 1)
+    found = run_on_ranks(world, train_on_a_rank, name, OPTIONS, True)
+    for own in found:
+        for p, q, first in zip(alone.parameters(), own[:6], found[0][:6], strict=True):
+            assert np.array_equal(q, first)
+            assert np.array_equal(q, p.detach().numpy())
+        assert len(own) == len(found[0]) > 6
+        assert all(map(np.array_equal, own, found[0]))
+
+
+def test_ranks_that_share_a_batch_walk_as_one_process() -> None:
+    options = {**OPTIONS, "base": "sgd", "bits": 32}
+    alone, start = network(), network()
+    train(alone, Shampoo(alone.parameters(), **options), 0, 1)
+    for own in run_on_ranks(3, train_on_a_rank, "Shampoo", options, False):
+        for p, q, w in zip(alone.parameters(), own[:6], start.parameters(), strict=True):
+            moved = p.detach() - w.detach()
+            assert (torch.from_numpy(q) - p.detach()).norm() < 1e-3 * moved.norm()
+
+
+def shard(rank: int) -> list[str]:
+    model, plain = network(), network()
+    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    optimizer = Shampoo(plain.parameters(), lr=0.1)
+    told = []
+    for call in (
+        lambda: Shampoo(torch.optim.SGD(model.parameters(), lr=0.1)),
+        lambda: CASPR(model.named_parameters(), lr=0.1),
+        lambda: MFAC(torch.optim.SGD(model.parameters(), lr=0.1)),
+        lambda: optimizer.add_param_group({"params": list(model.parameters())}),
+    ):
+        with pytest.raises(
+            TypeError, match=r"is a DTensor, .* use DistributedDataParallel"
+        ) as error:
+            call()
+        told.append(str(error.value).split(" is a")[0])
+    assert len(optimizer.param_groups) == 1
+    return told
+
+
+def test_sharded_parameters_are_refused_by_name() -> None:
+    names = ["group 0, parameter 0", "0.weight", "group 0, parameter 0", "parameter 0 of a group"]
+    for told in run_on_ranks(2, shard):
+        assert told == names
+
+
+def fail(rank: int, how: str) -> None:
+    if rank == 1:
+        if how == "raises":
+            raise ValueError("as told")
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+
+
+@pytest.mark.parametrize(("how", "told"), [("raises", "as told"), ("is killed", "exit code -9")])
+def test_a_rank_that_fails_is_shown(how: str, told: str) -> None:
+    with pytest.raises(AssertionError, match=told):
+        run_on_ranks(2, fail, how)

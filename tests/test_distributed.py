@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_on_ranks
+from ranks import SECONDS, run_on_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_flatten_with_path, tree_leaves
 
 from kronbit import CASPR, Shampoo
 from kronbit.baselines import MFAC
@@ -116,3 +119,33 @@ def fail(rank: int, how: str) -> None:
 def test_a_rank_that_fails_is_shown(how: str, told: str) -> None:
     with pytest.raises(AssertionError, match=told):
         run_on_ranks(2, fail, how)
+
+
+def torchrun(*arguments: str) -> str:
+    command = ["torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
+    example = str(Path(__file__).parent.parent / "examples" / "ddp.py")
+    return subprocess.run(
+        [sys.executable, "-m", *command, example, *arguments],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=SECONDS,
+    ).stdout
+
+
+def test_the_example_runs_under_torchrun_and_resumes_to_the_bit(tmp_path: Path) -> None:
+    once, twice = tmp_path / "once.pt", tmp_path / "twice.pt"
+    told = torchrun("--steps", "40", "--checkpoint", str(once))
+    assert "2 ranks, steps 0 to 40" in told
+    assert float(told.split()[-4]) > 80
+    for steps in ("25", "40"):
+        torchrun("--steps", steps, "--checkpoint", str(twice))
+    a, b = (
+        dict(tree_flatten_with_path(torch.load(path, weights_only=True))[0])
+        for path in (once, twice)
+    )
+    assert a.keys() == b.keys()
+    for key, value in a.items():
+        assert torch.equal(value, b[key]) if isinstance(value, Tensor) else value == b[key], key
+    assert not list(tmp_path.glob("*.new"))

@@ -22,7 +22,7 @@ from kronbit.config import Config
 from kronbit.cutting import Precision
 from kronbit.grouped import GroupedProducts
 from kronbit.groups import Due, Member
-from kronbit.kernels import compact
+from kronbit.kernels import compact, keeping
 from kronbit.kernels.cholesky import factor_, inverse_factor_
 from kronbit.kernels.matmul import compose, correction, multiply
 from kronbit.kernels.split import (
@@ -84,11 +84,11 @@ def matrices(n: int) -> None:
             codes = compact.nearest_codes(X, scales, True, *own, tiled)
             codes_of, tops = reference.quantize_scales(scales)
             for mirrored in (True, False):
-                compact.decode(codes, codes_of, tops, torch.ones(1, n), mirrored, *own)
+                compact.decode_(X.clone(), codes, codes_of, tops, torch.ones(1, n), mirrored, *own)
         compact.round_scales_(torch.ones(1, 300))
         scales = compact.block_scales(X.mT, False, 64, False)
         codes = compact.nearest_codes(X.mT, scales, False, *own, False)
-        compact.decode(codes, *reference.quantize_scales(scales), None, False, *own)
+        compact.decode_(X, codes, *reference.quantize_scales(scales), None, False, *own)
     for bound in (1.0, torch.ones(1), None):
         a = split(torch.randn(1, n, n), bound)
     multiply(a, a)
@@ -104,6 +104,10 @@ def matrices(n: int) -> None:
     scale_rows(a, torch.ones(1, n), torch.ones(1))
     column_dots(torch.randn(1, n, n), torch.randn(1, n, n))
     power_iteration(torch.randn(1, n, n))
+    for count in range(1, keeping.MOST + 1):
+        for size in (4 * n, n):
+            old = [torch.ones(2, n), *[torch.zeros(2, size, dtype=torch.uint8)] * (count - 1)]
+            keeping.replace_rows_(old, old, torch.ones(2, dtype=torch.bool))
     for orders in (None, torch.ones(1, dtype=torch.int32)):
         converged_inverse_root(torch.eye(n).unsqueeze(0).contiguous(), 4, 1e-6, orders)
     factor_(torch.eye(n).unsqueeze(0).contiguous())

@@ -6,11 +6,11 @@ A preconditioner knows matrices and gradients. It does not know ranks, nor optim
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, count, islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 
 _REMEMBERED_WAVES = 16
-_REMEMBERED_OWNERS = 256
+_REMEMBERED_CUTS = 256
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,27 @@ class Wave:
     parts: tuple[tuple[Group, slice], ...]
     mask: Tensor
     fits: bool
+
+
+class Portion(NamedTuple):
+    """What an update or a refresh does at once.
+
+    Attributes:
+        parts: Rows of one format, with their options.
+        batch: Their state.
+        owners: The member of each row, on the device.
+    """
+
+    parts: Sequence[Part]
+    batch: Batch
+    owners: Tensor
+
+    @classmethod
+    def of(cls, parts: Sequence[Part]) -> Portion:
+        """Look up the rows."""
+        batch = Batch([(part.factors, part.rows) for part in parts])
+        owners = [part.group.owner[part.rows] for part in parts]
+        return cls(parts, batch, owners[0] if len(owners) == 1 else torch.cat(owners))
 
 
 class Preconditioner:
@@ -106,7 +127,7 @@ class Preconditioner:
         self._lengths = torch.tensor(self._blocks, dtype=torch.int64, device=device)
         self._waves: dict[tuple[int, ...], list[Wave]] = {}
         self._chain: Chain | None = None
-        self._remembered_owners: dict[tuple[tuple[int, int, int], ...], Tensor] = {}
+        self._cuts: dict[tuple[Hashable, ...], list[Portion]] = {}
 
     def _turns(self) -> list[tuple[Turn, ...]]:
         found: list[set[Turn]] = [set() for _ in self.members]
@@ -135,7 +156,7 @@ class Preconditioner:
 
             self._chain = Chain(self.device, self._graphs)
         first = Attempt(chain=self._chain)
-        failed = self._update(due_parts(self.groups, source.due), source.of, finite, first)
+        failed = self._update(self._first_updates(source.due), source.of, finite, first)
         for number in count(1):
             again = []
             for part in failed:
@@ -144,25 +165,23 @@ class Preconditioner:
                 again += [part] if repairs else []
             if not again:
                 break
-            attempt = Attempt(number)
-            failed = self._update(again, source.of, finite, attempt, ROBUST_UPDATE)
+            mixed = partial(self._may_share, attempt=number)
+            portions = self._cut(again, ROBUST_UPDATE, mixed)
+            failed = self._update(portions, source.of, finite, Attempt(number))
 
     def _update(
         self,
-        wanted: Iterable[Part],
+        portions: Iterable[Portion],
         M_of: Callable[[Sequence[Part]], Tensor],
         finite: Tensor,
         attempt: Attempt,
-        cost: Cost = UPDATE,
     ) -> list[Part]:
         """PU of some rows; returns those where a factorisation failed, which are as they were."""
         done: list[Part] = []
         flags: list[Tensor] = []
-        mixed = partial(self._may_share, attempt=attempt.number)
-        for parts in batches(wanted, self.workspace, cost, mixed):
+        for parts, batch, owners in portions:
             M = M_of(parts)
-            trusted = finite[self._owners(parts)]
-            batch = Batch([(part.factors, part.rows) for part in parts])
+            trusted = finite[owners]
             good, replaced = batch.update(M, trusted, parts[0].config, attempt)
             flags.append(torch.stack((trusted, good, replaced)))
             done += parts
@@ -183,17 +202,35 @@ class Preconditioner:
         # Without kernels there are no launches.
         return has_kernels(self.device) and part.factors.method.enlarges(part.config, attempt)
 
-    def _owners(self, parts: Sequence[Part]) -> Tensor:
-        """The member of each row of a batch, on the device."""
-        if len(parts) == 1:
-            return parts[0].group.owner[parts[0].rows]
-        key = tuple((id(part.group), part.rows.start, part.rows.stop) for part in parts)
-        if key not in self._remembered_owners:
-            if len(self._remembered_owners) == _REMEMBERED_OWNERS:
-                self._remembered_owners.pop(next(iter(self._remembered_owners)))
-            owners = torch.cat([part.group.owner[part.rows] for part in parts])
-            self._remembered_owners[key] = owners
-        return self._remembered_owners[key]
+    def _cut(
+        self,
+        wanted: Iterable[Part],
+        cost: Cost | Callable[[Part], Cost],
+        mixed: Callable[[Part], bool],
+    ) -> Iterator[Portion]:
+        """Cut rows into what the workspace can take at once."""
+        return map(Portion.of, batches(wanted, self.workspace, cost, mixed))
+
+    def _first_updates(self, due: Mapping[int, Due]) -> list[Portion]:
+        return self._remembered(due, UPDATE, partial(self._may_share, attempt=0))
+
+    def _first_refreshes(self, due: Mapping[int, Due]) -> list[Portion]:
+        return self._remembered(due, refresh_cost, self._may_share)
+
+    def _remembered(
+        self,
+        due: Mapping[int, Due],
+        cost: Cost | Callable[[Part], Cost],
+        mixed: Callable[[Part], bool],
+    ) -> list[Portion]:
+        """Cut all rows that are due. Recent cuts are remembered: the GPU waits for the first."""
+        # Options by identity, which is quick; as long as the cut is remembered, they live.
+        key = cost, *((i, id(own.config), own.turns) for i, own in due.items())
+        if key not in self._cuts:
+            if len(self._cuts) == _REMEMBERED_CUTS:
+                self._cuts.pop(next(iter(self._cuts)))
+            self._cuts[key] = list(self._cut(due_parts(self.groups, due), cost, mixed))
+        return self._cuts[key]
 
     @full_precision()
     def refresh(self, measured: Measured, due: Mapping[int, Due]) -> None:
@@ -206,7 +243,7 @@ class Preconditioner:
             measured: The members' gradients, on which products in less than float32 are tried.
             due: Members to refresh, with their options and blocks.
         """
-        failed = self._refresh(due_parts(self.groups, due))
+        failed = self._refresh(self._first_refreshes(due))
         for number in count():
             again = []
             for part in failed:
@@ -215,7 +252,7 @@ class Preconditioner:
                 again += [part.damped_by(10.0 ** (number + 1))] if repairs else []
             if not again:
                 break
-            failed = self._refresh(again)
+            failed = self._refresh(self._cut(again, refresh_cost, self._may_share))
         staggered = {i for i, own in due.items() if own.turns is not None}
         known = set(self.refreshed)
         self.find_refreshed(due.keys() - staggered)
@@ -225,12 +262,11 @@ class Preconditioner:
         new = self.refreshed - known
         self.products.choose(measured, [i for i in due if i not in staggered - last - new], new)
 
-    def _refresh(self, wanted: Iterable[Part]) -> list[Part]:
+    def _refresh(self, portions: Iterable[Portion]) -> list[Part]:
         """PIRU of some rows; returns those whose new root is not finite: they keep the old one."""
         done: list[Part] = []
         flags: list[Tensor] = []
-        for parts in batches(wanted, self.workspace, refresh_cost, self._may_share):
-            batch = Batch([(part.factors, part.rows) for part in parts])
+        for parts, batch, _ in portions:
             flags.append(batch.refresh(parts[0].config))
             done += parts
         replaced = torch.cat(flags).tolist() if flags else []

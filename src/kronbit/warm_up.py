@@ -6,7 +6,6 @@ from functools import cache
 
 import torch
 
-from kronbit.batches import due_parts
 from kronbit.blocking import Blocking, route
 from kronbit.config import FORMAT_OPTIONS, Config
 from kronbit.gradients import plain_dtypes
@@ -57,7 +56,7 @@ def _warm_up(
         measured = guard.measure(grads, sizes, plain_dtypes(grads))
         assert measured.addresses is not None
         M_of = GradientStatistics().outer_products(own, measured, due)
-        own._update(due_parts(own.groups, due), M_of, measured.finite, FIRST_ATTEMPT)
+        own._update(own._first_updates(due), M_of, measured.finite, FIRST_ATTEMPT)
         own.refreshed.update(due)
         own.refresh(measured, due)
         for way, some in ((HALF, (0, 1)), (HALF, (2,)), (BF16X3, (0, 1, 2))):

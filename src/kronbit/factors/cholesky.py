@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from kronbit.config import Config, Format
 from kronbit.factors.dense import condition
@@ -93,18 +92,22 @@ class Cholesky:
 
         A matrix of a smaller order becomes a part of a larger one, which is zero elsewhere.
         """
-        stacks: list[Tensor] = []
+        if len(slices) == 1:
+            return Triangle(self.factor.decode(slices[0]))
+        # The first of its tensors, the diagonal or C itself, says how large a factor is.
+        firsts = [next(iter(leaves.values())) for leaves in slices]
+        mixed = any(first.shape[-1] < order for first in firsts)
+        make = torch.zeros if mixed else torch.empty
+        size = sum(map(len, firsts)), order, order
+        C = make(size, dtype=torch.float32, device=firsts[0].device)
         smaller: list[tuple[slice, int]] = []
-        first = 0
-        for leaves in slices:
-            C = self.factor.decode(leaves)
-            k, n, _ = C.shape
-            if n < order:
-                C = functional.pad(C, (0, order - n, 0, order - n))
-                smaller.append((slice(first, first + k), n))
-            stacks.append(C)
-            first += k
-        return Triangle(stacks[0] if len(stacks) == 1 else torch.cat(stacks), tuple(smaller))
+        start = 0
+        for leaves, first in zip(slices, firsts, strict=True):
+            rows, n = slice(start, start + len(first)), first.shape[-1]
+            self.factor.decode(leaves, C[rows, :n, :n])
+            smaller += [(rows, n)] if n < order else []
+            start = rows.stop
+        return Triangle(C, tuple(smaller))
 
     def update(
         self, statistic: Triangle, M: Tensor, config: Config, attempt: Attempt

@@ -94,8 +94,8 @@ class CompactStorage:
             f"{self.prefix}top_scales": tops,
         }
 
-    def decode(self, leaves: Mapping[str, Tensor]) -> Tensor:
-        """D: a new float32 stack (k, n, n); of a symmetric matrix, exactly symmetric."""
+    def decode(self, leaves: Mapping[str, Tensor], out: Tensor | None = None) -> Tensor:
+        """D: a float32 stack (k, n, n), new or ``out``; of a symmetric matrix, exactly so."""
         codes, scales, tops = (
             leaves[f"{self.prefix}{name}"] for name in ("codes", "scales", "top_scales")
         )
@@ -106,10 +106,16 @@ class CompactStorage:
         if has_kernels(codes.device):
             from kronbit.kernels import compact
 
-            decoded: Tensor = compact.decode(
-                codes, scales, tops, diagonal, mirrored, own.bits, own.mapping, own.block_size
+            if out is None:
+                out = torch.empty(
+                    len(codes), order, order, dtype=torch.float32, device=codes.device
+                )
+            compact.decode_(
+                out, codes, scales, tops, diagonal, mirrored, own.bits, own.mapping, own.block_size
             )
-            return decoded
+            return out
+        if out is not None:
+            return out.copy_(self.decode(leaves))
         scales = reference.dequantize_scales(scales, tops).view(*codes.shape[:-1], -1)
         X = reference.dequantize(
             codes, scales, own.bits, own.mapping, own.block_size, tile or order

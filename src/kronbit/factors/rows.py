@@ -60,8 +60,10 @@ class RowStorage:
         leaves = {} if diagonal is None else {f"{self.prefix}diagonal": diagonal}
         return leaves | {f"{self.prefix}codes": codes, f"{self.prefix}scales": scales}
 
-    def decode(self, leaves: Mapping[str, Tensor]) -> Tensor:
+    def decode(self, leaves: Mapping[str, Tensor], out: Tensor | None = None) -> Tensor:
         """D: the float32 stack (k, n, n); at 32 bits the stored one, not to be written to."""
+        if out is not None:
+            return out.copy_(self.decode(leaves))
         if self.quantizer.bits == 32:
             return leaves[self.plain]
         codes, scales = leaves[f"{self.prefix}codes"], leaves[f"{self.prefix}scales"]

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from kronbit.acceleration import has_kernels
 from kronbit.config import Config, Format
 from kronbit.factors.cholesky import Cholesky
 from kronbit.factors.dense import Dense
@@ -230,7 +231,8 @@ class Batch:
         if scale is not None:
             new *= scale
         encode = self.method.root.encode
-        return self._keep(lambda rows, n: encode(new[rows, :n, :n]), None)
+        all_rows = torch.ones(len(new), dtype=torch.bool, device=new.device)
+        return self._keep(lambda rows, n: encode(new[rows, :n, :n]), all_rows)
 
     def restored(self) -> Any:
         """D, on the device: what the method makes of its statistic, such as ``Triangle``."""
@@ -254,31 +256,44 @@ class Batch:
             scale.sqrt_()
         return scale[:, None, None]
 
-    def _keep(self, encoded: Callable[[slice, int], Leaves], trusted: Tensor | None) -> Tensor:
-        """Write new tensors where they are trusted and finite; elsewhere the old ones stay.
+    def _keep(self, encoded: Callable[[slice, int], Leaves], accepted: Tensor) -> Tensor:
+        """Write new tensors where they are finite; elsewhere the old ones stay.
 
         Args:
             encoded: The new tensors of some rows of an order.
-            trusted: bool (rows,), or all.
+            accepted: bool (rows,): False, where the old ones stay anyway; given away.
 
         Returns:
-            bool (rows,): where that was.
+            bool (rows,): who has new ones.
         """
-        kept = []
         for leaves, rows, order in self._slices:
-            new = encoded(rows, order)
-            accepted = _finite_rows(new)
-            if trusted is not None:
-                accepted &= trusted[rows]
-            for name, leaf in new.items():
-                mask, old = accepted.view(-1, *[1] * (leaf.dim() - 1)), leaves[name]
-                if old.device == leaf.device:
-                    torch.where(mask, leaf, old, out=old)
-                else:  # who reads it on the host waits for the device first, as all updates do
-                    kept_there = torch.where(mask, leaf, old.to(leaf.device, non_blocking=True))
-                    old.copy_(kept_there, non_blocking=True)
-            kept.append(accepted)
-        return kept[0] if len(kept) == 1 else torch.cat(kept)
+            replace_rows_(leaves, encoded(rows, order), accepted[rows])
+        return accepted
+
+
+def replace_rows_(old: Mapping[str, Tensor], new: Leaves, accepted: Tensor) -> None:
+    """Write new tensors in the place of old ones, but for rows that are not finite.
+
+    Args:
+        old: By name; others may be among them. They may be in the host's memory.
+        new: Theirs on the device.
+        accepted: bool (rows,), contiguous; in the end, False where they are not finite, too.
+    """
+    kept = [old[name] for name in new]
+    away = kept[0].device != accepted.device
+    if has_kernels(accepted.device) and not away:
+        from kronbit.kernels import keeping
+
+        keeping.replace_rows_(kept, list(new.values()), accepted)
+        return
+    accepted &= _finite_rows(new)
+    for own, leaf in zip(kept, new.values(), strict=True):
+        mask = accepted.view(-1, *[1] * (leaf.dim() - 1))
+        if away:  # who reads it on the host waits for the device first, as all updates do
+            kept_there = torch.where(mask, leaf, own.to(leaf.device, non_blocking=True))
+            own.copy_(kept_there, non_blocking=True)
+        else:
+            torch.where(mask, leaf, own, out=own)
 
 
 def _finite_rows(leaves: Mapping[str, Tensor]) -> Tensor:

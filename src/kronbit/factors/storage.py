@@ -28,8 +28,13 @@ class MatrixStorage(Protocol):
     def encode(self, X: Tensor) -> Leaves:
         """Q(X) for a float32 stack (k, n, n) that the caller gives away: it may be written to."""
 
-    def decode(self, leaves: Mapping[str, Tensor]) -> Tensor:
-        """D: the float32 stack (k, n, n); it may be the stored one, not to be written to."""
+    def decode(self, leaves: Mapping[str, Tensor], out: Tensor | None = None) -> Tensor:
+        """D: the float32 stack (k, n, n); it may be the stored one, not to be written to.
+
+        Args:
+            leaves: The tensors.
+            out: Takes it, if given: its rows may be apart.
+        """
 
     def operand(self, slices: Sequence[Mapping[str, Tensor]], order: int) -> Operand:
         """D, for products, of stacks, one behind the other, enlarged to this order."""

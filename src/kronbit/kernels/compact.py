@@ -195,7 +195,7 @@ def _codes_kernel(
     store_packed(own + line_start, code, byte, length, there, BITS, BLOCK, PER_WORD, WORD_BYTES)
 
 
-@triton.jit(do_not_specialize=["n", "count", "tops_count"])
+@triton.jit(do_not_specialize=["n", "count", "tops_count", "matrix_stride", "row_stride"])
 def _decode_kernel(
     codes,
     scales,
@@ -207,6 +207,8 @@ def _decode_kernel(
     n,
     count,
     tops_count,
+    matrix_stride,
+    row_stride,
     MIRRORED: tl.constexpr,
     TRIANGLE: tl.constexpr,
     BITS: tl.constexpr,
@@ -217,7 +219,7 @@ def _decode_kernel(
     matrix, number = tl.program_id(1).to(tl.int64), tl.program_id(0)
     scales += matrix * count
     tops += matrix * tops_count
-    out += matrix * n * n
+    out += matrix * matrix_stride
     if TILED:
         i, j = tile_at(number)
         place = tl.arange(0, BLOCK)
@@ -231,11 +233,10 @@ def _decode_kernel(
         value = tl.where(row < column, other, value)
         on = tl.load(diagonal + matrix * n + row, mask=row < n, other=0.0)
         value = tl.where(row == column, on, value)
-        tl.store(out + row * n + column, value, mask=(row < n) & (column < n))
+        tl.store(out + row * row_stride + column, value, mask=(row < n) & (column < n))
         row, column = j * BLOCK + place[:, None], i * BLOCK + place[None, :]
-        tl.store(
-            out + row * n + column, other, mask=(row // BLOCK < column // BLOCK) & (column < n)
-        )
+        mask = (row // BLOCK < column // BLOCK) & (column < n)
+        tl.store(out + row * row_stride + column, other, mask=mask)
     else:
         blocks = (n + BLOCK - 1) // BLOCK
         row = (number // blocks * ROWS + tl.arange(0, ROWS))[:, None]
@@ -250,7 +251,7 @@ def _decode_kernel(
                 value = tl.where(row < column, 0.0, value)
             on = tl.load(diagonal + matrix * n + row, mask=row < n, other=0.0)
             value = tl.where(row == column, on, value)
-        tl.store(out + row * n + column, value, mask=mask)
+        tl.store(out + row * row_stride + column, value, mask=mask)
 
 
 def block_scales(X: Tensor, triangle: bool, block: int, tiled: bool) -> Tensor:
@@ -335,7 +336,8 @@ def nearest_codes(
     return codes
 
 
-def decode(
+def decode_(
+    out: Tensor,
     codes: Tensor,
     scales: Tensor,
     tops: Tensor,
@@ -344,10 +346,11 @@ def decode(
     bits: int,
     mapping: str,
     block: int,
-) -> Tensor:
-    """D on a stack: (k, n, n) float32.
+) -> None:
+    """D on a stack.
 
     Args:
+        out: Takes it, (k, n, n) float32; its rows may be apart.
         codes: (k, tiles, block, bytes), or (k, n, bytes) by rows.
         scales: Codes of the scales, (k, blocks).
         tops: Scales of these.
@@ -358,10 +361,8 @@ def decode(
         block: Elements of a block.
     """
     tiled = codes.dim() == 4
-    k = len(codes)
-    n = codes.shape[1] if diagonal is None else diagonal.shape[1]
+    k, n, _ = out.shape
     runs, count = _counts(n, block, tiled)
-    out = torch.empty(k, n, n, dtype=torch.float32, device=codes.device)
     launch(
         _decode_kernel,
         (runs, k),
@@ -375,6 +376,7 @@ def decode(
         n,
         count,
         tops.shape[1],
+        *out.stride()[:2],
         MIRRORED=mirrored,
         TRIANGLE=diagonal is not None,
         BITS=bits,
@@ -382,7 +384,6 @@ def decode(
         TILED=tiled,
         ROWS=_BY_ROWS,
     )
-    return out
 
 
 def _counts(n: int, block: int, tiled: bool) -> tuple[int, int]:

@@ -51,10 +51,15 @@ def nearest_code(value, scale, borders, BITS: tl.constexpr):
     """The code of values (rows, columns), of which every row is a block with a scale."""
     # The division is IEEE's: an approximate one would move values over a border.
     value = tl.div_rn(value, tl.where(scale == 0.0, 1.0, scale)[:, None] + tl.zeros_like(value))
+    # How many borders lie below the value: all are asked where they are few, else by bisection.
     code = tl.zeros(value.shape, dtype=tl.int32)
-    for i in tl.static_range(BITS):  # bisection: how many borders lie below the value
-        border = tl.load(borders + code + (2 ** (BITS - 1 - i) - 1))
-        code = tl.where(value > border, code + 2 ** (BITS - 1 - i), code)
+    if BITS <= 4:
+        for i in tl.static_range(2**BITS - 1):
+            code += (value > tl.load(borders + i)).to(tl.int32)
+    else:
+        for i in tl.static_range(BITS):
+            border = tl.load(borders + code + (2 ** (BITS - 1 - i) - 1))
+            code = tl.where(value > border, code + 2 ** (BITS - 1 - i), code)
     return code
 
 

@@ -1,0 +1,134 @@
+"""New state in the place of old, where it is finite: two launches, however many tensors it has."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kronbit.kernels.launch import launch
+
+MOST = 4  # tensors of a statistic, or of a root
+_ELEMENTS = 4096  # per program, at once
+_PROGRAMS = 64  # per row, at most
+_TENSORS = [f"{kind}{i}" for kind in ("old", "new") for i in range(MOST)]
+_LENGTHS = [f"length{i}" for i in range(MOST)]
+
+
+@triton.jit
+def _is_finite(new, length, ELEMENTS: tl.constexpr):
+    """Whether a program's share of a row of float32 numbers is: 1 or 0."""
+    new = new.to(tl.pointer_type(tl.int32), bitcast=True)
+    new += tl.program_id(1).to(tl.int64) * length
+    worst = tl.zeros((ELEMENTS,), dtype=tl.int32)
+    for start in range(tl.program_id(0) * ELEMENTS, length, tl.num_programs(0) * ELEMENTS):
+        place = start + tl.arange(0, ELEMENTS)
+        bits = tl.load(new + place, mask=place < length, other=0)
+        worst = tl.maximum(worst, bits & 0x7FFFFFFF)
+    # As integers, magnitudes sort as they do; infinity and NaN are the largest.
+    return (tl.max(worst) < 0x7F800000).to(tl.int32)
+
+
+@triton.jit(do_not_specialize=_LENGTHS, do_not_specialize_on_alignment=["accepted", *_TENSORS])
+def _finite_kernel(
+    accepted,
+    new0,
+    new1,
+    new2,
+    new3,
+    length0,
+    length1,
+    length2,
+    length3,
+    ELEMENTS: tl.constexpr,
+    COUNT: tl.constexpr,
+):
+    """Refuse a row if it is not finite."""
+    good = _is_finite(new0, length0, ELEMENTS)
+    if COUNT > 1:
+        good &= _is_finite(new1, length1, ELEMENTS)
+    if COUNT > 2:
+        good &= _is_finite(new2, length2, ELEMENTS)
+    if COUNT > 3:
+        good &= _is_finite(new3, length3, ELEMENTS)
+    if good == 0:  # whoever writes it, it is zero
+        tl.store(accepted + tl.program_id(1), 0)
+
+
+@triton.jit
+def _copy(old, new, length, WORDS: tl.constexpr, ELEMENTS: tl.constexpr):
+    """A program's share of a row, as words of four bytes or as bytes."""
+    if WORDS:
+        old = old.to(tl.pointer_type(tl.int32), bitcast=True)
+        new = new.to(tl.pointer_type(tl.int32), bitcast=True)
+    else:
+        old = old.to(tl.pointer_type(tl.uint8), bitcast=True)
+        new = new.to(tl.pointer_type(tl.uint8), bitcast=True)
+    first = tl.program_id(1).to(tl.int64) * length
+    for start in range(tl.program_id(0) * ELEMENTS, length, tl.num_programs(0) * ELEMENTS):
+        place = start + tl.arange(0, ELEMENTS)
+        value = tl.load(new + first + place, mask=place < length, other=0)
+        tl.store(old + first + place, value, mask=place < length)
+
+
+@triton.jit(do_not_specialize=_LENGTHS, do_not_specialize_on_alignment=["accepted", *_TENSORS])
+def _copy_kernel(
+    accepted,
+    old0,
+    old1,
+    old2,
+    old3,
+    new0,
+    new1,
+    new2,
+    new3,
+    length0,
+    length1,
+    length2,
+    length3,
+    WORDS: tl.constexpr,
+    ELEMENTS: tl.constexpr,
+    COUNT: tl.constexpr,
+):
+    """Copy a row of all tensors, if it is accepted."""
+    if tl.load(accepted + tl.program_id(1)) == 0:
+        return
+    _copy(old0, new0, length0, WORDS, ELEMENTS)
+    if COUNT > 1:
+        _copy(old1, new1, length1, WORDS, ELEMENTS)
+    if COUNT > 2:
+        _copy(old2, new2, length2, WORDS, ELEMENTS)
+    if COUNT > 3:
+        _copy(old3, new3, length3, WORDS, ELEMENTS)
+
+
+def replace_rows_(old: Sequence[Tensor], new: Sequence[Tensor], accepted: Tensor) -> None:
+    """What ``kronbit.factors.stack.replace_rows_`` does by torch, on one device.
+
+    Args:
+        old: Up to ``MOST`` tensors, contiguous.
+        new: Those that shall take their places.
+        accepted: bool (rows,), contiguous; in the end, False where they are not finite, too.
+    """
+    old, new = list(old), [tensor.contiguous() for tensor in new]
+    flags = accepted.view(torch.uint8)
+
+    def over_rows(kernel: Any, lists: list[list[Tensor]], size: int, **constants: Any) -> None:
+        """Launch a kernel on tensors whose rows have elements of some size."""
+        lengths = [own.nbytes // len(own) // size for own in lists[0]]
+        programs = min(_PROGRAMS, -(-max(lengths) // _ELEMENTS))
+        unused = MOST - len(lengths)
+        arguments: list[Any] = []
+        for own in lists:
+            arguments += own + own[:1] * unused
+        arguments += lengths + lengths[:1] * unused
+        constants |= {"ELEMENTS": _ELEMENTS, "COUNT": len(lengths)}
+        launch(kernel, (programs, len(flags)), flags, *arguments, **constants)
+
+    over_rows(_finite_kernel, [[own for own in new if own.is_floating_point()]], 4)
+    words = all(own.data_ptr() % 4 == 0 == own.nbytes // len(own) % 4 for own in (*old, *new))
+    over_rows(_copy_kernel, [old, new], 4 if words else 1, WORDS=words)

@@ -1,0 +1,53 @@
+"""New state in the place of old: by kernels as by torch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from kronbit.factors import stack
+
+LENGTHS = {"codes": (9000,), "scales": (17, 4), "diagonal": (5000,), "tops": (3,)}
+
+
+def leaves(rows: int, seed: int, odd: bool) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    found = {}
+    for name, shape in LENGTHS.items():
+        if name in ("diagonal", "tops"):
+            found[name] = torch.randn(rows, *shape, generator=generator)
+        else:
+            size = (rows, *shape[:-1], shape[-1] + odd)
+            found[name] = torch.randint(256, size, generator=generator).to(torch.uint8)
+    return found
+
+
+@pytest.mark.parametrize("way", ["device", "kernels"])
+@pytest.mark.parametrize("odd", [False, True])
+@pytest.mark.parametrize("count", [1, 4])
+def test_rows_that_are_not_finite_stay(
+    count: int, odd: bool, way: str, device: torch.device, request: pytest.FixtureRequest
+) -> None:
+    """So do those that nobody trusts; all others are replaced, neighbours are not touched."""
+    request.getfixturevalue(way)
+    names = ["diagonal"] if count == 1 else list(LENGTHS)
+    old, new = ({name: leaves(6, seed, odd)[name] for name in names} for seed in (1, 2))
+    new["diagonal"][1, 4999] = torch.nan
+    new[names[-1]][2, 0] = -torch.inf
+    new["diagonal"][3, 0] = torch.finfo(torch.float32).max
+    trusted = torch.tensor([True, True, True, True, False, True])
+    expected = torch.tensor([True, False, False, True, False, True])
+    replaced = (expected & (torch.arange(6) < 5)).tolist()
+    wanted = {
+        name: torch.stack([(new if good else old)[name][row] for row, good in enumerate(replaced)])
+        for name in names
+    }
+    accepted = trusted.to(device)
+    found, fresh = ({name: own.to(device) for name, own in x.items()} for x in (old, new))
+    part = {name: tensor[:5] for name, tensor in found.items()}
+    part["another"] = torch.zeros(5, device=device)
+    stack.replace_rows_(part, {name: own[:5] for name, own in fresh.items()}, accepted[:5])
+    assert torch.equal(accepted.cpu(), expected)
+    for name, tensor in found.items():
+        assert torch.equal(tensor.cpu(), wanted[name]), name

@@ -2,6 +2,7 @@
 
 from kronbit.algorithms import CASPR, KFAC, AdaBK, Shampoo
 from kronbit.config import Config
+from kronbit.distributed.consolidation import consolidate_state_dict, load_consolidated
 from kronbit.estimate import estimate_memory
 from kronbit.quantization import Quantized, Quantizer
 from kronbit.routing import param_groups
@@ -16,6 +17,8 @@ __all__ = [
     "Quantized",
     "Quantizer",
     "Shampoo",
+    "consolidate_state_dict",
     "estimate_memory",
+    "load_consolidated",
     "param_groups",
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
@@ -36,6 +36,9 @@ class Shampoo(SecondOrder):
             ``"adamw"``, ``"nadamw"``, ``"adagrad"``, ``"rmsprop"``, ``"adamw8bit"``,
             ``"schedulefree-adamw"``, ``"schedulefree-sgd"``), a class, an import path, or a ready
             optimizer (``params`` may be left out then). Default: ``"adamw"``.
+        process_group: Ranks that hold the same parameters and gradients, and share out updates and
+            refreshes; ``None``: all, if torch's distributed package is initialised; ``False``: this
+            one works for itself. Of sharded parameters (FSDP2), their mesh says it.
         **options: The fields of ``kronbit.Config``; everything else goes to the base.
     """
 
@@ -83,8 +86,7 @@ class KFAC(SecondOrder):
         shared: ``"expand"``: every token, and every place of a convolution, is an x and a y.
             ``"reduce"``: every example is one, with the mean of x and the sum of y.
         grad_scaler: The scaler of the loss, if there is one: its scale is undone.
-        process_group: Ranks over which statistics are averaged; ``None``: all, if torch's
-            distributed package is initialised.
+        process_group: As for ``Shampoo``; statistics are averaged over these ranks, too.
         **options: As for ``Shampoo``, but layers are not cut: one with a side above ``max_order``
             is left to the base. Other defaults: ``exponent=-1``, ``damping=0.1``, ``beta=0.9``,
             ``start=0``, ``update_every=200``, ``refresh_every=2000``, ``max_order=16384``; with
@@ -102,11 +104,11 @@ class KFAC(SecondOrder):
         model: nn.Module,
         shared: str = "expand",
         grad_scaler: torch.amp.GradScaler | None = None,
-        process_group: ProcessGroup | None = None,
+        process_group: ProcessGroup | Literal[False] | None = None,
         **options: Any,
     ) -> None:
         self._watched = model, shared, grad_scaler, process_group
-        super().__init__(params, base, **options)
+        super().__init__(params, base, process_group=process_group, **options)
 
     def _make_statistics(self) -> ActivationStatistics:
         return ActivationStatistics(*self._watched, int(self.config.workspace_mb * 2**20))

@@ -7,10 +7,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import chain, groupby
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
 
 from kronbit.acceleration import has_kernels
 from kronbit.config import Config, Format
-from kronbit.factors import Factors
+from kronbit.factors import Batch, Factors
 from kronbit.groups import Due, Group
 from kronbit.linalg import thousands
 from kronbit.roots import LEAST_RIDGE
@@ -75,6 +79,27 @@ class Part:
         """The rows with a larger damping."""
         damping = max(self.config.damping, LEAST_RIDGE) * factor
         return replace(self, config=replace(self.config, damping=damping))
+
+
+class Portion(NamedTuple):
+    """What an update or a refresh does at once.
+
+    Attributes:
+        parts: Rows of one format, with their options.
+        batch: Their state.
+        owners: The member of each row, on the device.
+    """
+
+    parts: Sequence[Part]
+    batch: Batch
+    owners: Tensor
+
+    @classmethod
+    def of(cls, parts: Sequence[Part]) -> Portion:
+        """Look up the rows."""
+        batch = Batch([(part.factors, part.rows) for part in parts])
+        owners = [part.group.owner[part.rows] for part in parts]
+        return cls(parts, batch, owners[0] if len(owners) == 1 else torch.cat(owners))
 
 
 def due_parts(groups: Sequence[Group], due: Mapping[int, Due]) -> Iterator[Part]:

@@ -6,9 +6,9 @@ become floats, and float32 scales under bf16 parameters would be rounded. So loa
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -67,6 +67,11 @@ class Checkpoint:
 
     groups: list[dict[str, Any]]
     entries: dict[Tensor, Entry]
+
+    def without_blocks_of(self, params: Iterable[Tensor]) -> Checkpoint:
+        """What is left for a rank that does not have the blocks of some parameters."""
+        others = {p: replace(self.entries[p], blocks={}) for p in params}
+        return replace(self, entries={**self.entries, **others})
 
 
 def read(

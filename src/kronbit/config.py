@@ -111,6 +111,9 @@ class Config:
         offload_statistics: True keeps the statistics of parameters on a GPU in the host's memory
             (pinned); updates and refreshes stream them through the workspace. The inverse roots,
             which every step needs, stay on the GPU.
+        shard_state: True, where ranks hold the same parameters (DistributedDataParallel): the state
+            of each parameter is on one of them, which sends its G̃ to the others at every step.
+            Least memory; ``kronbit.consolidate_state_dict`` takes the place of ``state_dict()``.
         keep_gradients: True gives the gradients back unchanged after the step, at the price of a
             copy of them.
         cuda_graph: Whether the ordinary step on a GPU, and the factorisation inside of updates, are
@@ -147,6 +150,7 @@ class Config:
     precondition: bool = True
     workspace_mb: float = 256
     offload_statistics: bool = False
+    shard_state: bool = False
     keep_gradients: bool = False
     cuda_graph: bool = True
     nonfinite: str = "zero"
@@ -193,6 +197,7 @@ class Config:
         _choice("precondition", self.precondition, (True, False))
         _number("workspace_mb", self.workspace_mb, 0, math.inf)
         _choice("offload_statistics", self.offload_statistics, (True, False))
+        _choice("shard_state", self.shard_state, (True, False))
         _choice("keep_gradients", self.keep_gradients, (True, False))
         _choice("cuda_graph", self.cuda_graph, (True, False))
         _choice("nonfinite", self.nonfinite, ("zero", "pass", "raise"))
@@ -328,7 +333,14 @@ def take_options(
 
 
 GLOBAL_OPTIONS = frozenset(
-    {"workspace_mb", "offload_statistics", "keep_gradients", "cuda_graph", "nonfinite"}
+    {
+        "workspace_mb",
+        "offload_statistics",
+        "shard_state",
+        "keep_gradients",
+        "cuda_graph",
+        "nonfinite",
+    }
 )
 OPTIONS = tuple(field.name for field in fields(Config))
 GROUP_OPTIONS = tuple(name for name in OPTIONS if name not in GLOBAL_OPTIONS)

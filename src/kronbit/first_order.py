@@ -6,7 +6,6 @@ import difflib
 import importlib
 import importlib.util
 import inspect
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -15,7 +14,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from kronbit.config import FORMAT_KEY, OPTIONS
-from kronbit.report import parameter_name
 
 BaseFactory: TypeAlias = Callable[..., Optimizer]
 
@@ -140,28 +138,6 @@ def _check(optimizer: Optimizer) -> None:
         raise TypeError(
             f"{name} keeps an option {clash[0]!r} of its own in the param groups, where kronbit "
             "has one of that name: the two cannot be told apart"
-        )
-    for index, group in enumerate(optimizer.param_groups):
-        for number, p in enumerate(group["params"]):
-            refuse_sharded(parameter_name(group, index, number), p)
-
-
-def refuse_sharded(name: str, p: Tensor) -> None:
-    """Raise if a rank holds a part of a parameter only.
-
-    Args:
-        name: What the parameter is called.
-        p: The parameter.
-
-    Raises:
-        TypeError: If so.
-    """
-    module = sys.modules.get("torch.distributed.tensor")  # who has a DTensor has imported it
-    if module is not None and isinstance(p, module.DTensor):
-        raise TypeError(
-            f"{name} is a DTensor, of which this rank holds a part (FSDP2, tensor parallelism): "
-            "that is not supported yet; use DistributedDataParallel, or leave the parameter to an "
-            "optimizer of its own"
         )
 
 

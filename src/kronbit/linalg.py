@@ -307,13 +307,16 @@ def power_iteration(A: Tensor, factors: Tensor | None = None, steps: int = 10) -
 
         return power.power_iteration(A, factors, steps, _UNSCALED)
     start = A.diagonal(dim1=-2, dim2=-1).argmax(-1, keepdim=True)
-    x = torch.zeros_like(A[..., :1]).scatter_(-2, start.unsqueeze(-1), 1.0)
+    # Twice the vector: torch multiplies one with a single matrix in another way than with several,
+    # but what comes of a matrix must not depend on those that it shares a batch with.
+    x = A.new_zeros(*A.shape[:-1], 2).scatter_(-2, start.unsqueeze(-1).expand(-1, 1, 2), 1.0)
     for step in range(1, steps + 1):
-        x = A @ x * factors[:, None, None]
+        x = torch.bmm(A, x) * factors[:, None, None]
         if step % _UNSCALED == 0:
             x /= _nonzero(torch.linalg.vector_norm(x, dim=-2, keepdim=True))
-    y = A @ x * factors[:, None, None]
-    return (x * y).sum((-2, -1)).abs_() / _nonzero((x * x).sum((-2, -1)))
+    y = torch.bmm(A, x) * factors[:, None, None]
+    x, y = x[..., 0], y[..., 0]
+    return (x * y).sum(-1).abs_() / _nonzero((x * x).sum(-1))
 
 
 @full_precision()

@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from operator import itemgetter
-from typing import Any, ClassVar, overload
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, overload
 
 import torch
 from torch import Tensor
@@ -23,6 +23,8 @@ from kronbit.config import (
     Config,
     take_options,
 )
+from kronbit.distributed.placements import refuse
+from kronbit.distributed.ranks import Ranks, find_ranks
 from kronbit.first_order import BaseFactory
 from kronbit.gradients import copied, inspect, plain_dtypes
 from kronbit.nonfinite import NonfiniteGuard
@@ -31,7 +33,10 @@ from kronbit.replay import refuse_capture
 from kronbit.rules import Algorithm
 from kronbit.state import BaseLink, Binding, blocks_of
 from kronbit.statistics import GradientStatistics, Statistics
-from kronbit.work import Itinerary, Present, Work, measure, updated_next
+from kronbit.work import Itinerary, Present, Work, measure, refuse_nonfinite, updated_next
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 _OPTIONS = itemgetter(*GROUP_OPTIONS)
 
@@ -52,9 +57,12 @@ class SecondOrder(Around):
         self,
         params: Optimizer | Iterable[Any] | None = None,
         base: str | BaseFactory | Optimizer | None = None,
+        *,
+        process_group: ProcessGroup | Literal[False] | None = None,
         **options: Any,
     ) -> None:
         self.config = take_options(options, self.algorithm.options)
+        self._process_group = process_group
         self.base = first_order.resolve(params, base, options)
         self._statistics = self._make_statistics()
         self._adopt(self.base.param_groups)
@@ -63,8 +71,8 @@ class SecondOrder(Around):
             FORMAT_KEY: FORMAT,
             STATISTICS_KEY: self._statistics.name,
         }
-        for group in self.base.param_groups:
-            self._check_group(group)  # before anything is changed
+        for index, group in enumerate(self.base.param_groups):
+            self._check_group(group, index)  # before anything is changed
         super().__init__(self.base.param_groups, {**self.base.defaults, **self._group_defaults})
         self._start_unplanned()
         self._join_base_states()
@@ -79,6 +87,7 @@ class SecondOrder(Around):
 
     def _start_unplanned(self) -> None:
         """Nothing derived is known: the next step plans from ``param_groups`` and ``state``."""
+        self._known_ranks: Ranks | None = None
         self._plan: Plan | None = None
         self._binding = Binding()
         self._itinerary: Itinerary | None = None
@@ -92,14 +101,14 @@ class SecondOrder(Around):
         """Add a group to F; it may override our options for its parameters."""
         if isinstance(param_group, dict) and isinstance(param_group["params"], Iterator):
             param_group["params"] = list(param_group["params"])  # to be read twice
-        self._check_group(param_group)
+        self._check_group(param_group, len(self.param_groups))
         self.base.add_param_group(param_group)
         self._complete_groups()
         if "_plan" in self.__dict__:  # else it is under construction
             self._adopt(self.param_groups)
             self._expect_statistics()
 
-    def _check_group(self, group: Mapping[str, Any]) -> None:
+    def _check_group(self, group: Mapping[str, Any], index: int) -> None:
         """Refuse bad options, and options that do not suit the group's parameters."""
         if not isinstance(group, Mapping):
             raise TypeError(f"a param group must be a dict; got {type(group).__name__}")
@@ -108,7 +117,9 @@ class SecondOrder(Around):
         for number, item in enumerate([params] if isinstance(params, Tensor) else params):
             p = item[1] if isinstance(item, tuple) else item  # named or not
             if isinstance(p, Tensor):
-                first_order.refuse_sharded(f"parameter {number} of a group", p)
+                if config.precondition:
+                    name = report.parameter_name(group, index, number)
+                    refuse(name, p, self._statistics.takes_shards)
                 self._statistics.route(p, config)
 
     def _complete_groups(self) -> None:
@@ -141,25 +152,27 @@ class SecondOrder(Around):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        itinerary, present = self._prepare(self._present())
+        present = self._present()
         keep = self.config.keep_gradients
-        with copied(itinerary.params) if keep else nullcontext(present.grads) as grads:
-            with self._statistics.matrices(itinerary, grads) as matrices:
-                dtypes = present.dtypes if matrices is present.grads else plain_dtypes(matrices)
-                for work in self._measured(itinerary, matrices, dtypes):
-                    preconditioner = work.preconditioner
-                    # t % T1 = 0: L ← PU(L, G Gᵀ), R ← PU(R, Gᵀ G), or what M is elsewhere
-                    due = work.due(Config.updates_at)
-                    if due:
-                        source = self._statistics.source(work, due)
-                        preconditioner.update(work.measured.finite, source)
-                    # t % T2 = 0: L̂ ← PIRU(L), R̂ ← PIRU(R)
-                    due = work.due(Config.refreshes_at)
-                    if due:
-                        preconditioner.refresh(work.measured, due)
-                        work.note_products(due)
-                    # Ĝ = L̂ G R̂, and G̃ = Ĝ ‖G‖ / ‖Ĝ‖ in the place of G. While L̂ = R̂ = I, G̃ is G.
-                    preconditioner.precondition(work.measured)
+        with copied(present.params) if keep else nullcontext(present.grads) as grads:
+            with self._ranks.whole(present._replace(grads=grads)) as whole:
+                itinerary, whole = self._prepare(whole)
+                with self._statistics.matrices(itinerary, whole.grads) as matrices:
+                    dtypes = whole.dtypes if matrices is whole.grads else plain_dtypes(matrices)
+                    for work in self._measured(itinerary, matrices, dtypes):
+                        preconditioner = work.preconditioner
+                        # t % T1 = 0: L ← PU(L, G Gᵀ), R ← PU(R, Gᵀ G), or what M is elsewhere
+                        due = work.due(Config.updates_at)
+                        if due:
+                            source = self._statistics.source(work, due)
+                            preconditioner.update(work.measured, source)
+                        # t % T2 = 0: L̂ ← PIRU(L), R̂ ← PIRU(R)
+                        due = work.due(Config.refreshes_at)
+                        if due:
+                            preconditioner.refresh(work.measured, due)
+                            work.note_products(due)
+                        # Ĝ = L̂ G R̂, and G̃ = Ĝ ‖G‖ / ‖Ĝ‖ for G. While L̂ = R̂ = I, G̃ is G.
+                        preconditioner.precondition(work.measured)
             for entry in itinerary.entries:
                 entry["step"] += 1
             # W, s ← F(W, s, G̃)
@@ -242,7 +255,19 @@ class SecondOrder(Around):
         return plan
 
     def _make_plan(self, params: Iterable[tuple[Tensor, Config]]) -> Plan:
-        return Plan(params, self.algorithm, self.config, self._statistics.route)
+        ranks = self._ranks
+
+        def route(p: Tensor, config: Config) -> Blocking | str:
+            return self._statistics.route(p, config) if ranks.owns(p) else "another rank has it"
+
+        return Plan(params, self.algorithm, self.config, route, ranks.exchange)
+
+    @property
+    def _ranks(self) -> Ranks:
+        """The other ranks, looked for once; they must agree with this one."""
+        if self._known_ranks is None:
+            self._known_ranks = find_ranks(self)
+        return self._known_ranks
 
     def _measured(
         self, itinerary: Itinerary, grads: list[Tensor], dtypes: set[torch.dtype] | None
@@ -250,13 +275,7 @@ class SecondOrder(Around):
         """Norms and finiteness of all gradients, by device; raises if the user wants that."""
         works = measure(itinerary, grads, dtypes, self._guards, self.config)
         if self.config.nonfinite == "raise":
-            bad = [p for work in works for p in work.nonfinite()]
-            if bad:
-                raise FloatingPointError(
-                    f"{len(bad)} gradient(s) are not finite, that of {self._name(bad[0])} first, "
-                    f"at its step {self.state[bad[0]]['step'] + 1}; nothing was changed. With "
-                    "nonfinite='zero' the step would go on without them"
-                )
+            refuse_nonfinite(works, self._ranks.anyone, self._name)
         return works
 
     def _expect_statistics(self) -> None:
@@ -275,7 +294,17 @@ class SecondOrder(Around):
         self._base_link.join(self.state, self.base.state)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state: plain tensors keyed by parameter and block, and F's own under ``"base"``."""
+        """The state: plain tensors keyed by parameter and block, and F's own under ``"base"``.
+
+        Of sharded parameters, the blocks that this rank owns, as ``torch.distributed.checkpoint``
+        takes them; for one file, see ``kronbit.consolidate_state_dict``.
+        """
+        if self.config.shard_state:
+            self._ranks.refuse_partial_state()
+        return self._own_state_dict()
+
+    def _own_state_dict(self) -> dict[str, Any]:
+        """What this rank has."""
         self._complete_groups()
         self._join_base_states()
         return super().state_dict()
@@ -300,6 +329,7 @@ class SecondOrder(Around):
             state_dict = pre_hook(self, state_dict) or state_dict
         configs = [self._config_of(group) for group in self.param_groups]
         loaded = checkpoint.read(state_dict, self.param_groups, configs, self._statistics.name)
+        loaded = loaded.without_blocks_of(p for p in loaded.entries if not self._ranks.owns(p))
         base = checkpoint.BaseLoader(self.base, loaded)
         base.check()
         plan = self._make_plan(
@@ -332,7 +362,9 @@ class SecondOrder(Around):
 
     def __getstate__(self) -> dict[str, Any]:
         kept = ("defaults", "state", "base", "config", "_group_defaults", "_statistics")
-        return {name: getattr(self, name) for name in kept}
+        # Groups of ranks stay where they are.
+        group = False if self._process_group is False else None
+        return {**{name: getattr(self, name) for name in kept}, "_process_group": group}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

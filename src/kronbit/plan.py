@@ -12,6 +12,7 @@ from torch import Tensor
 from kronbit.acceleration import has_kernels
 from kronbit.blocking import Blocking
 from kronbit.config import CUT_OPTIONS, FORMAT_OPTIONS, Config
+from kronbit.distributed.exchange import Exchange
 from kronbit.factors import Factors
 from kronbit.groups import Member
 from kronbit.kernel_products import FLOAT32
@@ -51,6 +52,7 @@ class Plan:
         algorithm: Rule and root.
         options: ``workspace_mb`` and ``cuda_graph`` hold for all parameters.
         route: How a parameter is cut, or why it is left to F.
+        exchange: Shares work out among ranks that hold the same state.
     """
 
     def __init__(
@@ -59,6 +61,7 @@ class Plan:
         algorithm: Algorithm,
         options: Config,
         route: Callable[[Tensor, Config], Blocking | str],
+        exchange: Exchange,
     ) -> None:
         members: dict[torch.device, list[Member]] = {}
         dtypes: dict[torch.device, set[torch.dtype]] = {}
@@ -80,7 +83,9 @@ class Plan:
                     warm_up(device, algorithm, config, torch.bfloat16 if brain else torch.float32)
         workspace = int(options.workspace_mb * 2**20)
         self.preconditioners = {
-            device: Preconditioner(there, algorithm, workspace, options.cuda_graph, device)
+            device: Preconditioner(
+                there, algorithm, workspace, options.cuda_graph, device, exchange
+            )
             for device, there in members.items()
         }
 

@@ -1,6 +1,7 @@
 """Update, refresh, precondition: the algorithm on groups of blocks, chunked by a workspace.
 
-A preconditioner knows matrices and gradients. It does not know ranks, nor optimizers.
+A preconditioner knows matrices and gradients. It does not know optimizers; and of ranks, only that
+an exchange may tell it to do some of its rows.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, 
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, count, islice
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -22,12 +23,14 @@ from kronbit.batches import (
     UPDATE,
     Cost,
     Part,
+    Portion,
     batches,
     due_parts,
     refresh_cost,
 )
 from kronbit.config import Turn
-from kronbit.factors import Batch
+from kronbit.distributed.exchange import Alone, Exchange
+from kronbit.factors import is_root, is_statistic
 from kronbit.gradients import GradientBlocks
 from kronbit.groups import Due, Group, Member, chunks, make_groups
 from kronbit.kernel_products import KernelProducts
@@ -43,6 +46,7 @@ if TYPE_CHECKING:
 
 _REMEMBERED_WAVES = 16
 _REMEMBERED_CUTS = 256
+_ALONE = Alone()
 
 
 @dataclass(frozen=True)
@@ -64,27 +68,6 @@ class Wave:
     fits: bool
 
 
-class Portion(NamedTuple):
-    """What an update or a refresh does at once.
-
-    Attributes:
-        parts: Rows of one format, with their options.
-        batch: Their state.
-        owners: The member of each row, on the device.
-    """
-
-    parts: Sequence[Part]
-    batch: Batch
-    owners: Tensor
-
-    @classmethod
-    def of(cls, parts: Sequence[Part]) -> Portion:
-        """Look up the rows."""
-        batch = Batch([(part.factors, part.rows) for part in parts])
-        owners = [part.group.owner[part.rows] for part in parts]
-        return cls(parts, batch, owners[0] if len(owners) == 1 else torch.cat(owners))
-
-
 class Preconditioner:
     """Second-order state of the parameters on one device, its members.
 
@@ -94,6 +77,7 @@ class Preconditioner:
         workspace: Bound of transient memory in bytes.
         graphs: Whether launches may be CUDA graphs.
         device: Where the parameters live.
+        exchange: Shares updates and refreshes out among ranks that hold the same state.
 
     Attributes:
         refreshed: Members with a root that is not the identity. The others' G̃ is G, to the bit:
@@ -113,7 +97,9 @@ class Preconditioner:
         workspace: int,
         graphs: bool,
         device: torch.device,
+        exchange: Exchange = _ALONE,
     ) -> None:
+        self.exchange = exchange
         self.members, self.rule, self.workspace = tuple(members), algorithm.rule, workspace
         self.groups = make_groups(members, device)
         self.refreshed: set[int] = set()
@@ -144,13 +130,18 @@ class Preconditioner:
     # ------------------------------------------------------------------------ statistics, roots
 
     @full_precision()
-    def update(self, finite: Tensor, source: Source) -> None:
+    def update(self, measured: Measured, source: Source) -> None:
         """PU for L and R with their M. Waits for the device.
 
         Args:
-            finite: bool (members,): whose gradient is finite. Statistics of the others stay.
+            measured: The members' gradients. Statistics of those that are not finite stay.
             source: Members to update, with their options and blocks, and M.
         """
+        with self.exchange.shared(self, source.due, measured.norms, is_statistic):
+            self._update_own(measured.finite, source)
+
+    def _update_own(self, finite: Tensor, source: Source) -> None:
+        """PU of the rows that this rank does."""
         if self._chain is None and has_kernels(self.device):
             from kronbit.kernels.cholesky import Chain
 
@@ -225,11 +216,13 @@ class Preconditioner:
     ) -> list[Portion]:
         """Cut all rows that are due. Recent cuts are remembered: the GPU waits for the first."""
         # Options by identity, which is quick; as long as the cut is remembered, they live.
-        key = cost, *((i, id(own.config), own.turns) for i, own in due.items())
+        dues = ((i, id(own.config), own.turns) for i, own in due.items())
+        key = cost, self.exchange.divides, *dues
         if key not in self._cuts:
             if len(self._cuts) == _REMEMBERED_CUTS:
                 self._cuts.pop(next(iter(self._cuts)))
-            self._cuts[key] = list(self._cut(due_parts(self.groups, due), cost, mixed))
+            own = self.exchange.own(due_parts(self.groups, due))
+            self._cuts[key] = list(self._cut(own, cost, mixed))
         return self._cuts[key]
 
     @full_precision()
@@ -243,6 +236,19 @@ class Preconditioner:
             measured: The members' gradients, on which products in less than float32 are tried.
             due: Members to refresh, with their options and blocks.
         """
+        with self.exchange.shared(self, due, measured.norms, is_root):
+            self._refresh_own(due)
+        staggered = {i for i, own in due.items() if own.turns is not None}
+        known = set(self.refreshed)
+        self.find_refreshed(due.keys() - staggered)
+        self.find_refreshed(staggered, whole=True)
+        # Staggered blocks are compared together, at the turn of the last.
+        last = {i for i in staggered if self.turns[i][-1] in (due[i].turns or ())}
+        new = self.refreshed - known
+        self.products.choose(measured, [i for i in due if i not in staggered - last - new], new)
+
+    def _refresh_own(self, due: Mapping[int, Due]) -> None:
+        """PIRU of the rows that this rank does."""
         failed = self._refresh(self._first_refreshes(due))
         for number in count():
             again = []
@@ -253,14 +259,6 @@ class Preconditioner:
             if not again:
                 break
             failed = self._refresh(self._cut(again, refresh_cost, self._may_share))
-        staggered = {i for i, own in due.items() if own.turns is not None}
-        known = set(self.refreshed)
-        self.find_refreshed(due.keys() - staggered)
-        self.find_refreshed(staggered, whole=True)
-        # Staggered blocks are compared together, at the turn of the last.
-        last = {i for i in staggered if self.turns[i][-1] in (due[i].turns or ())}
-        new = self.refreshed - known
-        self.products.choose(measured, [i for i in due if i not in staggered - last - new], new)
 
     def _refresh(self, portions: Iterable[Portion]) -> list[Part]:
         """PIRU of some rows; returns those whose new root is not finite: they keep the old one."""

@@ -16,6 +16,7 @@ from kronbit.acceleration import has_kernels
 if TYPE_CHECKING:
     from kronbit.kernels.split import Split
 
+_TINY = 16
 _LEAST_EXPONENT = -126  # of float32: what is smaller has lost its bits already
 
 # A stack of matrices (k, rows, columns). Transposed by ``.mT``; in float32 by ``.float()``.
@@ -69,6 +70,13 @@ def multiply(
         assert not isinstance(B, Tensor), "both operands are on the same device"
         return matmul.multiply(A, B, C, alpha, beta, symmetric, out, triangular=triangular)
     assert isinstance(B, Tensor), "both operands are on the same device"
+    if A.dtype == torch.float32 and max(*A.shape[1:], B.shape[-1]) < _TINY:
+        # CPUs multiply tiny matrices in a way that depends on where they lie in memory, and so on
+        # those that they share a batch with. That ends below float32's last bit.
+        wide = multiply(
+            A.double(), B.double(), None if C is None else C.double(), alpha=alpha, beta=beta
+        )
+        return wide.float() if out is None else out.copy_(wide)
     if C is None:
         product = torch.bmm(A, B) if out is None else torch.bmm(A, B, out=out)
         return product if alpha == 1 else product.mul_(alpha)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
-import torch
 from torch import Tensor
+
+from kronbit.products import multiply
 
 _GRAFT_FLOOR = 1e-12
 
@@ -44,7 +45,10 @@ def combine(rule: Rule, L: Tensor, G: Tensor, R: Tensor) -> Tensor:
     """Ĝ on stacks L̂ (k, m, m), G (k, m, n), R̂ (k, n, n)."""
     X = G
     for by in rule:
-        X = torch.baddbmm(L @ X, X, R) if by == (True, True) else L @ X if by.left else X @ R
+        if by.right:
+            X = multiply(X, R, multiply(L, X) if by.left else None)
+        else:
+            X = multiply(L, X)
     return X
 
 

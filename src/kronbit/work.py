@@ -307,6 +307,31 @@ def measure(
     return works
 
 
+def refuse_nonfinite(
+    works: Iterable[Work], anyone: Callable[[bool], bool], name: Callable[[Tensor], str]
+) -> None:
+    """Raise if a gradient is not finite, here or on a rank that waits for this one.
+
+    Args:
+        works: The step's.
+        anyone: Whether something is so on any of these ranks.
+        name: What a parameter is called.
+    """
+    bad = [(p, work) for work in works for p in work.nonfinite()]
+    if not anyone(bool(bad)):
+        return
+    where = "on another rank"
+    if bad:
+        p, work = bad[0]
+        own = zip(work.itinerary.params, work.itinerary.entries, strict=True)
+        entry = next(entry for other, entry in own if other is p)
+        where = f"that of {name(p)} first, at its step {entry['step'] + 1}"
+    raise FloatingPointError(
+        f"{len(bad) or 'some'} gradient(s) are not finite, {where}; nothing was changed. With "
+        "nonfinite='zero' the step would go on without them"
+    )
+
+
 def updated_next(
     groups: Iterable[Mapping[str, Any]],
     config_of: Callable[[Mapping[str, Any]], Config],

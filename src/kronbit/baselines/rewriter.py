@@ -17,11 +17,13 @@ from kronbit import first_order
 from kronbit.around import Around
 from kronbit.checkpoint import BaseLoader, Checkpoint, Entry
 from kronbit.config import Config
+from kronbit.distributed.placements import refuse
 from kronbit.factors import Layout, Leaves
 from kronbit.first_order import BaseFactory
 from kronbit.gradients import overlaps_itself
 from kronbit.nonfinite import elements
 from kronbit.precision import full_precision
+from kronbit.report import parameter_name
 from kronbit.rules import graft_scale
 from kronbit.state import checked_leaves
 
@@ -54,7 +56,9 @@ class Rewriter(Around, ABC):
                 f"{type(self.base).__name__} rewrites gradients already, and that is done once: "
                 f"give {type(self).__name__} a first-order optimizer"
             )
-        self.check()  # before anything is changed
+        for index, group in enumerate(self.base.param_groups):
+            self._check_group(group, index)  # before anything is changed
+        self.check()
         self.common: Leaves = {}
         self._skipped: Tensor | None = None
         super().__init__(self.base.param_groups, dict(self.base.defaults))
@@ -81,7 +85,16 @@ class Rewriter(Around, ABC):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group to F."""
+        if not isinstance(param_group["params"], Tensor):
+            param_group["params"] = list(param_group["params"])  # to be read twice
+        self._check_group(param_group, len(self.param_groups))
         self.base.add_param_group(param_group)
+
+    def _check_group(self, group: Mapping[str, Any], index: int) -> None:
+        params = group["params"]
+        for number, item in enumerate([params] if isinstance(params, Tensor) else params):
+            p = item[1] if isinstance(item, tuple) else item  # named or not
+            refuse(parameter_name(group, index, number), p, shards=False)
 
     @overload
     def step(self, closure: None = None) -> None: ...

@@ -50,7 +50,7 @@ class Triangle(NamedTuple):
 
     def trace(self) -> Tensor:
         """Of C Cᵀ, (k,)."""
-        return self.C.square().sum((-2, -1))
+        return self.C.square().sum(-1).sum(-1)  # one row's sum is not divided among threads
 
     def square(self) -> Tensor:
         """A = C Cᵀ."""

@@ -39,6 +39,11 @@ def is_root(name: str) -> bool:
     return name.startswith("root")
 
 
+def is_statistic(name: str) -> bool:
+    """The opposite."""
+    return not is_root(name)
+
+
 def decay_weights(beta: float) -> tuple[float, float]:
     """Weights of the old statistic and of M: (β, 1 - β), or a plain sum for β = 1."""
     return (1.0, 1.0) if beta == 1 else (beta, 1 - beta)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -70,19 +70,21 @@ class ActivationStatistics:
             ``"expand"`` makes rows of all of them, ``"reduce"`` one row of each example, its mean
             x and the sum of its y.
         grad_scaler: The scaler of the loss, if there is one: its scale is undone.
-        process_group: Ranks over which statistics are averaged; ``None``: all there are.
+        process_group: Ranks over which statistics are averaged; ``None``: all there are;
+            ``False``: they are not.
         workspace: Bound of copies of inputs, in bytes.
     """
 
     name = "activations"
     collects = True
+    takes_shards = False
 
     def __init__(
         self,
         model: nn.Module,
         shared: str = "expand",
         grad_scaler: torch.amp.GradScaler | None = None,
-        process_group: ProcessGroup | None = None,
+        process_group: ProcessGroup | Literal[False] | None = None,
         workspace: int = 2**28,
     ) -> None:
         if not isinstance(model, nn.Module):
@@ -231,9 +233,10 @@ class ActivationStatistics:
 
     def _share(self, layers: Sequence[Layer]) -> None:
         """Add up what all ranks have collected: all of them take part, whatever they have seen."""
-        if not (dist.is_available() and dist.is_initialized()):
+        group = self.process_group
+        if group is False or not (dist.is_available() and dist.is_initialized()):
             return
-        if dist.get_world_size(self.process_group) == 1 or not layers:
+        if dist.get_world_size(group) == 1 or not layers:
             return
         device = layers[0].weight.device
         own = [
@@ -241,10 +244,10 @@ class ActivationStatistics:
             for layer in layers
         ]
         rows = torch.tensor([one.rows for one in own], dtype=torch.int64, device=device)
-        dist.all_reduce(rows, group=self.process_group)
+        dist.all_reduce(rows, group=group)
         for layer, one, count in zip(layers, own, rows.tolist(), strict=True):
             for sums in (one.X, one.Y):
-                dist.all_reduce(sums, group=self.process_group)
+                dist.all_reduce(sums, group=group)
             one.rows = count
             if count:
                 self._collected[layer] = one

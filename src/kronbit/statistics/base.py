@@ -34,6 +34,8 @@ class Statistics(Protocol):
 
     # What checkpoints call them.
     name: str
+    # Whether gradients may be put together of rows that are on several ranks.
+    takes_shards: bool
 
     def adopt(self, params: Collection[Tensor]) -> None:
         """Learn which parameters are optimized and may be preconditioned."""

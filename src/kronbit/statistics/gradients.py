@@ -31,6 +31,7 @@ class GradientStatistics:
 
     name = "gradients"
     collects = False
+    takes_shards = True
 
     def __init__(self) -> None:
         self._tables: weakref.WeakKeyDictionary[Preconditioner, OuterProducts] = (

@@ -1,0 +1,87 @@
+"""One file for all ranks: the state of each put together, and taken apart again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from kronbit.distributed.placements import is_distributed
+
+if TYPE_CHECKING:
+    from kronbit.optimizer import SecondOrder
+
+
+def consolidate_state_dict(optimizer: SecondOrder) -> dict[str, Any]:
+    """The state of all ranks as one state dict, as a single process would have it.
+
+    All ranks that step together must call it. One parameter at a time is put together.
+
+    Args:
+        optimizer: The optimizer, with sharded parameters (FSDP2), ``shard_state=True``, or neither.
+
+    Returns:
+        On the first rank, the state dict, on the CPU; it can be saved by ``torch.save``, and loaded
+        by ``kronbit.load_consolidated`` on any number of ranks, or by ``load_state_dict`` in a
+        single process. On all others, an empty dict.
+    """
+    owners = optimizer._ranks.owners
+    own = optimizer._own_state_dict()
+    state: dict[Any, dict[str, Any]] = own["state"]
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    first = not dist.is_initialized() or dist.get_rank() == 0
+    for key, p in enumerate(params):
+        if key not in state:
+            continue
+        entry = {**state[key], "base": _whole(state[key]["base"])}
+        owner = None if owners is None else owners.owner(p)
+        if owners is not None and owner is not None:
+            first = owners.rank == 0
+            mine = {name: own for name, own in entry.items() if name not in ("step", "base")}
+            entry |= owners.sent_to_first(_on_cpu(mine), owner)
+        state[key] = _on_cpu(entry) if first else {}
+    return own if first else {}
+
+
+def load_consolidated(optimizer: SecondOrder, state_dict: Mapping[str, Any]) -> None:
+    """Load what ``consolidate_state_dict`` returned, on any number of ranks.
+
+    Args:
+        optimizer: The optimizer.
+        state_dict: The whole state dict, on every rank; ``torch.load(path, mmap=True)`` keeps it
+            out of memory.
+
+    Raises:
+        ValueError: If it does not fit; nothing has been changed then.
+    """
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    keys = [key for group in state_dict["param_groups"] for key in group["params"]]
+    state = dict(state_dict["state"])
+    for key, p in zip(keys, params, strict=False):  # the loader tells if they do not match
+        if key in state and is_distributed(p):
+            base = tree_map_only(Tensor, partial(_like, p), state[key]["base"])
+            state[key] = {**state[key], "base": base}
+    optimizer.load_state_dict({**state_dict, "state": state})
+
+
+def _whole(base: Mapping[str, Any]) -> Any:
+    """F's state with all rows. Waits for other ranks."""
+    return tree_map_only(Tensor, lambda x: x.full_tensor() if is_distributed(x) else x, dict(base))
+
+
+def _on_cpu(values: Any) -> Any:
+    return tree_map_only(Tensor, lambda x: x.detach().to("cpu", copy=True), values)
+
+
+def _like(p: Tensor, value: Tensor) -> Tensor:
+    """The rows of a tensor that this rank has of a parameter, if it is of its shape."""
+    from torch.distributed.tensor import distribute_tensor
+
+    if value.shape != p.shape or not is_distributed(p):
+        return value
+    whole = value.to(p.device)
+    return distribute_tensor(whole, p.device_mesh, p.placements, src_data_rank=None)

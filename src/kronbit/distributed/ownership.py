@@ -1,0 +1,140 @@
+"""State on one rank each: the owner of a parameter preconditions its whole gradient.
+
+Either parameters are sharded (FSDP2, HSDP): owners get the rows of their gradients from all ranks,
+and send them back preconditioned, by one uneven all-to-all each way. Or every rank has all
+gradients (``shard_state=True``): owners precondition theirs, and all ranks get them.
+
+Owners do what a single process does, on the same numbers: so the results are the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from kronbit.blocking import Blocking
+from kronbit.distributed.dividing import assign
+from kronbit.distributed.placements import local, placement_of, rows_on
+from kronbit.distributed.transport import exchange, gather
+from kronbit.gradients import plain_dtypes
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from kronbit.work import Present
+
+
+def cost(blocking: Blocking) -> int:
+    """Of the factors of a parameter: the cubes of their orders."""
+    return sum(len(grid) * sum(n**3 for n in grid.shape) for grid in blocking.grids)
+
+
+class Owners:
+    """Who owns which parameter.
+
+    Args:
+        group: The ranks among which parameters are shared out.
+        device: Where bytes travel.
+        workspace: Bound of transient memory in bytes.
+
+    Attributes:
+        sent: Bytes that this rank has sent to others, or received where all ranks get all.
+    """
+
+    def __init__(self, group: ProcessGroup, device: torch.device, workspace: int) -> None:
+        self.group, self._device, self._workspace = group, device, workspace
+        self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
+        self._owners: dict[Tensor, int] = {}
+        self.sent = 0
+
+    def share_out(self, params: Iterable[tuple[Tensor, Blocking]]) -> None:
+        """Find owners of preconditioned parameters, all at once: their costs are balanced."""
+        new = [(p, cost(blocking)) for p, blocking in params if p not in self._owners]
+        found = assign([own for _, own in new], self.ranks)
+        self._owners |= {p: owner for (p, _), owner in zip(new, found, strict=True)}
+
+    def owner(self, p: Tensor) -> int | None:
+        """The rank that owns a parameter, within the group; ``None``: every rank has its state."""
+        return self._owners.get(p)
+
+    def owns(self, p: Tensor) -> bool:
+        """Whether its state is here."""
+        return self._owners.get(p, self.rank) == self.rank
+
+    def anyone(self, flag: bool) -> bool:
+        """Whether it is so on any rank. Waits for the others."""
+        found = torch.tensor([int(flag)], device=self._device)
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=self.group)
+        return bool(found.item())
+
+    def sent_to_first(self, values: Any, owner: int) -> Any:
+        """What an owner has, on the first rank; nothing on all others. Waits for both."""
+        if owner == 0 or self.rank not in (0, owner):
+            return values if self.rank == owner == 0 else {}
+        box = [values]
+        first, last = (dist.get_global_rank(self.group, rank) for rank in (0, owner))
+        if self.rank == owner:
+            dist.send_object_list(box, first, group=self.group)
+            return {}
+        dist.recv_object_list(box, last, group=self.group)
+        return box[0]
+
+    @contextmanager
+    def whole(self, present: Present) -> Iterator[Present]:
+        """Show whole gradients where they are owned, and nothing of those that others own.
+
+        Afterwards, what stands there is in the gradients, wherever their parts are.
+        """
+        grads = [local(grad) for grad in present.grads]
+        plain = [grad.contiguous() for grad in grads]
+        sharded = [placement_of(p) is not None for p in present.params]
+        shown = list(plain)
+        parts: list[list[list[Tensor]]] = [[[] for _ in range(self.ranks)] for _ in range(2)]
+        theirs, mine = parts  # what others own of mine; what is mine of others
+        copies: list[list[Tensor]] = [[] for _ in range(self.ranks)]
+        for i, p in enumerate(present.params):
+            owner = self._owners.get(p)
+            if owner is None:
+                continue
+            if not sharded[i]:
+                copies[owner].append(plain[i])
+            else:
+                theirs[owner].append(plain[i])
+                if owner == self.rank:
+                    shown[i] = plain[i].new_empty(p.shape)
+                    for rank in range(self.ranks):
+                        rows = rows_on(rank, self.ranks, p.shape[0])
+                        mine[rank].append(shown[i][rows])
+            if owner != self.rank:
+                shown[i] = plain[i].new_empty(0)
+        rest = [
+            plain[i] for i, p in enumerate(present.params) if sharded[i] and p not in self._owners
+        ]
+        self._poison(rest)
+        if any(sharded):
+            self.sent += exchange(theirs, mine, self.group, self._device)
+        yield present._replace(grads=shown, dtypes=plain_dtypes(shown))
+        if any(sharded):
+            self.sent += exchange(mine, theirs, self.group, self._device)
+        if any(copies):
+            self.sent += gather(copies, self.group, self._device, self._workspace)
+        written = [(own, copy) for own, copy in zip(grads, plain, strict=True) if own is not copy]
+        if written:
+            torch._foreach_copy_([own for own, _ in written], [copy for _, copy in written])
+
+    def _poison(self, grads: Sequence[Tensor]) -> None:
+        """Where a part of a gradient is not finite, the whole is not: make that so on all ranks."""
+        grads = [grad for grad in grads if grad.is_floating_point()]
+        if not grads:
+            return
+        sizes = [grad.abs().amax() if grad.numel() else grad.new_zeros(()) for grad in grads]
+        good = torch.stack([torch.isfinite(size) for size in sizes]).to(self._device, torch.int32)
+        dist.all_reduce(good, dist.ReduceOp.MIN, group=self.group)
+        factors = torch.where(good.bool(), 1.0, torch.nan).to(grads[0].device)
+        for grad, factor in zip(grads, factors.unbind(), strict=True):
+            grad.mul_(factor)

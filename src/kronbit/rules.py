@@ -45,10 +45,7 @@ def combine(rule: Rule, L: Tensor, G: Tensor, R: Tensor) -> Tensor:
     """Ĝ on stacks L̂ (k, m, m), G (k, m, n), R̂ (k, n, n)."""
     X = G
     for by in rule:
-        if by.right:
-            X = multiply(X, R, multiply(L, X) if by.left else None)
-        else:
-            X = multiply(L, X)
+        X = multiply(X, R, multiply(L, X) if by.left else None) if by.right else multiply(L, X)
     return X
 
 

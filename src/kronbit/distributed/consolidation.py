@@ -33,14 +33,16 @@ def consolidate_state_dict(optimizer: SecondOrder) -> dict[str, Any]:
     own = optimizer._own_state_dict()
     state: dict[Any, dict[str, Any]] = own["state"]
     params = [p for group in optimizer.param_groups for p in group["params"]]
-    first = not dist.is_initialized() or dist.get_rank() == 0
+    if owners is not None:
+        first = owners.rank == 0
+    else:
+        first = not dist.is_initialized() or dist.get_rank() == 0
     for key, p in enumerate(params):
         if key not in state:
             continue
         entry = {**state[key], "base": _whole(state[key]["base"])}
         owner = None if owners is None else owners.owner(p)
         if owners is not None and owner is not None:
-            first = owners.rank == 0
             mine = {name: own for name, own in entry.items() if name not in ("step", "base")}
             entry |= owners.sent_to_first(_on_cpu(mine), owner)
         state[key] = _on_cpu(entry) if first else {}

@@ -1,0 +1,194 @@
+"""Sharded parameters, and state on one rank each: what comes of it is what one process finds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_on_ranks
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.utils._pytree import tree_flatten_with_path
+
+import kronbit
+from kronbit import CASPR, Shampoo
+
+OPTIONS: dict[str, Any] = {"lr": 0.01, "update_every": 2, "refresh_every": 4, "max_order": 64}
+STEPS = 9
+
+
+class Network(nn.Module):
+    """Odd sizes, a layer without effect, one that is frozen, and one of fewer rows than ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(70, 66), nn.Linear(66, 67)
+        self.frozen, self.dead = nn.Linear(67, 67), nn.Linear(67, 64)
+        self.last = nn.Linear(67, 3)
+        self.frozen.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.frozen(torch.tanh(self.second(torch.tanh(self.first(x)))))
+        return self.last(torch.tanh(x)) + 0 * self.dead(x).sum()
+
+
+def sharded(mesh: DeviceMesh, **options: Any) -> Network:
+    model = Network()
+    for layer in model.children():
+        fully_shard(layer, mesh=mesh, **options)
+    return fully_shard(model, mesh=mesh, **options)
+
+
+def mesh_of(ranks: list[Any]) -> DeviceMesh:
+    names = ("copies", "shards")[2 - torch.tensor(ranks).ndim :]
+    return DeviceMesh("cpu", ranks, mesh_dim_names=names)
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, t: int) -> None:
+    """A step with given gradients: not finite in parts now and then, and zero in a dead layer."""
+    generator = torch.Generator().manual_seed(t)
+    for name, p in model.named_parameters():
+        if not p.requires_grad:
+            continue
+        grad = torch.randn(p.shape, generator=generator) * (0 if name.startswith("dead") else 1)
+        if t == 3 and name in ("second.weight", "last.bias"):
+            grad[-1] = torch.inf
+        if isinstance(p, DTensor):
+            grad = distribute_tensor(grad, p.device_mesh, p.placements, src_data_rank=None)
+        p.grad = grad
+    optimizer.step()
+
+
+def whole(p: Tensor) -> Tensor:
+    return p.full_tensor() if isinstance(p, DTensor) else p
+
+
+def same(found: Any, expected: Any, where: str = "") -> None:
+    a, b = (dict(tree_flatten_with_path(value)[0]) for value in (found, expected))
+    assert a.keys() == b.keys()
+    for key, value in a.items():
+        equal = torch.equal(value, b[key]) if isinstance(value, Tensor) else value == b[key]
+        assert equal, f"{where} {key}"
+
+
+def check(optimizer: Any, model: nn.Module, alone: Any, network: nn.Module, where: str) -> None:
+    """Weights, and the state of all ranks, are those of one process, to the bit."""
+    for (name, p), q in zip(model.named_parameters(), network.parameters(), strict=True):
+        assert torch.equal(whole(p), q), f"{where} {name}"
+    found = kronbit.consolidate_state_dict(optimizer)
+    if found:
+        expected = alone.state_dict()
+        for group in (*found["param_groups"], *expected["param_groups"]):
+            group.pop("shard_state", None)
+        same(found, expected, where)
+    counts = {name: n for name, n in alone.diagnostics().items() if isinstance(n, int)}
+    assert counts["discarded_roots"] == optimizer.diagnostics()["discarded_roots"]
+
+
+def walk(rank: int, name: str) -> list[int]:
+    """Every way in which ranks can share parameters and state."""
+    make = {"Shampoo": Shampoo, "CASPR": CASPR}[name]
+    network = Network()
+    alone = make(network.parameters(), process_group=False, **OPTIONS)
+    for t in range(1, STEPS):
+        step(network, alone, t)
+    received = []
+    for ranks in ([0, 1, 2, 3], [0, 1, 2], [0], [[0, 1], [2, 3]]):
+        flat = torch.tensor(ranks).flatten().tolist()
+        mesh = mesh_of(ranks)
+        if rank in flat:
+            model = sharded(mesh)
+            optimizer = make(model.parameters(), **OPTIONS)
+            for t in range(1, STEPS):
+                step(model, optimizer, t)
+            check(optimizer, model, alone, network, f"{ranks}")
+        dist.barrier()
+    for options in ({"shard_state": True}, {"process_group": dist.group.WORLD}, {}):
+        model = Network()
+        optimizer = make(model.parameters(), **options, **OPTIONS)
+        for t in range(1, STEPS):
+            step(model, optimizer, t)
+        check(optimizer, model, alone, network, f"{options}")
+        held = optimizer.memory()
+        received.append(held["statistics"] + held["roots"])
+        if "shard_state" in options:
+            with pytest.raises(RuntimeError, match=r"kronbit\.consolidate_state_dict"):
+                optimizer.state_dict()
+    return received
+
+
+@pytest.mark.parametrize("name", ["Shampoo", "CASPR"])
+def test_ranks_find_what_one_process_finds(name: str) -> None:
+    """To the bit, given equal gradients: FSDP2, uneven and empty shards, HSDP, replicas."""
+    found = run_on_ranks(4, walk, name)
+    parts, *complete = zip(*found, strict=True)
+    for own in complete:
+        assert set(own) == {sum(parts)}
+    assert max(parts) < 0.6 * sum(parts)
+
+
+class Tied(nn.Module):
+    """An embedding whose weight is the last layer's, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.inner, self.last = (
+            nn.Embedding(70, 33),
+            nn.Linear(33, 33),
+            nn.Linear(33, 70),
+        )
+        self.last.weight = self.embed.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.inner(self.embed(x))))
+
+
+def train(
+    model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, world: int, words: bool
+) -> None:
+    """Steps of two passes each, the first of which is not synchronised; by part of a batch."""
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(STEPS):
+        for last in (False, True):
+            if words:
+                x = torch.randint(70, (12, 5), generator=generator)
+            else:
+                x = torch.randn(12, 70, generator=generator)
+            if isinstance(model, FSDPModule):
+                model.set_requires_gradient_sync(last)
+            model(x[rank::world]).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def train_sharded(rank: int) -> None:
+    """Training on three ranks, each with its part of a batch, and training in one process."""
+    options = {**OPTIONS, "base": "sgd", "bits": 32}
+    half = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for words, more in (
+        (False, {"reshard_after_forward": True}),
+        (False, {"reshard_after_forward": False}),
+        (False, {"mp_policy": half}),
+        (True, {}),
+    ):
+        alone, start = (Tied() if words else Network() for _ in range(2))
+        train(alone, Shampoo(alone.parameters(), process_group=False, **options), 0, 1, words)
+        mesh = mesh_of([0, 1, 2])
+        model = fully_shard(Tied(), mesh=mesh) if words else sharded(mesh, **more)
+        optimizer = Shampoo(model.parameters(), **options)
+        train(model, optimizer, rank, 3, words)
+        for p, q, w in zip(model.parameters(), alone.parameters(), start.parameters(), strict=True):
+            if q.requires_grad and not torch.equal(q, w):
+                error = float((whole(p) - q).detach().norm() / q.detach().norm())
+                assert error < (0.1 if "mp_policy" in more else 1e-5), (more, error)
+
+
+def test_training_on_shards_is_training_in_one_process() -> None:
+    """Whatever is resharded, with weights in bf16 for the passes, with tied weights."""
+    run_on_ranks(3, train_sharded)

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,13 @@ from ranks import SECONDS, run_on_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_flatten_with_path, tree_leaves
 
-from kronbit import CASPR, Shampoo
+from kronbit import CASPR, KFAC, Shampoo
 from kronbit.baselines import MFAC
+from kronbit.preconditioner import Preconditioner
 
 OPTIMIZERS: dict[str, Any] = {"Shampoo": Shampoo, "CASPR": CASPR}
 OPTIONS = {"lr": 0.01, "update_every": 2, "refresh_every": 4, "max_order": 64}
@@ -82,29 +85,141 @@ def test_ranks_that_share_a_batch_walk_as_one_process() -> None:
 
 
 def shard(rank: int) -> list[str]:
+    """What cannot be put together, by name."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     model, plain = network(), network()
-    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    fully_shard(model, mesh=mesh)
+    columns = nn.Linear(8, 6, bias=False)
+    columns.weight = nn.Parameter(distribute_tensor(columns.weight, mesh, [Shard(1)]))
+    zero = nn.Linear(8, 6, bias=False)
+    zero.weight.ds_id = 0
     optimizer = Shampoo(plain.parameters(), lr=0.1)
     told = []
     for call in (
-        lambda: Shampoo(torch.optim.SGD(model.parameters(), lr=0.1)),
-        lambda: CASPR(model.named_parameters(), lr=0.1),
+        lambda: Shampoo(torch.optim.SGD(columns.parameters(), lr=0.1)),
+        lambda: CASPR(columns.named_parameters(), lr=0.1),
+        lambda: optimizer.add_param_group({"params": list(columns.parameters())}),
         lambda: MFAC(torch.optim.SGD(model.parameters(), lr=0.1)),
-        lambda: optimizer.add_param_group({"params": list(model.parameters())}),
+        lambda: KFAC(torch.optim.SGD(model.parameters(), lr=0.1), model=model),
+        lambda: Shampoo(zero.parameters(), lr=0.1),
     ):
-        with pytest.raises(
-            TypeError, match=r"is a DTensor, .* use DistributedDataParallel"
-        ) as error:
+        with pytest.raises(TypeError, match=r"fully_shard|DistributedDataParallel") as error:
             call()
-        told.append(str(error.value).split(" is a")[0])
+        told.append(str(error.value).split(":")[0])
     assert len(optimizer.param_groups) == 1
+    # Left to the base, it may be whatever that takes.
+    group = {"params": list(columns.parameters()), "precondition": False}
+    optimizer = Shampoo([{"params": list(plain.parameters())}, group], lr=0.1)
+    for p in (*plain.parameters(), *columns.parameters()):
+        p.grad = torch.ones_like(p)
+    before = columns.weight.full_tensor().clone()
+    optimizer.step()
+    assert not torch.equal(columns.weight.full_tensor(), before)
     return told
 
 
-def test_sharded_parameters_are_refused_by_name() -> None:
-    names = ["group 0, parameter 0", "0.weight", "group 0, parameter 0", "parameter 0 of a group"]
+def test_parameters_that_cannot_be_put_together_are_refused_by_name() -> None:
     for told in run_on_ranks(2, shard):
-        assert told == names
+        assert told == [
+            "group 0, parameter 0 is a DTensor with placement S(1), not Shard(0)",
+            "weight is a DTensor with placement S(1), not Shard(0)",
+            "group 1, parameter 0 is a DTensor with placement S(1), not Shard(0)",
+            "group 0, parameter 0 is a DTensor, of which this rank holds a part",
+            "group 0, parameter 0 is a DTensor, of which this rank holds a part",
+            "group 0, parameter 0 is partitioned by DeepSpeed's ZeRO, which hides its shape",
+        ]
+
+
+def disagree(rank: int) -> dict[str, str]:
+    """Ranks that differ: in what they have, in their options, in their gradients."""
+    found = {}
+
+    def step(name: str, width: int = 66, **options: Any) -> Shampoo:
+        torch.manual_seed(0)
+        model = nn.Linear(70, width)
+        optimizer = Shampoo(model.parameters(), **{**OPTIONS, "update_every": 1, **options})
+        before = model.weight.detach().clone()
+        for p in model.parameters():
+            p.grad = torch.full_like(p, 1.0 + rank * (name in ("gradients", "apart")))
+        try:
+            optimizer.step()
+        except RuntimeError as error:
+            found[name] = str(error)
+            assert torch.equal(model.weight, before)
+        return optimizer
+
+    step("parameters", width=66 + rank)
+    step("options", bits=4 + 4 * rank)
+    step("gradients", process_group=dist.group.WORLD)
+    with pytest.warns(RuntimeWarning, match="gradients differ between the 2 ranks"):
+        optimizer = step("apart")
+    assert optimizer.diagnostics()["ranks"]["apart"] == 1
+    optimizer = step("apart", process_group=False)
+    assert optimizer.diagnostics()["ranks"] == {}
+    return found
+
+
+def test_ranks_that_disagree_get_one_clear_error() -> None:
+    start = time.monotonic()
+    for found in run_on_ranks(2, disagree):
+        assert list(found) == ["parameters", "options", "gradients"]
+        shapes = "rank 1 of 2 has group 0, parameter 0 of shape (67, 70) and torch.float32, where"
+        assert found["parameters"].startswith(shapes)
+        bits = "rank 1 of 2 has group 0: bits=8, where rank 0 has group 0: bits=4: ranks must"
+        assert found["options"].startswith(bits)
+        assert "average them before the step" in found["gradients"]
+    assert time.monotonic() - start < SECONDS / 2
+
+
+def break_down(rank: int) -> str:
+    """One rank cannot do its rows."""
+    model = nn.Linear(70, 66)
+    optimizer = Shampoo(model.parameters(), **{**OPTIONS, "update_every": 1})
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    if rank == 1:
+
+        def fail(*_: Any) -> None:
+            raise MemoryError("no room")
+
+        Preconditioner._update_own = fail
+    try:
+        optimizer.step()
+    except (MemoryError, RuntimeError) as error:
+        return str(error)
+    return "nothing"
+
+
+def test_a_rank_that_fails_does_not_leave_others_waiting() -> None:
+    first, second = run_on_ranks(2, break_down)
+    assert first.startswith("an update or a refresh has failed on rank 1 of 2")
+    assert second == "no room"
+
+
+def layers(rank: int) -> list[Any]:
+    """K-FAC: statistics are averaged, and updates shared out."""
+    torch.manual_seed(0)
+    alone, model = (nn.Sequential(nn.Linear(70, 66), nn.Tanh(), nn.Linear(66, 64)) for _ in "ab")
+    model.load_state_dict(alone.state_dict())
+    options = {"update_every": 2, "refresh_every": 4, "bits": 32, "lr": 0.1, "base": "sgd"}
+    one = KFAC(alone.parameters(), model=alone, process_group=False, **options)
+    train(alone, one, 0, 1)
+    parallel = DistributedDataParallel(model)
+    optimizer = KFAC(model.parameters(), model=model, **options)
+    train(parallel, optimizer, rank, dist.get_world_size())
+    for p, q in zip(model.parameters(), alone.parameters(), strict=True):
+        assert (p - q).detach().norm() < 1e-3 * q.detach().norm()
+    figures = optimizer.diagnostics()["ranks"]
+    assert figures["replicas"] == 3
+    assert figures["apart"] == 0
+    return [figures["received_bytes"], *[p.detach().numpy() for p in model.parameters()]]
+
+
+def test_layers_are_shared_out() -> None:
+    first, *others = run_on_ranks(3, layers)
+    assert first[0] > 0
+    for own in others:
+        assert all(map(np.array_equal, own[1:], first[1:]))
 
 
 def fail(rank: int, how: str) -> None:

@@ -197,7 +197,7 @@ def _read_entry(key: Any, value: Any, config: Config) -> Entry:
 
 _CUT = (
     "the checkpoint was cut into other blocks; use the precondition, max_order, split, batch_dims "
-    "and split_sizes that it was written with"
+    "and split_sizes that it was written with, and with blocks='local' as many ranks"
 )
 
 

@@ -114,6 +114,9 @@ class Config:
         shard_state: True, where ranks hold the same parameters (DistributedDataParallel): the state
             of each parameter is on one of them, which sends its G̃ to the others at every step.
             Least memory; ``kronbit.consolidate_state_dict`` takes the place of ``state_dict()``.
+        blocks: Of parameters whose rows are sharded over ranks (FSDP2). ``"whole"``: those of the
+            whole matrix, as in one process. ``"local"``: each rank cuts its own rows, and sends
+            nothing; another cut, which depends on the number of ranks.
         keep_gradients: True gives the gradients back unchanged after the step, at the price of a
             copy of them.
         cuda_graph: Whether the ordinary step on a GPU, and the factorisation inside of updates, are
@@ -151,6 +154,7 @@ class Config:
     workspace_mb: float = 256
     offload_statistics: bool = False
     shard_state: bool = False
+    blocks: str = "whole"
     keep_gradients: bool = False
     cuda_graph: bool = True
     nonfinite: str = "zero"
@@ -198,6 +202,7 @@ class Config:
         _number("workspace_mb", self.workspace_mb, 0, math.inf)
         _choice("offload_statistics", self.offload_statistics, (True, False))
         _choice("shard_state", self.shard_state, (True, False))
+        _choice("blocks", self.blocks, ("whole", "local"))
         _choice("keep_gradients", self.keep_gradients, (True, False))
         _choice("cuda_graph", self.cuda_graph, (True, False))
         _choice("nonfinite", self.nonfinite, ("zero", "pass", "raise"))
@@ -337,6 +342,7 @@ GLOBAL_OPTIONS = frozenset(
         "workspace_mb",
         "offload_statistics",
         "shard_state",
+        "blocks",
         "keep_gradients",
         "cuda_graph",
         "nonfinite",

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext, suppress
-from operator import itemgetter
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, overload
 
 import torch
@@ -27,6 +26,7 @@ from kronbit.distributed.placements import refuse
 from kronbit.distributed.ranks import Ranks, find_ranks
 from kronbit.first_order import BaseFactory
 from kronbit.gradients import copied, inspect, plain_dtypes
+from kronbit.group_configs import GroupConfigs
 from kronbit.nonfinite import NonfiniteGuard
 from kronbit.plan import Plan
 from kronbit.replay import refuse_capture
@@ -37,8 +37,6 @@ from kronbit.work import Itinerary, Present, Work, measure, refuse_nonfinite, up
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-
-_OPTIONS = itemgetter(*GROUP_OPTIONS)
 
 
 class SecondOrder(Around):
@@ -63,6 +61,7 @@ class SecondOrder(Around):
     ) -> None:
         self.config = take_options(options, self.algorithm.options)
         self._process_group = process_group
+        self._known_ranks: Ranks | None = None
         self.base = first_order.resolve(params, base, options)
         self._statistics = self._make_statistics()
         self._adopt(self.base.param_groups)
@@ -87,13 +86,12 @@ class SecondOrder(Around):
 
     def _start_unplanned(self) -> None:
         """Nothing derived is known: the next step plans from ``param_groups`` and ``state``."""
-        self._known_ranks: Ranks | None = None
         self._plan: Plan | None = None
         self._binding = Binding()
         self._itinerary: Itinerary | None = None
         self._base_link = BaseLink()
         self._guards: dict[torch.device, NonfiniteGuard] = {}
-        self._configs: dict[Any, Config] = {}  # by themselves, and by a group's values
+        self._configs = GroupConfigs(self.config)
         self._past_counts: Counter[str] = Counter()
         self._past_counts.subtract(self._statistics.counts())  # they start anew, too
 
@@ -106,6 +104,8 @@ class SecondOrder(Around):
         self._complete_groups()
         if "_plan" in self.__dict__:  # else it is under construction
             self._adopt(self.param_groups)
+            if self._known_ranks is not None:
+                self._known_ranks = self._known_ranks.grown(self)
             self._expect_statistics()
 
     def _check_group(self, group: Mapping[str, Any], index: int) -> None:
@@ -153,6 +153,7 @@ class SecondOrder(Around):
             with torch.enable_grad():
                 loss = closure()
         present = self._present()
+        self._ranks.agree(self)
         keep = self.config.keep_gradients
         with copied(present.params) if keep else nullcontext(present.grads) as grads:
             with self._ranks.whole(present._replace(grads=grads)) as whole:
@@ -201,16 +202,7 @@ class SecondOrder(Around):
 
     def _config_of(self, group: Mapping[str, Any]) -> Config:
         """The options of a group; the same object as long as they are equal."""
-        try:
-            return self._configs[_OPTIONS(group)]
-        except (KeyError, TypeError):  # not seen yet; one is missing, or is a list
-            config = self.config.for_group(group)
-        if len(self._configs) > 4 * len(self.param_groups):
-            self._configs.clear()  # of numbers that a schedule has left behind
-        config = self._configs.setdefault(config, config)
-        with suppress(KeyError, TypeError):
-            self._configs[_OPTIONS(group)] = config
-        return config
+        return self._configs.of(group, len(self.param_groups))
 
     def _prepare(self, present: Present) -> tuple[Itinerary, Present]:
         """Plan parameters that are new, and anew where the state was changed from outside."""
@@ -264,7 +256,7 @@ class SecondOrder(Around):
 
     @property
     def _ranks(self) -> Ranks:
-        """The other ranks, looked for once; they must agree with this one."""
+        """The other ranks, looked for once."""
         if self._known_ranks is None:
             self._known_ranks = find_ranks(self)
         return self._known_ranks
@@ -368,6 +360,7 @@ class SecondOrder(Around):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        self._known_ranks = None
         self._start_unplanned()
         self._expect_statistics()
 
@@ -398,13 +391,5 @@ class SecondOrder(Around):
 
         The counters run from construction, or from the last ``load_state_dict``.
         """
-        skipped = sum(int(guard.skipped) for guard in self._guards.values())
-        counts = {"skipped_gradients": skipped, **report.fallback_counts(self._plan)}
-        counts |= self._statistics.counts()
-        for name, count in self._past_counts.items():
-            counts[name] += count
-        return {
-            **counts,
-            **report.acceleration_figures(self._plan, self._guards),
-            "groups": report.group_figures(self._plan),
-        }
+        missed, past = self._statistics.counts(), self._past_counts
+        return report.diagnostics(self._plan, self._guards, self._known_ranks, missed, past)

@@ -13,6 +13,7 @@ from kronbit.acceleration import has_kernels
 from kronbit.blocking import Blocking
 from kronbit.config import CUT_OPTIONS, FORMAT_OPTIONS, Config
 from kronbit.distributed.exchange import Exchange
+from kronbit.distributed.placements import first_rows
 from kronbit.factors import Factors
 from kronbit.groups import Member
 from kronbit.kernel_products import FLOAT32
@@ -50,7 +51,7 @@ class Plan:
         params: Parameters with their options, in the order of the param groups. Those that are
             left to F get no place.
         algorithm: Rule and root.
-        options: ``workspace_mb`` and ``cuda_graph`` hold for all parameters.
+        options: ``workspace_mb``, ``cuda_graph`` and ``blocks`` hold for all parameters.
         route: How a parameter is cut, or why it is left to F.
         exchange: Shares work out among ranks that hold the same state.
     """
@@ -66,6 +67,7 @@ class Plan:
         members: dict[torch.device, list[Member]] = {}
         dtypes: dict[torch.device, set[torch.dtype]] = {}
         self.places: dict[Tensor, Place] = {}
+        self._rows = first_rows if options.blocks == "local" else lambda p: ""
         self._route = route
         for p, config in params:
             there = members.setdefault(p.device, [])
@@ -133,7 +135,7 @@ class Plan:
                 for span in group.spans:
                     p = params[device, span.member]
                     for row, block in enumerate(span.grid.blocks(), span.start):
-                        yield PlannedBlock(p, f"block_{block.index}", row, sides)
+                        yield PlannedBlock(p, f"{self._rows(p)}block_{block.index}", row, sides)
 
     def find_refreshed(
         self, params: Iterable[Tensor], state: Mapping[Tensor, dict[str, Any]]

@@ -7,7 +7,7 @@ import math
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -22,6 +22,9 @@ from kronbit.groups import Group
 from kronbit.memory import state_bytes
 from kronbit.nonfinite import NonfiniteGuard
 from kronbit.plan import Plan
+
+if TYPE_CHECKING:
+    from kronbit.distributed.ranks import Ranks
 
 # A parameter with its name and its options.
 Row: TypeAlias = tuple[str, Tensor, Config]
@@ -136,6 +139,34 @@ def _plain_table(title: str, rows: Sequence[Sequence[str]]) -> str:
     ]
     cells.insert(1, ["-" * width for width in widths])
     return "\n".join([title, *("  ".join(line).rstrip() for line in cells)])
+
+
+def diagnostics(
+    plan: Plan | None,
+    guards: Mapping[torch.device, NonfiniteGuard],
+    ranks: Ranks | None,
+    missed: Mapping[str, int],
+    past: Mapping[str, int],
+) -> dict[str, Any]:
+    """What ``SecondOrder.diagnostics`` shows.
+
+    Args:
+        plan: The state, if there is one.
+        guards: Those who look at gradients.
+        ranks: Other ranks, if they have been looked for.
+        missed: What statistics have missed.
+        past: Counters of earlier plans.
+    """
+    skipped = sum(int(guard.skipped) for guard in guards.values())
+    counts = {"skipped_gradients": skipped, **fallback_counts(plan), **missed}
+    for name, count in past.items():
+        counts[name] += count
+    return {
+        **counts,
+        **acceleration_figures(plan, guards),
+        "ranks": {} if ranks is None else ranks.figures(),
+        "groups": group_figures(plan),
+    }
 
 
 def fallback_counts(plan: Plan | None) -> dict[str, int]:

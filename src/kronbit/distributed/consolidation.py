@@ -28,7 +28,15 @@ def consolidate_state_dict(optimizer: SecondOrder) -> dict[str, Any]:
         On the first rank, the state dict, on the CPU; it can be saved by ``torch.save``, and loaded
         by ``kronbit.load_consolidated`` on any number of ranks, or by ``load_state_dict`` in a
         single process. On all others, an empty dict.
+
+    Raises:
+        RuntimeError: If each rank has cut its own rows.
     """
+    if optimizer.config.blocks == "local" and optimizer._ranks.localises:
+        raise RuntimeError(
+            "blocks='local' has cut each rank's rows by themselves: there is no state dict of a "
+            "single process; use torch.distributed.checkpoint, and as many ranks to load it"
+        )
     owners = optimizer._ranks.owners
     own = optimizer._own_state_dict()
     state: dict[Any, dict[str, Any]] = own["state"]

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from kronbit.blocking import Blocking
 from kronbit.distributed.dividing import assign
-from kronbit.distributed.placements import local, placement_of, rows_on
+from kronbit.distributed.placements import Placement, local, placement_of, rows_on
 from kronbit.distributed.transport import exchange, gather
 from kronbit.gradients import plain_dtypes
 
@@ -41,12 +41,20 @@ class Owners:
         group: The ranks among which parameters are shared out.
         device: Where bytes travel.
         workspace: Bound of transient memory in bytes.
+        placement: Of sharded parameters; ``None``: every rank has all of them.
 
     Attributes:
         sent: Bytes that this rank has sent to others, or received where all ranks get all.
     """
 
-    def __init__(self, group: ProcessGroup, device: torch.device, workspace: int) -> None:
+    def __init__(
+        self,
+        group: ProcessGroup,
+        device: torch.device,
+        workspace: int,
+        placement: Placement | None = None,
+    ) -> None:
+        self._placement = placement
         self.group, self._device, self._workspace = group, device, workspace
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
         self._owners: dict[Tensor, int] = {}
@@ -57,6 +65,10 @@ class Owners:
         new = [(p, cost(blocking)) for p, blocking in params if p not in self._owners]
         found = assign([own for _, own in new], self.ranks)
         self._owners |= {p: owner for (p, _), owner in zip(new, found, strict=True)}
+
+    def keep(self, before: Owners) -> None:
+        """Leave parameters to those who owned them."""
+        self._owners |= before._owners
 
     def owner(self, p: Tensor) -> int | None:
         """The rank that owns a parameter, within the group; ``None``: every rank has its state."""
@@ -92,7 +104,8 @@ class Owners:
         """
         grads = [local(grad) for grad in present.grads]
         plain = [grad.contiguous() for grad in grads]
-        sharded = [placement_of(p) is not None for p in present.params]
+        of_all = self._placement is None
+        sharded = [not of_all and placement_of(p) == self._placement for p in present.params]
         shown = list(plain)
         parts: list[list[list[Tensor]]] = [[[] for _ in range(self.ranks)] for _ in range(2)]
         theirs, mine = parts  # what others own of mine; what is mine of others

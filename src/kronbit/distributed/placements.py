@@ -108,6 +108,15 @@ def rows_on(rank: int, ranks: int, rows: int) -> slice:
     return slice(min(rank * each, rows), min((rank + 1) * each, rows))
 
 
+def first_rows(p: Tensor) -> str:
+    """What tells the rows of a parameter that this rank has from those of others; for keys."""
+    placement = placement_of(p)
+    if placement is None:
+        return ""
+    rank, ranks = placement.mesh.get_local_rank(placement.dim), placement.mesh.size(placement.dim)
+    return f"rows_{rows_on(rank, ranks, p.shape[0]).start}_"
+
+
 def travels_on(group: ProcessGroup, device: torch.device) -> torch.device | None:
     """Where a group's ranks can send tensors that are on a device; ``None`` if nowhere."""
     backends = dict(item.split(":") for item in dist.get_backend_config(group).split(","))

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -15,8 +15,15 @@ from kronbit.blocking import Blocking
 from kronbit.config import GLOBAL_OPTIONS, GROUP_OPTIONS
 from kronbit.distributed.exchange import Alone, Exchange
 from kronbit.distributed.ownership import Owners
-from kronbit.distributed.placements import Placement, placement_of, travels_on
+from kronbit.distributed.placements import (
+    Placement,
+    is_distributed,
+    local,
+    placement_of,
+    travels_on,
+)
 from kronbit.distributed.replicated import Replicas
+from kronbit.gradients import plain_dtypes
 from kronbit.report import parameter_name
 
 if TYPE_CHECKING:
@@ -33,6 +40,7 @@ class Ranks:
         exchange: Shares work out among ranks that hold the same state.
         owners: Of parameters whose state is on one rank each, if there are some.
         group: All ranks that take steps together, if there are several.
+        localises: Whether there are DTensors, of which this rank takes what it has.
     """
 
     def __init__(
@@ -40,9 +48,11 @@ class Ranks:
         exchange: Exchange,
         owners: Owners | None = None,
         group: ProcessGroup | None = None,
+        localises: bool = False,
     ) -> None:
         self.exchange, self.owners = exchange, owners
-        self._group = group
+        self._group, self.localises = group, localises
+        self._agreed = group is None
 
     def owns(self, p: Tensor) -> bool:
         """Whether the state of a parameter is here."""
@@ -50,7 +60,34 @@ class Ranks:
 
     def whole(self, present: Present) -> AbstractContextManager[Present]:
         """Gradients as they are preconditioned here; see ``Owners.whole``."""
-        return nullcontext(present) if self.owners is None else self.owners.whole(present)
+        if self.owners is not None:
+            return self.owners.whole(present)
+        if self.localises:
+            grads = list(map(local, present.grads))
+            present = present._replace(grads=grads, dtypes=plain_dtypes(grads))
+        return nullcontext(present)
+
+    def grown(self, optimizer: SecondOrder) -> Ranks:
+        """The same with new parameters; who owns a parameter goes on owning it."""
+        found = find_ranks(optimizer)
+        if self.owners is not None and found.owners is not None:
+            found.owners.keep(self.owners)
+        return found
+
+    def figures(self) -> dict[str, int]:
+        """For ``diagnostics``.
+
+        Of the ranks that share work out: how many there are, how often they worked on their own
+        because gradients differed, and the bytes that this one got of statistics and roots. Of
+        those that own parameters: how many, and the bytes of gradients that this one sent, or got.
+        """
+        found: dict[str, int] = {}
+        if isinstance(self.exchange, Replicas):
+            own = self.exchange
+            found |= {"replicas": own.ranks, "apart": own.apart, "received_bytes": own.received}
+        if self.owners is not None:
+            found |= {"owners": self.owners.ranks, "gradient_bytes": self.owners.sent}
+        return found
 
     def refuse_partial_state(self) -> None:
         """Raise if this rank has a part of the state only."""
@@ -64,17 +101,15 @@ class Ranks:
         """Whether it is so on any rank that this one must not leave waiting."""
         return flag if self.owners is None else self.owners.anyone(flag)
 
-    def agree(self, lines: list[str]) -> None:
+    def agree(self, optimizer: SecondOrder) -> None:
         """Compare what ranks are about to do, before their first step.
 
-        Args:
-            lines: What must be equal, one by one.
-
         Raises:
-            RuntimeError: On every rank, if a line differs.
+            RuntimeError: On every rank, if they differ.
         """
-        if self._group is None:
+        if self._agreed:
             return
+        lines = told(optimizer)
         found: list[list[str]] = [[] for _ in range(dist.get_world_size(self._group))]
         dist.all_gather_object(found, lines, group=self._group)
         for rank, other in enumerate(found):
@@ -85,6 +120,7 @@ class Ranks:
                         "have the same parameters and options. Give process_group= the ranks that "
                         "do, or process_group=False to let every rank work for itself"
                     )
+        self._agreed = True
 
 
 def told(optimizer: SecondOrder) -> list[str]:
@@ -103,59 +139,44 @@ def told(optimizer: SecondOrder) -> list[str]:
 
 
 def find_ranks(optimizer: SecondOrder) -> Ranks:
-    """Look for other ranks, and make sure that they are about to do the same.
+    """Look for other ranks.
 
     Raises:
         ValueError: If parameters are on several meshes, or ranks cannot talk to each other.
-        RuntimeError: If ranks disagree.
     """
-    route, config = optimizer._statistics.route, optimizer.config
-    rows = [(p, route(p, own)) for _, p, own in optimizer._rows()]
-    workspace = int(config.workspace_mb * 2**20)
-    found = _find(rows, optimizer._process_group, config.shard_state, workspace)
-    found.agree(told(optimizer))
-    return found
-
-
-def _find(
-    rows: Sequence[tuple[Tensor, Blocking | str]],
-    process_group: ProcessGroup | Literal[False] | None,
-    shard_state: bool,
-    workspace: int,
-) -> Ranks:
-    there = dist.is_available() and dist.is_initialized()
-    sharded = {}
-    for p, _ in rows:
-        placement = placement_of(p)
-        if placement is not None:
-            sharded[p] = placement
-    if not rows or not there or (process_group is False and not sharded):
-        return Ranks(Alone())
-    device = rows[0][0].device
+    config, process_group = optimizer.config, optimizer._process_group
+    rows = [(p, optimizer._statistics.route(p, own)) for _, p, own in optimizer._rows()]
     cut = [(p, way) for p, way in rows if isinstance(way, Blocking)]
-    if sharded:
-        placement = _only(sharded.values())
+    localises = any(is_distributed(p) for p, _ in rows)
+    sharded = {p: placement for p, _ in rows if (placement := placement_of(p)) is not None}
+    if not cut or not (dist.is_available() and dist.is_initialized()):
+        return Ranks(Alone(), localises=localises)
+    device, workspace = cut[0][0].device, int(config.workspace_mb * 2**20)
+    if any(p in sharded for p, _ in cut):
+        placement = _only([sharded[p] for p, _ in cut if p in sharded])
         group, copies = placement.group(), placement.copies()
-        owners = Owners(group, _route(group, device), workspace)
-        owners.share_out((p, way) for p, way in cut if p in sharded)
         exchange = Alone() if copies is None else Replicas(copies, _route(copies, device), True)
+        if config.blocks == "local":
+            return Ranks(exchange, None, group, localises)
+        owners = Owners(group, _route(group, device), workspace, placement)
+        owners.share_out((p, way) for p, way in cut if p in sharded)
         return Ranks(exchange, owners, group)
     everybody = process_group or dist.group.WORLD
-    assert everybody is not None
-    group = everybody
-    if dist.get_rank(group) < 0 or (dist.get_world_size(group) == 1 and process_group is None):
-        return Ranks(Alone())
-    if shard_state:
-        owners = Owners(group, _route(group, device), workspace)
+    if process_group is False or everybody is None or dist.get_rank(everybody) < 0:
+        return Ranks(Alone(), localises=localises)
+    if process_group is None and (
+        dist.get_world_size(everybody) == 1 or travels_on(everybody, device) is None
+    ):
+        return Ranks(Alone(), localises=localises)
+    route = _route(everybody, device)
+    if config.shard_state:
+        owners = Owners(everybody, route, workspace)
         owners.share_out(cut)
-        return Ranks(Alone(), owners, group)
-    if process_group is None and travels_on(group, device) is None:
-        return Ranks(Alone())
-    exchange = Replicas(group, _route(group, device), process_group is not None)
-    return Ranks(exchange, None, group)
+        return Ranks(Alone(), owners, everybody)
+    return Ranks(Replicas(everybody, route, process_group is not None), None, everybody, localises)
 
 
-def _only(placements: Iterable[Placement]) -> Placement:
+def _only(placements: Sequence[Placement]) -> Placement:
     first, *others = placements
     for other in others:
         if other != first:

@@ -14,6 +14,7 @@ from torch import Tensor
 from kronbit.batches import Part, order_of
 from kronbit.blocking import Blocking, route
 from kronbit.config import Config
+from kronbit.distributed.placements import local
 from kronbit.gradients import GradientBlocks
 from kronbit.groups import Due
 from kronbit.nonfinite import Measured
@@ -46,7 +47,7 @@ class GradientStatistics:
 
     def route(self, p: Tensor, config: Config) -> Blocking | str:
         """How a parameter is cut, or why it is left to the base optimizer."""
-        return route(tuple(p.shape), config)
+        return route(tuple(local(p).shape if config.blocks == "local" else p.shape), config)
 
     def matrices(
         self, itinerary: Itinerary, grads: list[Tensor]

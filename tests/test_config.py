@@ -58,6 +58,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"workspace_mb": -1}, "workspace_mb must be a finite number >= 0; got -1"),
     ({"stagger": "yes"}, "stagger must be one of True, False; got 'yes'"),
     ({"cuda_graph": None}, "cuda_graph must be one of True, False; got None"),
+    ({"shard_state": 1}, "shard_state must be one of True, False; got 1"),
+    ({"blocks": "rows"}, "blocks must be one of 'whole', 'local'; got 'rows'"),
     ({"keep_gradients": 1}, "keep_gradients must be one of True, False; got 1"),
     ({"nonfinite": "skip"}, "nonfinite must be one of 'zero', 'pass', 'raise'; got 'skip'"),
     ({"method": "dense"}, "method='dense' keeps 32 bits, but bits=4.*give bits=32"),

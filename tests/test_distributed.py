@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import signal
 import subprocess
@@ -17,6 +18,7 @@ import torch
 import torch.distributed as dist
 from ranks import SECONDS, run_on_ranks
 from torch import Tensor, nn
+from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -236,11 +238,13 @@ def test_a_rank_that_fails_is_shown(how: str, told: str) -> None:
         run_on_ranks(2, fail, how)
 
 
-def torchrun(*arguments: str) -> str:
-    command = ["torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
-    example = str(Path(__file__).parent.parent / "examples" / "ddp.py")
+EXAMPLES = Path(__file__).parent.parent / "examples"
+
+
+def torchrun(example: str, ranks: int, *arguments: str) -> str:
+    command = ["torch.distributed.run", "--nproc-per-node", str(ranks), "--standalone"]
     return subprocess.run(
-        [sys.executable, "-m", *command, example, *arguments],
+        [sys.executable, "-m", *command, str(EXAMPLES / example), *arguments],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
@@ -251,11 +255,11 @@ def torchrun(*arguments: str) -> str:
 
 def test_the_example_runs_under_torchrun_and_resumes_to_the_bit(tmp_path: Path) -> None:
     once, twice = tmp_path / "once.pt", tmp_path / "twice.pt"
-    told = torchrun("--steps", "40", "--checkpoint", str(once))
+    told = torchrun("ddp.py", 2, "--steps", "40", "--checkpoint", str(once))
     assert "2 ranks, steps 0 to 40" in told
     assert float(told.split()[-4]) > 80
     for steps in ("25", "40"):
-        torchrun("--steps", steps, "--checkpoint", str(twice))
+        torchrun("ddp.py", 2, "--steps", steps, "--checkpoint", str(twice))
     a, b = (
         dict(tree_flatten_with_path(torch.load(path, weights_only=True))[0])
         for path in (once, twice)
@@ -264,3 +268,51 @@ def test_the_example_runs_under_torchrun_and_resumes_to_the_bit(tmp_path: Path) 
     for key, value in a.items():
         assert torch.equal(value, b[key]) if isinstance(value, Tensor) else value == b[key], key
     assert not list(tmp_path.glob("*.new"))
+
+
+def test_the_sharded_example_goes_on_with_another_number_of_ranks(tmp_path: Path) -> None:
+    checkpoint = ["--checkpoint", str(tmp_path / "digits")]
+    assert "2 ranks, steps 0 to 25" in torchrun("fsdp2.py", 2, "--steps", "25", *checkpoint)
+    told = torchrun("fsdp2.py", 3, "--steps", "50", *checkpoint)
+    assert "3 ranks, steps 25 to 50" in told
+    assert float(told.split()[-4]) > 80
+
+
+def sharded_example(rank: int, folder: str, dies: bool) -> Any:
+    """Save, go on, and save again; a rank may die meanwhile. Then see what can be loaded."""
+    spec = importlib.util.spec_from_file_location("fsdp2", EXAMPLES / "fsdp2.py")
+    assert spec is not None
+    example = importlib.util.module_from_spec(spec)
+    assert spec.loader is not None
+    spec.loader.exec_module(example)
+    model = network()
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    training = example.Training(model, Shampoo(model.parameters(), **OPTIONS))
+    if not dies:
+        example.load(Path(folder), training)
+        expected = network()
+        optimizer = Shampoo(expected.parameters(), process_group=False, **OPTIONS)
+        for _ in range(training.step):
+            for p in expected.parameters():
+                p.grad = torch.ones_like(p)
+            optimizer.step()
+        for p, q in zip(model.parameters(), expected.parameters(), strict=True):
+            assert torch.equal(p.full_tensor(), q)
+        return training.step
+    for last in (5, 7):
+        while training.step < last:
+            for p in model.parameters():
+                p.grad = torch.ones_like(p)
+            training.optimizer.step()
+            training.step += 1
+        if rank == 1 and last == 7:
+            FileSystemWriter.write_data = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        example.save(Path(folder), training)
+    return None
+
+
+def test_a_rank_that_dies_while_saving_leaves_the_last_checkpoint_whole(tmp_path: Path) -> None:
+    folder = str(tmp_path / "digits")
+    with pytest.raises(AssertionError, match="exit code -9"):
+        run_on_ranks(2, sharded_example, folder, True)
+    assert run_on_ranks(2, sharded_example, folder, False) == [5, 5]

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import importlib.util
+import warnings
 from typing import Any
 
 import pytest
@@ -87,7 +88,7 @@ def test_diagnostics_before_during_and_after() -> None:
         "ungrafted",
     )
     empty = optimizer.diagnostics()
-    figures = {"kernels": {}, "cuda_graph": {}, "products": {}, "groups": []}
+    figures = {"kernels": {}, "cuda_graph": {}, "products": {}, "ranks": {}, "groups": []}
     assert empty == {**dict.fromkeys(counters, 0), **figures}
     run(model, optimizer, 3)
     found = optimizer.diagnostics()
@@ -163,3 +164,19 @@ def test_a_root_that_does_not_converge_is_tried_with_more_damping(
     assert found["discarded_roots"] == (2 if enough == 1 else 0)
     left = optimizer._plan.preconditioners[p.device].groups[0].left
     assert bool(left.is_identity(slice(0, 1))) == (enough == 1)
+
+
+def test_a_warning_if_most_of_the_matrices_are_left_out() -> None:
+    """As where somebody has flattened them; once, and with the table."""
+    flat = [nn.Parameter(torch.ones(2**17)), nn.Parameter(torch.ones(8, 8))]
+    optimizer = Shampoo(flat, lr=0.1)
+    for p in flat:
+        p.grad = torch.ones_like(p)
+    told = r"(?s)only 0\.0 % of 131,136 elements are preconditioned; .*not a matrix"
+    with pytest.warns(RuntimeWarning, match=told):
+        optimizer.step()
+    groups = [{"params": flat[:1], "precondition": False}, {"params": flat[1:]}]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer.step()
+        Shampoo(groups, lr=0.1).step()

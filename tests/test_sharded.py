@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from ranks import run_on_ranks
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -16,6 +24,7 @@ from torch.utils._pytree import tree_flatten_with_path
 
 import kronbit
 from kronbit import CASPR, Shampoo
+from kronbit.distributed.placements import local
 
 OPTIONS: dict[str, Any] = {"lr": 0.01, "update_every": 2, "refresh_every": 4, "max_order": 64}
 STEPS = 9
@@ -49,8 +58,8 @@ def mesh_of(ranks: list[Any]) -> DeviceMesh:
     return DeviceMesh("cpu", ranks, mesh_dim_names=names)
 
 
-def step(model: nn.Module, optimizer: torch.optim.Optimizer, t: int) -> None:
-    """A step with given gradients: not finite in parts now and then, and zero in a dead layer."""
+def give_gradients(model: nn.Module, t: int) -> None:
+    """Not finite in parts now and then, and zero in a dead layer."""
     generator = torch.Generator().manual_seed(t)
     for name, p in model.named_parameters():
         if not p.requires_grad:
@@ -61,6 +70,10 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, t: int) -> None:
         if isinstance(p, DTensor):
             grad = distribute_tensor(grad, p.device_mesh, p.placements, src_data_rank=None)
         p.grad = grad
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, t: int) -> None:
+    give_gradients(model, t)
     optimizer.step()
 
 
@@ -192,3 +205,47 @@ def train_sharded(rank: int) -> None:
 def test_training_on_shards_is_training_in_one_process() -> None:
     """Whatever is resharded, with weights in bf16 for the passes, with tied weights."""
     run_on_ranks(3, train_sharded)
+
+
+def states(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    return {
+        "model": get_model_state_dict(model),
+        "optimizer": get_optimizer_state_dict(model, optimizer),
+    }
+
+
+def local_rows(rank: int, folder: str) -> None:
+    """Each rank's rows are a matrix of their own; with as many ranks, checkpoints resume."""
+    mesh = mesh_of([0, 1, 2])
+    model, resumed = sharded(mesh), sharded(mesh)
+    first, second = (
+        Shampoo(own.parameters(), blocks="local", **OPTIONS) for own in (model, resumed)
+    )
+    own = [p for p in model.parameters() if p.requires_grad]
+    alone = [nn.Parameter(local(p).detach().clone()) for p in own]
+    one = Shampoo(alone, process_group=False, **OPTIONS)
+    for t in range(1, STEPS):
+        give_gradients(model, t)
+        for p, q in zip(own, alone, strict=True):
+            q.grad = local(p.grad).clone()
+        first.step()
+        one.step()
+        if t == 4:
+            dcp.save(states(model, first), checkpoint_id=folder)
+            found = states(resumed, second)
+            dcp.load(found, checkpoint_id=folder)
+            set_model_state_dict(resumed, found["model"])
+            set_optimizer_state_dict(resumed, second, found["optimizer"])
+        if t > 4:
+            step(resumed, second, t)
+    for p, q in zip(model.parameters(), resumed.parameters(), strict=True):
+        assert torch.equal(local(p), local(q))
+    for p, q in zip(own, alone, strict=True):
+        assert torch.equal(local(p), q)
+    assert first.diagnostics()["ranks"] == {}
+    with pytest.raises(RuntimeError, match="blocks='local' has cut each rank's rows"):
+        kronbit.consolidate_state_dict(first)
+
+
+def test_ranks_may_keep_to_their_own_rows(tmp_path: Path) -> None:
+    run_on_ranks(3, local_rows, str(tmp_path))

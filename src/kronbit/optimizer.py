@@ -244,6 +244,8 @@ class SecondOrder(Around):
         plan.find_refreshed(self._binding.bind(plan, self.state), self.state)
         if self._plan is not None:
             self._past_counts.update(report.fallback_counts(self._plan))
+        else:
+            report.warn_of_few(self._rows(), self._statistics.route, self.summary)
         return plan
 
     def _make_plan(self, params: Iterable[tuple[Tensor, Config]]) -> Plan:

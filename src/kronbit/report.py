@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 # A parameter with its name and its options.
 Row: TypeAlias = tuple[str, Tensor, Config]
 
+_FLATTENED = 2**16  # elements of a vector that must have been matrices
 _COLUMNS = ("parameter", "shape", "blocks", "method", "bits", "bytes", "left to the base because")
 _NUMERIC = (False, False, True, False, True, True, False)
 
@@ -105,6 +106,28 @@ def warn_of_fresh_starts(
             f"{fresh[0]}: they start fresh",
             RuntimeWarning,
             stacklevel=4,
+        )
+
+
+def warn_of_few(
+    params: Sequence[Row],
+    route: Callable[[Tensor, Config], Blocking | str],
+    summary: Callable[[], str],
+) -> None:
+    """Warn if less than half of what could be preconditioned is: flattened matrices, say."""
+    possible = preconditioned = 0
+    for _, p, own in params:
+        sides = sum(size > 1 for size in p.shape)
+        if p.requires_grad and own.precondition and (sides > 1 or p.numel() >= _FLATTENED):
+            possible += p.numel()
+            preconditioned += p.numel() * isinstance(route(p, own), Blocking)
+    if 2 * preconditioned < possible:
+        warnings.warn(
+            f"only {100 * preconditioned / possible:.1f} % of {possible:,} elements are "
+            "preconditioned; precondition=False says what is meant to be left to the base. "
+            f"{summary()}",
+            RuntimeWarning,
+            stacklevel=5,
         )
 
 

@@ -15,13 +15,16 @@ import torch.distributed as dist
 SECONDS = 120  # starting a process and importing torch may take long where there are few cores
 
 
-def run_on_ranks(world: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+def run_on_ranks(
+    world: int, function: Callable[..., Any], *args: Any, backend: str = "gloo"
+) -> list[Any]:
     """Call ``function(rank, *args)`` on every rank of a process group.
 
     Args:
         world: How many ranks.
         function: At the top level of its module; what it returns must not hold shared tensors.
         *args: What else it is given.
+        backend: How ranks talk.
 
     Returns:
         What each rank has returned, in order.
@@ -35,7 +38,7 @@ def run_on_ranks(world: int, function: Callable[..., Any], *args: Any) -> list[A
     context = torch.multiprocessing.get_context("spawn")
     answers = context.Queue()
     processes = [
-        context.Process(target=_rank, args=(rank, world, port, answers, function, args))
+        context.Process(target=_rank, args=(rank, world, port, answers, backend, function, args))
         for rank in range(world)
     ]
     for process in processes:
@@ -74,12 +77,18 @@ def run_on_ranks(world: int, function: Callable[..., Any], *args: Any) -> list[A
 
 
 def _rank(
-    rank: int, world: int, port: int, answers: Any, function: Callable[..., Any], args: Any
+    rank: int,
+    world: int,
+    port: int,
+    answers: Any,
+    backend: str,
+    function: Callable[..., Any],
+    args: Any,
 ) -> None:
     torch.set_num_threads(1)
     try:
         dist.init_process_group(
-            "gloo", rank=rank, world_size=world, init_method=f"tcp://127.0.0.1:{port}"
+            backend, rank=rank, world_size=world, init_method=f"tcp://127.0.0.1:{port}"
         )
         answer = function(rank, *args)
         dist.barrier()

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._pytree import tree_flatten_with_path
@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_flatten_with_path
 import kronbit
 from kronbit import CASPR, Shampoo
 from kronbit.distributed.placements import local
+from kronbit.kernel_products import KernelProducts
 
 OPTIONS: dict[str, Any] = {"lr": 0.01, "update_every": 2, "refresh_every": 4, "max_order": 64}
 STEPS = 9
@@ -65,6 +66,7 @@ def give_gradients(model: nn.Module, t: int) -> None:
         if not p.requires_grad:
             continue
         grad = torch.randn(p.shape, generator=generator) * (0 if name.startswith("dead") else 1)
+        grad = grad.to(p.device)
         if t == 3 and name in ("second.weight", "last.bias"):
             grad[-1] = torch.inf
         if isinstance(p, DTensor):
@@ -120,6 +122,7 @@ def walk(rank: int, name: str) -> list[int]:
             for t in range(1, STEPS):
                 step(model, optimizer, t)
             check(optimizer, model, alone, network, f"{ranks}")
+            assert optimizer.memory()["base"] <= alone.memory()["base"] * (len(ranks) == 1 or 0.7)
         dist.barrier()
     for options in ({"shard_state": True}, {"process_group": dist.group.WORLD}, {}):
         model = Network()
@@ -249,3 +252,37 @@ def local_rows(rank: int, folder: str) -> None:
 
 def test_ranks_may_keep_to_their_own_rows(tmp_path: Path) -> None:
     run_on_ranks(3, local_rows, str(tmp_path))
+
+
+def on_one_gpu(rank: int, on_shards: bool) -> None:
+    """By kernels, and by what GPUs talk with: as one process without any of that."""
+    KernelProducts.choose = lambda *_: None  # float32, as in all equivalences
+    network = Network().cuda()
+    alone = Shampoo(network.parameters(), process_group=False, **OPTIONS)
+    ways: list[dict[str, Any]] = [{"process_group": dist.group.WORLD}, {"shard_state": True}]
+    for t in range(1, STEPS):
+        step(network, alone, t)
+    for options in [*ways, *([{}] if on_shards else [])]:
+        if options:
+            model: nn.Module = Network().cuda()
+            given = {"process_group": dist.group.WORLD, **options}
+        else:
+            model, given = sharded(init_device_mesh("cuda", (1,))), {}
+        optimizer = Shampoo(model.parameters(), **given, **OPTIONS)
+        for t in range(1, STEPS):
+            step(model, optimizer, t)
+        for p, q in zip(model.parameters(), network.parameters(), strict=True):
+            assert torch.equal(whole(p), q), options
+        found = kronbit.consolidate_state_dict(optimizer)
+        if found:
+            fresh = Network().cuda()
+            resumed = Shampoo(fresh.parameters(), process_group=False, **OPTIONS)
+            kronbit.load_consolidated(resumed, found)
+            same(resumed.state_dict()["state"], alone.state_dict()["state"], f"{options}")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("backend", "world"), [("nccl", 1), ("gloo", 2)])
+def test_ranks_on_a_gpu(backend: str, world: int) -> None:
+    """There is one GPU: NCCL's only rank; and two that take turns, and talk on the host."""
+    run_on_ranks(world, on_one_gpu, world == 1, backend=backend)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kronbit.blocking import Blocking
 from kronbit.config import Config
+from kronbit.distributed.placements import local
 from kronbit.factors import is_root, make_method
 from kronbit.state import blocks_of
 
@@ -54,7 +55,8 @@ def _kind(name: str) -> str:
 
 
 def _tensor_bytes(tensor: Tensor) -> int:
-    """Bytes of a tensor; a tensor subclass is the sum of the tensors it is made of."""
+    """Bytes of a tensor here; a tensor subclass is the sum of the tensors it is made of."""
+    tensor = local(tensor)
     if hasattr(tensor, "__tensor_flatten__"):
         names, _ = tensor.__tensor_flatten__()
         return sum(_tensor_bytes(getattr(tensor, name)) for name in names)

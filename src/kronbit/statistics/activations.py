@@ -134,11 +134,11 @@ class ActivationStatistics:
         Raises:
             ValueError: If the options cut matrices.
         """
-        for name in ("batch_dims", "split_sizes", "split"):
+        for name in ("batch_dims", "split_sizes", "split", "shard_state", "blocks"):
             if getattr(config, name) != getattr(Config, name):
                 raise ValueError(
-                    f"{name}={getattr(config, name)!r}: matrices of layers are not cut; leave it "
-                    "out, or use Shampoo"
+                    f"{name}={getattr(config, name)!r}: matrices of layers are neither cut nor "
+                    "shared out; leave it out, or use Shampoo"
                 )
         if not config.precondition:
             return "precondition=False"

@@ -25,7 +25,6 @@ from torch.utils._pytree import tree_flatten_with_path
 import kronbit
 from kronbit import CASPR, Shampoo
 from kronbit.distributed.placements import local
-from kronbit.kernel_products import KernelProducts
 
 OPTIONS: dict[str, Any] = {"lr": 0.01, "update_every": 2, "refresh_every": 4, "max_order": 64}
 STEPS = 9
@@ -256,7 +255,6 @@ def test_ranks_may_keep_to_their_own_rows(tmp_path: Path) -> None:
 
 def on_one_gpu(rank: int, on_shards: bool) -> None:
     """By kernels, and by what GPUs talk with: as one process without any of that."""
-    KernelProducts.choose = lambda *_: None  # float32, as in all equivalences
     network = Network().cuda()
     alone = Shampoo(network.parameters(), process_group=False, **OPTIONS)
     ways: list[dict[str, Any]] = [{"process_group": dist.group.WORLD}, {"shard_state": True}]

@@ -43,6 +43,9 @@ def main() -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
 
+    if on_gpu:
+        torch.cuda.set_device(device)
+
     images, labels = load_digits(return_X_y=True)
     x = torch.tensor(images, dtype=torch.float32, device=device) / 16
     y = torch.tensor(labels, device=device)

@@ -58,8 +58,8 @@ def save(folder: Path, training: Training) -> None:
     dist.barrier()
     dcp.save({"training": training}, checkpoint_id=aside)
     if dist.get_rank() == 0:
-        shutil.rmtree(old, ignore_errors=True)
         if folder.exists():
+            shutil.rmtree(old, ignore_errors=True)
             os.replace(folder, old)
         os.replace(aside, folder)
         shutil.rmtree(old, ignore_errors=True)
@@ -84,6 +84,9 @@ def main() -> None:
     dist.init_process_group("nccl" if on_gpu else "gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
+
+    if on_gpu:
+        torch.cuda.set_device(device)
 
     images, labels = load_digits(return_X_y=True)
     x = torch.tensor(images, dtype=torch.float32, device=device) / 16

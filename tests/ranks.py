@@ -76,6 +76,11 @@ def run_on_ranks(
     return [found[rank] for rank in range(world)]
 
 
+def in_turn(rank: int, *functions: Callable[[int], Any]) -> list[Any]:
+    """Several functions on the same ranks: to start processes takes longer than most of them."""
+    return [function(rank) for function in functions]
+
+
 def _rank(
     rank: int,
     world: int,

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import SECONDS, run_on_ranks
+from ranks import SECONDS, in_turn, run_on_ranks
 from torch import Tensor, nn
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.device_mesh import init_device_mesh
@@ -82,8 +82,8 @@ def test_ranks_that_share_a_batch_walk_as_one_process() -> None:
     train(alone, Shampoo(alone.parameters(), **options), 0, 1)
     for own in run_on_ranks(3, train_on_a_rank, "Shampoo", options, False):
         for p, q, w in zip(alone.parameters(), own[:6], start.parameters(), strict=True):
-            moved = p.detach() - w.detach()
-            assert (torch.from_numpy(q) - p.detach()).norm() < 1e-3 * moved.norm()
+            assert (torch.from_numpy(q) - p.detach()).norm() < 1e-5 * p.detach().norm()
+            assert not torch.equal(p, w)
 
 
 def shard(rank: int) -> list[str]:
@@ -120,18 +120,6 @@ def shard(rank: int) -> list[str]:
     return told
 
 
-def test_parameters_that_cannot_be_put_together_are_refused_by_name() -> None:
-    for told in run_on_ranks(2, shard):
-        assert told == [
-            "group 0, parameter 0 is a DTensor with placement S(1), not Shard(0)",
-            "weight is a DTensor with placement S(1), not Shard(0)",
-            "group 1, parameter 0 is a DTensor with placement S(1), not Shard(0)",
-            "group 0, parameter 0 is a DTensor, of which this rank holds a part",
-            "group 0, parameter 0 is a DTensor, of which this rank holds a part",
-            "group 0, parameter 0 is partitioned by DeepSpeed's ZeRO, which hides its shape",
-        ]
-
-
 def disagree(rank: int) -> dict[str, str]:
     """Ranks that differ: in what they have, in their options, in their gradients."""
     found = {}
@@ -161,18 +149,6 @@ def disagree(rank: int) -> dict[str, str]:
     return found
 
 
-def test_ranks_that_disagree_get_one_clear_error() -> None:
-    start = time.monotonic()
-    for found in run_on_ranks(2, disagree):
-        assert list(found) == ["parameters", "options", "gradients"]
-        shapes = "rank 1 of 2 has group 0, parameter 0 of shape (67, 70) and torch.float32, where"
-        assert found["parameters"].startswith(shapes)
-        bits = "rank 1 of 2 has group 0: bits=8, where rank 0 has group 0: bits=4: ranks must"
-        assert found["options"].startswith(bits)
-        assert "average them before the step" in found["gradients"]
-    assert time.monotonic() - start < SECONDS / 2
-
-
 def break_down(rank: int) -> str:
     """One rank cannot do its rows."""
     model = nn.Linear(70, 66)
@@ -192,8 +168,29 @@ def break_down(rank: int) -> str:
     return "nothing"
 
 
-def test_a_rank_that_fails_does_not_leave_others_waiting() -> None:
-    first, second = run_on_ranks(2, break_down)
+def test_parameters_and_ranks_that_do_not_go_together() -> None:
+    """They are refused by name; ranks that disagree get one clear error, and none waits."""
+    start = time.monotonic()
+    refused, disagreed, (first, second) = zip(
+        *run_on_ranks(2, in_turn, shard, disagree, break_down), strict=True
+    )
+    assert time.monotonic() - start < SECONDS / 2
+    for told in refused:
+        assert told == [
+            "group 0, parameter 0 is a DTensor with placement S(1), not Shard(0)",
+            "weight is a DTensor with placement S(1), not Shard(0)",
+            "group 1, parameter 0 is a DTensor with placement S(1), not Shard(0)",
+            "group 0, parameter 0 is a DTensor, of which this rank holds a part",
+            "group 0, parameter 0 is a DTensor, of which this rank holds a part",
+            "group 0, parameter 0 is partitioned by DeepSpeed's ZeRO, which hides its shape",
+        ]
+    for found in disagreed:
+        assert list(found) == ["parameters", "options", "gradients"]
+        shapes = "rank 1 of 2 has group 0, parameter 0 of shape (67, 70) and torch.float32, where"
+        assert found["parameters"].startswith(shapes)
+        bits = "rank 1 of 2 has group 0: bits=8, where rank 0 has group 0: bits=4: ranks must"
+        assert found["options"].startswith(bits)
+        assert "average them before the step" in found["gradients"]
     assert first.startswith("an update or a refresh has failed on rank 1 of 2")
     assert second == "no room"
 

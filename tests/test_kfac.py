@@ -843,8 +843,12 @@ def test_ranks_average_their_statistics() -> None:
         ({"model": [1]}, TypeError, "model must be an nn.Module; got list"),
         ({"shared": "sum"}, ValueError, "shared must be one of .*; got 'sum'"),
         ({"grad_scaler": 65536.0}, TypeError, "grad_scaler must be a .*GradScaler; got 65536.0"),
-        ({"batch_dims": 1}, ValueError, "batch_dims=1: matrices of layers are not cut; leave it"),
-        ({"split": "even"}, ValueError, "split='even': matrices of layers are not cut"),
+        (
+            {"batch_dims": 1},
+            ValueError,
+            "batch_dims=1: matrices of layers are neither cut nor shared out; leave it",
+        ),
+        ({"split": "even"}, ValueError, "split='even': matrices of layers are neither cut"),
         ({"model": nn.Linear(3, 3)}, ValueError, "model has none of the parameters"),
         ({"start": -1.0}, ValueError, "start must be"),
         ({"qr_iterations": 1}, ValueError, "qr_iterations=1 is for method='eigen'"),
@@ -857,7 +861,9 @@ def test_bad_arguments_are_refused(
     with pytest.raises(error, match=message):
         KFAC(sgd(model), **{"model": model, **arguments})
     group = {"params": list(model.parameters()), "split_sizes": (2, 1)}
-    with pytest.raises(ValueError, match=r"split_sizes=\(2, 1\): matrices of layers are not cut"):
+    with pytest.raises(
+        ValueError, match=r"split_sizes=\(2, 1\): matrices of layers are neither cut"
+    ):
         KFAC([group], model=model, lr=0.1)
     lazy = nn.Sequential(nn.LazyLinear(3))
     with pytest.raises(ValueError, match="0 does not know its shape yet"):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from copy import deepcopy
-from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +28,16 @@ from kronbit.distributed.placements import local
 
 SAVED, ALL = 5, 9  # steps
 # Ranks by what they have: parts of rows, also twice each, or everything ("plain").
-WAYS = {"four": [0, 1, 2, 3], "three": [0, 1, 2], "twice": [[0, 1], [2, 3]], "one": [0]}
+WAYS = {
+    "four": [0, 1, 2, 3],
+    "three": [0, 1, 2],
+    "two": [0, 1],
+    "one": [0],
+    "twice": [[0, 1], [2, 3]],
+}
 NAMES = (*WAYS, "plain")
+PAIRS = [("four", way) for way in NAMES[1:]] + [(way, "four") for way in NAMES[1:]]
+PAIRS += [("plain", "three"), ("three", "plain"), ("one", "plain"), ("twice", "two")]
 
 
 def ranks_of(way: str) -> list[int]:
@@ -57,7 +64,9 @@ def load(model: nn.Module, optimizer: Shampoo, path: str, flat: bool, group: Any
         "model": get_model_state_dict(model),
         "optimizer": get_optimizer_state_dict(model, optimizer, options=options),
     }
-    dcp.load(content, checkpoint_id=path, process_group=group)
+    # Layers that never had a gradient have no state in the base, and so none in the checkpoint.
+    planner = dcp.DefaultLoadPlanner(allow_partial_load=True)
+    dcp.load(content, checkpoint_id=path, process_group=group, planner=planner)
     set_model_state_dict(model, content["model"])
     set_optimizer_state_dict(model, optimizer, content["optimizer"], options=options)
 
@@ -86,7 +95,7 @@ def reshard(rank: int, folder: str) -> None:
             steps(model, optimizer, 1, SAVED)
             save(model, optimizer, f"{folder}/{way}", flat[way], groups[way])
         dist.barrier()
-    for old, new in permutations(NAMES, 2):
+    for old, new in PAIRS:
         if rank in ranks_of(new):
             model, optimizer = built(meshes.get(new))
             load(model, optimizer, f"{folder}/{old}", flat[old], groups[new])
@@ -116,7 +125,7 @@ def one_file(rank: int, folder: str) -> None:
             model, optimizer = built(meshes.get(way), **options)
             steps(model, optimizer, 1, SAVED)
             found = kronbit.consolidate_state_dict(optimizer)
-            assert bool(found) == (rank == 0 or (way == "twice" and rank == 2))
+            assert bool(found) == (rank == 0)
             if rank == 0:
                 same(found, expected, way)
                 torch.save(found, f"{folder}/{number}.pt")

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from ranks import run_on_ranks
+from ranks import in_turn, run_on_ranks
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.utils._pytree import tree_flatten_with_path
 
 import kronbit
@@ -31,19 +31,20 @@ STEPS = 9
 
 
 class Network(nn.Module):
-    """Odd sizes, a layer without effect, one that is frozen, and one of fewer rows than ranks."""
+    """Odd sizes, few rows; layers that are frozen, without effect, or without a gradient."""
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.first, self.second = nn.Linear(70, 66), nn.Linear(66, 67)
         self.frozen, self.dead = nn.Linear(67, 67), nn.Linear(67, 64)
-        self.last = nn.Linear(67, 3)
+        self.unused, self.last = nn.Linear(67, 65), nn.Linear(67, 3)
         self.frozen.requires_grad_(False)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.frozen(torch.tanh(self.second(torch.tanh(self.first(x)))))
-        return self.last(torch.tanh(x)) + 0 * self.dead(x).sum()
+        # FSDP2 cannot do with layers that are not called at all, in bf16.
+        return self.last(torch.tanh(x)) + 0 * (self.dead(x).sum() + self.unused(x).sum())
 
 
 def sharded(mesh: DeviceMesh, **options: Any) -> Network:
@@ -62,7 +63,7 @@ def give_gradients(model: nn.Module, t: int) -> None:
     """Not finite in parts now and then, and zero in a dead layer."""
     generator = torch.Generator().manual_seed(t)
     for name, p in model.named_parameters():
-        if not p.requires_grad:
+        if not p.requires_grad or name.startswith("unused"):
             continue
         grad = torch.randn(p.shape, generator=generator) * (0 if name.startswith("dead") else 1)
         grad = grad.to(p.device)
@@ -100,13 +101,19 @@ def check(optimizer: Any, model: nn.Module, alone: Any, network: nn.Module, wher
         for group in (*found["param_groups"], *expected["param_groups"]):
             group.pop("shard_state", None)
         same(found, expected, where)
-    counts = {name: n for name, n in alone.diagnostics().items() if isinstance(n, int)}
-    assert counts["discarded_roots"] == optimizer.diagnostics()["discarded_roots"]
+    repaired = torch.tensor(optimizer.diagnostics()["jittered"])
+    owners = optimizer._ranks.owners
+    if owners is not None:  # each has counted its own; replicas, all of them
+        dist.all_reduce(repaired, group=owners.group)
+    assert repaired == alone.diagnostics()["jittered"] > 0
 
 
-def walk(rank: int, name: str) -> list[int]:
+def walk_caspr(rank: int) -> list[int]:
+    return walk(rank, CASPR)
+
+
+def walk(rank: int, make: Any = Shampoo) -> list[int]:
     """Every way in which ranks can share parameters and state."""
-    make = {"Shampoo": Shampoo, "CASPR": CASPR}[name]
     network = Network()
     alone = make(network.parameters(), process_group=False, **OPTIONS)
     for t in range(1, STEPS):
@@ -137,14 +144,13 @@ def walk(rank: int, name: str) -> list[int]:
     return received
 
 
-@pytest.mark.parametrize("name", ["Shampoo", "CASPR"])
-def test_ranks_find_what_one_process_finds(name: str) -> None:
+def test_ranks_find_what_one_process_finds() -> None:
     """To the bit, given equal gradients: FSDP2, uneven and empty shards, HSDP, replicas."""
-    found = run_on_ranks(4, walk, name)
-    parts, *complete = zip(*found, strict=True)
-    for own in complete:
-        assert set(own) == {sum(parts)}
-    assert max(parts) < 0.6 * sum(parts)
+    for found in zip(*run_on_ranks(4, in_turn, walk, walk_caspr), strict=True):
+        parts, *complete = zip(*found, strict=True)
+        for own in complete:
+            assert set(own) == {sum(parts)}
+        assert max(parts) < 0.6 * sum(parts)
 
 
 class Tied(nn.Module):
@@ -200,13 +206,80 @@ def train_sharded(rank: int) -> None:
         train(model, optimizer, rank, 3, words)
         for p, q, w in zip(model.parameters(), alone.parameters(), start.parameters(), strict=True):
             if q.requires_grad and not torch.equal(q, w):
-                error = float((whole(p) - q).detach().norm() / q.detach().norm())
-                assert error < (0.1 if "mp_policy" in more else 1e-5), (more, error)
+                half = "mp_policy" in more
+                error = float((whole(p) - q).detach().norm())
+                limit = 0.3 * (q - w).detach().norm() if half else 1e-5 * q.detach().norm()
+                assert error < limit, (more, error)
 
 
 def test_training_on_shards_is_training_in_one_process() -> None:
     """Whatever is resharded, with weights in bf16 for the passes, with tied weights."""
     run_on_ranks(3, train_sharded)
+
+
+def fail(rank: int) -> list[str]:
+    """What goes wrong on one rank, all of them hear of."""
+    told = []
+
+    def attempt(optimizer: Shampoo) -> None:
+        try:
+            optimizer.step()
+        except (RuntimeError, MemoryError, ValueError) as error:
+            told.append(str(error))
+
+    def no_room(*_: Any) -> None:
+        raise MemoryError("no room")
+
+    mesh = mesh_of([0, 1])
+    for on_shards in (False, True):
+        model = sharded(mesh) if on_shards else Network()
+        shares: dict[str, Any] = {} if on_shards else {"shard_state": True}
+        optimizer = Shampoo(model.parameters(), **shares, **OPTIONS)
+        step(model, optimizer, 1)
+        give_gradients(model, 2)
+        gradient, model.second.bias.grad = model.second.bias.grad, None
+        if rank == 0:
+            model.second.bias.grad = gradient
+        attempt(optimizer)
+        model.second.bias.grad = gradient
+        if rank == 1:
+            for own in optimizer._plan.preconditioners.values():
+                own._update_own = no_room  # type: ignore[method-assign]
+        attempt(optimizer)
+        attempt(Shampoo(model.parameters(), stagger=True, **shares, **OPTIONS))
+    return told
+
+
+def test_a_failure_of_one_owner_is_told_to_all() -> None:
+    """And gradients that are still to be added up are, before anything else."""
+    (_, first), (_, second) = run_on_ranks(2, in_turn, partial, fail)
+    for rank, told in ((0, first), (1, second)):
+        assert len(told) == 6
+        for missing, failed, staggered in (told[:3], told[3:]):
+            assert missing.startswith("the 2 ranks have gradients of different parameters")
+            assert failed == "no room" if rank else "another one of the 2 ranks" in failed
+            assert staggered.startswith("stagger=True spreads")
+
+
+def partial(rank: int) -> None:
+    """Gradients that are still to be added up."""
+    mesh = mesh_of([0, 1])
+    torch.manual_seed(0)
+    weight, x = torch.randn(66, 70), torch.randn(8, 70)
+    p = nn.Parameter(distribute_tensor(weight.clone(), mesh, [Replicate()]))
+    q = nn.Parameter(weight.clone())
+    options = {**OPTIONS, "base": "sgd", "bits": 32, "lr": 1e-4}
+    one = Shampoo([q], process_group=False, **options)
+    two = Shampoo([p], **options)
+    for _ in range(STEPS):
+        (distribute_tensor(x, mesh, [Shard(0)]) @ p.mT).square().sum().backward()
+        (x @ q.mT).square().sum().backward()
+        two.step()
+        one.step()
+        two.zero_grad()
+        one.zero_grad()
+    error = (p.full_tensor() - q).detach().norm() / (q.detach() - weight).norm()
+    assert error < 1e-4, error
 
 
 def states(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -229,13 +302,15 @@ def local_rows(rank: int, folder: str) -> None:
     for t in range(1, STEPS):
         give_gradients(model, t)
         for p, q in zip(own, alone, strict=True):
-            q.grad = local(p.grad).clone()
+            q.grad = None if p.grad is None else local(p.grad).clone()
         first.step()
         one.step()
         if t == 4:
             dcp.save(states(model, first), checkpoint_id=folder)
             found = states(resumed, second)
-            dcp.load(found, checkpoint_id=folder)
+            # Layers that never had a gradient have no state in the base.
+            planner = dcp.DefaultLoadPlanner(allow_partial_load=True)
+            dcp.load(found, checkpoint_id=folder, planner=planner)
             set_model_state_dict(resumed, found["model"])
             set_optimizer_state_dict(resumed, second, found["optimizer"])
         if t > 4:
@@ -245,6 +320,18 @@ def local_rows(rank: int, folder: str) -> None:
     for p, q in zip(own, alone, strict=True):
         assert torch.equal(local(p), q)
     assert first.diagnostics()["ranks"] == {}
+    # Of two rows and one, the second rank's part is no matrix: they still agree.
+    mesh = mesh_of([0, 1])
+    if rank < 2:
+        model = fully_shard(nn.Linear(67, 3), mesh=mesh)
+        small = Shampoo(model.parameters(), blocks="local", nonfinite="raise", **OPTIONS)
+        give_gradients(model, 1)
+        small.step()
+        if rank == 1:
+            local(model.weight.grad).fill_(torch.nan)
+        with pytest.raises(FloatingPointError, match="that of" if rank else "on another rank"):
+            small.step()
+    dist.barrier()
     with pytest.raises(RuntimeError, match="blocks='local' has cut each rank's rows"):
         kronbit.consolidate_state_dict(first)
 

@@ -62,7 +62,7 @@ FIRST_TURN, SECOND_TURN = Turn(0.0, right=False), Turn(0.0, right=True)
 class Config:
     """Options of a second-order optimizer; the paper's symbol stands first where it has one.
 
-    All but the last five may also be given per param group.
+    All but the last seven may also be given per param group.
 
     Attributes:
         bits: b. Width of the stored statistics: 3, 4, 6, 8 or 32.

@@ -156,7 +156,7 @@ class SecondOrder(Around):
         self._ranks.agree(self)
         keep = self.config.keep_gradients
         with copied(present.params) if keep else nullcontext(present.grads) as grads:
-            with self._ranks.whole(present._replace(grads=grads)) as whole:
+            with self._ranks.whole(present._replace(grads=grads), self.state) as whole:
                 itinerary, whole = self._prepare(whole)
                 with self._statistics.matrices(itinerary, whole.grads) as matrices:
                     dtypes = whole.dtypes if matrices is whole.grads else plain_dtypes(matrices)
@@ -239,8 +239,10 @@ class SecondOrder(Around):
             for p in group["params"]
             if p.requires_grad or p in present or blocks_of(self.state.get(p, {}))
         )
-        for p in plan.places:
-            self._start_state(p)
+        for _, p, _ in self._rows():
+            elsewhere = p.requires_grad and not self._ranks.owns(p)  # on all ranks or on none
+            if p in plan.places or elsewhere:
+                self._start_state(p)
         plan.find_refreshed(self._binding.bind(plan, self.state), self.state)
         if self._plan is not None:
             self._past_counts.update(report.fallback_counts(self._plan))
@@ -332,7 +334,8 @@ class SecondOrder(Around):
             for p in own["params"]
             if p in loaded.entries
         )
-        checkpoint.fill(plan, loaded.entries)
+        with self._ranks.together():
+            checkpoint.fill(plan, loaded.entries)
         base.load()
         self.state = defaultdict(dict)
         self._start_unplanned()
@@ -356,8 +359,8 @@ class SecondOrder(Around):
 
     def __getstate__(self) -> dict[str, Any]:
         kept = ("defaults", "state", "base", "config", "_group_defaults", "_statistics")
-        # Groups of ranks stay where they are.
-        group = False if self._process_group is False else None
+        # Groups of ranks stay where they are: a copy works for itself.
+        group = None if self._process_group is None else False
         return {**{name: getattr(self, name) for name in kept}, "_process_group": group}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -113,7 +113,7 @@ class Preconditioner:
         self._lengths = torch.tensor(self._blocks, dtype=torch.int64, device=device)
         self._waves: dict[tuple[int, ...], list[Wave]] = {}
         self._chain: Chain | None = None
-        self._cuts: dict[tuple[Hashable, ...], list[Portion]] = {}
+        self._cuts: dict[tuple[Hashable, ...], tuple[list[Due], list[Portion]]] = {}
 
     def _turns(self) -> list[tuple[Turn, ...]]:
         found: list[set[Turn]] = [set() for _ in self.members]
@@ -215,15 +215,15 @@ class Preconditioner:
         mixed: Callable[[Part], bool],
     ) -> list[Portion]:
         """Cut all rows that are due. Recent cuts are remembered: the GPU waits for the first."""
-        # Options by identity, which is quick; as long as the cut is remembered, they live.
+        # Options by identity, which is quick; as long as the cut is remembered, they are, too.
         dues = ((i, id(own.config), own.turns) for i, own in due.items())
         key = cost, self.exchange.divides, *dues
         if key not in self._cuts:
             if len(self._cuts) == _REMEMBERED_CUTS:
                 self._cuts.pop(next(iter(self._cuts)))
             own = self.exchange.own(due_parts(self.groups, due))
-            self._cuts[key] = list(self._cut(own, cost, mixed))
-        return self._cuts[key]
+            self._cuts[key] = list(due.values()), list(self._cut(own, cost, mixed))
+        return self._cuts[key][1]
 
     @full_precision()
     def refresh(self, measured: Measured, due: Mapping[int, Due]) -> None:

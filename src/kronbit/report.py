@@ -17,6 +17,7 @@ from kronbit.acceleration import why_not
 from kronbit.batches import UPDATE
 from kronbit.blocking import Blocking
 from kronbit.config import Config
+from kronbit.distributed.placements import local
 from kronbit.factors import Factors
 from kronbit.groups import Group
 from kronbit.memory import state_bytes
@@ -54,7 +55,7 @@ def summary(
     orders = [1]
     for name, p, own in params:
         shape = " x ".join(map(str, p.shape)) or "scalar"
-        elements += p.numel()
+        elements += (local(p) if own.blocks == "local" else p).numel()
         way = route(p, own) if p.requires_grad else "frozen: requires_grad=False"
         if isinstance(way, str):
             rows.append((name, shape, "", "", "", "", way))

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
@@ -41,12 +40,9 @@ def consolidate_state_dict(optimizer: SecondOrder) -> dict[str, Any]:
     own = optimizer._own_state_dict()
     state: dict[Any, dict[str, Any]] = own["state"]
     params = [p for group in optimizer.param_groups for p in group["params"]]
-    if owners is not None:
-        first = owners.rank == 0
-    else:
-        first = not dist.is_initialized() or dist.get_rank() == 0
+    first = optimizer._ranks.first
     for key, p in enumerate(params):
-        if key not in state:
+        if not state.get(key):  # reading optimizer.state[p] leaves an empty entry
             continue
         entry = {**state[key], "base": _whole(state[key]["base"])}
         owner = None if owners is None else owners.owner(p)
@@ -72,9 +68,10 @@ def load_consolidated(optimizer: SecondOrder, state_dict: Mapping[str, Any]) -> 
     keys = [key for group in state_dict["param_groups"] for key in group["params"]]
     state = dict(state_dict["state"])
     for key, p in zip(keys, params, strict=False):  # the loader tells if they do not match
-        if key in state and is_distributed(p):
-            base = tree_map_only(Tensor, partial(_like, p), state[key]["base"])
-            state[key] = {**state[key], "base": base}
+        if state.get(key) and is_distributed(p):
+            alone = "base" not in state[key]  # a checkpoint of F
+            base = tree_map_only(Tensor, partial(_like, p), dict(state[key]))
+            state[key] = base if alone else {**state[key], "base": base["base"]}
     optimizer.load_state_dict({**state_dict, "state": state})
 
 

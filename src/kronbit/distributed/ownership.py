@@ -9,8 +9,8 @@ Owners do what a single process does, on the same numbers: so the results are th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,8 +19,8 @@ from torch import Tensor
 
 from kronbit.blocking import Blocking
 from kronbit.distributed.dividing import assign
-from kronbit.distributed.placements import Placement, local, placement_of, rows_on
-from kronbit.distributed.transport import exchange, gather
+from kronbit.distributed.placements import Placement, local_gradients, placement_of, rows_on
+from kronbit.distributed.transport import digest, exchange, gather
 from kronbit.gradients import plain_dtypes
 
 if TYPE_CHECKING:
@@ -42,9 +42,10 @@ class Owners:
         device: Where bytes travel.
         workspace: Bound of transient memory in bytes.
         placement: Of sharded parameters; ``None``: every rank has all of them.
+        spreads: Whether a gradient that is not finite in a part becomes so on all ranks.
 
     Attributes:
-        sent: Bytes that this rank has sent to others, or received where all ranks get all.
+        bytes: Of gradients that this rank has sent or, where all ranks get all, received.
     """
 
     def __init__(
@@ -53,18 +54,20 @@ class Owners:
         device: torch.device,
         workspace: int,
         placement: Placement | None = None,
+        spreads: bool = True,
     ) -> None:
-        self._placement = placement
+        self._placement, self._spreads = placement, spreads
         self.group, self._device, self._workspace = group, device, workspace
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
         self._owners: dict[Tensor, int] = {}
-        self.sent = 0
+        self.bytes = 0
 
-    def share_out(self, params: Iterable[tuple[Tensor, Blocking]]) -> None:
+    def share_out(self, params: Sequence[tuple[Tensor, Blocking]]) -> None:
         """Find owners of preconditioned parameters, all at once: their costs are balanced."""
-        new = [(p, cost(blocking)) for p, blocking in params if p not in self._owners]
-        found = assign([own for _, own in new], self.ranks)
-        self._owners |= {p: owner for (p, _), owner in zip(new, found, strict=True)}
+        for trained in (True, False):  # frozen ones cost nothing
+            own = [(p, cost(blocking)) for p, blocking in params if p.requires_grad == trained]
+            found = assign([price for _, price in own], self.ranks)
+            self._owners |= {p: owner for (p, _), owner in zip(own, found, strict=True)}
 
     def keep(self, before: Owners) -> None:
         """Leave parameters to those who owned them."""
@@ -91,18 +94,28 @@ class Owners:
         box = [values]
         first, last = (dist.get_global_rank(self.group, rank) for rank in (0, owner))
         if self.rank == owner:
-            dist.send_object_list(box, first, group=self.group)
+            dist.send_object_list(box, first, group=self.group, device=self._device)
             return {}
-        dist.recv_object_list(box, last, group=self.group)
+        dist.recv_object_list(box, last, group=self.group, device=self._device)
         return box[0]
 
     @contextmanager
-    def whole(self, present: Present) -> Iterator[Present]:
+    def whole(self, present: Present, careful: bool) -> Iterator[Present]:
         """Show whole gradients where they are owned, and nothing of those that others own.
 
         Afterwards, what stands there is in the gradients, wherever their parts are.
+
+        Args:
+            present: The step's gradients.
+            careful: Whether ranks make sure that all of them have the same gradients, and that none
+                has failed. Waits for the others.
+
+        Raises:
+            RuntimeError: If they have not, or one has.
         """
-        grads = [local(grad) for grad in present.grads]
+        if careful:
+            self._compare(present)
+        grads = local_gradients(present)
         plain = [grad.contiguous() for grad in grads]
         of_all = self._placement is None
         sharded = [not of_all and placement_of(p) == self._placement for p in present.params]
@@ -128,17 +141,52 @@ class Owners:
         rest = [
             plain[i] for i, p in enumerate(present.params) if sharded[i] and p not in self._owners
         ]
-        self._poison(rest)
+        if self._spreads:
+            self._poison(rest)
         if any(sharded):
-            self.sent += exchange(theirs, mine, self.group, self._device)
-        yield present._replace(grads=shown, dtypes=plain_dtypes(shown))
+            self.bytes += exchange(theirs, mine, self.group, self._device)
+        with self.together() if careful else nullcontext():
+            yield present._replace(grads=shown, dtypes=plain_dtypes(shown))
         if any(sharded):
-            self.sent += exchange(mine, theirs, self.group, self._device)
+            self.bytes += exchange(mine, theirs, self.group, self._device)
         if any(copies):
-            self.sent += gather(copies, self.group, self._device, self._workspace)
+            self.bytes += gather(copies, self.group, self._device, self._workspace)
         written = [(own, copy) for own, copy in zip(grads, plain, strict=True) if own is not copy]
         if written:
             torch._foreach_copy_([own for own, _ in written], [copy for _, copy in written])
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Let all ranks know if one of them fails inside. Waits for the others.
+
+        Raises:
+            RuntimeError: On ranks that have not failed, if another one has.
+        """
+        failure: Exception | None = None
+        try:
+            yield
+        except Exception as error:
+            failure = error
+        failed = self.anyone(failure is not None)
+        if failure is not None:
+            raise failure
+        if failed:
+            raise RuntimeError(
+                f"another one of the {self.ranks} ranks has failed, and says why; states of ranks "
+                "may differ now: load the last checkpoint"
+            )
+
+    def _compare(self, present: Present) -> None:
+        """Make sure that all ranks have gradients of the same parameters."""
+        named = repr([(self._owners.get(p), tuple(p.shape)) for p in present.params])
+        mine = torch.tensor([digest(named.encode())], device=self._device)
+        found = [torch.empty_like(mine) for _ in range(self.ranks)]
+        dist.all_gather(found, mine, group=self.group)
+        if len({int(own) for own in found}) > 1:
+            raise RuntimeError(
+                f"the {self.ranks} ranks have gradients of different parameters: give all ranks "
+                "all of them, zero where a rank has none"
+            )
 
     def _poison(self, grads: Sequence[Tensor]) -> None:
         """Where a part of a gradient is not finite, the whole is not: make that so on all ranks."""

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
 
+    from kronbit.work import Present
+
 
 def is_distributed(p: Tensor) -> TypeGuard[DTensor]:
     """Whether a tensor is a DTensor."""
@@ -100,6 +102,15 @@ def placement_of(p: Tensor) -> Placement | None:
 def local(tensor: Tensor) -> Tensor:
     """What is here of a tensor: the same memory."""
     return tensor._local_tensor if is_distributed(tensor) else tensor
+
+
+def local_gradients(present: Present) -> list[Tensor]:
+    """What is here of a step's gradients. Those that lie otherwise than parameters are moved."""
+    for i, (p, grad) in enumerate(zip(present.params, present.grads, strict=True)):
+        if is_distributed(p) and is_distributed(grad) and grad.placements != p.placements:
+            moved = grad.redistribute(placements=p.placements)
+            p.grad = present.grads[i] = moved
+    return list(map(local, present.grads))
 
 
 def rows_on(rank: int, ranks: int, rows: int) -> slice:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import zip_longest
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,7 @@ from kronbit.distributed.ownership import Owners
 from kronbit.distributed.placements import (
     Placement,
     is_distributed,
-    local,
+    local_gradients,
     placement_of,
     travels_on,
 )
@@ -29,6 +29,7 @@ from kronbit.report import parameter_name
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+    from kronbit.config import Config
     from kronbit.optimizer import SecondOrder
     from kronbit.work import Present
 
@@ -41,6 +42,7 @@ class Ranks:
         owners: Of parameters whose state is on one rank each, if there are some.
         group: All ranks that take steps together, if there are several.
         localises: Whether there are DTensors, of which this rank takes what it has.
+        device: Where messages of the group travel.
     """
 
     def __init__(
@@ -49,21 +51,38 @@ class Ranks:
         owners: Owners | None = None,
         group: ProcessGroup | None = None,
         localises: bool = False,
+        device: torch.device | None = None,
     ) -> None:
         self.exchange, self.owners = exchange, owners
         self._group, self.localises = group, localises
-        self._agreed = group is None
+        self._agreed, self._device = group is None, device
 
     def owns(self, p: Tensor) -> bool:
         """Whether the state of a parameter is here."""
         return self.owners is None or self.owners.owns(p)
 
-    def whole(self, present: Present) -> AbstractContextManager[Present]:
-        """Gradients as they are preconditioned here; see ``Owners.whole``."""
+    @property
+    def first(self) -> bool:
+        """Whether this rank is the first of all that take steps together."""
+        copies = self.exchange.rank if isinstance(self.exchange, Replicas) else 0
+        return copies == 0 and (self.owners is None or self.owners.rank == 0)
+
+    def whole(self, present: Present, entries: Mapping[Tensor, Any]) -> AbstractContextManager[Any]:
+        """Gradients as they are preconditioned here; see ``Owners.whole``.
+
+        Args:
+            present: The step's gradients.
+            entries: The state of parameters before it, with the number of their steps.
+        """
         if self.owners is not None:
-            return self.owners.whole(present)
+            steps = {
+                (config, entries[p].get("step", 0) if p in entries else 0)
+                for p, config in zip(present.params, present.configs, strict=True)
+            }
+            due = any(c.updates_at(t + 1) or c.refreshes_at(t + 1) for c, t in steps)
+            return self.owners.whole(present, careful=due)
         if self.localises:
-            grads = list(map(local, present.grads))
+            grads = local_gradients(present)
             present = present._replace(grads=grads, dtypes=plain_dtypes(grads))
         return nullcontext(present)
 
@@ -72,6 +91,8 @@ class Ranks:
         found = find_ranks(optimizer)
         if self.owners is not None and found.owners is not None:
             found.owners.keep(self.owners)
+        if isinstance(self.exchange, Replicas) and isinstance(found.exchange, Replicas):
+            found.exchange = self.exchange
         return found
 
     def figures(self) -> dict[str, int]:
@@ -86,7 +107,7 @@ class Ranks:
             own = self.exchange
             found |= {"replicas": own.ranks, "apart": own.apart, "received_bytes": own.received}
         if self.owners is not None:
-            found |= {"owners": self.owners.ranks, "gradient_bytes": self.owners.sent}
+            found |= {"owners": self.owners.ranks, "gradient_bytes": self.owners.bytes}
         return found
 
     def refuse_partial_state(self) -> None:
@@ -99,7 +120,17 @@ class Ranks:
 
     def anyone(self, flag: bool) -> bool:
         """Whether it is so on any rank that this one must not leave waiting."""
-        return flag if self.owners is None else self.owners.anyone(flag)
+        if self.owners is not None:
+            return self.owners.anyone(flag)
+        if self.localises and self._group is not None:
+            found = torch.tensor([int(flag)], device=self._device)
+            dist.all_reduce(found, dist.ReduceOp.MAX, group=self._group)
+            return bool(found.item())
+        return flag
+
+    def together(self) -> AbstractContextManager[None]:
+        """Let all owners know if one of them fails inside; see ``Owners.together``."""
+        return nullcontext() if self.owners is None else self.owners.together()
 
     def agree(self, optimizer: SecondOrder) -> None:
         """Compare what ranks are about to do, before their first step.
@@ -111,7 +142,9 @@ class Ranks:
             return
         lines = told(optimizer)
         found: list[list[str]] = [[] for _ in range(dist.get_world_size(self._group))]
-        dist.all_gather_object(found, lines, group=self._group)
+        on_gpu = self._device is not None and self._device.type == "cuda"
+        with torch.cuda.device(self._device) if on_gpu else nullcontext():
+            dist.all_gather_object(found, lines, group=self._group)
         for rank, other in enumerate(found):
             for a, b in zip_longest(found[0], other, fillvalue="nothing more"):
                 if a != b:
@@ -135,7 +168,8 @@ def told(optimizer: SecondOrder) -> list[str]:
             f"{parameter_name(group, index, number)} of shape {tuple(p.shape)} and {p.dtype}"
             for number, p in enumerate(group["params"])
         ]
-    return lines
+    steps = {entry.get("step", 0) for entry in optimizer.state.values()}
+    return [*lines, f"parameters after {sorted(steps) or [0]} steps"]
 
 
 def find_ranks(optimizer: SecondOrder) -> Ranks:
@@ -145,22 +179,29 @@ def find_ranks(optimizer: SecondOrder) -> Ranks:
         ValueError: If parameters are on several meshes, or ranks cannot talk to each other.
     """
     config, process_group = optimizer.config, optimizer._process_group
-    rows = [(p, optimizer._statistics.route(p, own)) for _, p, own in optimizer._rows()]
-    cut = [(p, way) for p, way in rows if isinstance(way, Blocking)]
-    localises = any(is_distributed(p) for p, _ in rows)
-    sharded = {p: placement for p, _ in rows if (placement := placement_of(p)) is not None}
-    if not cut or not (dist.is_available() and dist.is_initialized()):
+    route, rows = optimizer._statistics.route, optimizer._rows()
+    cut = [(p, way) for _, p, own in rows if isinstance(way := route(p, own), Blocking)]
+    localises = any(is_distributed(p) for _, p, _ in rows)
+    # Whatever this rank has of them: the others must come to the same conclusion.
+    sharded = {p: place for _, p, own in rows if own.precondition and (place := placement_of(p))}
+    if not (cut or sharded) or not (dist.is_available() and dist.is_initialized()):
         return Ranks(Alone(), localises=localises)
-    device, workspace = cut[0][0].device, int(config.workspace_mb * 2**20)
-    if any(p in sharded for p, _ in cut):
-        placement = _only([sharded[p] for p, _ in cut if p in sharded])
+    device, workspace = rows[0][1].device, int(config.workspace_mb * 2**20)
+    if sharded or config.shard_state:
+        _refuse_stagger(own for _, _, own in rows)
+    if sharded:
+        placement = _only(list(sharded.values()))
         group, copies = placement.group(), placement.copies()
-        exchange = Alone() if copies is None else Replicas(copies, _route(copies, device), True)
+        travels = _route(group, device)
+        exchange: Exchange = Alone()
+        if copies is not None and process_group is not False:
+            exchange = Replicas(copies, _route(copies, device), True)
         if config.blocks == "local":
-            return Ranks(exchange, None, group, localises)
-        owners = Owners(group, _route(group, device), workspace, placement)
-        owners.share_out((p, way) for p, way in cut if p in sharded)
-        return Ranks(exchange, owners, group)
+            return Ranks(exchange, None, group, localises, travels)
+        spreads = config.nonfinite != "raise"
+        owners = Owners(group, travels, workspace, placement, spreads)
+        owners.share_out([(p, way) for p, way in cut if p in sharded])
+        return Ranks(exchange, owners, group, device=travels)
     everybody = process_group or dist.group.WORLD
     if process_group is False or everybody is None or dist.get_rank(everybody) < 0:
         return Ranks(Alone(), localises=localises)
@@ -168,12 +209,21 @@ def find_ranks(optimizer: SecondOrder) -> Ranks:
         dist.get_world_size(everybody) == 1 or travels_on(everybody, device) is None
     ):
         return Ranks(Alone(), localises=localises)
-    route = _route(everybody, device)
+    travels = _route(everybody, device)
     if config.shard_state:
-        owners = Owners(everybody, route, workspace)
+        owners = Owners(everybody, travels, workspace)
         owners.share_out(cut)
-        return Ranks(Alone(), owners, everybody)
-    return Ranks(Replicas(everybody, route, process_group is not None), None, everybody, localises)
+        return Ranks(Alone(), owners, everybody, device=travels)
+    exchange = Replicas(everybody, travels, process_group is not None)
+    return Ranks(exchange, None, everybody, localises, travels)
+
+
+def _refuse_stagger(configs: Iterable[Config]) -> None:
+    if any(own.stagger for own in configs):
+        raise ValueError(
+            "stagger=True spreads the blocks of all parameters over steps, but where parameters "
+            "have owners (FSDP2, shard_state=True) no rank has all of them: leave it out"
+        )
 
 
 def _only(placements: Sequence[Placement]) -> Placement:

@@ -6,7 +6,6 @@ updates and refreshes; ordinary steps send nothing.
 
 from __future__ import annotations
 
-import hashlib
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from kronbit.batches import Part, due_parts
 from kronbit.distributed.dividing import divide
-from kronbit.distributed.transport import gather
+from kronbit.distributed.transport import digest, gather
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -125,7 +124,7 @@ class Replicas:
         turns = [(i, names[id(own.config)], sorted(own.turns or ())) for i, own in due.items()]
         work = repr((members, list(configs.values()), turns, preconditioner.workspace))
         values = norms[: len(members)].cpu().numpy().tobytes()
-        mine = torch.tensor([_digest(work.encode()), _digest(values)], device=self._device)
+        mine = torch.tensor([digest(work.encode()), digest(values)], device=self._device)
         found = [torch.empty_like(mine) for _ in range(self.ranks)]
         dist.all_gather(found, mine, group=self.group)
         works, gradients = map(set, zip(*(own.tolist() for own in found), strict=True))
@@ -165,8 +164,3 @@ def _worth_sending(factors: Factors) -> bool:
 
 def _large(parts: Iterable[Part]) -> list[Part]:
     return [part for part in parts if _worth_sending(part.factors)]
-
-
-def _digest(content: bytes) -> int:
-    found = hashlib.blake2b(content, digest_size=8).digest()
-    return int.from_bytes(found, "little", signed=True)

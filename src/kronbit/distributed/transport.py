@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -12,7 +13,13 @@ from torch import Tensor
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-_ALIGNED = 16
+_ALIGNED, _LEAST = 16, 2**20  # bytes of a piece
+
+
+def digest(content: bytes) -> int:
+    """A number of 64 bits that tells contents apart."""
+    found = hashlib.blake2b(content, digest_size=8).digest()
+    return int.from_bytes(found, "little", signed=True)
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
@@ -30,14 +37,14 @@ def gather(
             shapes, and take the values there.
         group: The ranks.
         device: Where bytes travel; tensors may be elsewhere.
-        workspace: Bound of the bytes that are on their way at a time.
+        workspace: Bound of the bytes that are on their way at a time, but for small ones.
 
     Returns:
         The bytes that this rank has received from others.
     """
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     lengths = [sum(tensor.nbytes for tensor in own) for own in streams]
-    piece = min(max(lengths), max(_ALIGNED, workspace // (ranks + 1)))
+    piece = min(max(lengths), max(_LEAST, workspace // (ranks + 1)))
     piece = -(-piece // _ALIGNED) * _ALIGNED
     if piece == 0:
         return 0

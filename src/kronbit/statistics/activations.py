@@ -104,7 +104,9 @@ class ActivationStatistics:
 
     def __getstate__(self) -> dict[str, Any]:
         # Hooks stay with the model that has them; what they have seen belongs to a single step.
-        return {**self.__dict__, "_collected": {}, "_handles": []}
+        # Groups of ranks stay where they are: a copy works for itself.
+        group = None if self.process_group is None else False
+        return {**self.__dict__, "_collected": {}, "_handles": [], "process_group": group}
 
     # ------------------------------------------------------------------------------- parameters
 

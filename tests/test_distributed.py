@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from contextlib import nullcontext
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import torch.distributed as dist
 from ranks import SECONDS, in_turn, run_on_ranks
 from torch import Tensor, nn
 from torch.distributed.checkpoint import FileSystemWriter
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
@@ -93,6 +94,7 @@ def shard(rank: int) -> list[str]:
     fully_shard(model, mesh=mesh)
     columns = nn.Linear(8, 6, bias=False)
     columns.weight = nn.Parameter(distribute_tensor(columns.weight, mesh, [Shard(1)]))
+    elsewhere = fully_shard(nn.Linear(8, 6), mesh=DeviceMesh("cpu", [1, 0]))
     zero = nn.Linear(8, 6, bias=False)
     zero.weight.ds_id = 0
     optimizer = Shampoo(plain.parameters(), lr=0.1)
@@ -104,10 +106,12 @@ def shard(rank: int) -> list[str]:
         lambda: MFAC(torch.optim.SGD(model.parameters(), lr=0.1)),
         lambda: KFAC(torch.optim.SGD(model.parameters(), lr=0.1), model=model),
         lambda: Shampoo(zero.parameters(), lr=0.1),
+        lambda: Shampoo([*model.parameters(), *elsewhere.parameters()], lr=0.1),
     ):
-        with pytest.raises(TypeError, match=r"fully_shard|DistributedDataParallel") as error:
+        remedy = "fully_shard|DistributedDataParallel|an optimizer for each"
+        with pytest.raises(TypeError, match=remedy) as error:
             call()
-        told.append(str(error.value).split(":")[0])
+        told.append(str(error.value).split(":")[0].split(", DeviceMesh")[0])
     assert len(optimizer.param_groups) == 1
     # Left to the base, it may be whatever that takes.
     group = {"params": list(columns.parameters()), "precondition": False}
@@ -168,11 +172,32 @@ def break_down(rank: int) -> str:
     return "nothing"
 
 
+def wait_in_vain(rank: int) -> str:
+    """One rank does not come; the other one goes on with what it has, by itself."""
+    group = dist.new_group(timeout=timedelta(seconds=2))
+    model = nn.Linear(70, 66)
+    optimizer = Shampoo(model.parameters(), process_group=group, **OPTIONS)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    told = ""
+    if rank == 0:
+        before, saved = model.weight.detach().clone(), optimizer.state_dict()
+        with pytest.raises(RuntimeError) as error:
+            optimizer.step()
+        told = str(error.value)
+        assert torch.equal(model.weight, before)
+        rebuilt = Shampoo(model.parameters(), process_group=False, **OPTIONS)
+        rebuilt.load_state_dict(saved)
+        rebuilt.step()
+        assert not torch.equal(model.weight, before)
+    return told
+
+
 def test_parameters_and_ranks_that_do_not_go_together() -> None:
     """They are refused by name; ranks that disagree get one clear error, and none waits."""
     start = time.monotonic()
-    refused, disagreed, (first, second) = zip(
-        *run_on_ranks(2, in_turn, shard, disagree, break_down), strict=True
+    refused, disagreed, (first, second), (late, _) = zip(
+        *run_on_ranks(2, in_turn, shard, disagree, break_down, wait_in_vain), strict=True
     )
     assert time.monotonic() - start < SECONDS / 2
     for told in refused:
@@ -183,6 +208,7 @@ def test_parameters_and_ranks_that_do_not_go_together() -> None:
             "group 0, parameter 0 is a DTensor, of which this rank holds a part",
             "group 0, parameter 0 is a DTensor, of which this rank holds a part",
             "group 0, parameter 0 is partitioned by DeepSpeed's ZeRO, which hides its shape",
+            "group 0, parameter 6 is sharded over another mesh",
         ]
     for found in disagreed:
         assert list(found) == ["parameters", "options", "gradients"]
@@ -193,6 +219,7 @@ def test_parameters_and_ranks_that_do_not_go_together() -> None:
         assert "average them before the step" in found["gradients"]
     assert first.startswith("an update or a refresh has failed on rank 1 of 2")
     assert second == "no room"
+    assert "Timed out" in late or "timeout" in late.lower()
 
 
 def layers(rank: int) -> list[Any]:

@@ -108,14 +108,17 @@ def resolve(
     return optimizer
 
 
+def tensors_of(group: Mapping[str, Any]) -> list[Any]:
+    """The parameters of a group as a user may give it: one or several, named or not."""
+    params = group["params"]
+    items = [params] if isinstance(params, Tensor) else params
+    return [item[1] if isinstance(item, tuple) else item for item in items]
+
+
 def _same_parameters(params: Iterable[Any], optimizer: Optimizer) -> bool:
     given = list(params)
     groups = given if given and isinstance(given[0], dict) else [{"params": given}]
-    tensors = [
-        item[1] if isinstance(item, tuple) else item
-        for group in groups
-        for item in ([group["params"]] if isinstance(group["params"], Tensor) else group["params"])
-    ]
+    tensors = [p for group in groups for p in tensors_of(group)]
     own = [p for group in optimizer.param_groups for p in group["params"]]
     return {id(p) for p in tensors} == {id(p) for p in own}
 

@@ -113,13 +113,14 @@ class SecondOrder(Around):
         if not isinstance(group, Mapping):
             raise TypeError(f"a param group must be a dict; got {type(group).__name__}")
         config = self.config.for_group(group)
-        params = group["params"]
-        for number, item in enumerate([params] if isinstance(params, Tensor) else params):
-            p = item[1] if isinstance(item, tuple) else item  # named or not
+        earlier = self.base.param_groups[:index]
+        known = [p for g in earlier if self.config.for_group(g).precondition for p in g["params"]]
+        for number, p in enumerate(first_order.tensors_of(group)):
             if isinstance(p, Tensor):
                 if config.precondition:
                     name = report.parameter_name(group, index, number)
-                    refuse(name, p, self._statistics.takes_shards)
+                    refuse(name, p, self._statistics.takes_shards, known)
+                    known.append(p)
                 self._statistics.route(p, config)
 
     def _complete_groups(self) -> None:
@@ -240,9 +241,8 @@ class SecondOrder(Around):
             if p.requires_grad or p in present or blocks_of(self.state.get(p, {}))
         )
         for _, p, _ in self._rows():
-            elsewhere = p.requires_grad and not self._ranks.owns(p)  # on all ranks or on none
-            if p in plan.places or elsewhere:
-                self._start_state(p)
+            if p in plan.places or (p.requires_grad and not self._ranks.owns(p)):
+                self._start_state(p)  # on all ranks, or on none
         plan.find_refreshed(self._binding.bind(plan, self.state), self.state)
         if self._plan is not None:
             self._past_counts.update(report.fallback_counts(self._plan))
@@ -360,8 +360,8 @@ class SecondOrder(Around):
     def __getstate__(self) -> dict[str, Any]:
         kept = ("defaults", "state", "base", "config", "_group_defaults", "_statistics")
         # Groups of ranks stay where they are: a copy works for itself.
-        group = None if self._process_group is None else False
-        return {**{name: getattr(self, name) for name in kept}, "_process_group": group}
+        group = {"_process_group": None if self._process_group is None else False}
+        return {name: getattr(self, name) for name in kept} | group
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

@@ -91,9 +91,7 @@ class Rewriter(Around, ABC):
         self.base.add_param_group(param_group)
 
     def _check_group(self, group: Mapping[str, Any], index: int) -> None:
-        params = group["params"]
-        for number, item in enumerate([params] if isinstance(params, Tensor) else params):
-            p = item[1] if isinstance(item, tuple) else item  # named or not
+        for number, p in enumerate(first_order.tensors_of(group)):
             refuse(parameter_name(group, index, number), p, shards=False)
 
     @overload

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, NamedTuple, TypeGuard
 
 import torch
@@ -44,13 +45,14 @@ class Placement(NamedTuple):
         return self.mesh.get_group(others[0]) if others else None
 
 
-def refuse(name: str, p: Tensor, shards: bool) -> None:
+def refuse(name: str, p: Tensor, shards: bool, known: Iterable[Tensor] = ()) -> None:
     """Refuse a parameter whose matrix cannot be put together.
 
     Args:
         name: What it is called, for the message.
         p: The parameter.
         shards: Whether rows that are on several ranks can be.
+        known: Others that have been found good.
 
     Raises:
         TypeError: With the name, and what to do.
@@ -76,6 +78,12 @@ def refuse(name: str, p: Tensor, shards: bool) -> None:
             raise TypeError(
                 f"{name} is a DTensor {fault}: shard parameters by fully_shard along their first "
                 "axis only, or put this one into a group with precondition=False"
+            )
+        own, others = placement_of(p), filter(None, map(placement_of, known))
+        if own is not None and next(others, own) != own:
+            raise TypeError(
+                f"{name} is sharded over another mesh, {own.mesh}, than parameters before it: "
+                "build an optimizer for each mesh"
             )
 
 

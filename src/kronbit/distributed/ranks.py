@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,6 @@ from kronbit.config import GLOBAL_OPTIONS, GROUP_OPTIONS
 from kronbit.distributed.exchange import Alone, Exchange
 from kronbit.distributed.ownership import Owners
 from kronbit.distributed.placements import (
-    Placement,
     is_distributed,
     local_gradients,
     placement_of,
@@ -176,7 +175,7 @@ def find_ranks(optimizer: SecondOrder) -> Ranks:
     """Look for other ranks.
 
     Raises:
-        ValueError: If parameters are on several meshes, or ranks cannot talk to each other.
+        ValueError: If ranks cannot talk to each other, or options do not go with them.
     """
     config, process_group = optimizer.config, optimizer._process_group
     route, rows = optimizer._statistics.route, optimizer._rows()
@@ -190,7 +189,7 @@ def find_ranks(optimizer: SecondOrder) -> Ranks:
     if sharded or config.shard_state:
         _refuse_stagger(own for _, _, own in rows)
     if sharded:
-        placement = _only(list(sharded.values()))
+        placement = next(iter(sharded.values()))  # all are on one mesh
         group, copies = placement.group(), placement.copies()
         travels = _route(group, device)
         exchange: Exchange = Alone()
@@ -224,17 +223,6 @@ def _refuse_stagger(configs: Iterable[Config]) -> None:
             "stagger=True spreads the blocks of all parameters over steps, but where parameters "
             "have owners (FSDP2, shard_state=True) no rank has all of them: leave it out"
         )
-
-
-def _only(placements: Sequence[Placement]) -> Placement:
-    first, *others = placements
-    for other in others:
-        if other != first:
-            raise ValueError(
-                f"parameters are sharded over several meshes, {first.mesh} and {other.mesh}: "
-                "build an optimizer for each"
-            )
-    return first
 
 
 def _route(group: ProcessGroup, device: torch.device) -> torch.device:

@@ -74,11 +74,15 @@ class Ranks:
             entries: The state of parameters before it, with the number of their steps.
         """
         if self.owners is not None:
+            # By identity: to hash options takes long.
             steps = {
-                (config, entries[p].get("step", 0) if p in entries else 0)
+                (id(config), entries[p].get("step", 0) if p in entries else 0): config
                 for p, config in zip(present.params, present.configs, strict=True)
             }
-            due = any(c.updates_at(t + 1) or c.refreshes_at(t + 1) for c, t in steps)
+            due = any(
+                config.updates_at(step + 1) or config.refreshes_at(step + 1)
+                for (_, step), config in steps.items()
+            )
             return self.owners.whole(present, careful=due)
         if self.localises:
             grads = local_gradients(present)

@@ -117,15 +117,22 @@ def warn_of_few(
 ) -> None:
     """Warn if less than half of what could be preconditioned is: flattened matrices, say."""
     possible = preconditioned = 0
-    for _, p, own in params:
-        sides = sum(size > 1 for size in p.shape)
-        if p.requires_grad and own.precondition and (sides > 1 or p.numel() >= _FLATTENED):
-            possible += p.numel()
-            preconditioned += p.numel() * isinstance(route(p, own), Blocking)
+    flat = ""
+    for name, p, own in params:
+        vector = sum(size > 1 for size in p.shape) < 2
+        if not p.requires_grad or not own.precondition or (vector and p.numel() < _FLATTENED):
+            continue
+        possible += p.numel()
+        preconditioned += p.numel() * isinstance(route(p, own), Blocking)
+        if vector and not flat:
+            flat = (
+                f"{name} is a vector of {p.numel():,}: if DeepSpeed or FSDP 1 has flattened "
+                "matrices, use fully_shard (FSDP2) or DistributedDataParallel. "
+            )
     if 2 * preconditioned < possible:
         warnings.warn(
             f"only {100 * preconditioned / possible:.1f} % of {possible:,} elements are "
-            "preconditioned; precondition=False says what is meant to be left to the base. "
+            f"preconditioned. {flat}precondition=False says what is meant to be left to the base. "
             f"{summary()}",
             RuntimeWarning,
             stacklevel=5,

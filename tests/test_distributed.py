@@ -97,6 +97,8 @@ def shard(rank: int) -> list[str]:
     elsewhere = fully_shard(nn.Linear(8, 6), mesh=DeviceMesh("cpu", [1, 0]))
     zero = nn.Linear(8, 6, bias=False)
     zero.weight.ds_id = 0
+    flat = nn.Linear(8, 6, bias=False)
+    flat.weight._is_flat_param = True
     optimizer = Shampoo(plain.parameters(), lr=0.1)
     told = []
     for call in (
@@ -106,6 +108,7 @@ def shard(rank: int) -> list[str]:
         lambda: MFAC(torch.optim.SGD(model.parameters(), lr=0.1)),
         lambda: KFAC(torch.optim.SGD(model.parameters(), lr=0.1), model=model),
         lambda: Shampoo(zero.parameters(), lr=0.1),
+        lambda: Shampoo(flat.parameters(), lr=0.1),
         lambda: Shampoo([*model.parameters(), *elsewhere.parameters()], lr=0.1),
     ):
         remedy = "fully_shard|DistributedDataParallel|an optimizer for each"
@@ -208,6 +211,7 @@ def test_parameters_and_ranks_that_do_not_go_together() -> None:
             "group 0, parameter 0 is a DTensor, of which this rank holds a part",
             "group 0, parameter 0 is a DTensor, of which this rank holds a part",
             "group 0, parameter 0 is partitioned by DeepSpeed's ZeRO, which hides its shape",
+            "group 0, parameter 0 is a FlatParameter of FSDP 1, which joins matrices to one vector",
             "group 0, parameter 6 is sharded over another mesh",
         ]
     for found in disagreed:
@@ -234,7 +238,7 @@ def layers(rank: int) -> list[Any]:
     optimizer = KFAC(model.parameters(), model=model, **options)
     train(parallel, optimizer, rank, dist.get_world_size())
     for p, q in zip(model.parameters(), alone.parameters(), strict=True):
-        assert (p - q).detach().norm() < 1e-3 * q.detach().norm()
+        assert (p - q).detach().norm() < 1e-5 * q.detach().norm()
     figures = optimizer.diagnostics()["ranks"]
     assert figures["replicas"] == 3
     assert figures["apart"] == 0

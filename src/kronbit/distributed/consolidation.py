@@ -47,7 +47,7 @@ def consolidate_state_dict(optimizer: SecondOrder) -> dict[str, Any]:
         entry = {**state[key], "base": _whole(state[key]["base"])}
         owner = None if owners is None else owners.owner(p)
         if owners is not None and owner is not None:
-            mine = {name: own for name, own in entry.items() if name not in ("step", "base")}
+            mine = {name: held for name, held in entry.items() if name not in ("step", "base")}
             entry |= owners.sent_to_first(_on_cpu(mine), owner)
         state[key] = _on_cpu(entry) if first else {}
     return own if first else {}
@@ -69,9 +69,10 @@ def load_consolidated(optimizer: SecondOrder, state_dict: Mapping[str, Any]) -> 
     state = dict(state_dict["state"])
     for key, p in zip(keys, params, strict=False):  # the loader tells if they do not match
         if state.get(key) and is_distributed(p):
-            alone = "base" not in state[key]  # a checkpoint of F
-            base = tree_map_only(Tensor, partial(_like, p), dict(state[key]))
-            state[key] = base if alone else {**state[key], "base": base["base"]}
+            entry = state[key]
+            of_base = entry.get("base", entry)  # or it is a checkpoint of F alone
+            base = tree_map_only(Tensor, partial(_like, p), dict(of_base))
+            state[key] = {**entry, "base": base} if "base" in entry else base
     optimizer.load_state_dict({**state_dict, "state": state})
 
 

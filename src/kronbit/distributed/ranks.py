@@ -190,8 +190,6 @@ def find_ranks(optimizer: SecondOrder) -> Ranks:
     if not (cut or sharded) or not (dist.is_available() and dist.is_initialized()):
         return Ranks(Alone(), localises=localises)
     device, workspace = rows[0][1].device, int(config.workspace_mb * 2**20)
-    if sharded or config.shard_state:
-        _refuse_stagger(own for _, _, own in rows)
     if sharded:
         placement = next(iter(sharded.values()))  # all are on one mesh
         group, copies = placement.group(), placement.copies()
@@ -201,6 +199,7 @@ def find_ranks(optimizer: SecondOrder) -> Ranks:
             exchange = Replicas(copies, _route(copies, device), True)
         if config.blocks == "local":
             return Ranks(exchange, None, group, localises, travels)
+        _refuse_stagger(own for _, _, own in rows)
         spreads = config.nonfinite != "raise"
         owners = Owners(group, travels, workspace, placement, spreads)
         owners.share_out([(p, way) for p, way in cut if p in sharded])
@@ -214,6 +213,7 @@ def find_ranks(optimizer: SecondOrder) -> Ranks:
         return Ranks(Alone(), localises=localises)
     travels = _route(everybody, device)
     if config.shard_state:
+        _refuse_stagger(own for _, _, own in rows)
         owners = Owners(everybody, travels, workspace)
         owners.share_out(cut)
         return Ranks(Alone(), owners, everybody, device=travels)

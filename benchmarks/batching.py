@@ -21,11 +21,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from models import SwinTiny
 
 import kronbit
 from kronbit import Shampoo
 from kronbit.groups import Due
+from kronbit.lab.models.swin import SwinTiny
 from kronbit.nonfinite import NonfiniteGuard
 from kronbit.preconditioner import Preconditioner
 

@@ -1,0 +1,90 @@
+"""The command: what each subcommand takes, and how it fails."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import Annotated
+
+import torch
+import typer
+
+from kronbit import __version__
+from kronbit.cli import look, train
+from kronbit.lab.errors import LabError
+
+_EXIT_CODES = "Exit codes: 0 done, 1 an error (one line on stderr), 2 wrong usage, 130 interrupted."
+
+app = typer.Typer(
+    name="kronbit",
+    help="Train, compare, plan and look: second-order optimizers whose state takes 4 bits.",
+    epilog=_EXIT_CODES,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+recipes_app = typer.Typer(help="List recipes, or show one.", invoke_without_command=True)
+app.add_typer(recipes_app, name="recipes")
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run the command and tell its exit code; what a user can mend is one line on stderr.
+
+    Args:
+        arguments: Without the command's own name.
+    """
+    command = typer.main.get_command(app)
+    try:
+        result = command.main(list(arguments), prog_name="kronbit", standalone_mode=False)
+        return result if isinstance(result, int) else 0
+    except LabError as error:
+        return _fail(str(error), 1)
+    except torch.OutOfMemoryError as error:
+        reason = str(error).split(". ")[0]
+        return _fail(f"out of memory: {reason}; try --set batch=... or --set micro_batch=...", 1)
+    except KeyboardInterrupt:
+        return _fail("interrupted", 130)
+    except BrokenPipeError:  # `kronbit recipes | head`
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # nobody reads any more
+        return 0
+    except Exception as error:
+        if hasattr(error, "format_message"):  # of typer, which brings its own click or uses click
+            if not error.format_message():  # the help was shown, since nothing was asked
+                return 2
+            context = getattr(error, "ctx", None)
+            path = context.command_path if context is not None else "kronbit"
+            return _fail(f"{error.format_message().rstrip('.')}; see {path} --help", 2)
+        if type(error).__name__ == "Abort":
+            return _fail("interrupted", 130)
+        raise
+
+
+def _fail(message: str, code: int) -> int:
+    print(f"kronbit: error: {message}", file=sys.stderr)
+    return code
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        print(f"kronbit {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _main(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version."),
+    ] = False,
+) -> None:
+    """Train, compare, plan and look: second-order optimizers whose state takes 4 bits."""
+
+
+app.command(epilog=train.TRAIN_EXAMPLES)(train.train)
+app.command(epilog=train.COMPARE_EXAMPLES)(train.compare)
+app.command(epilog=look.REPORT_EXAMPLES)(look.report)
+app.command(epilog=look.PLAN_EXAMPLES)(look.plan)
+app.command(epilog=look.ERRORS_EXAMPLES)(look.errors)
+recipes_app.callback(epilog=look.RECIPES_EXAMPLES)(look.recipes)
+recipes_app.command(epilog=look.SHOW_EXAMPLES)(look.show)

@@ -1,0 +1,178 @@
+"""``kronbit recipes``, ``kronbit report``, ``kronbit errors`` and ``kronbit plan``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from kronbit.cli.options import Device, Json, Out, Settings, command_line, show_runs
+from kronbit.lab.errors import LabError
+from kronbit.lab.recipe import find_recipe, parse_settings, recipe_names
+
+RECIPES_EXAMPLES = "Examples: kronbit recipes  |  kronbit recipes show cifar100-swin-tiny"
+SHOW_EXAMPLES = "Example: kronbit recipes show pydoc-gpt > mine.yaml"
+REPORT_EXAMPLES = (
+    "Examples: kronbit report runs/pydoc-gpt-20261116-120000  |  "
+    "kronbit report runs/a runs/b --out runs/both"
+)
+ERRORS_EXAMPLES = (
+    "Examples: kronbit errors  |  kronbit errors --bits 3 --out errors  |  "
+    "kronbit errors runs/pydoc-gpt-shampoo-20261116-120000 --json"
+)
+
+
+def recipes(context: typer.Context) -> None:
+    """List recipes, with the table of the paper that they belong to."""
+    if context.invoked_subcommand is not None:
+        return
+    from rich.table import Table
+
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for title in ("recipe", "what", "paper"):
+        table.add_column(title, no_wrap=title == "recipe", overflow="fold")
+    for name in recipe_names():
+        found = find_recipe(name)
+        table.add_row(name, found.about, found.paper)
+    Console().print(table)
+
+
+def show(
+    name: Annotated[str, typer.Argument(help="A recipe's name, or a YAML file of your own.")],
+) -> None:
+    """Print all settings as YAML: the start of a recipe of your own."""
+    print(find_recipe(name).to_yaml(), end="")
+
+
+def report(
+    runs: Annotated[list[Path], typer.Argument(help="Folders of runs or of comparisons.")],
+    out: Out = None,
+) -> int:
+    """Rebuild the report of a comparison, or merge several into one."""
+    from kronbit.lab.report.runs import find_runs
+    from kronbit.lab.report.writing import write_report
+    from kronbit.lab.training.files import make_folder
+
+    found = find_runs(runs)
+    if out is None and len(runs) > 1:
+        raise LabError("several runs are merged into a new folder: say which with --out")
+    folder = out or runs[0]
+    make_folder(folder)
+    titles = list(dict.fromkeys(run.recipe for run in found))
+    written = write_report(found, folder, ", ".join(titles), command_line())
+    show_runs(runs)
+    print(f"report: {written}")
+    return 0
+
+
+def errors(
+    checkpoint: Annotated[
+        Path | None,
+        typer.Argument(
+            help="A run's folder, or a file with an optimizer's state; by default the "
+            "paper's synthetic matrix."
+        ),
+    ] = None,
+    bits: Annotated[list[int] | None, typer.Option(help="Repeatable; by default 4 and 8.")] = None,
+    order: Annotated[int, typer.Option(help="Of the synthetic matrix.", min=2)] = 1200,
+    matrices: Annotated[
+        int, typer.Option(help="Of how many preconditioners to make tables, the largest.", min=0)
+    ] = 4,
+    out: Annotated[Path | None, typer.Option(help="Folder for figures.")] = None,
+    device: Device = None,
+    as_json: Json = False,
+) -> int:
+    """Quantisation errors of preconditioners: the paper's tables and figures."""
+    from kronbit.lab.quantisation.report import checkpoint_errors, synthetic_errors
+    from kronbit.lab.quantisation.tables import show_errors
+    from kronbit.lab.training.files import make_folder
+    from kronbit.lab.training.world import find_device
+
+    where = find_device(device)
+    widths = tuple(bits or (4, 8))
+    with Console(stderr=True).status("decomposing matrices ...") as status:
+        tell = status.update
+        if checkpoint is None:
+            found = synthetic_errors(order=order, bits=widths, device=where, tell=tell)
+        else:
+            found = checkpoint_errors(
+                checkpoint, matrices=matrices, bits=widths, device=where, tell=tell
+            )
+        written = []
+        if out is not None:
+            from kronbit.lab.quantisation.figures import draw_errors
+
+            make_folder(out)
+            written = draw_errors(found, out, tell=tell)
+    if as_json:
+        print(json.dumps(found.to_dict(), indent=1))
+        return 0
+    show_errors(found, Console())
+    for path in written:
+        print(path)
+    return 0
+
+
+PLAN_EXAMPLES = (
+    "Examples: kronbit plan llama2-7b --batch 64 --seq 256 --gpu 80GB --order 2048 "
+    "--checkpointing --base adamw8bit  |  kronbit plan cifar100-swin-tiny --gpu 24GB  |  "
+    "kronbit plan mypackage.models:make --batch 32 --json"
+)
+
+
+def plan(
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="A preset (gpt2-124m, llama-130m, llama-350m, llama2-7b, llama3-8b, llama2-70b, "
+            "vit-b32, resnet50, swin-tiny), a recipe, a folder with a transformers config.json, "
+            "or package.module:factory."
+        ),
+    ],
+    batch: Annotated[int | None, typer.Option(help="Examples per pass.")] = None,
+    seq: Annotated[int | None, typer.Option(help="Length of sequences.")] = None,
+    image: Annotated[int | None, typer.Option(help="Side of images.")] = None,
+    gpu: Annotated[
+        str | None, typer.Option(help="Its memory, such as 80GB (80 x 1024 MiB) or 24G.")
+    ] = None,
+    optimizer: Annotated[str, typer.Option(help="shampoo, caspr, kfac or adabk.")] = "shampoo",
+    order: Annotated[int | None, typer.Option(help="max_order: largest preconditioner.")] = None,
+    base: Annotated[str | None, typer.Option(help="The first-order optimizer.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="Of parameters: fp32 or bf16.")] = None,
+    amp: Annotated[str | None, typer.Option(help="Autocast: bf16, fp16 or off.")] = None,
+    checkpointing: Annotated[
+        bool, typer.Option("--checkpointing", help="Layers are computed again in the backward.")
+    ] = False,
+    measured: Annotated[
+        bool, typer.Option("--measure", help="Run one batch on the GPU to measure activations.")
+    ] = False,
+    settings: Settings = None,
+    as_json: Json = False,
+) -> int:
+    """Memory of a training for every method and bit width, and what fits."""
+    from kronbit.lab.plan.planning import make_plan, to_json
+    from kronbit.lab.plan.table import show as show_plan
+
+    found = make_plan(
+        model,
+        batch=batch,
+        length=seq,
+        image=image,
+        gpu=gpu,
+        optimizer=optimizer,
+        order=order,
+        base=base,
+        dtype=dtype,
+        amp=amp,
+        checkpointing=checkpointing,
+        measured=measured,
+        settings=parse_settings(settings or ()),
+    )
+    if as_json:
+        print(json.dumps(to_json(found), indent=1))
+    else:
+        show_plan(found, Console())
+    return 0

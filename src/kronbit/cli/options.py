@@ -1,0 +1,72 @@
+"""Options that several subcommands have, and what they do with them."""
+
+from __future__ import annotations
+
+import datetime as dt
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from kronbit.lab.errors import LabError
+
+Out = Annotated[
+    Path | None, typer.Option("--out", help="Folder to write to; by default a new one in runs/.")
+]
+DataFolder = Annotated[
+    Path, typer.Option("--data", envvar="KRONBIT_DATA", help="Folder with downloaded data sets.")
+]
+Settings = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        help="key=value, repeatable: a setting of the recipe (lr, epochs, model.depth, "
+        "data.length), an option of kronbit's, or one of the base's.",
+    ),
+]
+Device = Annotated[
+    str | None, typer.Option(help="cpu, cuda or cuda:N; by default a GPU if there is one.")
+]
+Amp = Annotated[str | None, typer.Option(help="Autocast: bf16, fp16 or off.")]
+Compile = Annotated[bool, typer.Option("--compile", help="Run the network by torch.compile.")]
+CudaGraph = Annotated[
+    bool, typer.Option("--cuda-graph", help="Replay forward and backward pass as a CUDA graph.")
+]
+TensorBoard = Annotated[bool, typer.Option("--tensorboard", help="Write TensorBoard's files, too.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+
+
+def given(**values: Any) -> dict[str, Any]:
+    """Options that were given at all."""
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def new_folder(out: Path | None, name: str, resume: bool) -> Path:
+    """Where to write; never over something else."""
+    if out is None:
+        stamp = dt.datetime.now().strftime("%Y%m%d-%H%M%S")
+        # Ranks start within a second of each other, or not: they must agree.
+        return Path("runs") / f"{name}-{os.environ.get('TORCHELASTIC_RUN_ID', stamp)}"
+    if out.is_dir() and any(out.iterdir()) and not resume:
+        raise LabError(f"{out} is not empty: choose another --out, or --resume")
+    if out.exists() and not out.is_dir():
+        raise LabError(f"--out {out} is a file: choose a folder")
+    return out
+
+
+def show_runs(folders: Sequence[Path]) -> None:
+    """The table that a training or a comparison ends with."""
+    from kronbit.lab.report.runs import find_runs
+    from kronbit.lab.report.tables import show_table
+
+    show_table(find_runs(folders), Console())
+
+
+def command_line() -> str:
+    """What was typed."""
+    return shlex.join(["kronbit", *sys.argv[1:]])

@@ -1,0 +1,188 @@
+"""``kronbit train`` and ``kronbit compare``."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from kronbit.cli.options import (
+    Amp,
+    Compile,
+    CudaGraph,
+    DataFolder,
+    Device,
+    Out,
+    Settings,
+    TensorBoard,
+    command_line,
+    given,
+    new_folder,
+    show_runs,
+)
+from kronbit.lab.errors import LabError
+from kronbit.lab.recipe import find_recipe, parse_settings
+
+TRAIN_EXAMPLES = (
+    "Examples: kronbit train pydoc-gpt --optimizer shampoo --bits 4 --base adamw  |  "
+    "kronbit train cifar100-swin-tiny --data ~/data --amp bf16 --cuda-graph --set epochs=30  |  "
+    "kronbit train --resume runs/pydoc-gpt-shampoo-20261116-120000  |  "
+    "torchrun --nproc-per-node 2 -m kronbit train pydoc-gpt --parallel fsdp2"
+)
+COMPARE_EXAMPLES = (
+    "Examples: kronbit compare  |  kronbit compare digits-vit --seeds 3  |  "
+    "kronbit compare cifar100-resnet34 -o base -o 'base longer=1.5' -o shampoo-4 "
+    "-o 'caspr-4 lr=0.05' --data ~/data  |  "
+    "kronbit compare --out runs/first --resume"
+)
+
+
+def train(
+    recipe: Annotated[
+        str | None, typer.Argument(help="A recipe's name, or a YAML file of your own.")
+    ] = None,
+    optimizer: Annotated[
+        str | None,
+        typer.Option(help="base (alone), shampoo, caspr, kfac, adabk, eva or mfac."),
+    ] = None,
+    bits: Annotated[int | None, typer.Option(help="Of second-order state: 32, 8, 6, 4, 3.")] = None,
+    base: Annotated[
+        str | None, typer.Option(help="The first-order optimizer: adamw, sgd, nadamw, ...")
+    ] = None,
+    settings: Settings = None,
+    seed: Annotated[int | None, typer.Option(help="Of weights and data.")] = None,
+    out: Out = None,
+    data: DataFolder = Path("data"),
+    resume: Annotated[
+        Path | None, typer.Option(help="Go on with the run in this folder, bit for bit.")
+    ] = None,
+    parallel: Annotated[str, typer.Option(help="none; ddp or fsdp2 under torchrun.")] = "none",
+    device: Device = None,
+    amp: Amp = None,
+    compile: Compile = False,
+    cuda_graph: CudaGraph = False,
+    tensorboard: TensorBoard = False,
+) -> int:
+    """Train a recipe once: progress, evaluation, checkpoints; Ctrl-C saves."""
+    from kronbit.lab.optimizers import variant
+    from kronbit.lab.training.display import Display
+    from kronbit.lab.training.experiment import Member, read_member, run_member, train_command
+    from kronbit.lab.training.loop import Interrupted, Running
+    from kronbit.lab.training.world import join_world, leave_world
+
+    wishes = given(optimizer=optimizer, bits=bits, base=base, seed=seed, amp=amp)
+    if resume is not None:
+        if recipe is not None or wishes or settings or out is not None:
+            raise LabError("--resume takes all settings from the run: give no others")
+        one, folder = read_member(resume), resume
+    elif recipe is None:
+        raise LabError("which recipe? `kronbit recipes` lists them; --resume RUN goes on with one")
+    else:
+        made = find_recipe(recipe).with_settings({**wishes, **parse_settings(settings or ())})
+        label = variant(made.optimizer, made)[1]
+        one = Member(made.optimizer, label, made, train_command(made, recipe))
+        folder = new_folder(out, f"{made.name}-{made.optimizer}", resume=False)
+    world = join_world(parallel, device)
+    console = Console(stderr=True)
+    running = Running(data, compile, cuda_graph, tensorboard)
+    try:
+        with Display(console, world.first) as display:
+            summary = run_member(one, folder, world, running, display, resume is not None)
+    except Interrupted:
+        if world.first:
+            console.print(
+                f"saved; go on with: kronbit train --resume {shlex.quote(str(folder))}",
+                markup=False,
+                highlight=False,
+                soft_wrap=True,
+            )
+        return 130
+    finally:
+        leave_world(world)
+    if world.first:
+        show_runs([folder])
+        print(f"{summary['steps']} steps, written to {folder}")
+    return 0
+
+
+def compare(
+    recipe: Annotated[
+        str, typer.Argument(help="A recipe's name, or a YAML file of your own.")
+    ] = "pydoc-gpt",
+    optimizers: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--optimizer",
+            "-o",
+            help="Repeatable: base, shampoo-32, shampoo-4-naive, shampoo-4-paper, shampoo-4, "
+            "caspr-4, kfac-4, ..., with settings after it if you like.",
+        ),
+    ] = None,
+    seeds: Annotated[int, typer.Option(help="How many, from 0.", min=1)] = 1,
+    base: Annotated[
+        str | None, typer.Option(help="The first-order optimizer: adamw, sgd, nadamw, ...")
+    ] = None,
+    settings: Settings = None,
+    out: Out = None,
+    data: DataFolder = Path("data"),
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Keep finished runs in --out, go on with the others.")
+    ] = False,
+    device: Device = None,
+    amp: Amp = None,
+    compile: Compile = False,
+    cuda_graph: CudaGraph = False,
+) -> int:
+    """Train the same network from the same seed with several optimizers, and report."""
+    from kronbit.lab.optimizers import DEFAULT_VARIANTS
+    from kronbit.lab.report.runs import find_runs
+    from kronbit.lab.report.writing import write_report
+    from kronbit.lab.training.display import Display
+    from kronbit.lab.training.experiment import member, run_all, write_comparison
+    from kronbit.lab.training.files import make_folder
+    from kronbit.lab.training.loop import Interrupted, Running
+    from kronbit.lab.training.world import join_world
+
+    if resume and out is None:
+        raise LabError("--resume needs --out: the folder of the comparison")
+    wishes = {**given(base=base, amp=amp), **parse_settings(settings or ())}
+    start = find_recipe(recipe).with_settings(wishes)
+    specs = optimizers or DEFAULT_VARIANTS
+    members = [
+        member(spec, start.with_settings({"seed": start.seed + seed}), recipe)
+        for spec in specs
+        for seed in range(seeds)
+    ]
+    names = [f"{one.key}-seed{one.recipe.seed}" for one in members]
+    if len(set(names)) < len(names):
+        raise LabError("the same optimizer was given twice: tell them apart by a setting")
+    folder = new_folder(out, start.name, resume)
+    world = join_world("none", device)
+    make_folder(folder)
+    console = Console(stderr=True)
+    command = command_line()
+    try:
+        with Display(console) as display:
+            running = Running(data, compile, cuda_graph)
+            found = run_all(members, folder, world, running, display, resume)
+    except Interrupted:
+        console.print(
+            f"saved; go on with: {command if resume else _resumed(command, folder, out)}",
+            markup=False,
+            highlight=False,
+            soft_wrap=True,
+        )
+        return 130
+    write_comparison(folder, start, command, world, found)
+    runs = find_runs([folder])
+    written = write_report(runs, folder, f"{start.name}: {start.about}", command)
+    show_runs([folder])
+    print(f"report: {written}")
+    return 0
+
+
+def _resumed(command: str, folder: Path, out: Path | None) -> str:
+    return f"{command}{'' if out else f' --out {shlex.quote(str(folder))}'} --resume"

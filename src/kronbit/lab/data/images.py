@@ -1,0 +1,111 @@
+"""Images that are held on the device, and augmented there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from kronbit.lab.data.augment import Augmentation
+from kronbit.lab.errors import LabError
+from kronbit.lab.randomness import seed_of
+
+EVALUATED_AT_ONCE = 500
+
+
+@dataclass(frozen=True)
+class Setting:
+    """For whom data are opened; see ``open_data``."""
+
+    folder: Path
+    batch: int
+    seed: int
+    device: torch.device
+    rank: int
+    ranks: int
+
+    def generator(self, step: int, device: torch.device | str = "cpu") -> torch.Generator:
+        """Randomness of this rank at a step."""
+        return torch.Generator(device).manual_seed(seed_of("batch", self.seed, step, self.rank))
+
+    def order(self, epoch: int, examples: int) -> Tensor:
+        """The order of an epoch: the same on all ranks."""
+        generator = torch.Generator().manual_seed(seed_of("order", self.seed, epoch))
+        return torch.randperm(examples, generator=generator)
+
+    def own(self, drawn: Tensor) -> Tensor:
+        """This rank's part of a batch."""
+        share = self.batch // self.ranks
+        return drawn[self.rank * share : (self.rank + 1) * share]
+
+    def indices(self, step: int, examples: int) -> Tensor:
+        """Which examples this rank takes at a step; an epoch ends with its last whole batch."""
+        per_epoch = examples // self.batch
+        epoch, place = divmod(step, per_epoch)
+        order = _cached_order(self, epoch, examples)
+        return self.own(order[place * self.batch : (place + 1) * self.batch])
+
+
+@lru_cache(maxsize=2)
+def _cached_order(setting: Setting, epoch: int, examples: int) -> Tensor:
+    return setting.order(epoch, examples).to(setting.device)
+
+
+class HeldImages:
+    """Images of one size as bytes on the device.
+
+    Args:
+        setting: For whom.
+        train: (images uint8 (n, c, h, w), labels).
+        test: The same, held out.
+        outputs: How many classes.
+        augmentation: What is done to training images.
+        mean: Of each channel, of 1.
+        std: Of each channel, of 1.
+    """
+
+    classifies = True
+
+    def __init__(
+        self,
+        setting: Setting,
+        train: tuple[Tensor, Tensor],
+        test: tuple[Tensor, Tensor],
+        outputs: int,
+        augmentation: Augmentation,
+        mean: tuple[float, ...],
+        std: tuple[float, ...],
+    ) -> None:
+        self._setting, self._augment, self.outputs = setting, augmentation, outputs
+        device = setting.device
+        self._images, self._labels = (part.to(device) for part in train)
+        self._test_images, self._test_labels = (part.to(device) for part in test)
+        self._mean, self._std = (torch.tensor(value, device=device) for value in (mean, std))
+        self.examples = len(self._images)
+        if setting.batch > self.examples:
+            raise LabError(
+                f"batch={setting.batch} is more than the {self.examples} training images: "
+                "--set batch=..."
+            )
+
+    def batch(self, step: int) -> tuple[Tensor, Tensor]:
+        """Inputs and targets of a step."""
+        chosen = self._setting.indices(step, self.examples)
+        generator = self._setting.generator(step, self._setting.device)
+        images, labels = self._images[chosen], self._labels[chosen]
+        return self._augment(images, labels, generator, self._mean, self._std, self.outputs)
+
+    def held_out(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Inputs and targets for evaluation."""
+        plain = Augmentation()
+        rank, ranks = self._setting.rank, self._setting.ranks
+        images, labels = self._test_images[rank::ranks], self._test_labels[rank::ranks]
+        generator = self._setting.generator(0, self._setting.device)
+        for some, own in zip(
+            images.split(EVALUATED_AT_ONCE), labels.split(EVALUATED_AT_ONCE), strict=True
+        ):
+            yield plain(some, own, generator, self._mean, self._std, self.outputs)

@@ -1,0 +1,114 @@
+"""CIFAR-100 and Tiny-ImageNet in their public layouts."""
+
+from __future__ import annotations
+
+import pickle
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kronbit.lab.data.augment import Augmentation
+from kronbit.lab.data.images import HeldImages, Setting
+from kronbit.lab.errors import LabError
+
+_CIFAR_MEAN, _CIFAR_STD = (0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)
+IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+
+
+def missing(folder: Path, layout: str, origin: str) -> LabError:
+    """The error for data that are not there."""
+    return LabError(
+        f"no data at {folder}: expected {layout}; get it from {origin}, and say where the folder "
+        "above it is with --data or KRONBIT_DATA"
+    )
+
+
+class _PlainUnpickler(pickle.Unpickler):
+    """Reads arrays, lists and dicts; a pickle that wants anything else is refused."""
+
+    _allowed = frozenset(
+        {
+            ("numpy.core.multiarray", "_reconstruct"),
+            ("numpy._core.multiarray", "_reconstruct"),
+            ("numpy", "ndarray"),
+            ("numpy", "dtype"),
+            ("_codecs", "encode"),
+        }
+    )
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) not in self._allowed:
+            raise pickle.UnpicklingError(f"it wants {module}.{name}, which images do not need")
+        return super().find_class(module, name)
+
+
+def _read_cifar(path: Path) -> tuple[Tensor, Tensor]:
+    try:
+        with path.open("rb") as file:
+            found = _PlainUnpickler(file, encoding="bytes").load()
+        images = torch.tensor(found[b"data"]).view(-1, 3, 32, 32)
+        return images, torch.tensor(found[b"fine_labels"])
+    except (OSError, KeyError, ValueError, EOFError, RuntimeError, pickle.UnpicklingError) as error:
+        raise LabError(f"{path} is not a file of CIFAR-100's python version: {error}") from error
+
+
+def cifar100(setting: Setting, **augmentation: Any) -> HeldImages:
+    """CIFAR-100 from its pickles: 50,000 images of 32 x 32, and 10,000 held out."""
+    folder = setting.folder / "cifar-100-python"
+    if not ((folder / "train").is_file() and (folder / "test").is_file()):
+        layout = "the files train and test"
+        raise missing(folder, layout, "https://www.cs.toronto.edu/~kriz/cifar.html")
+    return HeldImages(
+        setting,
+        _read_cifar(folder / "train"),
+        _read_cifar(folder / "test"),
+        100,
+        Augmentation(**augmentation),
+        _CIFAR_MEAN,
+        _CIFAR_STD,
+    )
+
+
+def _decoded(path: Path) -> Tensor:
+    import numpy as np
+    from PIL import Image
+
+    with Image.open(path) as image:
+        return torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1)
+
+
+def tiny_imagenet(setting: Setting, **augmentation: Any) -> HeldImages:
+    """Tiny-ImageNet: 100,000 images of 64 x 64 in 200 classes, and 10,000 held out."""
+    folder = setting.folder / "tiny-imagenet-200"
+    annotations = folder / "val" / "val_annotations.txt"
+    if not ((folder / "train").is_dir() and annotations.is_file()):
+        layout = "train/<class>/images/*.JPEG, val/images/*.JPEG and val/val_annotations.txt"
+        raise missing(folder, layout, "http://cs231n.stanford.edu/tiny-imagenet-200.zip")
+    classes = sorted(path.name for path in (folder / "train").iterdir() if path.is_dir())
+    number = {name: i for i, name in enumerate(classes)}
+    train = [
+        (path, number[name])
+        for name in classes
+        for path in sorted((folder / "train" / name / "images").glob("*.JPEG"))
+    ]
+    test = []
+    for line in annotations.read_text(encoding="utf-8").splitlines():
+        file, name = line.split("\t")[:2]
+        test.append((folder / "val" / "images" / file, number[name]))
+    parts = []
+    with ThreadPoolExecutor() as pool:
+        for listed in (train, test):
+            images = torch.stack(list(pool.map(_decoded, [path for path, _ in listed])))
+            parts.append((images, torch.tensor([label for _, label in listed])))
+    return HeldImages(
+        setting,
+        parts[0],
+        parts[1],
+        len(classes),
+        Augmentation(**augmentation),
+        IMAGENET_MEAN,
+        IMAGENET_STD,
+    )

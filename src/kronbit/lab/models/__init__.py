@@ -1,0 +1,62 @@
+"""Networks of the lab, by name.
+
+Those for images take (b, channels, h, w) and give logits; they are built, counted and initialised
+as timm builds them, so that results can be compared.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from kronbit.lab.models.digits import DigitsCNN
+from kronbit.lab.models.language import gpt2, llama
+from kronbit.lab.models.resnet import BasicBlock, Bottleneck, ResNet
+from kronbit.lab.models.swin import SwinTiny
+from kronbit.lab.models.vgg import VGG19
+from kronbit.lab.models.vit import VisionTransformer
+from kronbit.lab.named import refuse_unknown
+
+MODELS: Mapping[str, Callable[..., nn.Module]] = {
+    "vgg19": VGG19,
+    "resnet34": partial(ResNet, BasicBlock),
+    "resnet50": partial(ResNet, Bottleneck, classes=1000, stem="imagenet"),
+    "vit": VisionTransformer,
+    "vit-small": partial(VisionTransformer, width=384, depth=12, heads=6),
+    "vit-base-32": partial(
+        VisionTransformer, image=224, patch=32, width=768, depth=12, heads=12, classes=1000
+    ),
+    "swin-tiny": SwinTiny,
+    "digits-cnn": DigitsCNN,
+    "gpt2": gpt2,
+    "llama": llama,
+}
+
+
+def build(name: str, **options: Any) -> nn.Module:
+    """A network with fresh weights, on the current default device.
+
+    Args:
+        name: One of ``MODELS``.
+        **options: What that network takes: ``classes``, ``image`` (the side), ``patch``, ...; for
+            ``gpt2`` and ``llama`` the fields of their transformers configuration.
+
+    Raises:
+        LabError: If there is no such network, no such option, or a value does not fit.
+    """
+    refuse_unknown("model.name", [name], MODELS)
+    taken = inspect.signature(MODELS[name]).parameters.values()
+    if not any(one.kind is one.VAR_KEYWORD for one in taken):  # else it looks for itself
+        refuse_unknown(f"an option of model {name!r}", options, [one.name for one in taken])
+    return MODELS[name](**options)
+
+
+def logits(model: nn.Module, x: Tensor) -> Tensor:
+    """The network's logits for a batch: of images, or of tokens (b, t) -> (b, t, vocabulary)."""
+    output = model(x)
+    found: Tensor = output if isinstance(output, Tensor) else output.logits
+    return found

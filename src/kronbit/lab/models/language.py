@@ -1,0 +1,46 @@
+"""Language models of transformers, from their configurations."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from torch import nn
+
+from kronbit.lab.errors import LabError
+from kronbit.lab.named import refuse_unknown
+
+
+def gpt2(**options: Any) -> nn.Module:
+    """GPT-2; without options the one of 124 million parameters.
+
+    Args:
+        **options: Fields of ``transformers.GPT2Config``; dropout is off unless they say otherwise.
+    """
+    dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    return _causal("gpt2", "GPT2Config", "GPT2LMHeadModel", {**dropout, **options})
+
+
+def llama(**options: Any) -> nn.Module:
+    """LLaMA; without options the one of 7 billion parameters.
+
+    Args:
+        **options: Fields of ``transformers.LlamaConfig``.
+    """
+    return _causal("llama", "LlamaConfig", "LlamaForCausalLM", options)
+
+
+def _causal(name: str, config: str, model: str, options: dict[str, Any]) -> nn.Module:
+    try:
+        import transformers
+
+        make, wrap = getattr(transformers, config), getattr(transformers, model)
+    except ImportError as error:
+        raise LabError(f"model {name!r} needs a package: pip install transformers") from error
+    known = [one for one in inspect.signature(make).parameters if one != "kwargs"]
+    refuse_unknown(f"an option of model {name!r}", options, known)
+    try:
+        made: nn.Module = wrap(make(**{"use_cache": False, **options}))
+    except Exception as error:  # their validation has classes of its own
+        raise LabError(f"model {name!r}: {' '.join(str(error).split())}") from error
+    return made

@@ -1,0 +1,99 @@
+"""The vision transformer: patches, a class token, learned positions."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from kronbit.lab.errors import LabError
+from kronbit.lab.models.transformer import (
+    MLP,
+    DropPath,
+    heads_of,
+    initialise,
+    patches,
+    rates,
+    table,
+)
+
+
+class Attention(nn.Module):
+    """Every token looks at every token."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(b, tokens, width) -> the same."""
+        q, k, v = heads_of(self.qkv(x), self.heads)
+        y = functional.scaled_dot_product_attention(q, k, v)
+        found: Tensor = self.out(y.transpose(1, 2).flatten(2))
+        return found
+
+
+class Block(nn.Module):
+    """Attention and an MLP, each normalised before and added."""
+
+    def __init__(self, width: int, heads: int, drop_path: float) -> None:
+        super().__init__()
+        self.norm1 = nn.LayerNorm(width, eps=1e-6)
+        self.attention = Attention(width, heads)
+        self.norm2 = nn.LayerNorm(width, eps=1e-6)
+        self.mlp = MLP(width)
+        self.drop = DropPath(drop_path)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(b, tokens, width) -> the same."""
+        x = x + self.drop(self.attention(self.norm1(x)))
+        branch: Tensor = self.drop(self.mlp(self.norm2(x)))
+        return x + branch
+
+
+class VisionTransformer(nn.Module):
+    """ViT of any size.
+
+    Args:
+        image: Side of the images.
+        patch: Side of a patch.
+        width: Of a token.
+        depth: Number of blocks.
+        heads: Per attention.
+        classes: How many.
+        channels: Of the images.
+        drop_path: Share of residual branches dropped by the last block while training.
+    """
+
+    def __init__(
+        self,
+        image: int = 32,
+        patch: int = 4,
+        width: int = 192,
+        depth: int = 9,
+        heads: int = 3,
+        classes: int = 100,
+        channels: int = 3,
+        drop_path: float = 0.0,
+    ) -> None:
+        super().__init__()
+        if width % heads:
+            raise LabError(f"heads={heads} must divide width={width}")
+        self.first = nn.Parameter(torch.empty(1, 1, width).normal_(std=1e-6))
+        self.positions = table(1, 1 + patches(image, patch) ** 2, width)
+        self.patches = nn.Conv2d(channels, width, patch, patch)
+        self.blocks = nn.Sequential(
+            *(Block(width, heads, rate) for rate in rates(drop_path, depth))
+        )
+        self.norm = nn.LayerNorm(width, eps=1e-6)
+        self.head = nn.Linear(width, classes)
+        initialise(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits of images (b, channels, image, image)."""
+        tokens = self.patches(x).flatten(2).mT
+        tokens = torch.cat((self.first.expand(len(x), -1, -1), tokens), 1) + self.positions
+        found: Tensor = self.head(self.norm(self.blocks(tokens)[:, 0]))
+        return found

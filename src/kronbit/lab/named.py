@@ -1,0 +1,22 @@
+"""Names that must be among others."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+from kronbit.lab.errors import LabError
+
+
+def refuse_unknown(what: str, given: Iterable[str], known: Iterable[str]) -> None:
+    """Look all names up.
+
+    Raises:
+        LabError: For the first that is not known, with those nearest to it, or all.
+    """
+    known = list(known)
+    for name in given:
+        if name not in known:
+            near = difflib.get_close_matches(str(name), known)
+            hint = f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(known)}"
+            raise LabError(f"{name!r} is not {what}; {hint}")

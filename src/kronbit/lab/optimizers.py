@@ -1,0 +1,134 @@
+"""Optimizers by name: what a recipe runs, and what a comparison compares."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from kronbit.algorithms import CASPR, KFAC, AdaBK, Shampoo
+from kronbit.baselines import EVA, MFAC
+from kronbit.first_order import resolve
+from kronbit.lab.errors import LabError
+from kronbit.lab.recipe import OPTIMIZERS, Recipe, parse_settings
+
+_FUSED = ("sgd", "adam", "adamw")  # whose fused kernels are the fastest way on a GPU
+
+# Key -> (what is added to the base's name in tables, settings of the recipe).
+VARIANTS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "base": ("", {"optimizer": "base"}),
+    **{
+        f"{name}-{key}": (f"{options['bits']}-bit {label}{how}", {"optimizer": name, **options})
+        for name, label in (("shampoo", "Shampoo"), ("caspr", "CASPR"))
+        for key, how, options in (
+            ("32", "", {"bits": 32}),
+            ("4-naive", " (naive)", {"bits": 4, "method": "naive", "storage": "paper"}),
+            ("4-paper", " (paper)", {"bits": 4, "method": "eigen", "storage": "paper"}),
+            ("4", "", {"bits": 4}),
+            ("8", "", {"bits": 8}),
+        )
+    },
+    **{
+        f"{name}-{bits}": (f"{bits}-bit {label}", {"optimizer": name, "bits": bits})
+        for name, label in (("kfac", "K-FAC"), ("adabk", "AdaBK"))
+        for bits in (32, 4)
+    },
+    "eva": ("EVA", {"optimizer": "eva"}),
+    "mfac": ("M-FAC", {"optimizer": "mfac"}),
+}
+DEFAULT_VARIANTS = ("base", "shampoo-32", "shampoo-4-naive", "shampoo-4-paper", "shampoo-4")
+BASE_LABELS = {
+    "sgd": "SGDM",
+    "adam": "Adam",
+    "adamw": "AdamW",
+    "nadamw": "NAdamW",
+    "adagrad": "Adagrad",
+    "rmsprop": "RMSprop",
+    "adamw8bit": "8-bit AdamW",
+    "schedulefree-adamw": "AdamW, schedule-free",
+    "schedulefree-sgd": "SGD, schedule-free",
+}
+
+
+def variant(spec: str, recipe: Recipe) -> tuple[str, str, Recipe]:
+    """One member of a comparison.
+
+    Args:
+        spec: A key of ``VARIANTS`` or a name of an optimizer, and settings after it, as in
+            ``"shampoo-4 beta=0.9 lr=2e-3"``; ``"base longer=1.5"`` runs 1.5 times as long.
+        recipe: What they start from.
+
+    Returns:
+        A key for folders, a label for tables, and the recipe.
+
+    Raises:
+        LabError: If there is no such optimizer.
+    """
+    name, *given = spec.split() or [""]
+    if name in VARIANTS:
+        added, own = VARIANTS[name]
+    elif name in OPTIMIZERS:
+        added, own = name, {"optimizer": name}
+    else:
+        close = difflib.get_close_matches(name, [*VARIANTS, *OPTIMIZERS], n=3)
+        hint = f"; did you mean {' or '.join(close)}?" if close else ""
+        raise LabError(f"there is no optimizer {name!r}{hint} (known: {', '.join(VARIANTS)})")
+    settings = parse_settings(given)
+    longer = settings.pop("longer", 1)
+    if not (isinstance(longer, (int, float)) and longer > 0):
+        raise LabError(f"longer must be a positive number; got {longer!r}")
+    made = recipe.with_settings({**own, **settings})
+    if longer != 1:
+        length = {"epochs": made.epochs * longer} if made.epochs else {}
+        made = made.with_settings(length or {"steps": round((made.steps or 0) * longer)})
+    base = BASE_LABELS.get(made.base, made.base)
+    label = f"+ {added}" if added else base
+    for text in given:
+        label += f", {text.removeprefix('longer=')} x as long" if "longer=" in text else f", {text}"
+    key = "-".join([name, *given]).replace("/", "_")
+    return key, label, made
+
+
+def make_optimizer(
+    recipe: Recipe,
+    model: nn.Module,
+    warmup: int,
+    scaler: torch.amp.GradScaler | None = None,
+) -> Optimizer:
+    """The optimizer of a recipe.
+
+    Args:
+        recipe: Its settings.
+        model: Whose parameters; K-FAC, AdaBK and EVA watch its layers.
+        warmup: Steps of rise, which a schedule-free F makes itself.
+        scaler: Of fp16 training, whose scale K-FAC's statistics must be freed of.
+
+    Raises:
+        LabError: If an option is wrong; the message is the library's.
+    """
+    params = list(model.named_parameters())
+    keywords: dict[str, Any] = {"lr": recipe.lr, **recipe.base_options}
+    if recipe.base in _FUSED and params[0][1].device.type == "cuda":
+        keywords = {"fused": True, **keywords}
+    if recipe.schedule == "schedule-free":
+        keywords = {"warmup_steps": warmup, **keywords}
+    options = recipe.second_order_options()
+    try:
+        if recipe.optimizer == "base":
+            return resolve(params, recipe.base, keywords)
+        keywords |= {"base": recipe.base, **options}
+        if recipe.optimizer in ("shampoo", "caspr"):
+            kind = Shampoo if recipe.optimizer == "shampoo" else CASPR
+            return kind(params, **keywords)
+        if recipe.optimizer in ("kfac", "adabk"):
+            of_layers = KFAC if recipe.optimizer == "kfac" else AdaBK
+            return of_layers(params, model=model, grad_scaler=scaler, **keywords)
+        if recipe.optimizer == "eva":
+            return EVA(params, model=model, **keywords)
+        return MFAC(params, **keywords)
+    except (TypeError, ValueError, ImportError) as error:
+        raise LabError(" ".join(str(error).split())) from error

@@ -1,0 +1,1 @@
+"""Plans: the memory of a training, before it is begun."""

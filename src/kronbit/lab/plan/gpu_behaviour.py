@@ -1,0 +1,167 @@
+"""Functions on the meta device, as a GPU would run them: it keeps other tensors for backward.
+
+The meta device computes attention step by step, keeps float masks of dropout, and has no autocast.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+# What CUDA's autocast runs in the lower precision, and what in float32; all else takes what comes.
+_LOWER = frozenset(
+    {
+        *("linear", "matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "mv", "addmm", "addbmm"),
+        *("addmv", "addr", "baddbmm", "einsum", "chain_matmul", "multi_dot", "prelu", "conv1d"),
+        *("conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"),
+        "scaled_dot_product_attention",
+    }
+)
+_FLOAT32 = frozenset(
+    {
+        *("pow", "__pow__", "__rpow__", "exp", "expm1", "log", "log10", "log2", "log1p", "rsqrt"),
+        *("reciprocal", "softmax", "log_softmax", "softplus", "layer_norm", "group_norm", "norm"),
+        *("sum", "prod", "cumsum", "cumprod", "cross_entropy_loss", "nll_loss", "nll_loss_nd"),
+        *("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "kl_div", "cosine_similarity"),
+        *("binary_cross_entropy_with_logits", "cdist", "dist"),
+    }
+)
+
+
+class GPUBehaviour(TorchFunctionMode):
+    """Replaces attention and dropout, and casts as autocast does.
+
+    Args:
+        lower: The precision of autocast; ``None`` for none.
+    """
+
+    def __init__(self, lower: torch.dtype | None) -> None:
+        super().__init__()
+        self._lower = lower
+        # Autocast casts a weight once per forward pass.
+        self._cast_weights: dict[Tensor, Tensor] | None = {}
+
+    def end_forward(self) -> None:
+        """What comes now is computed again by checkpointing: autocast's copies are gone."""
+        self._cast_weights = None
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        name = getattr(func, "__name__", "")
+        wanted = self._precision(name)
+        given = dict(kwargs or {})
+        if wanted is not None:
+            args = tuple(self._cast(value, wanted) for value in args)
+            given = {key: self._cast(value, wanted) for key, value in given.items()}
+        if name == "scaled_dot_product_attention":
+            return _attention(*args, **given)
+        if name == "dropout":
+            return _dropout(*args, **given)
+        return func(*args, **given)
+
+    def _precision(self, name: str) -> torch.dtype | None:
+        if self._lower is None:
+            return None
+        return self._lower if name in _LOWER else torch.float32 if name in _FLOAT32 else None
+
+    def _cast(self, value: Any, dtype: torch.dtype) -> Any:
+        if not isinstance(value, Tensor) or not value.is_floating_point() or value.dtype == dtype:
+            return value
+        if self._cast_weights is None or not (value.is_leaf and value.requires_grad):
+            return value.to(dtype)
+        if value not in self._cast_weights:
+            self._cast_weights[value] = value.to(dtype)
+        return self._cast_weights[value]
+
+
+class _Attention(torch.autograd.Function):
+    """What flash and memory-efficient attention keep: a float for each row of the scores."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        out = torch.empty_like(q)
+        if v.shape[-1] != q.shape[-1]:
+            out = q.new_empty(*q.shape[:-1], v.shape[-1])
+        sums = q.new_empty(q.shape[:-1], dtype=torch.float32)
+        ctx.save_for_backward(q, k, v, out, sums, mask)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, _, _, mask = ctx.saved_tensors
+        wanted = ctx.needs_input_grad
+        # The gradient of a bias is that of all scores, before it is summed up.
+        return tuple(
+            torch.empty(x.shape, dtype=x.dtype, device=x.device) if needed else None
+            for x, needed in zip((q, k, v, mask), wanted, strict=True)
+        )
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    *_: Any,
+    **__: Any,
+) -> Tensor:
+    if attn_mask is not None:
+        attn_mask = attn_mask.expand(*query.shape[:-1], key.shape[-2])
+    found: Tensor = _Attention.apply(query, key, value, attn_mask)  # type: ignore[no-untyped-call]
+    return found
+
+
+def _dropout(input: Tensor, p: float, train: bool) -> Tensor:
+    """With a mask of bytes, as the GPU's own kernel keeps it."""
+    return torch.native_dropout(input, p, train)[0] if train and p > 0 else input
+
+
+@contextlib.contextmanager
+def functions_of_torch_seen_through() -> Iterator[None]:
+    """Let a mode see what torch's Python functions call inside, as it sees all else.
+
+    They would be handed to it whole, and run without it: attention inside of
+    ``multi_head_attention_forward``, or all that a backward pass computes again.
+    """
+    with contextlib.ExitStack() as stack:
+        for module, name in (
+            (functional, "has_torch_function"),
+            (functional, "has_torch_function_unary"),
+            (functional, "has_torch_function_variadic"),
+            (torch.autograd, "has_torch_function"),
+        ):
+            stack.enter_context(_replaced(module, name, lambda *_: False))
+        if "transformers" in sys.modules:
+            # It looks at the values of positions, to find several texts in one row. There are none.
+            with contextlib.suppress(ImportError):
+                masks = importlib.import_module("transformers.masking_utils")
+                name = "find_packed_sequence_indices"
+                stack.enter_context(_replaced(masks, name, lambda *_, **__: None))
+        yield
+
+
+@contextlib.contextmanager
+def _replaced(module: ModuleType, name: str, value: Any) -> Iterator[None]:
+    if not hasattr(module, name):
+        yield
+        return
+    kept = getattr(module, name)
+    setattr(module, name, value)
+    try:
+        yield
+    finally:
+        setattr(module, name, kept)

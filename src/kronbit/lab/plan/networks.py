@@ -1,0 +1,220 @@
+"""The network of a plan: a preset, a recipe's, a configuration of transformers, or a factory's."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from kronbit.lab.errors import LabError
+from kronbit.lab.models import build
+from kronbit.lab.plan.activations import Inputs
+from kronbit.lab.plan.presets import PRESETS
+from kronbit.lab.recipe import Recipe, find_recipe, recipe_names
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+_LENGTH, _IMAGE = 256, 224  # where nothing else is said
+_SIDES = {"digits": 8, "cifar100": 32, "tiny-imagenet": 64}  # of data whose images have one size
+
+
+@dataclass(frozen=True)
+class Network:
+    """A network, and what its source says of its training.
+
+    Attributes:
+        name: As it was given.
+        make: Builds it on the default device.
+        dtype: ``fp32`` or ``bf16``.
+        length: Of sequences.
+        image: Side of images.
+        batch: Examples per pass.
+        repeated: Whether several passes make a step.
+        amp: Autocast.
+        base: The first-order optimizer.
+        base_options: Its options.
+        shampoo: Options of Shampoo and CASPR.
+        kfac: Options of K-FAC and AdaBK.
+    """
+
+    name: str
+    make: Callable[[], nn.Module]
+    dtype: str = "fp32"
+    length: int = _LENGTH
+    image: int = _IMAGE
+    batch: int | None = None
+    repeated: bool = False
+    amp: str = "off"
+    base: str = "adamw"
+    base_options: Mapping[str, Any] = field(default_factory=dict)
+    shampoo: Mapping[str, Any] = field(default_factory=dict)
+    kfac: Mapping[str, Any] = field(default_factory=dict)
+
+    def build(self, device: str, checkpointing: bool = False) -> nn.Module:
+        """The network.
+
+        Args:
+            device: On ``meta`` it has no weights, and takes no memory.
+            checkpointing: Whether layers are computed again in the backward pass.
+
+        Raises:
+            LabError: If it cannot be built, or has no checkpointing.
+        """
+        kept = torch.get_default_dtype()
+        torch.set_default_dtype(DTYPES[self.dtype])
+        try:
+            with torch.device(device):
+                made = self.make()
+        except (LabError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            raise LabError(f"{self.name} cannot be built: {_one_line(error)}") from error
+        finally:
+            torch.set_default_dtype(kept)
+        if not isinstance(made, nn.Module):
+            raise LabError(f"{self.name} returns {type(made).__name__}, not an nn.Module")
+        if not any(p.requires_grad for p in made.parameters()):
+            raise LabError(f"{self.name} has no parameters to train")
+        if checkpointing:
+            enable = getattr(made, "gradient_checkpointing_enable", None)
+            if enable is None:
+                raise LabError(
+                    f"{self.name} has no gradient_checkpointing_enable(), as models of "
+                    "transformers have: leave --checkpointing out"
+                )
+            enable()
+        return made.to(DTYPES[self.dtype])
+
+    def inputs(self, model: nn.Module) -> Inputs:
+        """What the network reads, by its first layer.
+
+        Raises:
+            LabError: If that does not tell.
+        """
+        layers = [
+            module
+            for module in model.modules()
+            if isinstance(module, (nn.Embedding, nn.Conv2d, nn.Linear))
+        ]
+        first = layers[0] if layers else None
+        if isinstance(first, nn.Embedding):
+            return Inputs((self.length,), tokens=True)
+        if isinstance(first, nn.Conv2d):
+            side = getattr(getattr(model, "config", None), "image_size", self.image)
+            sides = (side, side) if isinstance(side, int) else tuple(side)
+            return Inputs((first.in_channels, *sides), tokens=False)
+        if isinstance(first, nn.Linear):
+            return Inputs((first.in_features,), tokens=False)
+        raise LabError("the first layer is no embedding, 2-d convolution or linear layer")
+
+
+def resolve_model(name: str) -> Network:
+    """The network that is meant.
+
+    Args:
+        name: A preset, a recipe or its YAML file, a folder with a ``config.json`` of transformers,
+            or ``package.module:factory``.
+
+    Raises:
+        LabError: If there is none.
+    """
+    path = Path(name)
+    if name in PRESETS:
+        preset = PRESETS[name]
+        make = _maker(preset.model, preset.options)
+        return Network(name, make, preset.dtype, image=preset.image or _IMAGE)
+    if name in recipe_names() or path.suffix in (".yaml", ".yml"):
+        return _of_recipe(find_recipe(name), name)
+    if path.is_dir() or path.name == "config.json":
+        return _of_folder(path if path.is_dir() else path.parent, name)
+    if ":" in name:
+        return Network(name, _factory(name))
+    known = [*PRESETS, *recipe_names()]
+    close = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+    near = f"nearest: {', '.join(close)}" if close else f"presets: {', '.join(PRESETS)}"
+    raise LabError(
+        f"there is no model {name!r}; {near}; else give a recipe, a folder with config.json, or "
+        "package.module:factory"
+    )
+
+
+def _maker(model: str, options: Mapping[str, Any]) -> Callable[[], nn.Module]:
+    return lambda: build(model, **options)
+
+
+def _of_recipe(recipe: Recipe, name: str) -> Network:
+    options = dict(recipe.model)
+    side = options.get("image", recipe.data.get("image", _SIDES.get(recipe.data["name"], _IMAGE)))
+    part = recipe.micro_batch or recipe.batch
+    return Network(
+        name,
+        _maker(options.pop("name"), options),
+        recipe.dtype,
+        length=recipe.data.get("length", _LENGTH),
+        image=side,
+        batch=part,
+        repeated=part < recipe.batch,
+        amp=recipe.amp,
+        base=recipe.base,
+        base_options=recipe.base_options,
+        shampoo={**recipe.shampoo, **recipe.options},
+        kfac={**recipe.kfac, **recipe.options},
+    )
+
+
+def _of_folder(folder: Path, name: str) -> Network:
+    if not (folder / "config.json").is_file():
+        raise LabError(f"{name} has no config.json: give a folder with a model of transformers")
+    try:
+        import transformers
+    except ImportError as error:
+        raise LabError(f"{name} needs a package: pip install transformers") from error
+    try:
+        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise LabError(f"{name}/config.json cannot be read: {_one_line(error)}") from error
+    config.use_cache = False
+    architecture = next(iter(config.architectures or []), "")
+    if hasattr(transformers, architecture):
+        make = getattr(transformers, architecture)
+    else:  # a configuration alone: most are of language models
+        make = transformers.AutoModelForCausalLM.from_config
+    kept = getattr(config, "dtype", None)
+    dtype = "fp32" if kept in (torch.float32, "float32") else "bf16"
+    return Network(name, lambda: make(config), dtype)
+
+
+def _factory(name: str) -> Callable[[], Any]:
+    module, _, attribute = name.partition(":")
+    try:
+        with _working_folder_importable():
+            found: Any = importlib.import_module(module)
+        for part in attribute.split("."):
+            found = getattr(found, part)
+    except Exception as error:  # a module may raise anything as it is imported
+        raise LabError(f"cannot import {name}: {_one_line(error)}") from error
+    if not callable(found):
+        raise LabError(f"{name} is not callable: give a function that returns an nn.Module")
+    return found  # type: ignore[no-any-return]
+
+
+@contextmanager
+def _working_folder_importable() -> Iterator[None]:
+    folder = os.getcwd()
+    sys.path.insert(0, folder)
+    try:
+        yield
+    finally:
+        sys.path.remove(folder)
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split()) or type(error).__name__

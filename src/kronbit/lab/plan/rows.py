@@ -1,0 +1,291 @@
+"""The rows of a plan: what a training holds at its fullest, for every way to keep the state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from kronbit.algorithms import CASPR, KFAC, AdaBK, Shampoo
+from kronbit.batches import NEWTON, PRECONDITION, UPDATE
+from kronbit.blocking import Blocking
+from kronbit.config import EIGEN_OPTIONS, OPTIONS, Config, take_options
+from kronbit.estimate import estimate_memory
+from kronbit.lab.errors import LabError
+from kronbit.lab.optimizers import BASE_LABELS
+from kronbit.lab.plan.networks import Network
+from kronbit.optimizer import SecondOrder
+from kronbit.statistics import GradientStatistics
+from kronbit.statistics.activations import ActivationStatistics
+
+ALGORITHMS: Mapping[str, tuple[type[SecondOrder], str]] = {
+    "shampoo": (Shampoo, "Shampoo"),
+    "caspr": (CASPR, "CASPR"),
+    "kfac": (KFAC, "K-FAC"),
+    "adabk": (AdaBK, "AdaBK"),
+}
+_EIGEN, _PAPER = {"method": "eigen"}, {"method": "eigen", "storage": "paper"}
+# Key -> (label, options).
+WAYS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "32": ("32-bit {}", {"bits": 32}),
+    "4-naive": ("4-bit {} (naive)", {"bits": 4, "method": "naive", "storage": "paper"}),
+    "4-paper": ("4-bit {} (paper)", {"bits": 4, **_PAPER}),
+    "4-eigen": ("4-bit {} (eigen)", {"bits": 4, **_EIGEN}),
+    "3": ("3-bit {}", {"bits": 3}),
+    "4": ("4-bit {} (default)", {"bits": 4}),
+    "6+4": ("6-bit {}, roots 4", {"bits": 6, "root_bits": 4}),
+    "8": ("8-bit {}", {"bits": 8}),
+    "8-paper": ("8-bit {} (paper)", {"bits": 8, **_PAPER}),
+}
+_STORED = ("bits", "root_bits", "method", "storage", "block_size")
+# Of a process on a GPU, outside of torch's allocator: CUDA's own state and loaded kernels.
+CONTEXT = 512 * 2**20
+_LARGEST_BATCH = 2**20
+
+
+@dataclass(frozen=True)
+class Row:
+    """The fullest moment of a training with one optimizer, in bytes.
+
+    Gradients come as activations go, and an optimizer works when activations are gone. So these
+    count as far as they need more room than the gradients, and the workspace as far as it needs
+    more room than they do: the parts add up to the total.
+
+    Attributes:
+        key: Name of the row, such as ``shampoo-4``.
+        label: The same in words.
+        parameters: Weights and buffers.
+        gradients: Of all parameters.
+        base: States of the first-order optimizer.
+        statistics: L and R, as far as they are on the GPU.
+        roots: Their inverse roots.
+        activations: What forward and backward need beyond the room of the gradients.
+        workspace: What updates need beyond the room of activations. K-FAC's sums over a batch,
+            which are collected during the backward pass, count in full.
+        total: All of these.
+        host: L and R that are offloaded to the host's memory.
+        fits: Whether the total and ``CONTEXT`` fit; ``None`` without a limit.
+        ratio: How many times as large the second-order state is in 32 bits.
+        largest_batch: The largest power of two that fits; 0 if none does.
+    """
+
+    key: str
+    label: str
+    parameters: int
+    gradients: int
+    base: int
+    statistics: int
+    roots: int
+    activations: int
+    workspace: int
+    total: int
+    host: int
+    fits: bool | None
+    ratio: float | None
+    largest_batch: int | None
+
+    @property
+    def second_order(self) -> int:
+        """Statistics and roots, wherever they are."""
+        return self.statistics + self.roots + self.host
+
+
+@dataclass(frozen=True)
+class _SecondOrder:
+    """What an optimizer holds besides the base's states, and for how long."""
+
+    statistics: int = 0
+    roots: int = 0
+    host: int = 0
+    collected: int = 0
+    workspace: int = 0
+
+
+class Accounts:
+    """Adds up the rows of one network.
+
+    Args:
+        network: The network, and what its source says.
+        model: It, on the meta device.
+        settings: Options of kronbit's optimizers, or of the base.
+        limit: Of the GPU, in bytes.
+        peak_at: Batch -> bytes of forward and backward; ``None`` if that is not known.
+
+    Attributes:
+        notes: What was left out, and why.
+
+    Raises:
+        LabError: If the base is not known, or cannot be estimated.
+    """
+
+    def __init__(
+        self,
+        network: Network,
+        model: nn.Module,
+        settings: Mapping[str, Any],
+        limit: int | None,
+        peak_at: Callable[[int], int] | None,
+    ) -> None:
+        self._network, self._model, self._limit, self._peak_at = network, model, limit, peak_at
+        self._settings = {key: value for key, value in settings.items() if key in OPTIONS}
+        others = {key: value for key, value in settings.items() if key not in OPTIONS}
+        self._trained = [p for p in model.parameters() if p.requires_grad]
+        self._parameters = sum(x.nbytes for x in (*model.parameters(), *model.buffers()))
+        self._gradients = sum(p.nbytes for p in self._trained)
+        options = {**network.base_options, **others}
+        self._base = _estimated(model, Shampoo, network.base, options)["base"]
+        self.notes: list[str] = []
+
+    def rows(self, algorithm: str, order: int | None) -> list[Row]:
+        """The base alone, then all ways to keep the state of an algorithm.
+
+        Args:
+            algorithm: One of ``ALGORITHMS``; Shampoo's rows are followed by K-FAC's.
+            order: Its ``max_order``.
+
+        Raises:
+            LabError: If an option is wrong.
+        """
+        own = self._options(algorithm, order)
+        found = [self._row("base", BASE_LABELS.get(self._network.base, self._network.base), None)]
+        found += self._rows_of(algorithm, own, WAYS)
+        stored = {key: own[key] for key in _STORED if key in own}
+        if stored:
+            label = ", ".join(f"{key}={value}" for key, value in stored.items())
+            found += self._rows_of(algorithm, own, {"set": (f"{{}}, {label}", stored)})
+        if algorithm == "shampoo":
+            try:
+                # AdaBK's state is K-FAC's. Layers are not cut: the order is not meant for them.
+                chosen = {key: (f"{key}-bit {{}} or AdaBK", WAYS[key][1]) for key in ("32", "4")}
+                found += self._rows_of("kfac", self._options("kfac", None), chosen)
+            except LabError as error:
+                self.notes.append(f"K-FAC and AdaBK are left out: {error}")
+        return found
+
+    def _options(self, algorithm: str, order: int | None) -> dict[str, Any]:
+        of_layers = algorithm in ("kfac", "adabk")
+        source = self._network.kfac if of_layers else self._network.shampoo
+        found = {key: value for key, value in source.items() if key in OPTIONS} | self._settings
+        return found if order is None else {**found, "max_order": order}
+
+    def _rows_of(
+        self, algorithm: str, options: Mapping[str, Any], ways: Mapping[str, Any]
+    ) -> list[Row]:
+        kind, name = ALGORITHMS[algorithm]
+        # How state is stored is each row's own, and how eigenvectors are followed costs nothing.
+        shared = {k: v for k, v in options.items() if k not in (*_STORED, *EIGEN_OPTIONS)}
+        whole = self._second_order(kind, {**shared, "bits": 32})
+        if not whole.statistics + whole.host:
+            raise LabError(f"{name} finds nothing to precondition in {self._network.name}")
+        size = whole.statistics + whole.roots + whole.host
+        return [
+            self._row(
+                f"{algorithm}-{key}",
+                "+ " + label.format(name),
+                size,
+                self._second_order(kind, {**shared, **way}),
+            )
+            for key, (label, way) in ways.items()
+        ]
+
+    def _second_order(self, kind: type[SecondOrder], options: Mapping[str, Any]) -> _SecondOrder:
+        held = _estimated(self._model, kind, None, options)
+        config = take_options(dict(options), kind.algorithm.options)
+        statistics, host = held["statistics"], 0
+        if config.offload_statistics:
+            statistics, host = 0, statistics
+        workspace = max(int(config.workspace_mb * 2**20), self._largest_block(kind, config))
+        if config.keep_gradients:
+            workspace += self._gradients
+        collected = 0
+        if issubclass(kind, KFAC):  # Y Yᵀ and X Xᵀ of all layers, in float32
+            plain = {k: v for k, v in options.items() if k not in _STORED}
+            collected = _estimated(self._model, kind, None, {**plain, "bits": 32})["statistics"]
+        return _SecondOrder(statistics, held["roots"], host, collected, workspace)
+
+    def _largest_block(self, kind: type[SecondOrder], config: Config) -> int:
+        """Bytes that a single block needs, even if the workspace is smaller."""
+        route: Callable[[Tensor, Config], Blocking | str] = GradientStatistics().route
+        if issubclass(kind, KFAC):
+            statistics = ActivationStatistics(self._model)
+            statistics.adopt(self._trained)
+            route = statistics.route
+        shapes = {
+            grid.shape
+            for p in self._trained
+            if isinstance(blocking := route(p, config), Blocking)
+            for grid in blocking.grids
+        }
+        method = config.method or ("dense" if config.bits == 32 else "cholesky")
+        by_newton = method in ("dense", "naive") or config.root == "schur_newton"
+        costs = (UPDATE, PRECONDITION, *([NEWTON] if by_newton else []))
+        copied = (config.bits == 32) + config.offload_statistics
+        return max(
+            (
+                4 * ((cost.square + copied) * max(shape) ** 2 + cost.block * shape[0] * shape[1])
+                for cost in costs
+                for shape in shapes
+            ),
+            default=0,
+        )
+
+    def _row(self, key: str, label: str, size: int | None, own: _SecondOrder | None = None) -> Row:
+        """A row.
+
+        Args:
+            key: Its name.
+            label: The same in words.
+            size: Second-order state in 32 bits.
+            own: What the optimizer holds besides the base's states.
+        """
+        own = own or _SecondOrder()
+        kept = self._parameters + self._gradients + self._base + own.statistics + own.roots
+        kept += own.collected
+
+        def transient(batch: int) -> int:
+            """Beyond the gradients: in both passes, or in the step."""
+            return max(self._beyond_gradients(batch), own.workspace)
+
+        activations = self._beyond_gradients(self._network.batch)
+        workspace = max(0, own.workspace - activations)
+        total = kept + activations + workspace
+        fits = largest = None
+        if self._limit is not None:
+            room = self._limit - CONTEXT - kept
+            fits = activations + workspace <= room
+            if self._peak_at is not None:
+                batches = (2**i for i in range(_LARGEST_BATCH.bit_length()))
+                largest = max((b for b in batches if transient(b) <= room), default=0)
+        held = own.statistics + own.roots + own.host
+        return Row(
+            key=key,
+            label=label,
+            parameters=self._parameters,
+            gradients=self._gradients,
+            base=self._base,
+            statistics=own.statistics,
+            roots=own.roots,
+            activations=activations,
+            workspace=own.collected + workspace,
+            total=total,
+            host=own.host,
+            fits=fits,
+            ratio=size / held if size is not None and held else None,
+            largest_batch=largest,
+        )
+
+    def _beyond_gradients(self, batch: int | None) -> int:
+        if self._peak_at is None or batch is None:
+            return 0
+        return max(0, self._peak_at(batch) - self._gradients)
+
+
+def _estimated(
+    model: nn.Module, kind: type[SecondOrder], base: str | None, options: Mapping[str, Any]
+) -> dict[str, int]:
+    try:
+        return estimate_memory(model, optimizer=kind, base=base, **options)
+    except (TypeError, ValueError, ImportError) as error:
+        raise LabError(" ".join(str(error).split())) from error

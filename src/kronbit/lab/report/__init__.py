@@ -1,0 +1,1 @@
+"""Reports: run folders read back, as tables, figures and a page."""

@@ -1,0 +1,374 @@
+"""How the lab draws: a colour and a line for every optimizer, curves, bands, frames, legends."""
+
+from __future__ import annotations
+
+import io
+import textwrap
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from kronbit.lab.report.curves import Curve
+from kronbit.lab.report.outcomes import Outcome, Spread
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+# Told apart by lightness and by line, too, not by hue alone: greys for what is compared with,
+# blues for the paper's, orange for ours.
+_KNOWN: dict[str, tuple[str, Any]] = {
+    "base": ("#2b3038", "-"),
+    "shampoo-32": ("#8a8f98", (0, (5, 1.5))),
+    "shampoo-4-naive": ("#8ab6e0", (0, (1.2, 1.2))),
+    "shampoo-4-paper": ("#3b6ea8", "-"),
+    "shampoo-4": ("#e08a3c", "-"),
+}
+_OTHERS: tuple[tuple[str, Any], ...] = (
+    ("#12806a", "-"),
+    ("#a64d79", "-"),
+    ("#b59a1f", (0, (5, 1.5))),
+    ("#6750a4", "-"),
+    ("#5fbfa8", (0, (1.2, 1.2))),
+    ("#8c4a2f", (0, (5, 1.5))),
+)
+STYLE: Any = {  # of matplotlib's settings
+    "font.size": 9,
+    "text.color": "#2b3038",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.edgecolor": "#5c6370",
+    "axes.labelcolor": "#2b3038",
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": "#e3e6ea",
+    "grid.linewidth": 0.7,
+    "xtick.color": "#5c6370",
+    "ytick.color": "#5c6370",
+    "xtick.labelcolor": "#2b3038",
+    "ytick.labelcolor": "#2b3038",
+    "legend.frameon": False,
+    "legend.handlelength": 2.4,
+    "savefig.facecolor": "white",
+}
+_WIDTH, _HEIGHT, _DPI = 5.2, 3.3, 200
+_EARLY = 0.1  # of the steps: the fall at the start would flatten all that is of interest
+_LATE = 0.25  # where the close-up begins
+
+Axis = Literal["steps", "seconds"]
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """A figure of a report.
+
+    Attributes:
+        name: Of its file, without the suffix.
+        title: What it shows.
+        caption: How to read it.
+        alt: Its content in words.
+        png: The image.
+    """
+
+    name: str
+    title: str
+    caption: str
+    alt: str
+    png: bytes
+
+
+@dataclass(frozen=True)
+class Line:
+    """An optimizer as it is drawn.
+
+    Attributes:
+        outcome: What its runs came to.
+        colour: As ``#rrggbb``.
+        style: Of matplotlib's line styles.
+    """
+
+    outcome: Outcome
+    colour: str
+    style: Any
+
+
+def optimizer_lines(found: Sequence[Outcome]) -> list[Line]:
+    """A colour and a line for every optimizer, the known ones always the same.
+
+    Args:
+        found: The outcomes of one recipe.
+    """
+    taken: set[str] = set()
+    others = 0
+    lines = []
+    for outcome in found:
+        if outcome.variant in _KNOWN and outcome.variant not in taken:
+            colour, style = _KNOWN[outcome.variant]
+        else:
+            colour, style = _OTHERS[others % len(_OTHERS)]
+            others += 1
+        taken.add(outcome.variant)
+        lines.append(Line(outcome, colour, style))
+    return lines
+
+
+def plot_curve(
+    axes: Axes,
+    line: Line,
+    own: Curve,
+    axis: Axis,
+    values: Sequence[float],
+    width: float,
+    marked: bool = False,
+) -> None:
+    """A curve until it diverges, with a band if there are several seeds.
+
+    Args:
+        axes: Where to.
+        line: Whose curve it is.
+        own: The curve.
+        axis: What to draw it against.
+        values: Its means, or smoothed ones.
+        width: Of the line; below 1 it stays in the background.
+        marked: Whether its points show, if they are few.
+    """
+    x = own.steps if axis == "steps" else own.seconds
+    end = own.finite
+    thin = width < 1
+    axes.plot(
+        x[:end],
+        values[:end],
+        color=line.colour,
+        linewidth=width,
+        linestyle="-" if thin else line.style,
+        alpha=0.65 if thin else 1,
+        # A single point has no line.
+        marker="o" if end == 1 or (marked and end <= 12) else None,
+        markersize=3,
+        zorder=2 if thin else 3,
+    )
+    if not thin and len(line.outcome.counted) > 1:
+        axes.fill_between(
+            x[:end], own.low[:end], own.high[:end], color=line.colour, alpha=0.16, linewidth=0
+        )
+
+
+def mark_diverged(axes: Axes, line: Line, own: Curve, axis: Axis, size: float = 9) -> None:
+    """A cross at the last finite point of a curve that diverges, once the frame is known.
+
+    Args:
+        axes: Where the curve is drawn.
+        line: Whose curve it is.
+        own: The curve.
+        axis: What it is drawn against.
+        size: Of the cross, in points.
+    """
+    if not own.diverged:
+        return
+    last = max(own.finite - 1, 0)
+    x = own.steps[last] if axis == "steps" else own.seconds[last]
+    # What rose out of the frame has its cross at the edge, what was never finite at mid-height.
+    y = _within(own.mean[last], axes.get_ylim()) if own.finite else 0.5
+    axes.plot(
+        _within(x, axes.get_xlim()),
+        y,
+        marker="X",
+        markersize=size,
+        markerfacecolor=line.colour,
+        markeredgecolor="white",
+        clip_on=False,
+        zorder=5,
+        transform=axes.transData if own.finite else axes.get_xaxis_transform(),
+    )
+
+
+def _within(value: float, limits: tuple[float, float]) -> float:
+    return min(max(value, limits[0]), limits[1])
+
+
+def frame_losses(axes: Axes, curves: Sequence[Curve]) -> None:
+    """Leave out the fall at the start, and what rises above it; logarithmic if it is still long.
+
+    Args:
+        axes: Where the curves are drawn.
+        curves: All of them.
+    """
+    lows, highs = [], []
+    for own in curves:
+        end = own.finite
+        values = own.mean[:end]
+        if values:
+            late = [
+                value
+                for step, value in zip(own.steps[:end], values, strict=True)
+                if step >= _EARLY * own.steps[-1]
+            ]
+            lows.append(min(values))
+            highs.append(min(max(late or values), max(values[0], 2 * min(values))))
+    if not lows:
+        return
+    low, high = min(lows), max(highs)
+    if low > 0 and high > 15 * low:
+        log_scale(axes)
+        axes.set_ylim(low / 1.15, high * 1.15)
+    else:
+        room = 0.05 * (high - low) or 0.05 * abs(high) or 1
+        axes.set_ylim(low - room, high + room)
+
+
+def frame_late(axes: Axes, curves: Sequence[Curve], low: bool, start: float) -> None:
+    """Show the later part of some curves, close up.
+
+    Args:
+        axes: Where they are drawn.
+        curves: All of them.
+        low: Whether low values are good.
+        start: A step that must be seen.
+    """
+    last = max((own.steps[-1] for own in curves if own.steps), default=0)
+    few = max(len(own.steps) for own in curves) <= 6
+    start = 0 if few else min(_LATE * last, start)
+    values = []
+    for own in curves:
+        for step, bottom, top in zip(own.steps[: own.finite], own.low, own.high, strict=False):
+            if step >= start:
+                values += [bottom, top]
+    if not values:
+        return
+    # A curve that goes wrong in the end must not flatten all others.
+    middle = sorted(values)[len(values) // 2]
+    best = min(values) if low else max(values)
+    worst = max(values) if low else min(values)
+    if abs(worst - best) > 6 * abs(middle - best) > 0:
+        worst = best + 6 * (middle - best)
+    room = 0.06 * abs(worst - best) or 0.05 * abs(best) or 1
+    axes.set_ylim(min(best, worst) - room, max(best, worst) + room)
+    axes.set_xlim(start, last + 0.02 * (last - start) or 1)
+
+
+def log_scale(axes: Axes) -> None:
+    """Make the vertical axis logarithmic, with plain numbers.
+
+    Args:
+        axes: Whose axis.
+    """
+    from matplotlib.ticker import LogLocator, NullFormatter
+
+    axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:,g}")
+    axes.yaxis.set_minor_formatter(NullFormatter())
+
+
+def new_figure(lines: Sequence[Line]) -> tuple[Figure, Axes]:
+    """A figure with room for the legend above it.
+
+    Args:
+        lines: What the legend will name.
+    """
+    from matplotlib.figure import Figure
+
+    rows = sum(wrapped(line.outcome.full_label).count("\n") + 1 for line in lines)
+    figure = Figure(figsize=(_WIDTH, _HEIGHT + 0.09 * rows), layout="constrained")
+    return figure, figure.subplots()
+
+
+def row_figure(labels: Sequence[str]) -> tuple[Figure, Axes]:
+    """A figure with named rows, from the top.
+
+    Args:
+        labels: Their names.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(_WIDTH, max(2.0, 1.0 + 0.48 * len(labels))), layout="constrained")
+    axes = figure.subplots()
+    axes.set_yticks(range(len(labels)), [wrapped(label, 18) for label in labels])
+    axes.set_ylim(len(labels) - 0.4, -0.6)
+    axes.tick_params(axis="y", length=0)
+    axes.grid(visible=False, axis="y")
+    return figure, axes
+
+
+def add_legend(figure: Figure, lines: Sequence[Line]) -> None:
+    """Name the optimizers above the figure, where no curve is.
+
+    Args:
+        figure: One of :func:`new_figure`.
+        lines: What is drawn in it.
+    """
+    from matplotlib.lines import Line2D
+
+    handles = [
+        Line2D([], [], color=line.colour, linestyle=line.style, linewidth=1.9) for line in lines
+    ]
+    figure.legend(
+        handles,
+        [wrapped(line.outcome.full_label) for line in lines],
+        loc="outside upper left",
+        ncols=1 if len(lines) == 1 else 2,
+        fontsize=8.5,
+    )
+
+
+def wrapped(label: str, width: int = 28) -> str:
+    """The label in lines that fit, as matplotlib takes it.
+
+    Args:
+        label: What to write.
+        width: The most letters in a line.
+    """
+    return textwrap.fill(label.replace("$", r"\$"), width)
+
+
+def is_dark(colour: str) -> bool:
+    """Whether white can be read on it.
+
+    Args:
+        colour: As ``#rrggbb``.
+    """
+    red, green, blue = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
+    return 0.3 * red + 0.59 * green + 0.11 * blue < 130
+
+
+def to_png(figure: Figure) -> bytes:
+    """The figure as the content of a PNG file.
+
+    Args:
+        figure: What to draw.
+    """
+    buffer = io.BytesIO()
+    figure.savefig(buffer, dpi=_DPI, format="png")
+    return buffer.getvalue()
+
+
+def notes(lines: Sequence[Line], curves: Sequence[Curve]) -> str:
+    """What a caption says of several seeds, and of curves that diverge.
+
+    Args:
+        lines: What the figure shows.
+        curves: And its curves.
+    """
+    found = ""
+    if any(len(line.outcome.counted) > 1 for line in lines):
+        found += " Mean over the seeds, and a band from the lowest to the highest."
+    if any(own.diverged for own in curves):
+        found += " A cross: from here on it is not a finite number."
+    return found
+
+
+def in_words(
+    lines: Sequence[Line],
+    value: Callable[[Outcome], Spread | None],
+    write: Callable[[float | None], str],
+) -> str:
+    """The numbers of a figure, for who does not see it.
+
+    Args:
+        lines: What the figure shows.
+        value: The number of each.
+        write: How numbers are written.
+    """
+    found = [(line.outcome, value(line.outcome)) for line in lines]
+    told = [f"{own.full_label} {spread.text(write)}" for own, spread in found if spread is not None]
+    return (", ".join(told) or "unknown") + "."

@@ -1,0 +1,82 @@
+"""The table that a comparison ends with, in the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from kronbit.lab.report.outcomes import Column, Outcome, find, outcomes, shown_columns
+from kronbit.lab.report.runs import Run, by_recipe
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+
+def show_table(runs: Sequence[Run], console: Console) -> None:
+    """Print a table for every recipe, with as many columns as the terminal is wide.
+
+    Args:
+        runs: What to compare; several seeds of one optimizer make one row.
+        console: Where to.
+    """
+    recipes = by_recipe(runs)
+    for recipe, own in recipes.items():
+        found = outcomes(own)
+        columns = shown_columns(found)
+        table = _table(found, columns)
+        while columns and _width(table, console) > console.width:
+            least = min(columns, key=lambda column: column.importance)
+            columns = [column for column in columns if column is not least]
+            table = _table(found, columns)
+        if len(recipes) > 1:
+            console.print(recipe, style="bold", markup=False, highlight=False)
+        console.print(table)
+
+
+def _table(found: Sequence[Outcome], columns: Sequence[Column]) -> Table:
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
+        show_edge=False,
+        header_style="bold",
+        caption=Text(_note(found, columns), style="dim"),
+        caption_justify="left",
+    )
+    table.add_column(Text("\noptimizer"), overflow="fold")
+    for column in columns:
+        above, _, below = column.title.partition("\n")
+        table.add_column(
+            Text(f"{above}\n{below}" if below else f"\n{above}"), justify="right", no_wrap=True
+        )
+    for outcome in found:
+        # As text: labels may hold what rich takes for markup.
+        cells = [Text(outcome.full_label), *(Text(column.text(outcome)) for column in columns)]
+        table.add_row(*cells)
+    return table
+
+
+def _note(found: Sequence[Outcome], columns: Sequence[Column]) -> str:
+    """What the table does not explain by itself."""
+    notes = []
+    base = find(found, "base")
+    if base is not None and "steps_to_base" in {column.key for column in columns}:
+        notes.append(
+            f"Steps to base loss: until the validation loss is at most {base.label}'s last one, as "
+            "a share of its steps."
+        )
+    if any(len(own.counted) > 1 for own in found):
+        notes.append("±: the largest distance of a seed from the mean.")
+    return " ".join(notes)
+
+
+def _width(table: Table, console: Console) -> int:
+    """What the table takes if nothing in it wraps."""
+    from rich.measure import Measurement
+
+    return Measurement.get(console, console.options.update(width=10**4), table).maximum

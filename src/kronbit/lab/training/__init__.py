@@ -1,0 +1,1 @@
+"""Training: the loop, and everything that makes it safe to stop."""

@@ -1,0 +1,113 @@
+"""What a training shows: a live bar in a terminal, a line per evaluation elsewhere."""
+
+from __future__ import annotations
+
+import time
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
+from rich.text import Text
+
+_REDRAWN_EVERY = 0.1  # seconds
+
+
+class _Figures(ProgressColumn):
+    """Loss, and where there is room learning rate, speed and memory."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self._width = width
+
+    def render(self, task: Task) -> Text:
+        found = task.fields
+        parts = [f"loss {found['loss']:.4g}" if found["loss"] is not None else "loss ..."]
+        if self._width >= 80:
+            parts.append(f"lr {found['lr']:.3g}")
+        if self._width >= 100:
+            parts.append(f"{found['rate']:.3g} it/s" if found["rate"] else "... it/s")
+        if self._width >= 115 and found["memory"] is not None:
+            parts.append(f"{found['memory'] / 2**20:,.0f} MiB")
+        return Text("  ".join(parts))
+
+
+class Display:
+    """Progress of one training, or of several in turn.
+
+    Args:
+        console: Where.
+        wanted: Whether anything is shown: only by the first rank.
+    """
+
+    def __init__(self, console: Console, wanted: bool = True) -> None:
+        self._console, self._wanted = console, wanted
+        self._live = wanted and console.is_terminal
+        self._progress: Progress | None = None
+        self._label, self._steps = "", 0
+        self._drawn = 0.0
+
+    def __enter__(self) -> Display:
+        if self._live:
+            width = self._console.width
+            columns: list[ProgressColumn] = [
+                TextColumn("{task.description}", markup=False),
+                BarColumn(bar_width=None if width >= 70 else 10),
+                TextColumn("{task.completed:.0f}/{task.total:.0f}"),
+                _Figures(width),
+            ]
+            if width >= 90:
+                columns += [TextColumn("ETA"), TimeRemainingColumn(compact=True)]
+            self._progress = Progress(*columns, console=self._console, expand=width >= 70)
+            self._progress.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+
+    def begin(self, label: str, step: int, steps: int) -> None:
+        """A training begins, or goes on."""
+        self._label, self._steps = label, steps
+        if self._progress is not None:
+            room = max(8, self._console.width // 4)
+            name = label if len(label) <= room else label[: room - 1] + "…"
+            fields: dict[str, Any] = {"loss": None, "lr": 0.0, "rate": None, "memory": None}
+            self._task = self._progress.add_task(name, total=steps, completed=step, **fields)
+
+    def step(self, step: int) -> None:
+        """A step was handed to the device."""
+        now = time.monotonic()
+        if self._progress is not None and now - self._drawn > _REDRAWN_EVERY:
+            self._drawn = now
+            self._progress.update(self._task, completed=step)
+
+    def figures(self, step: int, loss: float, lr: float, rate: float, memory: int | None) -> None:
+        """Figures that the device has given back."""
+        if self._progress is not None:
+            self._progress.update(
+                self._task, completed=step, loss=loss, lr=lr, rate=rate, memory=memory
+            )
+
+    def evaluation(self, step: int, figures: dict[str, float]) -> None:
+        """Held-out figures: a line where there is no bar."""
+        if self._wanted and not self._live:
+            accuracy = figures.get("accuracy")
+            extra = "" if accuracy is None else f", accuracy {100 * accuracy:.2f} %"
+            self._console.print(
+                f"{self._label}: step {step}/{self._steps}, held-out loss {figures['loss']:.4f}"
+                f"{extra}",
+                highlight=False,
+                markup=False,
+                soft_wrap=True,
+            )
+
+    def message(self, text: str) -> None:
+        """A line above the bar."""
+        if self._wanted:
+            self._console.print(text, highlight=False, markup=False, soft_wrap=True)

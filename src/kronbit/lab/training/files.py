@@ -1,0 +1,84 @@
+"""The files of a run: what is written there, and never half."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from kronbit.lab.errors import LabError
+
+
+def make_folder(folder: Path) -> None:
+    """A folder that can be written to.
+
+    Raises:
+        LabError: If it cannot.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / ".probe"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise LabError(
+            f"cannot write to {folder}: {error.strerror}; choose another with --out"
+        ) from error
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """Write aside, then rename.
+
+    Raises:
+        LabError: If it cannot be written; what was there before stays.
+    """
+    aside = path.with_name(f"{path.name}.new")
+    try:
+        aside.write_bytes(content)
+        os.replace(aside, path)
+    except OSError as error:
+        with suppress(OSError):
+            aside.unlink(missing_ok=True)
+        raise LabError(f"cannot write {path}: {error.strerror}") from error
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Write aside, then rename."""
+    write_bytes(path, (json.dumps(content, indent=1, ensure_ascii=False) + "\n").encode())
+
+
+class MetricsFile:
+    """``metrics.jsonl``: one line per figure, in order of steps.
+
+    Args:
+        path: Where.
+        size: Go on after so many bytes: what follows was written after the checkpoint that the run
+            goes on from, and will be written again.
+        wanted: Whether anything is written: only by the first rank.
+    """
+
+    def __init__(self, path: Path, size: int, wanted: bool) -> None:
+        self._path, self._wanted = path, wanted
+        if wanted:
+            try:
+                with path.open("ab") as file:
+                    file.truncate(size)
+            except OSError as error:
+                raise LabError(f"cannot write {path}: {error.strerror}") from error
+
+    def add(self, line: Mapping[str, Any]) -> None:
+        """Append a line."""
+        if not self._wanted:
+            return
+        try:
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(line) + "\n")
+        except OSError as error:
+            raise LabError(f"cannot write {self._path}: {error.strerror}") from error
+
+    def size(self) -> int:
+        """How many bytes there are."""
+        return self._path.stat().st_size if self._wanted else 0

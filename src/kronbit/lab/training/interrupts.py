@@ -1,0 +1,44 @@
+"""Ctrl-C and the scheduler's SIGTERM: the step is finished and saved before the end."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from types import FrameType, TracebackType
+from typing import Any
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class Interrupts:
+    """Notes the first signal; the second one ends the process at once, as usual.
+
+    Attributes:
+        wanted: Whether there was one.
+    """
+
+    def __init__(self) -> None:
+        self.wanted = False
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> Interrupts:
+        if threading.current_thread() is threading.main_thread():
+            for kind in _SIGNALS:
+                self._before[kind] = signal.signal(kind, self._note)
+        return self
+
+    def _note(self, kind: int, frame: FrameType | None) -> None:
+        self.wanted = True
+        self._restore()
+
+    def _restore(self) -> None:
+        for kind, handler in self._before.items():
+            signal.signal(kind, handler)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._restore()

@@ -1,0 +1,397 @@
+"""The training loop: as a good hand-written one, and it can be stopped at any moment.
+
+The host never waits for the device on an ordinary step: losses are read every ``log_every`` steps.
+Everything random is a function of seed, step and rank, so that a run that was killed goes on bit
+for bit as if it had not been.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from kronbit.lab.data import open_data
+from kronbit.lab.errors import LabError
+from kronbit.lab.models import build
+from kronbit.lab.optimizers import make_optimizer
+from kronbit.lab.randomness import seed_of
+from kronbit.lab.recipe import Recipe
+from kronbit.lab.schedules import factor, warmup_steps
+from kronbit.lab.training import checkpoints
+from kronbit.lab.training.display import Display
+from kronbit.lab.training.files import MetricsFile
+from kronbit.lab.training.interrupts import Interrupts
+from kronbit.lab.training.measures import PeakMemory, StepTimer
+from kronbit.lab.training.passes import Captured, Eager, Objective, rehearse
+from kronbit.lab.training.shadow import Shadow
+from kronbit.lab.training.summary import summarise
+from kronbit.lab.training.world import World, load_whole_state, replicate, shard, whole_state
+from kronbit.memory import held_bytes
+from kronbit.optimizer import SecondOrder
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+_RECALIBRATED = 50  # batches that batch norm sees again where F evaluates other weights
+_PATIENCE = 2  # lines without a finite loss
+
+Figures: TypeAlias = dict[str, float]
+
+
+class Interrupted(Exception):  # noqa: N818  # it is none
+    """The user wants to stop; a checkpoint was written."""
+
+
+@dataclass(frozen=True)
+class Running:
+    """How a training runs, which its result should not depend on.
+
+    Attributes:
+        data: Folder with downloaded sets.
+        compile: Whether ``torch.compile`` runs the network.
+        graph: Whether forward and backward pass are a CUDA graph.
+        tensorboard: Whether its files are written, too.
+    """
+
+    data: Path
+    compile: bool = False
+    graph: bool = False
+    tensorboard: bool = False
+
+
+class Training:
+    """One run of a recipe.
+
+    Args:
+        recipe: Its settings.
+        folder: Where its files go.
+        world: Where this process stands.
+        running: How it runs.
+    """
+
+    def __init__(self, recipe: Recipe, folder: Path, world: World, running: Running) -> None:
+        self.recipe, self.folder, self.world = recipe, folder, world
+        self._check(running)
+        device = world.device
+        self.data = open_data(
+            recipe.data,
+            running.data,
+            batch=recipe.batch,
+            seed=recipe.seed,
+            device=device,
+            rank=world.rank,
+            ranks=world.ranks,
+        )
+        per_epoch = max(1, self.data.examples // recipe.batch)
+        self.per_epoch = per_epoch
+        self.steps = recipe.steps or max(1, round((recipe.epochs or 0) * per_epoch))
+        self.warmup = warmup_steps(recipe, self.steps, per_epoch)
+
+        torch.manual_seed(recipe.seed)
+        self.model = self._build_model(device)
+        smoothing = float(recipe.data.get("smoothing", 0.0))
+        self.objective = Objective(self.data.classifies, recipe.amp, smoothing)
+        if device.type == "cpu" and world.parallel == "none":
+            rehearse(self.model, self.objective, *self.data.batch(0))
+        self.peak = PeakMemory(device, held_bytes(list(self.model.parameters())))
+        if world.parallel == "fsdp2":
+            shard(self.model, world)
+        self.scaler = torch.amp.GradScaler(device.type) if recipe.amp == "fp16" else None
+        self.optimizer = make_optimizer(recipe, self.model, self.warmup, self.scaler)
+        runner = replicate(self.model, world) if world.parallel == "ddp" else self.model
+        self._runner: nn.Module = torch.compile(runner) if running.compile else runner  # type: ignore[assignment]
+        self._graph = running.graph
+        self._passes: Eager | Captured | None = None
+        self.shadow = self._make_shadow()
+
+        self.step = 0
+        self.seconds = 0.0
+        self.last: dict[str, Mapping[str, Any]] = {}  # the last line of each kind
+        self.best: Figures = {}
+        self.step_ms: list[float] = []
+        self._losses: list[Tensor] = []
+        self._timer = StepTimer(device)
+        self._without_loss = 0
+        self._since = time.perf_counter()
+        self._board = _tensorboard(folder) if running.tensorboard and world.first else None
+
+    def _check(self, running: Running) -> None:
+        recipe, world = self.recipe, self.world
+        on_gpu = world.device.type == "cuda"
+        if recipe.amp == "fp16" and not on_gpu:
+            raise LabError("--amp fp16 needs a GPU: use --amp bf16 or --amp off on the CPU")
+        if running.graph:
+            reasons = {
+                "needs a CUDA device": not on_gpu,
+                "goes with one process": world.parallel != "none",
+                "does not go with --amp fp16": recipe.amp == "fp16",
+                "does not go with micro_batch": recipe.micro_batch is not None,
+                "leaves out the layers' hooks that K-FAC, AdaBK and EVA need": recipe.optimizer
+                in ("kfac", "adabk", "eva"),
+            }
+            for reason, holds in reasons.items():
+                if holds:
+                    raise LabError(f"--cuda-graph {reason}")
+
+    def _build_model(self, device: torch.device) -> nn.Module:
+        options = dict(self.recipe.model)
+        model = build(options.pop("name"), **options).to(device, _DTYPES[self.recipe.dtype])
+        if self.recipe.channels_last:
+            model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        outputs = options.get("classes", options.get("vocab_size"))
+        if outputs is not None and outputs < self.data.outputs:
+            raise LabError(
+                f"the data has {self.data.outputs} classes or tokens, the model only {outputs}: "
+                f"--set model.{'classes' if 'classes' in options else 'vocab_size'}="
+                f"{self.data.outputs}"
+            )
+        return model
+
+    def _make_shadow(self) -> Shadow | None:
+        if not isinstance(self.optimizer, SecondOrder) or not self.world.first:
+            return None
+        if self.recipe.optimizer not in ("shampoo", "caspr") or not self.recipe.watched_blocks:
+            return None
+        names: dict[Tensor, str] = {p: name for name, p in self.model.named_parameters()}
+        return Shadow(self.optimizer, names, self.recipe.watched_blocks, self._aside)
+
+    # ------------------------------------------------------------------------------- the loop
+
+    def run(self, display: Display, label: str, resume: bool) -> dict[str, Any]:
+        """Train to the end.
+
+        Args:
+            display: Where progress is shown.
+            label: What it is called there.
+            resume: Whether to go on from the last checkpoint.
+
+        Returns:
+            The figures of ``summary.json``.
+
+        Raises:
+            Interrupted: If the user wants to stop.
+        """
+        size = self._load() if resume else 0
+        self._metrics = MetricsFile(self.folder / "metrics.jsonl", size, self.world.first)
+        display.begin(label, self.step, self.steps)
+        recipe = self.recipe
+        eval_every = recipe.eval_every or max(1, math.ceil(self.steps / 20))
+        save_every = recipe.checkpoint_every or self.steps
+        self._set_mode(training=True)
+        with Interrupts() as interrupts:
+            self._begin_timing()
+            while self.step < self.steps:
+                self._take_step()
+                display.step(self.step)
+                last = self.step == self.steps
+                stop = interrupts.wanted and self.world.ranks == 1
+                saved = self.step % save_every == 0
+                due = self.step % recipe.log_every == 0
+                evaluated = self.step % eval_every == 0
+                if due or last or stop or saved or evaluated:
+                    stop = self._flush(display, interrupts.wanted) or stop
+                    if self._without_loss >= _PATIENCE:
+                        display.message(f"{label}: the loss is not finite at step {self.step}")
+                        break
+                    if evaluated or last:
+                        self._evaluate(display)
+                    if saved or last or stop:
+                        self._save()
+                    if stop and not last:
+                        raise Interrupted
+                    self._begin_timing()
+        self.world.wait()
+        return summarise(self)
+
+    def _take_step(self) -> None:
+        """One step of the optimizer; the host does not wait."""
+        recipe, step = self.recipe, self.step
+        lr = recipe.lr * factor(recipe.schedule, step, self.steps, self.warmup)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        x, y = self.data.batch(step)
+        if recipe.channels_last:
+            x = x.contiguous(memory_format=torch.channels_last)
+        if self._passes is None:
+            self._passes = self._make_passes(x, y)
+        # What the network draws, such as stochastic depth.
+        torch.manual_seed(seed_of("network", recipe.seed, step, self.world.rank))
+        self._losses.append(self._passes(x, y))
+        if self.scaler is not None:
+            self.scaler.unscale_(self.optimizer)
+        if recipe.clip is not None:
+            nn.utils.clip_grad_norm_(self.model.parameters(), recipe.clip)
+        if self.shadow is not None:
+            self.shadow.before_step()
+        if self.scaler is None:
+            self.optimizer.step()
+        else:
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+        self.step += 1
+        self._timer.mark()
+        found = self.shadow.after_step() if self.shadow is not None else None
+        if found is not None:
+            # Before the line of losses: both are of this step, and this one was first.
+            self._add({"kind": "errors", **self._place(), **found})
+
+    def _make_passes(self, x: Tensor, y: Tensor) -> Eager | Captured:
+        if self._graph:
+            return Captured(self._runner, self.objective, x, y)
+        share = self.recipe.micro_batch
+        return Eager(self._runner, self.objective, self.optimizer, share, self.scaler)
+
+    def _flush(self, display: Display, interrupted: bool) -> bool:
+        """Read the losses since the last time; tells whether some rank wants to stop."""
+        if not self._losses:
+            return interrupted
+        mean = torch.stack(self._losses).double().mean()
+        found = self.world.sum(torch.stack([mean, torch.full_like(mean, float(interrupted))]))
+        loss, stops = found.tolist()  # waits for the device
+        loss /= self.world.ranks
+        count = len(self._losses)
+        self._losses.clear()
+        passed = time.perf_counter() - self._since
+        self.seconds += passed
+        self.peak.note()
+        self._without_loss = 0 if math.isfinite(loss) else self._without_loss + 1
+        lr = self.optimizer.param_groups[0]["lr"]
+        times = self._timer.gather()
+        self.step_ms += times
+        self._add({"kind": "train", **self._place(), "loss": loss, "lr": lr, "step_ms": times})
+        self._since = time.perf_counter()
+        display.figures(self.step, loss, lr, count / max(passed, 1e-9), self.peak.now())
+        return bool(stops)
+
+    @contextmanager
+    def _aside(self) -> Iterator[None]:
+        """What happens here is no part of the training's time and memory."""
+        on_gpu = self.world.device.type == "cuda"
+        if on_gpu:
+            torch.cuda.synchronize(self.world.device)
+        self.peak.note()
+        start = time.perf_counter()
+        yield
+        if on_gpu:
+            torch.cuda.synchronize(self.world.device)
+        passed = time.perf_counter() - start
+        self._timer.skip(passed)
+        self._since += passed
+        self.peak.restart()
+
+    def _begin_timing(self) -> None:
+        self.peak.restart()
+        self._timer.restart()
+        self._since = time.perf_counter()
+
+    def _evaluate(self, display: Display) -> None:
+        self._set_mode(training=False)
+        total = torch.zeros(3, dtype=torch.float64, device=self.world.device)
+        for number, (x, y) in enumerate(self.data.held_out()):
+            if self.recipe.eval_batches is not None and number >= self.recipe.eval_batches:
+                break
+            total += self.objective.judge(self.model, x, y)
+        loss, right, count = self.world.sum(total).tolist()
+        found = {"loss": loss / count}
+        if self.data.classifies:
+            found["accuracy"] = right / count
+            self.best["accuracy"] = max(self.best.get("accuracy", 0.0), found["accuracy"])
+        self.best["loss"] = min(self.best.get("loss", math.inf), found["loss"])
+        self._add({"kind": "eval", **self._place(), **found})
+        display.evaluation(self.step, found)
+        self._set_mode(training=True)
+
+    def _set_mode(self, training: bool) -> None:
+        """A schedule-free F has other weights for evaluation, and batch norm must know them."""
+        own = getattr(self.optimizer, "train" if training else "eval", None)
+        if own is not None:
+            own()
+        self.model.train(training)
+        if self.recipe.schedule != "schedule-free":
+            return
+        norms = [part for part in self.model.modules() if isinstance(part, nn.BatchNorm2d)]
+        if norms and not training:
+            self._kept = [buffer.clone() for norm in norms for buffer in norm.buffers()]
+            for norm in norms:
+                norm.train()
+            with torch.no_grad():
+                for number in range(_RECALIBRATED):
+                    self.objective.outputs(self.model, self.data.batch(self.step + number)[0])
+            self.model.eval()
+        elif norms and hasattr(self, "_kept"):
+            buffers = [buffer for norm in norms for buffer in norm.buffers()]
+            for buffer, value in zip(buffers, self._kept, strict=True):
+                buffer.copy_(value)
+
+    def _place(self) -> Figures:
+        return {
+            "step": self.step,
+            "epoch": round(self.step / self.per_epoch, 4),
+            "seconds": round(self.seconds, 4),
+        }
+
+    def _add(self, line: dict[str, Any]) -> None:
+        self._metrics.add(line)
+        self.last[line["kind"]] = line
+        if self._board is not None:
+            for name, value in line.items():
+                if isinstance(value, float) and name not in ("epoch", "seconds"):
+                    self._board.add_scalar(f"{line['kind']}/{name}", value, self.step)
+            self._board.flush()
+
+    # ------------------------------------------------------------------------------ checkpoints
+
+    def _save(self) -> None:
+        state = whole_state(self.model, self.optimizer, self.world)  # all ranks together
+        if self.world.first:
+            content = {
+                **state,
+                "scaler": {} if self.scaler is None else self.scaler.state_dict(),
+                "shadow": {} if self.shadow is None else self.shadow.state_dict(),
+                "metrics_size": self._metrics.size(),
+                "seconds": self.seconds,
+                "last": self.last,
+                "best": self.best,
+                "step_ms": self.step_ms,
+                "peak": self.peak.read(),
+            }
+            checkpoints.save(self.folder, self.step, content, self.recipe.keep)
+        self.world.wait()
+
+    def _load(self) -> int:
+        """Go on from the last checkpoint; returns the size of the metrics then."""
+        found = checkpoints.load_last(self.folder)
+        try:
+            load_whole_state(self.model, self.optimizer, found, self.world)
+            if self.scaler is not None:
+                self.scaler.load_state_dict(found["scaler"])
+            if (
+                self.shadow is not None
+                and found["shadow"].keys() == self.shadow.state_dict().keys()
+            ):
+                self.shadow.load_state_dict(found["shadow"])
+            else:  # ranks that share parameters have not followed them: it is too late to begin
+                self.shadow = None
+        except (KeyError, RuntimeError, ValueError) as error:
+            raise LabError(
+                f"the checkpoint in {self.folder} does not fit: {' '.join(str(error).split())}"
+            ) from error
+        self.step, self.seconds = found["step"], found["seconds"]
+        self.last, self.best, self.step_ms = found["last"], found["best"], found["step_ms"]
+        if found["peak"] is not None:
+            self.peak.raise_to(found["peak"])
+        return int(found["metrics_size"])
+
+
+def _tensorboard(folder: Path) -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise LabError("--tensorboard needs a package: pip install tensorboard") from error
+    return SummaryWriter(str(folder / "tensorboard"))

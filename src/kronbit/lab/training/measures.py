@@ -1,0 +1,159 @@
+"""Time of each step, and peak memory: measured without waiting for the device."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import platform
+import time
+from pathlib import Path
+from typing import TypeAlias
+
+import torch
+
+_Mark: TypeAlias = "torch.cuda.Event | float"
+
+_STATUS = Path("/proc/self/status")
+_CLEAR = Path("/proc/self/clear_refs")
+
+
+class StepTimer:
+    """Milliseconds from one mark to the next; on a GPU by events, which are read later."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._steps: list[tuple[_Mark, _Mark, float]] = []
+        self._last, self._skipped = self._now(), 0.0
+
+    def _now(self) -> _Mark:
+        if self._device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def mark(self) -> None:
+        """A step is over."""
+        now = self._now()
+        self._steps.append((self._last, now, self._skipped))
+        self._last, self._skipped = now, 0.0
+
+    def restart(self) -> None:
+        """Something else than a step has taken time; the next one begins now."""
+        self._last, self._skipped = self._now(), 0.0
+
+    def skip(self, seconds: float) -> None:
+        """Something within a step is no part of it."""
+        self._skipped += 1e3 * seconds
+
+    def gather(self) -> list[float]:
+        """The steps since the last call. The device must be done with them."""
+        found = [_milliseconds(a, b) - skipped for a, b, skipped in self._steps]
+        self._steps.clear()
+        return [round(value, 3) for value in found]
+
+
+def _milliseconds(a: _Mark, b: _Mark) -> float:
+    if isinstance(a, float) or isinstance(b, float):
+        return 1e3 * (float(b) - float(a))  # type: ignore[arg-type]  # either both or none
+    return float(a.elapsed_time(b))
+
+
+class PeakMemory:
+    """The most that training took: on a GPU what was allocated, else what the process grew by.
+
+    Evaluation between ``note`` and ``restart`` does not count.
+
+    Args:
+        device: Where training takes place.
+        held: Bytes of parameters, which are there already.
+
+    Attributes:
+        kind: What the figure means.
+    """
+
+    def __init__(self, device: torch.device, held: int) -> None:
+        self._device, self._held = device, held
+        self._peak: int | None = None
+        self._start = 0
+        gc.collect()
+        if device.type == "cuda":
+            self.kind = "allocated on the GPU"
+        else:
+            self.kind = "parameters, and what the process grew by in training"
+            _give_back_free_memory()
+            self._start = _resident("VmRSS") or 0
+        self.restart()
+
+    def note(self) -> None:
+        """Take what the last steps needed into account."""
+        if self._device.type == "cuda":
+            self.raise_to(torch.cuda.max_memory_allocated(self._device))
+        elif self._counts:
+            self.raise_to(self._held + max(0, (_resident("VmHWM") or 0) - self._start))
+
+    def restart(self) -> None:
+        """Count from now on."""
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
+            return
+        self._counts = False
+        with contextlib.suppress(OSError):
+            _CLEAR.write_text("5")  # Linux: the peak is what is held now
+            self._counts = bool(self._start)
+
+    def raise_to(self, value: int) -> None:
+        """Another part of the same run has needed so much."""
+        self._peak = max(value, self._peak or 0)
+
+    def read(self) -> int | None:
+        """Bytes; ``None`` where it cannot be told."""
+        return self._peak
+
+    def now(self) -> int | None:
+        """Bytes held at present, for the progress bar."""
+        if self._device.type == "cuda":
+            return torch.cuda.memory_allocated(self._device)
+        return _resident("VmRSS")
+
+
+def _resident(name: str) -> int | None:
+    try:
+        for line in _STATUS.read_text().splitlines():
+            if line.startswith(name):
+                return 1024 * int(line.split()[1])
+    except OSError:
+        pass
+    return None
+
+
+def _give_back_free_memory() -> None:
+    """What an earlier run has freed must not count for nothing in this one."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
+
+
+def hardware(device: torch.device) -> str:
+    """What it runs on, in words."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    model = platform.processor() or platform.machine()
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                model = line.partition(":")[2].strip()
+                break
+    return f"{model}, {torch.get_num_threads()} threads"
+
+
+def versions() -> dict[str, str | None]:
+    """What a figure must be quoted with."""
+    import kronbit
+
+    return {
+        "kronbit": kronbit.__version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+    }

@@ -1,0 +1,159 @@
+"""Forward and backward: one step's gradients, eagerly or by replaying a CUDA graph."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn import functional
+
+from kronbit.lab.errors import LabError
+from kronbit.lab.models import logits
+
+_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_WARM_UPS = 3
+
+
+@dataclass(frozen=True)
+class Objective:
+    """The loss, and how the network is run for it.
+
+    Attributes:
+        classifies: Whether a target belongs to a whole example, else to each token.
+        amp: ``off``, ``bf16`` or ``fp16``.
+        smoothing: Of labels in training.
+    """
+
+    classifies: bool
+    amp: str
+    smoothing: float = 0.0
+
+    def outputs(self, model: nn.Module, x: Tensor) -> Tensor:
+        """Logits, in float32."""
+        kind = _AUTOCAST.get(self.amp, torch.bfloat16)
+        with torch.autocast(x.device.type, dtype=kind, enabled=self.amp != "off"):
+            found = logits(model, x)
+        return found.float() if self.classifies else found.float().flatten(0, 1)
+
+    def loss(self, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        """The mean loss of a batch in training. Mixed targets are smoothed already."""
+        smoothing = 0.0 if y.is_floating_point() else self.smoothing
+        target = y if y.is_floating_point() else y.flatten()
+        return functional.cross_entropy(self.outputs(model, x), target, label_smoothing=smoothing)
+
+    @torch.no_grad()
+    def judge(self, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        """(sum of losses, right answers, answers) of held-out data, on the device."""
+        found, target = self.outputs(model, x), y.flatten()
+        loss = functional.cross_entropy(found, target, reduction="sum")
+        right = (found.argmax(-1) == target).sum()
+        return torch.stack([loss.double(), right.double(), torch.full_like(loss, len(target))])
+
+
+class Eager:
+    """The gradients of a step, in one or several parts.
+
+    Args:
+        model: The network, wrapped as it runs.
+        objective: Its loss.
+        optimizer: Whose gradients are cleared.
+        micro_batch: Examples per part; ``None`` for all at once.
+        scaler: Of fp16 training.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        objective: Objective,
+        optimizer: torch.optim.Optimizer,
+        micro_batch: int | None,
+        scaler: torch.amp.GradScaler | None,
+    ) -> None:
+        self._model, self._objective, self._optimizer = model, objective, optimizer
+        self._micro_batch, self._scaler = micro_batch, scaler
+
+    def __call__(self, x: Tensor, y: Tensor) -> Tensor:
+        """Fills the gradients; returns the loss, which is still on the device."""
+        self._optimizer.zero_grad(set_to_none=True)
+        size = self._micro_batch or len(x)
+        parts = list(zip(x.split(size), y.split(size), strict=True))
+        total = None
+        for number, (some, target) in enumerate(parts):
+            with self._without_exchange(number < len(parts) - 1):
+                loss = self._objective.loss(self._model, some, target) * (len(some) / len(x))
+                (loss if self._scaler is None else self._scaler.scale(loss)).backward()
+            total = loss.detach() if total is None else total + loss.detach()
+        if total is None:
+            raise LabError("a step needs at least one example: --set batch=...")
+        return total
+
+    def _without_exchange(self, wanted: bool) -> AbstractContextManager[None]:
+        """Gradients of parts are summed up here, and exchanged with the last one."""
+        if wanted and isinstance(self._model, nn.parallel.DistributedDataParallel):
+            return self._model.no_sync()
+        if isinstance(self._model, FSDPModule):
+            self._model.set_requires_gradient_sync(not wanted)
+        return nullcontext()
+
+
+class Captured:
+    """The same as one CUDA graph, which is replayed: no launches by the host.
+
+    Inputs are copied to where the graph reads, and gradients stay where it writes them.
+
+    Args:
+        model: The network.
+        objective: Its loss.
+        x: Inputs of the shape of every step.
+        y: Targets of the shape of every step.
+    """
+
+    def __init__(self, model: nn.Module, objective: Objective, x: Tensor, y: Tensor) -> None:
+        self._x, self._y = x.clone(), y.clone()
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with _unchanged(model), torch.cuda.stream(side):
+            for _ in range(_WARM_UPS):
+                _clear(model)
+                objective.loss(model, self._x, self._y).backward()
+        torch.cuda.current_stream().wait_stream(side)
+        _clear(model)
+        self._graph = torch.cuda.CUDAGraph()
+        with _unchanged(model), torch.cuda.graph(self._graph):
+            loss = objective.loss(model, self._x, self._y)
+            loss.backward()
+        self._loss = loss.detach()
+
+    def __call__(self, x: Tensor, y: Tensor) -> Tensor:
+        """Fills the gradients; returns the loss, which is still on the device."""
+        self._x.copy_(x)
+        self._y.copy_(y)
+        self._graph.replay()
+        return self._loss.clone()
+
+
+def rehearse(model: nn.Module, objective: Objective, x: Tensor, y: Tensor) -> None:
+    """A step of a copy: what torch loads and sets up at the first one is no part of a training."""
+    twin = copy.deepcopy(model)
+    optimizer = torch.optim.AdamW(twin.parameters())
+    objective.loss(twin, x, y).backward()
+    optimizer.step()
+
+
+def _clear(model: nn.Module) -> None:
+    for p in model.parameters():
+        p.grad = None
+
+
+@contextmanager
+def _unchanged(model: nn.Module) -> Iterator[None]:
+    """Statistics of batch norm must not count what is only a rehearsal."""
+    kept = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    yield
+    for buffer, value in kept:
+        buffer.copy_(value)

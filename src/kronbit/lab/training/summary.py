@@ -1,0 +1,75 @@
+"""The figures of a finished run."""
+
+from __future__ import annotations
+
+import statistics
+from typing import TYPE_CHECKING, Any
+
+from torch.optim import Optimizer
+
+from kronbit.around import Around
+from kronbit.memory import held_bytes
+from kronbit.optimizer import SecondOrder
+
+if TYPE_CHECKING:
+    from kronbit.lab.training.loop import Training
+
+
+def summarise(training: Training) -> dict[str, Any]:
+    """What ``summary.json`` says of a training, but for its name and origin."""
+    last = training.last
+    evaluated, errors = last.get("eval", {}), last.get("errors")
+    return {
+        "recipe": training.recipe.name,
+        "seed": training.recipe.seed,
+        "steps": training.step,
+        "finished": training.step == training.steps,
+        "train_loss": last["train"]["loss"],
+        "loss": evaluated.get("loss"),
+        "accuracy": evaluated.get("accuracy"),
+        "best_loss": training.best.get("loss"),
+        "best_accuracy": training.best.get("accuracy"),
+        "seconds": training.seconds,
+        "step_ms": _distribution(training.step_ms),
+        "memory": _memory(training),
+        "diagnostics": _counters(training.optimizer),
+        "errors": None if errors is None else {name: errors[name] for name in ("nre", "angle")},
+    }
+
+
+def _distribution(times: list[float]) -> dict[str, float]:
+    ordered = sorted(times)
+
+    def at(share: float) -> float:
+        return ordered[round(share * (len(ordered) - 1))]
+
+    return {
+        "median": statistics.median(ordered),
+        "mean": round(statistics.fmean(ordered), 4),
+        "p5": at(0.05),
+        "p95": at(0.95),
+    }
+
+
+def _memory(training: Training) -> dict[str, Any]:
+    params = list(training.model.parameters())
+    optimizer = training.optimizer
+    if isinstance(optimizer, SecondOrder):
+        held = optimizer.memory()
+    elif isinstance(optimizer, Around):
+        base = held_bytes(optimizer.base.state)
+        held = {"base": base, "statistics": max(0, held_bytes(optimizer.state) - base), "roots": 0}
+    else:
+        held = {"base": held_bytes(optimizer.state), "statistics": 0, "roots": 0}
+    return {
+        "peak": training.peak.read(),
+        "peak_is": training.peak.kind,
+        "parameters": held_bytes(params),
+        "gradients": held_bytes([p for p in params if p.requires_grad]),
+        **{name: held[name] for name in ("base", "statistics", "roots")},
+    }
+
+
+def _counters(optimizer: Optimizer) -> dict[str, int]:
+    found = optimizer.diagnostics() if hasattr(optimizer, "diagnostics") else {}
+    return {name: value for name, value in found.items() if type(value) is int}

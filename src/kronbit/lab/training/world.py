@@ -1,0 +1,174 @@
+"""One process or several: where this one stands, and how a model is spread."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from kronbit.distributed.consolidation import consolidate_state_dict, load_consolidated
+from kronbit.lab.errors import LabError
+from kronbit.optimizer import SecondOrder
+
+PARALLEL = ("none", "ddp", "fsdp2")
+
+
+@dataclass(frozen=True)
+class World:
+    """Where this process stands.
+
+    Attributes:
+        parallel: ``none``, ``ddp`` or ``fsdp2``.
+        device: What it computes on.
+        rank: Its number.
+        ranks: Of how many.
+    """
+
+    parallel: str
+    device: torch.device
+    rank: int = 0
+    ranks: int = 1
+
+    @property
+    def first(self) -> bool:
+        """Whether it writes files and the terminal."""
+        return self.rank == 0
+
+    def sum(self, values: Tensor) -> Tensor:
+        """The sum over all ranks."""
+        if self.ranks > 1:
+            dist.all_reduce(values)
+        return values
+
+    def wait(self) -> None:
+        """Until all ranks are here."""
+        if self.ranks > 1:
+            dist.barrier()
+
+
+def find_device(name: str | None) -> torch.device:
+    """The device that was asked for; else a GPU, if there is one.
+
+    Raises:
+        LabError: If there is no such device.
+    """
+    if name is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise LabError(f"--device must be cpu, cuda or cuda:N; got {name!r}") from error
+    if device.type not in ("cpu", "cuda"):
+        raise LabError(f"--device must be cpu, cuda or cuda:N; got {name!r}")
+    if device.type == "cuda":
+        if not torch.cuda.is_available():
+            raise LabError(
+                f"--device {name}: torch sees no CUDA device here; leave --device out to use the "
+                "CPU, or install a torch with CUDA"
+            )
+        if (device.index or 0) >= torch.cuda.device_count():
+            raise LabError(
+                f"--device {name}: there are {torch.cuda.device_count()} CUDA devices, from cuda:0"
+            )
+    return device
+
+
+def join_world(parallel: str, device: str | None) -> World:
+    """Meet the other ranks, which ``torchrun`` has started.
+
+    Raises:
+        LabError: If it has not.
+    """
+    if parallel not in PARALLEL:
+        raise LabError(f"--parallel must be one of {', '.join(PARALLEL)}; got {parallel!r}")
+    if parallel == "none":
+        if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+            raise LabError("several ranks were started: say how with --parallel ddp or fsdp2")
+        return World("none", find_device(device))
+    if "RANK" not in os.environ:
+        raise LabError(
+            f"--parallel {parallel} needs torchrun: "
+            f"torchrun --nproc-per-node 2 -m kronbit train ... --parallel {parallel}"
+        )
+    found = find_device(device)
+    if found.type == "cuda":
+        found = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        torch.cuda.set_device(found)
+    dist.init_process_group("nccl" if found.type == "cuda" else "gloo")
+    return World(parallel, found, dist.get_rank(), dist.get_world_size())
+
+
+def leave_world(world: World) -> None:
+    """Say good-bye."""
+    if world.parallel != "none":
+        dist.destroy_process_group()
+
+
+def shard(model: nn.Module, world: World) -> None:
+    """FSDP2: each block of the network by itself, then the rest."""
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = dist.device_mesh.init_device_mesh(world.device.type, (world.ranks,))
+    for block in _blocks(model):
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+
+
+def _blocks(model: nn.Module) -> list[nn.Module]:
+    """The members of the outermost lists of layers."""
+    found: list[nn.Module] = []
+    for child in model.children():
+        if isinstance(child, (nn.ModuleList, nn.Sequential)):
+            found += [block for block in child if any(True for _ in block.parameters())]
+        else:
+            found += _blocks(child)
+    return found
+
+
+def replicate(model: nn.Module, world: World) -> nn.Module:
+    """DDP around a network."""
+    ids = [world.device.index] if world.device.type == "cuda" else None
+    return nn.parallel.DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True)
+
+
+# ---------------------------------------------------------------- one file for any number of ranks
+
+
+def whole_state(model: nn.Module, optimizer: Optimizer, world: World) -> dict[str, Any]:
+    """Weights and state as a single process would have them; all ranks call it together."""
+    if world.parallel != "fsdp2":
+        return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    from torch.distributed.tensor import DTensor
+    from torch.utils._pytree import tree_map_only
+
+    def whole(state: Any) -> Any:
+        return tree_map_only(DTensor, lambda held: held.full_tensor().cpu(), state)
+
+    kept = (
+        consolidate_state_dict(optimizer)
+        if isinstance(optimizer, SecondOrder)
+        else whole(optimizer.state_dict())
+    )
+    return {"model": whole(model.state_dict()), "optimizer": kept}
+
+
+def load_whole_state(
+    model: nn.Module, optimizer: Optimizer, state: Mapping[str, Any], world: World
+) -> None:
+    """Load what ``whole_state`` returned, on any number of ranks."""
+    if world.parallel != "fsdp2":
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(dict(state["optimizer"]))
+        return
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+
+    set_model_state_dict(
+        model, dict(state["model"]), options=StateDictOptions(full_state_dict=True)
+    )
+    load_consolidated(optimizer, state["optimizer"])  # type: ignore[arg-type]  # any optimizer

@@ -1,0 +1,278 @@
+"""The loop: equal to one written by hand, and to itself after every kind of interruption."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_on_ranks
+from rich.console import Console
+from torch import Tensor, nn
+from torch.nn import functional
+
+from kronbit import Shampoo
+from kronbit.lab.data import open_data
+from kronbit.lab.errors import LabError
+from kronbit.lab.models import build
+from kronbit.lab.recipe import Recipe, find_recipe, parse_settings
+from kronbit.lab.training import checkpoints
+from kronbit.lab.training.display import Display
+from kronbit.lab.training.experiment import member, run_all, run_member, train_command
+from kronbit.lab.training.loop import Running, Training
+from kronbit.lab.training.world import World
+
+CPU = World("none", torch.device("cpu"))
+RUNNING = Running(Path("data"))
+QUIET = Console(file=open(os.devnull, "w"))  # noqa: SIM115
+
+
+def small(*settings: str) -> Recipe:
+    given = ["steps=12", "batch=20", "log_every=5", "eval_every=6", "model.width=8", *settings]
+    return find_recipe("digits-cnn").with_settings(parse_settings(given))
+
+
+def trained(recipe: Recipe, folder: Path, world: World = CPU, resume: bool = False) -> Training:
+    training = Training(recipe, folder, world, RUNNING)
+    folder.mkdir(exist_ok=True)
+    with Display(QUIET, world.first) as display:
+        training.run(display, "test", resume)
+    return training
+
+
+def lines(folder: Path, kind: str) -> list[dict[str, Any]]:
+    found = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [line for line in found if line["kind"] == kind]
+
+
+def weights(folder: Path) -> dict[str, Tensor]:
+    return checkpoints.load_last(folder)["model"]
+
+
+def same(a: Any, b: Any) -> bool:
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    return torch.equal(a, b) if isinstance(a, Tensor) else a == b
+
+
+@pytest.mark.parametrize("bits", [None, 4])
+def test_the_loop_is_that_of_a_careful_hand(bits: int | None, tmp_path: Path) -> None:
+    recipe = small(*(["optimizer=base"] if bits is None else ["bits=4"]), "clip=0.5")
+    training = trained(recipe, tmp_path / "run")
+
+    data = open_data(recipe.data, Path("data"), batch=20, seed=0, device=torch.device("cpu"))
+    torch.manual_seed(0)
+    model = build("digits-cnn", width=8)
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=5e-4)
+    if bits is not None:
+        optimizer = Shampoo(optimizer, bits=4, **recipe.shampoo)
+    losses = []
+    for step in range(12):
+        for group in optimizer.param_groups:
+            rise, left = (step + 1) / 1, 1 - (step - 1) / 11
+            cosine = 0.5 * (1 + torch.cos(torch.tensor(torch.pi * (1 - left), dtype=torch.float64)))
+            group["lr"] = 0.05 * (rise if step < 1 else float(cosine))
+        x, y = data.batch(step)
+        loss = functional.cross_entropy(model(x), y, label_smoothing=0.1)
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        losses.append(loss.item())
+
+    for (name, found), expected in zip(
+        training.model.state_dict().items(), model.state_dict().values(), strict=True
+    ):
+        torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5, msg=name)
+    written = [line["loss"] for line in lines(tmp_path / "run", "train")]
+    means = [sum(part) / len(part) for part in (losses[:5], losses[5:6], losses[6:10], losses[10:])]
+    assert written == pytest.approx(means, rel=1e-6)
+    with torch.no_grad():
+        model.eval()
+        right = sum(int((model(x).argmax(1) == y).sum()) for x, y in data.held_out())
+    assert lines(tmp_path / "run", "eval")[-1]["accuracy"] == right / 397
+
+
+@pytest.mark.parametrize("optimizer", ["base", "shampoo", "kfac", "mfac"])
+def test_a_run_goes_on_bit_for_bit(optimizer: str, tmp_path: Path) -> None:
+    recipe = small(f"optimizer={optimizer}", "checkpoint_every=6", "keep=5", "eval_every=4")
+    trained(recipe, tmp_path / "whole")
+    trained(recipe, tmp_path / "parts")
+    checkpoints.checkpoints(tmp_path / "parts")[-1].unlink()  # as if it had died after step 6
+    (tmp_path / "parts" / "metrics.jsonl").open("a").write('{"kind": "tr')  # while writing
+    trained(recipe, tmp_path / "parts", resume=True)
+    found, expected = (checkpoints.load_last(tmp_path / name) for name in ("parts", "whole"))
+    assert found["step"] == expected["step"] == 12
+    for name in ("model", "optimizer", "shadow"):
+        assert same(found[name], expected[name]), name
+    for kind in ("train", "eval", "errors"):
+        timed = ("seconds", "step_ms")
+        both = [
+            [{k: v for k, v in line.items() if k not in timed} for line in lines(folder, kind)]
+            for folder in (tmp_path / "parts", tmp_path / "whole")
+        ]
+        assert both[0] == both[1]
+    assert lines(tmp_path / "whole", "errors") or optimizer != "shampoo"
+
+
+def test_parts_of_a_batch_sum_up(tmp_path: Path) -> None:
+    # Without batch norm, whose statistics are of each part.
+    given = ["steps=5", "batch=20", "eval_every=5"]
+    recipe = find_recipe("digits-vit").with_settings(parse_settings(given))
+    whole = trained(recipe, tmp_path / "whole")
+    parts = trained(recipe.with_settings({"micro_batch": 8}), tmp_path / "parts")
+    for a, b in zip(whole.model.parameters(), parts.model.parameters(), strict=True):
+        torch.testing.assert_close(a, b, atol=2e-4, rtol=1e-3)
+    losses = [lines(tmp_path / name, "train")[0]["loss"] for name in ("whole", "parts")]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+
+
+def test_schedule_free_evaluates_other_weights(tmp_path: Path) -> None:
+    recipe = small("base=schedulefree-sgd", "schedule=schedule-free", "optimizer=base", "lr=1.0", "steps=40")
+    training = trained(recipe, tmp_path / "run")
+    optimizer: Any = training.optimizer
+    assert optimizer.param_groups[0]["train_mode"]
+    assert optimizer.param_groups[0]["warmup_steps"] == 4
+    x, y = next(training.data.held_out())
+    training._set_mode(training=False)
+    averaged = training.objective.judge(training.model, x, y)[0] / len(y)
+    training._set_mode(training=True)
+    training.model.eval()
+    last = training.objective.judge(training.model, x, y)[0] / len(y)
+    reported = lines(tmp_path / "run", "eval")[-1]["loss"]
+    assert averaged.item() == pytest.approx(reported, rel=1e-5)
+    assert last.item() != pytest.approx(reported, rel=1e-4)
+
+
+def test_a_full_disk_keeps_the_last_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = small("checkpoint_every=6")
+    real = os.fsync
+    calls = []
+
+    def full(file: int) -> None:
+        calls.append(file)
+        if len(calls) > 1:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        real(file)
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(LabError, match=r"No space left.*step-00000006.pt, is kept"):
+        trained(recipe, tmp_path / "run")
+    (kept,) = (tmp_path / "run" / "checkpoints").iterdir()
+    assert checkpoints.read(kept)["step"] == 6
+
+
+def test_old_checkpoints_go(tmp_path: Path) -> None:
+    trained(small("checkpoint_every=3", "keep=2"), tmp_path / "run")
+    assert [path.stem for path in checkpoints.checkpoints(tmp_path / "run")] == [
+        "step-00000009",
+        "step-00000012",
+    ]
+
+
+def test_broken_checkpoints_are_named(tmp_path: Path) -> None:
+    recipe = small("checkpoint_every=6")
+    trained(recipe, tmp_path / "run")
+    newest = checkpoints.checkpoints(tmp_path / "run")[-1]
+    newest.write_bytes(newest.read_bytes()[:1000])
+    with pytest.raises(LabError, match="remove it to go on"):
+        trained(recipe, tmp_path / "run", resume=True)
+    newest.unlink()
+    assert trained(recipe, tmp_path / "run", resume=True).step == 12
+    with pytest.raises(LabError, match="has no checkpoint"):
+        trained(recipe, tmp_path / "empty", resume=True)
+
+
+def test_a_comparison_goes_on_with_what_is_missing(tmp_path: Path) -> None:
+    recipe = small("steps=4")
+    members = [member(spec, recipe, "digits-cnn") for spec in ("base", "shampoo-4")]
+    with Display(QUIET) as display:
+        first = run_member(members[0], tmp_path / "base-seed0", CPU, RUNNING, display, False)
+        found = run_all(members, tmp_path, CPU, RUNNING, display, resume=True)
+        assert [name for name, _ in found] == ["base-seed0", "shampoo-4-seed0"]
+        assert found[0][1] == json.loads(json.dumps(first))  # not run again: its times are the same
+        other = [member("base lr=0.1", recipe, "digits-cnn")]
+        other[0] = type(other[0])("base", *list(vars(other[0]).values())[1:])
+        with pytest.raises(LabError, match="other settings"):
+            run_all(other, tmp_path, CPU, RUNNING, display, resume=True)
+    memory = found[1][1]["memory"]
+    assert memory["statistics"] > 0
+    assert memory["gradients"] == memory["parameters"]
+    assert memory["peak"] is None or memory["peak"] >= 0
+
+
+def test_commands_give_the_run_again() -> None:
+    import shlex
+
+    recipe = find_recipe("pydoc-gpt").with_settings({"lr": 0.01, "betas": [0.9, 0.99]})
+    for spec in ("base longer=1.5", "shampoo-4-paper beta=0.9", "kfac-4 model.n_layer=1"):
+        made = member(spec, recipe, "pydoc-gpt")
+        words = shlex.split(made.command)
+        assert words[:3] == ["kronbit", "train", "pydoc-gpt"]
+        given: dict[str, Any] = {}
+        while words[3:]:
+            flag, value = words[3], words[4]
+            given |= parse_settings([value if flag == "--set" else f"{flag[2:]}={value}"])
+            del words[3:5]
+        assert find_recipe("pydoc-gpt").with_settings(given) == made.recipe
+    assert train_command(find_recipe("pydoc-gpt"), "pydoc-gpt") == "kronbit train pydoc-gpt"
+
+
+def train_on_ranks(rank: int, folder: str) -> None:
+    """On each rank: train in parallel, in both ways."""
+    for parallel in ("ddp", "fsdp2"):
+        world = World(parallel, torch.device("cpu"), rank, 2)
+        trained(transformer(), Path(folder) / parallel, world)
+
+
+def transformer() -> Recipe:
+    """Without crops, which each rank draws for itself; in 32 bits, where nothing is rounded."""
+    given = ["steps=8", "batch=20", "log_every=2", "bits=32", "checkpoint_every=4", "eval_every=4"]
+    return find_recipe("digits-vit").with_settings(
+        parse_settings([*given, "keep=9", "model.depth=1", "data.crop=0"])
+    )
+
+
+def test_ranks_find_what_one_process_finds(tmp_path: Path) -> None:
+    """And one process goes on with the checkpoints of two ranks."""
+
+    def losses(name: str) -> list[float]:
+        found = [
+            line["loss"] for kind in ("train", "eval") for line in lines(tmp_path / name, kind)
+        ]
+        assert len(found) == 8 / 2 + 8 / 4
+        return found
+
+    trained(transformer(), tmp_path / "one")
+    run_on_ranks(2, train_on_ranks, str(tmp_path))
+    for name in ("ddp", "fsdp2"):
+        assert losses(name) == pytest.approx(losses("one"), rel=1e-3)
+        checkpoints.checkpoints(tmp_path / name)[-1].unlink()
+        trained(transformer(), tmp_path / name, resume=True)
+        assert losses(name) == pytest.approx(losses("one"), rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("settings", "running", "said"),
+    [
+        (["amp=fp16"], RUNNING, "--amp fp16 needs a GPU"),
+        ([], Running(Path("data"), graph=True), "--cuda-graph needs a CUDA device"),
+        (["model.classes=3"], RUNNING, "model.classes=10"),
+        (["batch=5000"], RUNNING, "more than the 1400 training images"),
+    ],
+)
+def test_what_cannot_run_is_said_before_anything_is_written(
+    settings: list[str], running: Running, said: str, tmp_path: Path
+) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    one = member("shampoo-4", small(*settings), "digits-cnn")
+    with Display(QUIET) as display, pytest.raises(LabError, match=said):
+        run_member(one, tmp_path / "run", CPU, running, display, False)
+    assert not (tmp_path / "run").exists()

@@ -4,7 +4,7 @@ BIN := .venv/bin
 .PHONY: help demo test lint wheel clean
 
 help:
-	@echo "make demo   set up .venv and compare optimizers on a small network"
+	@echo "make demo   set up .venv and compare optimizers on a small language model"
 	@echo "make test   set up .venv and run the tests"
 	@echo "make lint   ruff and mypy"
 	@echo "make wheel  build the wheel, install it alone, run the README there"
@@ -15,7 +15,7 @@ help:
 	touch $@
 
 demo: .venv/lab.stamp
-	$(BIN)/python examples/compare.py
+	$(BIN)/kronbit compare
 
 test: .venv/dev.stamp
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 8

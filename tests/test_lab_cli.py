@@ -217,7 +217,7 @@ def test_every_bad_input_is_one_line(capsys: pytest.CaptureFixture[str], tmp_pat
     assert "needs torchrun" in one_line(capsys, "train", "digits-cnn", "--parallel", "ddp", *out)
     assert "not optimizer" in one_line(capsys, "train", "digits-cnn", "--optimizer", "x", *out)
     assert "bits" in one_line(capsys, "train", "digits-cnn", "--bits", "5", *out)
-    assert "no optimizer 'x'" in one_line(capsys, "compare", "digits-cnn", "-o", "x", *out)
+    assert "'x' is not an optimizer" in one_line(capsys, "compare", "digits-cnn", "-o", "x", *out)
     assert "run.json" in one_line(capsys, "train", "--resume", str(tmp_path))
     resumed = ["train", "--resume", str(tmp_path), "--bits", "4"]
     assert "give no others" in one_line(capsys, *resumed)

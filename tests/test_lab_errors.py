@@ -250,7 +250,7 @@ def test_errors_are_the_same_on_a_gpu() -> None:
     for a, b in zip(found.held, expected.held, strict=True):
         assert a.whole is not None
         assert b.whole is not None
-        assert a.whole.nre == pytest.approx(b.whole.nre, rel=1e-4)
+        assert a.whole.nre == pytest.approx(b.whole.nre, rel=1e-4, abs=1e-6)
     # Of what is taken by kernels and by torch, some codes differ; Newton's iteration may diverge.
     for c, d in zip(found.studies[0].rows, expected.studies[0].rows, strict=True):
         assert c.whole.nre == pytest.approx(d.whole.nre, rel=0.5 if "naive" in c.way else 0.05)

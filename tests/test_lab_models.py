@@ -10,12 +10,13 @@ import pytest
 import torch
 from conftest import no_host_sync, relative_error
 from torch import Tensor, nn
-from torch.nn import functional
 
 from kronbit.lab.errors import LabError
 from kronbit.lab.models import MODELS, build, logits
 from kronbit.lab.models.swin import SwinTiny
 from kronbit.lab.models.transformer import DropPath, rates
+from kronbit.lab.training.determinism import Repeatable
+from kronbit.lab.training.passes import Captured, Eager, Objective
 
 SMALL_GPT2 = {"vocab_size": 50, "n_positions": 16, "n_embd": 16, "n_layer": 2, "n_head": 2}
 SMALL_LLAMA = {
@@ -306,30 +307,19 @@ def test_swin_on_a_gpu_waits_for_nothing_and_replays() -> None:
     model = SwinTiny(image=64, patch=4, window=7).cuda()
     x, y = torch.randn(8, 3, 64, 64, device="cuda"), torch.randint(0, 100, (8,), device="cuda")
 
-    def step(autocast: bool) -> Tensor:
-        for p in model.parameters():
-            if p.grad is not None:
-                p.grad.zero_()
-        with torch.autocast("cuda", torch.bfloat16, enabled=autocast, cache_enabled=False):
-            loss = functional.cross_entropy(model(x).float(), y)
-        loss.backward()
-        return loss
+    def passes(amp: str) -> tuple[Tensor, list[Tensor]]:
+        run = Eager(model, Objective(True, amp), optimizer, None, None, plainly)
+        return run(x, y).clone(), [p.grad.clone() for p in model.parameters()]
 
-    step(False)
-    exact = [p.grad.clone() for p in model.parameters()]
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            step(True)
-    torch.cuda.current_stream().wait_stream(side)
+    plainly = Repeatable(x.device, False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    _, exact = passes("off")
+    passes("bf16")
     with no_host_sync():
-        plain = step(True).clone()
-    close = [p.grad.clone() for p in model.parameters()]
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        loss = step(True)
-    graph.replay()
+        plain, close = passes("bf16")
+    captured = Captured(model, Objective(True, "bf16"), x, y, plainly)
+    for _ in range(2):
+        loss = captured(x, y)
     assert float(loss) == pytest.approx(float(plain), rel=1e-3)
     for p, once, ref in zip(model.parameters(), close, exact, strict=True):
         assert relative_error(p.grad, once) < 1e-2

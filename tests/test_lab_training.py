@@ -12,6 +12,7 @@ import pytest
 import torch
 from ranks import run_on_ranks
 from rich.console import Console
+from test_lab_recipe import write_cifar
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -49,8 +50,8 @@ def lines(folder: Path, kind: str) -> list[dict[str, Any]]:
     return [line for line in found if line["kind"] == kind]
 
 
-def weights(folder: Path) -> dict[str, Tensor]:
-    return checkpoints.load_last(folder)["model"]
+def train_losses(folder: Path) -> list[float]:
+    return [line["loss"] for line in lines(folder, "train")]
 
 
 def same(a: Any, b: Any) -> bool:
@@ -132,7 +133,9 @@ def test_parts_of_a_batch_sum_up(tmp_path: Path) -> None:
 
 
 def test_schedule_free_evaluates_other_weights(tmp_path: Path) -> None:
-    recipe = small("base=schedulefree-sgd", "schedule=schedule-free", "optimizer=base", "lr=1.0", "steps=40")
+    recipe = small(
+        "base=schedulefree-sgd", "schedule=schedule-free", "optimizer=base", "lr=1.0", "steps=40"
+    )
     training = trained(recipe, tmp_path / "run")
     optimizer: Any = training.optimizer
     assert optimizer.param_groups[0]["train_mode"]
@@ -276,3 +279,135 @@ def test_what_cannot_run_is_said_before_anything_is_written(
     with Display(QUIET) as display, pytest.raises(LabError, match=said):
         run_member(one, tmp_path / "run", CPU, running, display, False)
     assert not (tmp_path / "run").exists()
+
+
+def test_schedule_free_shows_batch_norm_the_other_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def network(name: str, **options: Any) -> nn.Module:
+        head = nn.Linear(64 * 4, 10)
+        return nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4), nn.Flatten(), head)
+
+    monkeypatch.setattr("kronbit.lab.training.loop.build", network)
+    recipe = small("base=schedulefree-sgd", "schedule=schedule-free", "optimizer=base", "lr=1.0")
+    training = trained(recipe, tmp_path / "run")
+    norm: Any = training.model[1]
+    before = norm.running_mean.clone()
+    training._set_mode(training=False)
+    # What the convolution gives with the averaged weights, over the batches that come next.
+    with torch.no_grad():
+        seen = [
+            training.model[0](training.data.batch(12 + i)[0]).mean((0, 2, 3)) for i in range(50)
+        ]
+    expected = before
+    for mean in seen:
+        expected = 0.9 * expected + 0.1 * mean
+    torch.testing.assert_close(norm.running_mean, expected, atol=1e-5, rtol=1e-4)
+    training._set_mode(training=True)
+    assert torch.equal(norm.running_mean, before)
+
+
+# --------------------------------------------------------------------------------------- on a GPU
+
+
+def on_gpu(
+    settings: list[str], folder: Path, name: str = "swin-tiny", resume: bool = False, **running: Any
+) -> Training:
+    """A short run on random images."""
+    images = folder.parent / "data"
+    if not images.exists():
+        write_cifar(images, 400)
+    given = ["steps=12", "log_every=4", "eval_every=6", "checkpoint_every=6", "keep=9", "batch=40"]
+    given += ["first_refresh=2", "update_every=3", "refresh_every=3", "watched_blocks=1"]
+    recipe = find_recipe(f"cifar100-{name}").with_settings(parse_settings([*given, *settings]))
+    training = Training(
+        recipe, folder, World("none", torch.device("cuda")), Running(images, **running)
+    )
+    folder.mkdir(exist_ok=True)
+    with Display(QUIET) as display:
+        training.run(display, "test", resume)
+    return training
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("amp", ["off", "bf16", "fp16"])
+@pytest.mark.parametrize("graph", [False, True])
+@pytest.mark.parametrize("name", ["swin-tiny", "resnet34", "vgg19", "vit-small"])
+def test_a_run_on_a_gpu_goes_on_bit_for_bit(
+    name: str, amp: str, graph: bool, tmp_path: Path
+) -> None:
+    settings = [f"amp={amp}", *(["model.drop_path=0.1"] if "i" in name else [])]
+    if graph and amp == "fp16":
+        with pytest.raises(LabError, match="fp16"):
+            on_gpu(settings, tmp_path / "whole", name, graph=graph)
+        return
+    on_gpu(settings, tmp_path / "whole", name, graph=graph)
+    on_gpu(settings, tmp_path / "parts", name, graph=graph)
+    checkpoints.checkpoints(tmp_path / "parts")[-1].unlink()
+    on_gpu(settings, tmp_path / "parts", name, resume=True, graph=graph)
+    found, expected = (checkpoints.load_last(tmp_path / name) for name in ("parts", "whole"))
+    for name in ("model", "optimizer", "scaler", "shadow"):
+        assert same(found[name], expected[name]), name
+
+
+@pytest.mark.gpu
+def test_a_graph_trains_as_eagerly(tmp_path: Path) -> None:
+    for name, graph in (("eager", False), ("graph", True)):
+        on_gpu(["optimizer=base"], tmp_path / name, graph=graph)
+    losses = [
+        [line["loss"] for line in lines(tmp_path / name, "train")] for name in ("eager", "graph")
+    ]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("graph", [False, True])
+def test_an_ordinary_step_waits_for_nothing(graph: bool, tmp_path: Path) -> None:
+    never = ["update_every=100", "refresh_every=100", "steps=8", "amp=bf16"]
+    training = on_gpu(never, tmp_path / "run", graph=graph)
+    assert training.optimizer.state[training.model.head.weight]["step"] == 8  # next refresh: 16
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(3):
+            training._take_step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp2"])
+def test_one_rank_of_nccl_finds_what_one_process_finds(parallel: str, tmp_path: Path) -> None:
+    run_on_ranks(1, train_on_one_gpu, str(tmp_path), parallel, backend="nccl")
+    trained(transformer(), tmp_path / "one", World("none", torch.device("cuda")))
+    losses = [
+        [line["loss"] for line in lines(tmp_path / name, "train")] for name in ("rank", "one")
+    ]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)
+
+
+def train_on_one_gpu(rank: int, folder: str, parallel: str) -> None:
+    trained(transformer(), Path(folder) / "rank", World(parallel, torch.device("cuda", 0), 0, 1))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("optimizer", ["kfac", "adabk", "eva", "mfac", "caspr"])
+def test_every_optimizer_trains_on_a_gpu(optimizer: str, tmp_path: Path) -> None:
+    world = World("none", torch.device("cuda"))
+    recipe = small(f"optimizer={optimizer}", "steps=120", "model.width=16", "base=adamw", "lr=1e-3")
+    training = trained(recipe, tmp_path / "run", world)
+    found = lines(tmp_path / "run", "train")
+    assert found[-1]["loss"] < 0.95 * found[0]["loss"]
+    assert training.step == 120
+
+
+@pytest.mark.gpu
+def test_a_compiled_network_trains_as_well(tmp_path: Path) -> None:
+    world = World("none", torch.device("cuda"))
+    losses = []
+    for compiled in (False, True):
+        running = Running(Path("data"), compile=compiled)
+        training = Training(small("steps=5"), tmp_path / str(compiled), world, running)
+        training.folder.mkdir()
+        with Display(QUIET) as display:
+            losses.append(training.run(display, "test", False)["loss"])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)

@@ -67,7 +67,7 @@ def train(
     tensorboard: TensorBoard = False,
 ) -> int:
     """Train a recipe once: progress, evaluation, checkpoints; Ctrl-C saves."""
-    from kronbit.lab.optimizers import variant
+    from kronbit.lab.optimizers import label_of
     from kronbit.lab.training.display import Display
     from kronbit.lab.training.experiment import Member, read_member, run_member, train_command
     from kronbit.lab.training.loop import Interrupted, Running
@@ -82,8 +82,7 @@ def train(
         raise LabError("which recipe? `kronbit recipes` lists them; --resume RUN goes on with one")
     else:
         made = find_recipe(recipe).with_settings({**wishes, **parse_settings(settings or ())})
-        label = variant(made.optimizer, made)[1]
-        one = Member(made.optimizer, label, made, train_command(made, recipe))
+        one = Member(made.optimizer, label_of(made), made, train_command(made, recipe))
         folder = new_folder(out, f"{made.name}-{made.optimizer}", resume=False)
     world = join_world(parallel, device)
     console = Console(stderr=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,33 +11,35 @@ from torch.optim import Optimizer
 
 from kronbit.algorithms import CASPR, KFAC, AdaBK, Shampoo
 from kronbit.baselines import EVA, MFAC
+from kronbit.config import Config
 from kronbit.first_order import resolve
 from kronbit.lab.errors import LabError
+from kronbit.lab.named import refuse_unknown
 from kronbit.lab.recipe import OPTIMIZERS, Recipe, parse_settings
 
 _FUSED = ("sgd", "adam", "adamw")  # whose fused kernels are the fastest way on a GPU
 
-# Key -> (what is added to the base's name in tables, settings of the recipe).
-VARIANTS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
-    "base": ("", {"optimizer": "base"}),
+# Members of a comparison: settings of the recipe by name.
+VARIANTS: Mapping[str, Mapping[str, Any]] = {
+    "base": {"optimizer": "base"},
     **{
-        f"{name}-{key}": (f"{options['bits']}-bit {label}{how}", {"optimizer": name, **options})
-        for name, label in (("shampoo", "Shampoo"), ("caspr", "CASPR"))
-        for key, how, options in (
-            ("32", "", {"bits": 32}),
-            ("4-naive", " (naive)", {"bits": 4, "method": "naive", "storage": "paper"}),
-            ("4-paper", " (paper)", {"bits": 4, "method": "eigen", "storage": "paper"}),
-            ("4", "", {"bits": 4}),
-            ("8", "", {"bits": 8}),
+        f"{name}-{key}": {"optimizer": name, **options}
+        for name in ("shampoo", "caspr")
+        for key, options in (
+            ("32", {"bits": 32}),
+            ("4-naive", {"bits": 4, "method": "naive", "storage": "paper"}),
+            ("4-paper", {"bits": 4, "method": "eigen", "storage": "paper"}),
+            ("4", {"bits": 4}),
+            ("8", {"bits": 8}),
         )
     },
     **{
-        f"{name}-{bits}": (f"{bits}-bit {label}", {"optimizer": name, "bits": bits})
-        for name, label in (("kfac", "K-FAC"), ("adabk", "AdaBK"))
+        f"{name}-{bits}": {"optimizer": name, "bits": bits}
+        for name in ("kfac", "adabk")
         for bits in (32, 4)
     },
-    "eva": ("EVA", {"optimizer": "eva"}),
-    "mfac": ("M-FAC", {"optimizer": "mfac"}),
+    "eva": {"optimizer": "eva"},
+    "mfac": {"optimizer": "mfac"},
 }
 DEFAULT_VARIANTS = ("base", "shampoo-32", "shampoo-4-naive", "shampoo-4-paper", "shampoo-4")
 BASE_LABELS = {
@@ -52,6 +53,23 @@ BASE_LABELS = {
     "schedulefree-adamw": "AdamW, schedule-free",
     "schedulefree-sgd": "SGD, schedule-free",
 }
+
+
+_LABELS = {"shampoo": "Shampoo", "caspr": "CASPR", "kfac": "K-FAC", "adabk": "AdaBK"}
+_BASELINES = {"eva": "EVA", "mfac": "M-FAC"}
+
+
+def label_of(recipe: Recipe) -> str:
+    """What its optimizer is called in tables: "AdamW", "+ 4-bit Shampoo (paper)"."""
+    if recipe.optimizer == "base":
+        return BASE_LABELS.get(recipe.base, recipe.base)
+    if recipe.optimizer in _BASELINES:
+        return f"+ {_BASELINES[recipe.optimizer]}"
+    options = recipe.second_order_options()
+    method = options.get("method")
+    how = "paper" if method == "eigen" and options.get("storage") == "paper" else method
+    label = f"+ {options.get('bits', Config.bits)}-bit {_LABELS[recipe.optimizer]}"
+    return f"{label} ({how})" if how else label
 
 
 def variant(spec: str, recipe: Recipe) -> tuple[str, str, Recipe]:
@@ -69,28 +87,19 @@ def variant(spec: str, recipe: Recipe) -> tuple[str, str, Recipe]:
         LabError: If there is no such optimizer.
     """
     name, *given = spec.split() or [""]
-    if name in VARIANTS:
-        added, own = VARIANTS[name]
-    elif name in OPTIMIZERS:
-        added, own = name, {"optimizer": name}
-    else:
-        close = difflib.get_close_matches(name, [*VARIANTS, *OPTIMIZERS], n=3)
-        hint = f"; did you mean {' or '.join(close)}?" if close else ""
-        raise LabError(f"there is no optimizer {name!r}{hint} (known: {', '.join(VARIANTS)})")
+    refuse_unknown("an optimizer", [name], [*VARIANTS, *OPTIMIZERS])
     settings = parse_settings(given)
     longer = settings.pop("longer", 1)
     if not (isinstance(longer, (int, float)) and longer > 0):
         raise LabError(f"longer must be a positive number; got {longer!r}")
-    made = recipe.with_settings({**own, **settings})
+    made = recipe.with_settings({**VARIANTS.get(name, {"optimizer": name}), **settings})
     if longer != 1:
         length = {"epochs": made.epochs * longer} if made.epochs else {}
         made = made.with_settings(length or {"steps": round((made.steps or 0) * longer)})
-    base = BASE_LABELS.get(made.base, made.base)
-    label = f"+ {added}" if added else base
+    label = label_of(made)
     for text in given:
         label += f", {text.removeprefix('longer=')} x as long" if "longer=" in text else f", {text}"
-    key = "-".join([name, *given]).replace("/", "_")
-    return key, label, made
+    return "-".join([name, *given]).replace("/", "_"), label, made
 
 
 def make_optimizer(

@@ -50,6 +50,8 @@ class Recipe:
         dtype: Of the parameters, and so of F's states: ``fp32`` or ``bf16``.
         amp: Autocast of the forward pass: ``off``, ``bf16`` or ``fp16``.
         channels_last: Memory format of convolutional networks.
+        deterministic: Whether gradients on a GPU are the same every time, so that a resumed run
+            is; attention takes longer then.
         seed: Of the weights and of the data's order.
         log_every: Steps between lines of training loss; the host waits for the device there.
         eval_every: Steps between evaluations; ``None`` for 20 in all. There is one in the end.
@@ -83,6 +85,7 @@ class Recipe:
     dtype: str = "fp32"
     amp: str = "off"
     channels_last: bool = False
+    deterministic: bool = True
     seed: int = 0
     log_every: int = 50
     eval_every: int | None = None

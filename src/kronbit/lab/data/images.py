@@ -52,7 +52,10 @@ class Setting:
 
 @lru_cache(maxsize=2)
 def _cached_order(setting: Setting, epoch: int, examples: int) -> Tensor:
-    return setting.order(epoch, examples).to(setting.device)
+    order = setting.order(epoch, examples)
+    if setting.device.type == "cuda":
+        order = order.pin_memory()  # or the host would wait
+    return order.to(setting.device, non_blocking=True)
 
 
 class HeldImages:

@@ -26,6 +26,7 @@ from kronbit.lab.randomness import seed_of
 from kronbit.lab.recipe import Recipe
 from kronbit.lab.schedules import factor, warmup_steps
 from kronbit.lab.training import checkpoints
+from kronbit.lab.training.determinism import Repeatable
 from kronbit.lab.training.display import Display
 from kronbit.lab.training.files import MetricsFile
 from kronbit.lab.training.interrupts import Interrupts
@@ -242,10 +243,11 @@ class Training:
             self._add({"kind": "errors", **self._place(), **found})
 
     def _make_passes(self, x: Tensor, y: Tensor) -> Eager | Captured:
+        repeatable = Repeatable(self.world.device, self.recipe.deterministic)
         if self._graph:
-            return Captured(self._runner, self.objective, x, y)
+            return Captured(self._runner, self.objective, x, y, repeatable)
         share = self.recipe.micro_batch
-        return Eager(self._runner, self.objective, self.optimizer, share, self.scaler)
+        return Eager(self._runner, self.objective, self.optimizer, share, self.scaler, repeatable)
 
     def _flush(self, display: Display, interrupted: bool) -> bool:
         """Read the losses since the last time; tells whether some rank wants to stop."""

@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from kronbit.lab.errors import LabError
 from kronbit.lab.models import logits
+from kronbit.lab.training.determinism import Repeatable
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _WARM_UPS = 3
@@ -64,6 +65,7 @@ class Eager:
         optimizer: Whose gradients are cleared.
         micro_batch: Examples per part; ``None`` for all at once.
         scaler: Of fp16 training.
+        repeatable: How to get the same gradients every time.
     """
 
     def __init__(
@@ -73,12 +75,16 @@ class Eager:
         optimizer: torch.optim.Optimizer,
         micro_batch: int | None,
         scaler: torch.amp.GradScaler | None,
+        repeatable: Repeatable,
     ) -> None:
         self._model, self._objective, self._optimizer = model, objective, optimizer
-        self._micro_batch, self._scaler = micro_batch, scaler
+        self._micro_batch, self._scaler, self._repeatable = micro_batch, scaler, repeatable
 
     def __call__(self, x: Tensor, y: Tensor) -> Tensor:
         """Fills the gradients; returns the loss, which is still on the device."""
+        return self._repeatable(lambda: self._run(x, y))
+
+    def _run(self, x: Tensor, y: Tensor) -> Tensor:
         self._optimizer.zero_grad(set_to_none=True)
         size = self._micro_batch or len(x)
         parts = list(zip(x.split(size), y.split(size), strict=True))
@@ -111,23 +117,39 @@ class Captured:
         objective: Its loss.
         x: Inputs of the shape of every step.
         y: Targets of the shape of every step.
+        repeatable: How to get the same gradients every time.
     """
 
-    def __init__(self, model: nn.Module, objective: Objective, x: Tensor, y: Tensor) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        objective: Objective,
+        x: Tensor,
+        y: Tensor,
+        repeatable: Repeatable,
+    ) -> None:
+        self._model, self._objective = model, objective
         self._x, self._y = x.clone(), y.clone()
+        with _unchanged(model):
+            repeatable(self._warm_up)
+            self._graph, self._loss = repeatable(self._capture)
+
+    def _warm_up(self) -> None:
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
-        with _unchanged(model), torch.cuda.stream(side):
+        with torch.cuda.stream(side):
             for _ in range(_WARM_UPS):
-                _clear(model)
-                objective.loss(model, self._x, self._y).backward()
+                _clear(self._model)
+                self._objective.loss(self._model, self._x, self._y).backward()
         torch.cuda.current_stream().wait_stream(side)
-        _clear(model)
-        self._graph = torch.cuda.CUDAGraph()
-        with _unchanged(model), torch.cuda.graph(self._graph):
-            loss = objective.loss(model, self._x, self._y)
+        _clear(self._model)
+
+    def _capture(self) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            loss = self._objective.loss(self._model, self._x, self._y)
             loss.backward()
-        self._loss = loss.detach()
+        return graph, loss.detach()
 
     def __call__(self, x: Tensor, y: Tensor) -> Tensor:
         """Fills the gradients; returns the loss, which is still on the device."""

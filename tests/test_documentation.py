@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import inspect
 import re
+import shlex
 from pathlib import Path
 
 import markdown
 import pytest
 
 import kronbit
+from kronbit import cli
 from kronbit.config import OPTIONS
+from kronbit.lab.recipe import find_recipe
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md"))]
@@ -26,6 +29,41 @@ def test_examples_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_relative_links_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\((?!https?://)([^)#]+)", page.read_text(encoding="utf-8")):
         assert (page.parent / target).exists(), target
+
+
+def documented_commands() -> list[str]:
+    found = []
+    for page in PAGES:
+        for block in re.findall(r"^```console\n(.*?)^```$", page.read_text("utf-8"), re.M | re.S):
+            found += [line for line in block.splitlines() if " kronbit " in f" {line}"]
+    return sorted({line for line in found if not line.startswith("pip ")})
+
+
+@pytest.mark.parametrize("line", documented_commands())
+def test_commands_run(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As they are written, but shorter, and from where a reader would be."""
+    monkeypatch.chdir(tmp_path)
+    words = shlex.split(line, comments=True)
+    if words[0] == "torchrun":
+        words = ["kronbit", *words[words.index("kronbit") + 1 :]]
+        assert words[-2] == "--parallel"  # ranks are tested elsewhere
+        words = words[:-2]
+    name = words[1]
+    if ">" in words:
+        words = words[: words.index(">")]
+    if "mine.yaml" in words:
+        (tmp_path / "mine.yaml").write_text(find_recipe("pydoc-gpt").to_yaml(), "utf-8")
+    run_folder = next((word for word in words if word.startswith("runs/")), None)
+    short = ["--set", "steps=2", "--set", "batch=4", "--set", "eval_batches=1"]
+    if run_folder is not None:  # of an earlier run
+        made = ["train", "digits-vit", *short, "--set", "model.depth=1", "--set", "first_refresh=1"]
+        assert cli.run([*made, "--out", run_folder]) == 0
+    elif name in ("train", "compare"):
+        words += short
+    elif name == "errors":
+        words += ["--order", "70"]
+    assert words[0] == "kronbit"
+    assert cli.run(words[1:]) == 0
 
 
 def test_every_option_is_in_the_docs() -> None:

@@ -30,6 +30,7 @@ from kronbit.lab.models import build
 from kronbit.lab.optimizers import variant
 from kronbit.lab.recipe import Recipe, find_recipe
 from kronbit.lab.training.display import Display
+from kronbit.lab.training.interrupts import Interrupts
 from kronbit.lab.training.loop import Running, Training
 from kronbit.lab.training.measures import hardware, versions
 from kronbit.lab.training.world import World
@@ -89,7 +90,7 @@ def in_the_lab(recipe: Recipe, spec: str, steps: int, running: Running) -> dict[
     with tempfile.TemporaryDirectory() as folder, open(os.devnull, "w") as nowhere:
         training = Training(made, Path(folder), World("none", torch.device("cuda")), running)
         with Display(Console(file=nowhere)) as display:
-            summary = training.run(display, spec, resume=False)
+            summary = training.run(display, spec, False, Interrupts())
     return {**described(training.step_ms), "peak_bytes": summary["memory"]["peak"]}
 
 

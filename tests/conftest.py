@@ -106,3 +106,10 @@ def angle(x: Tensor, reference: Tensor) -> float:
     x, reference = x.detach().cpu().double().flatten(), reference.detach().cpu().double().flatten()
     cosine = x @ reference / (x.norm() * reference.norm())
     return float(torch.rad2deg(torch.arccos(cosine.clamp(-1, 1))))
+
+
+def same_state(a: Any, b: Any) -> bool:
+    """Whether nested dicts hold the same tensors, to the bit, and the same other values."""
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same_state(a[key], b[key]) for key in a)
+    return torch.equal(a, b) if isinstance(a, Tensor) else a == b

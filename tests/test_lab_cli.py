@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from conftest import same_state
 
 from kronbit.cli import run
 from kronbit.lab.recipe import recipe_names
@@ -45,12 +45,6 @@ def one_line(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 def state(folder: Path) -> dict[str, Any]:
     found = checkpoints.load_last(folder)
     return {name: found[name] for name in ("step", "model", "optimizer")}
-
-
-def same(a: Any, b: Any) -> bool:
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
-    return torch.equal(a, b) if isinstance(a, Tensor) else a == b
 
 
 def wait_for_checkpoint(folder: Path, after: str = "") -> str:
@@ -87,10 +81,26 @@ def test_a_run_that_was_killed_or_interrupted_equals_one_that_was_not(tmp_path: 
 
     assert run(["train", "--resume", str(parts)]) == 0
     assert run([*given, "--out", str(whole)]) == 0
-    assert same(state(parts), state(whole))
+    assert same_state(state(parts), state(whole))
     found, expected = (json.loads((own / "summary.json").read_text()) for own in (parts, whole))
     for key in ("loss", "accuracy", "steps", "best_loss", "errors"):
         assert found[key] == expected[key]
+
+
+def test_ranks_of_torchrun_go_on_bit_for_bit(tmp_path: Path) -> None:
+    """Two processes, which agree on a folder and share the state; then the same after a stop."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    torchrun += ["--standalone", "-m", "kronbit", "train", "--parallel", "ddp"]
+    given = ["digits-vit", "--set", "steps=8", "--set", "batch=20", "--set", "model.depth=1"]
+    given += ["--set", "checkpoint_every=4", "--set", "shard_state=true", "--set", "eval_every=8"]
+    subprocess.run([*torchrun, *given], cwd=tmp_path, check=True, timeout=120)
+    (folder,) = (tmp_path / "runs").iterdir()
+    whole = state(folder)
+    checkpoints.checkpoints(folder)[-1].unlink()
+    resumed = [*torchrun, "--resume", str(folder)]
+    subprocess.run(resumed, cwd=tmp_path, check=True, timeout=120)
+    assert state(folder)["step"] == 8
+    assert same_state(state(folder), whole)
 
 
 def on_terminal(columns: int, *arguments: str) -> str:
@@ -221,6 +231,12 @@ def test_every_bad_input_is_one_line(capsys: pytest.CaptureFixture[str], tmp_pat
     assert "run.json" in one_line(capsys, "train", "--resume", str(tmp_path))
     resumed = ["train", "--resume", str(tmp_path), "--bits", "4"]
     assert "give no others" in one_line(capsys, *resumed)
+    plain = ["train", "digits-cnn", "--optimizer", "base", "--bits", "4", *out]
+    assert "means nothing to --optimizer base" in one_line(capsys, *plain)
+    longer = ["train", "pydoc-gpt", "--set", "data.length=128", *out]
+    assert "more than the 64 places" in one_line(capsys, *longer)
+    assert "--set data.NAME=VALUE" in one_line(capsys, "train", "digits-cnn", "--set", "data=3")
+    assert "--bits must be" in one_line(capsys, "errors", "--bits", "5")
     assert not (tmp_path / "run").exists()
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()
@@ -231,3 +247,14 @@ def test_every_bad_input_is_one_line(capsys: pytest.CaptureFixture[str], tmp_pat
     below = f"{file}/run"
     assert "cannot write to" in one_line(capsys, "train", "digits-cnn", *SMALL, "--out", below)
     assert "no run" in one_line(capsys, "report", full)
+
+
+def test_without_the_extra_the_command_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    from importlib import util
+
+    from kronbit.__main__ import main
+
+    real = util.find_spec
+    monkeypatch.setattr(util, "find_spec", lambda name: None if name == "typer" else real(name))
+    with pytest.raises(SystemExit, match=r"needs typer: pip install 'kronbit\[lab\]'"):
+        main()

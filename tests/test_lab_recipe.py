@@ -190,6 +190,11 @@ def test_the_next_token_is_the_target(tmp_path: Path) -> None:
     (tmp_path / "mine.txt").write_text("naïve text " * 20, encoding="utf-8")
     text = opened({"name": "text", "path": "mine.txt", "length": 8}, tmp_path)
     assert bytes(text.batch(0)[0][0].tolist()) in ("naïve text " * 20).encode()
+    kept = {"name": "text", "path": "mine.txt", "length": 8, "cache": "mine.npy"}
+    for _ in range(2):  # written, then read
+        again = opened(kept, tmp_path)
+        assert torch.equal(again.batch(3)[0], text.batch(3)[0])
+        assert isinstance(again._train, np.memmap)
     with pytest.raises(LabError, match="cannot open the tokenizer"):
         opened({"name": "text", "path": "mine.txt", "tokenizer": "no-such"}, tmp_path)
 

@@ -5,15 +5,18 @@ from __future__ import annotations
 import errno
 import json
 import os
+import resource
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from conftest import same_state
 from ranks import run_on_ranks
 from rich.console import Console
 from test_lab_recipe import write_cifar
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional
 
 from kronbit import Shampoo
@@ -24,7 +27,8 @@ from kronbit.lab.recipe import Recipe, find_recipe, parse_settings
 from kronbit.lab.training import checkpoints
 from kronbit.lab.training.display import Display
 from kronbit.lab.training.experiment import member, run_all, run_member, train_command
-from kronbit.lab.training.loop import Running, Training
+from kronbit.lab.training.interrupts import Interrupts
+from kronbit.lab.training.loop import Interrupted, Running, Training
 from kronbit.lab.training.world import World
 
 CPU = World("none", torch.device("cpu"))
@@ -41,7 +45,7 @@ def trained(recipe: Recipe, folder: Path, world: World = CPU, resume: bool = Fal
     training = Training(recipe, folder, world, RUNNING)
     folder.mkdir(exist_ok=True)
     with Display(QUIET, world.first) as display:
-        training.run(display, "test", resume)
+        training.run(display, "test", resume, Interrupts())
     return training
 
 
@@ -52,12 +56,6 @@ def lines(folder: Path, kind: str) -> list[dict[str, Any]]:
 
 def train_losses(folder: Path) -> list[float]:
     return [line["loss"] for line in lines(folder, "train")]
-
-
-def same(a: Any, b: Any) -> bool:
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
-    return torch.equal(a, b) if isinstance(a, Tensor) else a == b
 
 
 @pytest.mark.parametrize("bits", [None, 4])
@@ -109,7 +107,7 @@ def test_a_run_goes_on_bit_for_bit(optimizer: str, tmp_path: Path) -> None:
     found, expected = (checkpoints.load_last(tmp_path / name) for name in ("parts", "whole"))
     assert found["step"] == expected["step"] == 12
     for name in ("model", "optimizer", "shadow"):
-        assert same(found[name], expected[name]), name
+        assert same_state(found[name], expected[name]), name
     for kind in ("train", "eval", "errors"):
         timed = ("seconds", "step_ms")
         both = [
@@ -141,9 +139,9 @@ def test_schedule_free_evaluates_other_weights(tmp_path: Path) -> None:
     assert optimizer.param_groups[0]["train_mode"]
     assert optimizer.param_groups[0]["warmup_steps"] == 4
     x, y = next(training.data.held_out())
-    training._set_mode(training=False)
+    training._modes.evaluate(training.step)
     averaged = training.objective.judge(training.model, x, y)[0] / len(y)
-    training._set_mode(training=True)
+    training._modes.train()
     training.model.eval()
     last = training.objective.judge(training.model, x, y)[0] / len(y)
     reported = lines(tmp_path / "run", "eval")[-1]["loss"]
@@ -164,11 +162,31 @@ def test_a_full_disk_keeps_the_last_checkpoint(
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         real(file)
 
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(LabError, match=r"No space left.*step-00000006.pt, is kept"):
-        trained(recipe, tmp_path / "run")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(LabError, match=r"No space left.*step-00000006.pt, is kept"):
+            trained(recipe, tmp_path / "run")
     (kept,) = (tmp_path / "run" / "checkpoints").iterdir()
     assert checkpoints.read(kept)["step"] == 6
+
+    # The same while torch writes: no file of this process may grow beyond 10,000 bytes.
+    limits, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.getsignal(signal.SIGXFSZ)
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))
+    try:
+        with pytest.raises(LabError, match=r"File too large.*step-00000006.pt, is kept"):
+            checkpoints.save(tmp_path / "run", 9, {"model": torch.zeros(100_000)}, 2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert list((tmp_path / "run" / "checkpoints").iterdir()) == [kept]
+
+
+def test_a_network_learns(tmp_path: Path) -> None:
+    recipe = find_recipe("digits-cnn").with_settings(parse_settings(["steps=60", "model.width=16"]))
+    recipe = recipe.with_settings({"base": "adamw", "lr": 3e-3, "base_options.weight_decay": 0.01})
+    trained(recipe, tmp_path / "run")
+    assert lines(tmp_path / "run", "eval")[-1]["accuracy"] > 0.8
 
 
 def test_old_checkpoints_go(tmp_path: Path) -> None:
@@ -194,37 +212,73 @@ def test_broken_checkpoints_are_named(tmp_path: Path) -> None:
 
 def test_a_comparison_goes_on_with_what_is_missing(tmp_path: Path) -> None:
     recipe = small("steps=4")
-    members = [member(spec, recipe, "digits-cnn") for spec in ("base", "shampoo-4")]
+    members = [member(spec, recipe, "digits-cnn", RUNNING, CPU) for spec in ("base", "shampoo-4")]
+    own = Interrupts()
     with Display(QUIET) as display:
-        first = run_member(members[0], tmp_path / "base-seed0", CPU, RUNNING, display, False)
-        found = run_all(members, tmp_path, CPU, RUNNING, display, resume=True)
+        first = run_member(members[0], tmp_path / "base-seed0", CPU, RUNNING, display, False, own)
+        found = run_all(members, tmp_path, CPU, RUNNING, display, True, own)
         assert [name for name, _ in found] == ["base-seed0", "shampoo-4-seed0"]
         assert found[0][1] == json.loads(json.dumps(first))  # not run again: its times are the same
-        other = [member("base lr=0.1", recipe, "digits-cnn")]
+        other = [member("base lr=0.1", recipe, "digits-cnn", RUNNING, CPU)]
         other[0] = type(other[0])("base", *list(vars(other[0]).values())[1:])
         with pytest.raises(LabError, match="other settings"):
-            run_all(other, tmp_path, CPU, RUNNING, display, resume=True)
+            run_all(other, tmp_path, CPU, RUNNING, display, True, own)
     memory = found[1][1]["memory"]
     assert memory["statistics"] > 0
     assert memory["gradients"] == memory["parameters"]
     assert memory["peak"] is None or memory["peak"] >= 0
 
 
+class Later(Interrupts):
+    """Somebody presses Ctrl-C after the comparison has begun."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    @property
+    def wanted(self) -> bool:  # type: ignore[override]
+        self.asked += 1
+        return self.asked > 1
+
+
+def test_an_interrupted_comparison_goes_on(tmp_path: Path) -> None:
+    members = [member(spec, small(), "digits-cnn", RUNNING, CPU) for spec in ("base", "shampoo-4")]
+    stop, go = Later(), Interrupts()
+    with Display(QUIET) as display:
+        with pytest.raises(Interrupted):
+            run_all(members, tmp_path / "parts", CPU, RUNNING, display, True, stop)
+        (own,) = (tmp_path / "parts").iterdir()  # the first one, after its first step
+        assert checkpoints.load_last(own)["step"] == 1
+        run_all(members, tmp_path / "parts", CPU, RUNNING, display, True, go)
+        run_all(members, tmp_path / "whole", CPU, RUNNING, display, False, go)
+    for name in ("base-seed0", "shampoo-4-seed0"):
+        found, expected = (
+            checkpoints.load_last(tmp_path / folder / name) for folder in ("parts", "whole")
+        )
+        assert same_state(found["model"], expected["model"])
+        assert same_state(found["optimizer"], expected["optimizer"])
+
+
 def test_commands_give_the_run_again() -> None:
     import shlex
 
-    recipe = find_recipe("pydoc-gpt").with_settings({"lr": 0.01, "betas": [0.9, 0.99]})
+    recipe = find_recipe("pydoc-gpt").with_settings(
+        {"lr": 0.01, "clip": None, "betas": [0.9, 0.99]}
+    )
     for spec in ("base longer=1.5", "shampoo-4-paper beta=0.9", "kfac-4 model.n_layer=1"):
-        made = member(spec, recipe, "pydoc-gpt")
+        made = member(spec, recipe, "pydoc-gpt", RUNNING, CPU)
         words = shlex.split(made.command)
         assert words[:3] == ["kronbit", "train", "pydoc-gpt"]
         given: dict[str, Any] = {}
         while words[3:]:
-            flag, value = words[3], words[4]
+            flag, value = words[3:5]
             given |= parse_settings([value if flag == "--set" else f"{flag[2:]}={value}"])
             del words[3:5]
         assert find_recipe("pydoc-gpt").with_settings(given) == made.recipe
-    assert train_command(find_recipe("pydoc-gpt"), "pydoc-gpt") == "kronbit train pydoc-gpt"
+    assert (
+        train_command(find_recipe("pydoc-gpt"), "pydoc-gpt", RUNNING, CPU)
+        == "kronbit train pydoc-gpt"
+    )
 
 
 def train_on_ranks(rank: int, folder: str) -> None:
@@ -267,6 +321,8 @@ def test_ranks_find_what_one_process_finds(tmp_path: Path) -> None:
         (["amp=fp16"], RUNNING, "--amp fp16 needs a GPU"),
         ([], Running(Path("data"), graph=True), "--cuda-graph needs a CUDA device"),
         (["model.classes=3"], RUNNING, "model.classes=10"),
+        (["model.width=x"], RUNNING, "model 'digits-cnn' cannot be built"),
+        (["optimizer=kfac"], Running(Path("data"), compile=True), "--compile leaves out the hooks"),
         (["batch=5000"], RUNNING, "more than the 1400 training images"),
     ],
 )
@@ -275,9 +331,10 @@ def test_what_cannot_run_is_said_before_anything_is_written(
 ) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
-    one = member("shampoo-4", small(*settings), "digits-cnn")
+    recipe = small(*settings)
+    one = member(recipe.optimizer, recipe, "digits-cnn", running, CPU)
     with Display(QUIET) as display, pytest.raises(LabError, match=said):
-        run_member(one, tmp_path / "run", CPU, running, display, False)
+        run_member(one, tmp_path / "run", CPU, running, display, False, Interrupts())
     assert not (tmp_path / "run").exists()
 
 
@@ -293,7 +350,7 @@ def test_schedule_free_shows_batch_norm_the_other_weights(
     training = trained(recipe, tmp_path / "run")
     norm: Any = training.model[1]
     before = norm.running_mean.clone()
-    training._set_mode(training=False)
+    training._modes.evaluate(training.step)
     # What the convolution gives with the averaged weights, over the batches that come next.
     with torch.no_grad():
         seen = [
@@ -303,7 +360,7 @@ def test_schedule_free_shows_batch_norm_the_other_weights(
     for mean in seen:
         expected = 0.9 * expected + 0.1 * mean
     torch.testing.assert_close(norm.running_mean, expected, atol=1e-5, rtol=1e-4)
-    training._set_mode(training=True)
+    training._modes.train()
     assert torch.equal(norm.running_mean, before)
 
 
@@ -325,7 +382,7 @@ def on_gpu(
     )
     folder.mkdir(exist_ok=True)
     with Display(QUIET) as display:
-        training.run(display, "test", resume)
+        training.run(display, "test", resume, Interrupts())
     return training
 
 
@@ -347,7 +404,7 @@ def test_a_run_on_a_gpu_goes_on_bit_for_bit(
     on_gpu(settings, tmp_path / "parts", name, resume=True, graph=graph)
     found, expected = (checkpoints.load_last(tmp_path / name) for name in ("parts", "whole"))
     for name in ("model", "optimizer", "scaler", "shadow"):
-        assert same(found[name], expected[name]), name
+        assert same_state(found[name], expected[name]), name
 
 
 @pytest.mark.gpu
@@ -409,5 +466,5 @@ def test_a_compiled_network_trains_as_well(tmp_path: Path) -> None:
         training = Training(small("steps=5"), tmp_path / str(compiled), world, running)
         training.folder.mkdir()
         with Display(QUIET) as display:
-            losses.append(training.run(display, "test", False)["loss"])
+            losses.append(training.run(display, "test", False, Interrupts())["loss"])
     assert losses[0] == pytest.approx(losses[1], rel=1e-3)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -62,10 +64,19 @@ def report(
     folder = out or runs[0]
     make_folder(folder)
     titles = list(dict.fromkeys(run.recipe for run in found))
-    written = write_report(found, folder, ", ".join(titles), command_line())
+    written = write_report(found, folder, ", ".join(titles), _command_of(runs))
     show_runs(runs)
     print(f"report: {written}")
     return 0
+
+
+def _command_of(runs: Sequence[Path]) -> str:
+    """Of the comparison itself, if there is one; else what was typed now."""
+    path = runs[0] / "summary.json"
+    if len(runs) == 1 and path.is_file():
+        with suppress(OSError, ValueError, KeyError):
+            return str(json.loads(path.read_text(encoding="utf-8"))["command"])
+    return command_line()
 
 
 def errors(
@@ -93,6 +104,8 @@ def errors(
 
     where = find_device(device)
     widths = tuple(bits or (4, 8))
+    if not set(widths) <= {3, 4, 6, 8}:
+        raise LabError(f"--bits must be 3, 4, 6 or 8; got {', '.join(map(str, widths))}")
     with Console(stderr=True).status("decomposing matrices ...") as status:
         tell = status.update
         if checkpoint is None:

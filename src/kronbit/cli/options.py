@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime as dt
-import os
 import shlex
 import sys
 from collections.abc import Sequence
@@ -19,7 +18,12 @@ Out = Annotated[
     Path | None, typer.Option("--out", help="Folder to write to; by default a new one in runs/.")
 ]
 DataFolder = Annotated[
-    Path, typer.Option("--data", envvar="KRONBIT_DATA", help="Folder with downloaded data sets.")
+    Path | None,
+    typer.Option(
+        "--data",
+        envvar="KRONBIT_DATA",
+        help="Folder with downloaded data sets; by default data, or that of a run that goes on.",
+    ),
 ]
 Settings = Annotated[
     list[str] | None,
@@ -49,9 +53,7 @@ def given(**values: Any) -> dict[str, Any]:
 def new_folder(out: Path | None, name: str, resume: bool) -> Path:
     """Where to write; never over something else."""
     if out is None:
-        stamp = dt.datetime.now().strftime("%Y%m%d-%H%M%S")
-        # Ranks start within a second of each other, or not: they must agree.
-        return Path("runs") / f"{name}-{os.environ.get('TORCHELASTIC_RUN_ID', stamp)}"
+        return Path("runs") / f"{name}-{dt.datetime.now().strftime('%Y%m%d-%H%M%S')}"
     if out.is_dir() and any(out.iterdir()) and not resume:
         raise LabError(f"{out} is not empty: choose another --out, or --resume")
     if out.exists() and not out.is_dir():

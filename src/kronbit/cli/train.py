@@ -55,7 +55,7 @@ def train(
     settings: Settings = None,
     seed: Annotated[int | None, typer.Option(help="Of weights and data.")] = None,
     out: Out = None,
-    data: DataFolder = Path("data"),
+    data: DataFolder = None,
     resume: Annotated[
         Path | None, typer.Option(help="Go on with the run in this folder, bit for bit.")
     ] = None,
@@ -69,42 +69,70 @@ def train(
     """Train a recipe once: progress, evaluation, checkpoints; Ctrl-C saves."""
     from kronbit.lab.optimizers import label_of
     from kronbit.lab.training.display import Display
-    from kronbit.lab.training.experiment import Member, read_member, run_member, train_command
+    from kronbit.lab.training.experiment import (
+        DATA_FOLDER,
+        Member,
+        read_member,
+        resume_command,
+        run_member,
+        train_command,
+    )
+    from kronbit.lab.training.interrupts import Interrupts
     from kronbit.lab.training.loop import Interrupted, Running
-    from kronbit.lab.training.world import join_world, leave_world
+    from kronbit.lab.training.world import agree_on, join_world, leave_world
 
     wishes = given(optimizer=optimizer, bits=bits, base=base, seed=seed, amp=amp)
     if resume is not None:
         if recipe is not None or wishes or settings or out is not None:
             raise LabError("--resume takes all settings from the run: give no others")
-        one, folder = read_member(resume), resume
+        one, before = read_member(resume)
+        folder, device = resume, device or before["device"]
+        running = Running(
+            data or Path(before["data"]),
+            compile or before["compile"],
+            cuda_graph or before["graph"],
+            tensorboard,
+        )
     elif recipe is None:
         raise LabError("which recipe? `kronbit recipes` lists them; --resume RUN goes on with one")
     else:
         made = find_recipe(recipe).with_settings({**wishes, **parse_settings(settings or ())})
-        one = Member(made.optimizer, label_of(made), made, train_command(made, recipe))
+        if made.optimizer == "base" and made.options:
+            name = next(iter(made.options))
+            raise LabError(f"{name} means nothing to --optimizer base: leave it out")
         folder = new_folder(out, f"{made.name}-{made.optimizer}", resume=False)
+        running = Running(data or DATA_FOLDER, compile, cuda_graph, tensorboard)
     world = join_world(parallel, device)
     console = Console(stderr=True)
-    running = Running(data, compile, cuda_graph, tensorboard)
     try:
-        with Display(console, world.first) as display:
-            summary = run_member(one, folder, world, running, display, resume is not None)
+        with Display(console, world.first) as display, Interrupts() as interrupts:
+            if resume is None:
+                folder = Path(agree_on(str(folder), world))
+                command = train_command(made, recipe or "", running, world)
+                one = Member(made.optimizer, label_of(made), made, command)
+            elif (before["parallel"], before["ranks"]) != (world.parallel, world.ranks):
+                display.message(
+                    f"begun on {before['ranks']} ranks ({before['parallel']}), goes on with "
+                    f"{world.ranks} ({world.parallel}): not the same to the bit"
+                )
+            again = resume is not None
+            summary = run_member(one, folder, world, running, display, again, interrupts)
     except Interrupted:
-        if world.first:
-            console.print(
-                f"saved; go on with: kronbit train --resume {shlex.quote(str(folder))}",
-                markup=False,
-                highlight=False,
-                soft_wrap=True,
-            )
+        _tell(console, f"saved; go on with: {resume_command(folder, world)}", world.first)
         return 130
     finally:
         leave_world(world)
     if world.first:
         show_runs([folder])
         print(f"{summary['steps']} steps, written to {folder}")
+        if not summary["finished"]:
+            raise LabError(f"the loss was not finite any more at step {summary['steps']}")
     return 0
+
+
+def _tell(console: Console, text: str, wanted: bool = True) -> None:
+    if wanted:
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def compare(
@@ -120,13 +148,13 @@ def compare(
             "caspr-4, kfac-4, ..., with settings after it if you like.",
         ),
     ] = None,
-    seeds: Annotated[int, typer.Option(help="How many, from 0.", min=1)] = 1,
+    seeds: Annotated[int, typer.Option(help="How many, from the recipe's.", min=1)] = 1,
     base: Annotated[
         str | None, typer.Option(help="The first-order optimizer: adamw, sgd, nadamw, ...")
     ] = None,
     settings: Settings = None,
     out: Out = None,
-    data: DataFolder = Path("data"),
+    data: DataFolder = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Keep finished runs in --out, go on with the others.")
     ] = False,
@@ -140,8 +168,9 @@ def compare(
     from kronbit.lab.report.runs import find_runs
     from kronbit.lab.report.writing import write_report
     from kronbit.lab.training.display import Display
-    from kronbit.lab.training.experiment import member, run_all, write_comparison
+    from kronbit.lab.training.experiment import DATA_FOLDER, member, run_all, write_comparison
     from kronbit.lab.training.files import make_folder
+    from kronbit.lab.training.interrupts import Interrupts
     from kronbit.lab.training.loop import Interrupted, Running
     from kronbit.lab.training.world import join_world
 
@@ -150,8 +179,10 @@ def compare(
     wishes = {**given(base=base, amp=amp), **parse_settings(settings or ())}
     start = find_recipe(recipe).with_settings(wishes)
     specs = optimizers or DEFAULT_VARIANTS
+    world = join_world("none", device)
+    running = Running(data or DATA_FOLDER, compile, cuda_graph)
     members = [
-        member(spec, start.with_settings({"seed": start.seed + seed}), recipe)
+        member(spec, start.with_settings({"seed": start.seed + seed}), recipe, running, world)
         for spec in specs
         for seed in range(seeds)
     ]
@@ -159,21 +190,15 @@ def compare(
     if len(set(names)) < len(names):
         raise LabError("the same optimizer was given twice: tell them apart by a setting")
     folder = new_folder(out, start.name, resume)
-    world = join_world("none", device)
     make_folder(folder)
     console = Console(stderr=True)
     command = command_line()
     try:
-        with Display(console) as display:
-            running = Running(data, compile, cuda_graph)
-            found = run_all(members, folder, world, running, display, resume)
+        with Display(console) as display, Interrupts() as interrupts:
+            found = run_all(members, folder, world, running, display, resume, interrupts)
     except Interrupted:
-        console.print(
-            f"saved; go on with: {command if resume else _resumed(command, folder, out)}",
-            markup=False,
-            highlight=False,
-            soft_wrap=True,
-        )
+        again = command if resume else _resumed(command, folder, out)
+        _tell(console, f"saved; go on with: {again}")
         return 130
     write_comparison(folder, start, command, world, found)
     runs = find_runs([folder])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping
 from typing import Any
 
@@ -86,7 +87,7 @@ def variant(spec: str, recipe: Recipe) -> tuple[str, str, Recipe]:
     Raises:
         LabError: If there is no such optimizer.
     """
-    name, *given = spec.split() or [""]
+    name, *given = shlex.split(spec) or [""]
     refuse_unknown("an optimizer", [name], [*VARIANTS, *OPTIMIZERS])
     settings = parse_settings(given)
     longer = settings.pop("longer", 1)
@@ -139,5 +140,5 @@ def make_optimizer(
         if recipe.optimizer == "eva":
             return EVA(params, model=model, **keywords)
         return MFAC(params, **keywords)
-    except (TypeError, ValueError, ImportError) as error:
+    except (TypeError, ValueError, ImportError, RuntimeError) as error:
         raise LabError(" ".join(str(error).split())) from error

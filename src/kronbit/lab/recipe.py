@@ -106,6 +106,8 @@ class Recipe:
             value = getattr(self, name)
             if value is not None and not (value > 0 and math.isfinite(value)):
                 raise LabError(f"{name} must be positive; got {value}")
+        if self.watched_blocks < 0:
+            raise LabError(f"watched_blocks must not be negative; got {self.watched_blocks}")
         if self.warmup and self.warmup_epochs:
             raise LabError("a recipe has warmup or warmup_epochs: one of the two")
         if not 0 <= self.warmup <= 1 or self.warmup_epochs < 0:
@@ -128,7 +130,7 @@ class Recipe:
                 found |= self.eigen
         elif self.optimizer in ("kfac", "adabk"):
             found = {**self.kfac}
-        return found | {name: self.options[name] for name in self.options}
+        return {**found, **self.options}
 
     def with_settings(self, settings: Mapping[str, Any]) -> Recipe:
         """The recipe with other values.
@@ -154,6 +156,8 @@ class Recipe:
                 changed[key] = _typed(key, value)
             elif key in OPTIONS or key in _BASELINE_OPTIONS:
                 changed["options"] = {**changed.get("options", self.options), key: value}
+            elif key in _SECTIONS:
+                raise LabError(f"{key} has several settings: --set {key}.NAME=VALUE")
             else:
                 close = difflib.get_close_matches(key, _FIELDS, n=1, cutoff=0.8)
                 if close:
@@ -239,9 +243,10 @@ def _number(value: Any) -> Any:
     """YAML takes ``1e-3`` for text."""
     if isinstance(value, str):
         try:
-            return float(value)
+            found = float(value)
         except ValueError:
             return value
+        return int(found) if found.is_integer() and "." not in value else found
     if isinstance(value, list):
         return [_number(item) for item in value]
     return value

@@ -45,8 +45,11 @@ class _Folder(Dataset[tuple[Tensor, int]]):
 
         index = draw if isinstance(draw, int) else draw.image
         path, label = self.files[index]
-        with Image.open(path) as opened:
-            picture = opened.convert("RGB")
+        try:
+            with Image.open(path) as opened:
+                picture = opened.convert("RGB")
+        except OSError as error:
+            raise OSError(f"{path}: {error}") from error
         if isinstance(draw, int):
             picture = self._centre(picture)
         else:
@@ -117,14 +120,17 @@ class FolderImages:
         """Inputs and targets of a step; steps are expected in order, others start anew."""
         if self._next is None or self._next[0] != step:
             self._next = (step, iter(self._loader(self._train, self._draws(step))))
-        images, labels = next(self._next[1])
+        try:
+            images, labels = next(self._next[1])
+        except OSError as error:  # of a worker: its last line says which file
+            raise LabError(f"cannot read an image: {str(error).splitlines()[-1]}") from error
         self._next = (step + 1, self._next[1])
         return self._on_device(images, labels, self._augment, step)
 
     def _draws(self, step: int) -> Iterator[list[_Draw]]:
         setting = self._setting
         for at in range(step, 2**62):
-            chosen = setting.indices(at, self.examples).tolist()
+            chosen = setting.indices(at, self.examples, torch.device("cpu")).tolist()
             yield [_Draw(index, f"{setting.seed} {at} {index}") for index in chosen]
 
     def held_out(self) -> Iterator[tuple[Tensor, Tensor]]:

@@ -42,20 +42,20 @@ class Setting:
         share = self.batch // self.ranks
         return drawn[self.rank * share : (self.rank + 1) * share]
 
-    def indices(self, step: int, examples: int) -> Tensor:
+    def indices(self, step: int, examples: int, device: torch.device) -> Tensor:
         """Which examples this rank takes at a step; an epoch ends with its last whole batch."""
         per_epoch = examples // self.batch
         epoch, place = divmod(step, per_epoch)
-        order = _cached_order(self, epoch, examples)
+        order = _cached_order(self, epoch, examples, device)
         return self.own(order[place * self.batch : (place + 1) * self.batch])
 
 
 @lru_cache(maxsize=2)
-def _cached_order(setting: Setting, epoch: int, examples: int) -> Tensor:
+def _cached_order(setting: Setting, epoch: int, examples: int, device: torch.device) -> Tensor:
     order = setting.order(epoch, examples)
-    if setting.device.type == "cuda":
+    if device.type == "cuda":
         order = order.pin_memory()  # or the host would wait
-    return order.to(setting.device, non_blocking=True)
+    return order.to(device, non_blocking=True)
 
 
 class HeldImages:
@@ -97,7 +97,7 @@ class HeldImages:
 
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
         """Inputs and targets of a step."""
-        chosen = self._setting.indices(step, self.examples)
+        chosen = self._setting.indices(step, self.examples, self._setting.device)
         generator = self._setting.generator(step, self._setting.device)
         images, labels = self._images[chosen], self._labels[chosen]
         return self._augment(images, labels, generator, self._mean, self._std, self.outputs)

@@ -76,8 +76,11 @@ def _decoded(path: Path) -> Tensor:
     import numpy as np
     from PIL import Image
 
-    with Image.open(path) as image:
-        return torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1)
+    try:
+        with Image.open(path) as image:
+            return torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1)
+    except OSError as error:
+        raise LabError(f"cannot read the image {path}: {error}") from error
 
 
 def tiny_imagenet(setting: Setting, **augmentation: Any) -> HeldImages:
@@ -96,7 +99,10 @@ def tiny_imagenet(setting: Setting, **augmentation: Any) -> HeldImages:
     ]
     test = []
     for line in annotations.read_text(encoding="utf-8").splitlines():
-        file, name = line.split("\t")[:2]
+        file, _, rest = line.partition("\t")
+        name = rest.partition("\t")[0]
+        if name not in number:
+            raise LabError(f"{annotations}: {name!r} is not a class of train/")
         test.append((folder / "val" / "images" / file, number[name]))
     parts = []
     with ThreadPoolExecutor() as pool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -101,7 +102,12 @@ def tokens(setting: Setting, train: str, val: str, length: int = 1024) -> Tokens
 
 
 def text(
-    setting: Setting, path: str, tokenizer: str = "bytes", length: int = 256, held_out: float = 0.1
+    setting: Setting,
+    path: str,
+    tokenizer: str = "bytes",
+    length: int = 256,
+    held_out: float = 0.1,
+    cache: str | None = None,
 ) -> Tokens:
     """A text file.
 
@@ -112,16 +118,41 @@ def text(
             that is in its cache already.
         length: Tokens of a window.
         held_out: Which share, at the end, is held out.
+        cache: A file, below the data folder, that keeps the tokens (``.npy``) and is memory-mapped;
+            written if it is not there or older than the text.
     """
     file = setting.folder / path
     if not file.is_file():
         raise missing(file, "a text file", "wherever you like")
+    if cache is None:
+        encoded, outputs = _encoded(_read(file), tokenizer)
+    else:
+        encoded, outputs = _cached(file, tokenizer, setting.folder / cache), None
+    return _parted(setting, encoded, int(length), float(held_out), outputs)
+
+
+def _read(file: Path) -> str:
     try:
-        found = file.read_text(encoding="utf-8")
+        return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise LabError(f"cannot read {file} as UTF-8 text: {error}") from error
-    encoded, outputs = _encoded(found, tokenizer)
-    return _parted(setting, encoded, int(length), float(held_out), outputs)
+
+
+def _cached(file: Path, tokenizer: str, cache: Path) -> Array:
+    """Tokens in a file of their own, mapped; several ranks may write it, each a whole one."""
+    import numpy as np
+
+    try:
+        if not cache.is_file() or cache.stat().st_mtime < file.stat().st_mtime:
+            encoded, _ = _encoded(_read(file), tokenizer)
+            aside = cache.with_name(f"{cache.name}.{os.getpid()}.new")
+            with aside.open("wb") as opened:
+                np.save(opened, encoded)
+            os.replace(aside, cache)
+        found: Array = np.load(cache, mmap_mode="r")
+    except (OSError, ValueError) as error:
+        raise LabError(f"cannot keep tokens in {cache}: {error}") from error
+    return found
 
 
 def pydoc(setting: Setting, length: int = 128, held_out: float = 0.1) -> Tokens:

@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from kronbit.lab.errors import LabError
 from kronbit.lab.models.digits import DigitsCNN
 from kronbit.lab.models.language import gpt2, llama
 from kronbit.lab.models.resnet import BasicBlock, Bottleneck, ResNet
@@ -52,7 +53,10 @@ def build(name: str, **options: Any) -> nn.Module:
     taken = inspect.signature(MODELS[name]).parameters.values()
     if not any(one.kind is one.VAR_KEYWORD for one in taken):  # else it looks for itself
         refuse_unknown(f"an option of model {name!r}", options, [one.name for one in taken])
-    return MODELS[name](**options)
+    try:
+        return MODELS[name](**options)
+    except (TypeError, ValueError, ArithmeticError, RuntimeError) as error:
+        raise LabError(f"model {name!r} cannot be built: {' '.join(str(error).split())}") from error
 
 
 def logits(model: nn.Module, x: Tensor) -> Tensor:

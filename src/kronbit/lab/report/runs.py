@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from kronbit.lab.errors import LabError
+from kronbit.lab.optimizers import DEFAULT_VARIANTS
 
 FORMAT = 1
 # Variants of a comparison appear in this order; others follow, by name.
-ORDER = ("base", "shampoo-32", "shampoo-4-naive", "shampoo-4-paper", "shampoo-4")
+ORDER = DEFAULT_VARIANTS
 # What a line of metrics must have to be of use; its numbers may be null.
 _NUMBERS = {
     "train": ("loss", "seconds"),

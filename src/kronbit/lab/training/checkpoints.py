@@ -58,7 +58,7 @@ def save(folder: Path, step: int, content: Mapping[str, Any], keep: int) -> Path
         cause = error.__context__ if isinstance(error.__context__, OSError) else error
         reason = cause.strerror if isinstance(cause, OSError) and cause.strerror else str(cause)
         raise LabError(f"cannot write the checkpoint {target}: {reason}; {rest}") from error
-    for old in checkpoints(folder)[:-keep]:
+    for old in (*checkpoints(folder)[:-keep], *place.glob("*.new")):  # also of killed runs
         with suppress(OSError):
             old.unlink()
     return target

@@ -17,12 +17,14 @@ from kronbit.lab.recipe import Recipe, find_recipe, recipe_from
 from kronbit.lab.training.checkpoints import checkpoints
 from kronbit.lab.training.display import Display
 from kronbit.lab.training.files import make_folder, write_json
-from kronbit.lab.training.loop import Running, Training
+from kronbit.lab.training.interrupts import Interrupts
+from kronbit.lab.training.loop import Interrupted, Running, Training
 from kronbit.lab.training.measures import hardware, versions
 from kronbit.lab.training.world import World
 
 FORMAT = 1
-_OWN_FLAGS = ("optimizer", "bits", "base", "amp")  # the others go through --set
+DATA_FOLDER = Path("data")  # unless --data or KRONBIT_DATA says otherwise
+_OWN_FLAGS = ("optimizer", "bits", "base", "amp", "seed")  # the others go through --set
 
 
 @dataclass(frozen=True)
@@ -35,25 +37,48 @@ class Member:
     command: str
 
 
-def member(spec: str, recipe: Recipe, source: str) -> Member:
+def member(spec: str, recipe: Recipe, source: str, running: Running, world: World) -> Member:
     """A run of a recipe with an optimizer.
 
     Args:
         spec: See ``kronbit.lab.optimizers.variant``.
         recipe: What it starts from.
         source: The recipe's name or file.
+        running: How it runs.
+        world: Where.
     """
     key, label, made = variant(spec, recipe)
-    return Member(key, label, made, train_command(made, source))
+    return Member(key, label, made, train_command(made, source, running, world))
 
 
-def train_command(recipe: Recipe, source: str) -> str:
-    """What to type to get this recipe's run: the file, and what differs from it."""
-    words = ["kronbit", "train", source]
+def launched(world: World) -> list[str]:
+    """How the command is started."""
+    if world.parallel == "none":
+        return ["kronbit"]
+    return ["torchrun", "--nproc-per-node", str(world.ranks), "-m", "kronbit"]
+
+
+def resume_command(folder: Path, world: World) -> str:
+    """What to type to go on with a run; the rest is in its folder."""
+    parallel = [] if world.parallel == "none" else ["--parallel", world.parallel]
+    return shlex.join([*launched(world), "train", "--resume", str(folder), *parallel])
+
+
+def train_command(recipe: Recipe, source: str, running: Running, world: World) -> str:
+    """What to type to get this recipe's run: the file, what differs from it, and how it ran."""
+    words = [*launched(world), "train", source]
     settings: list[str] = []
+    flags = {"--compile": running.compile, "--cuda-graph": running.graph}
+    settings += [flag for flag, given in flags.items() if given]
+    if running.data != DATA_FOLDER:
+        settings += ["--data", str(running.data)]
+    if world.parallel != "none":
+        settings += ["--parallel", world.parallel]
     before, after = find_recipe(source).to_mapping(), recipe.to_mapping()
     for name, value in after.items():
-        if value == before[name] or value is None:
+        if value == before[name]:
+            continue
+        if value is None and name in ("epochs", "steps"):  # the other one is given
             continue
         if not isinstance(value, Mapping):
             found = {name: value}
@@ -74,7 +99,13 @@ def train_command(recipe: Recipe, source: str) -> str:
 
 
 def run_member(
-    member: Member, folder: Path, world: World, running: Running, display: Display, resume: bool
+    member: Member,
+    folder: Path,
+    world: World,
+    running: Running,
+    display: Display,
+    resume: bool,
+    interrupts: Interrupts,
 ) -> dict[str, Any]:
     """Train, and write ``run.json``, ``metrics.jsonl``, checkpoints and ``summary.json``.
 
@@ -93,6 +124,8 @@ def run_member(
         "versions": versions(),
         "hardware": hardware(world.device),
     }
+    if not resume and checkpoints(folder):
+        raise LabError(f"{folder} has checkpoints of another run: choose another --out")
     training = Training(member.recipe, folder, world, running)  # refuses before anything is written
     if world.first:
         make_folder(folder)
@@ -101,22 +134,26 @@ def run_member(
             details = {
                 "recipe": member.recipe.to_mapping(),
                 "seed": member.recipe.seed,
-                "parallel": world.parallel,
-                "ranks": world.ranks,
-                "compile": running.compile,
-                "cuda_graph": running.graph,
+                "running": {
+                    "parallel": world.parallel,
+                    "ranks": world.ranks,
+                    "device": world.device.type,
+                    "data": str(running.data.absolute()),
+                    "compile": running.compile,
+                    "graph": running.graph,
+                },
                 "started": started,
             }
             write_json(folder / "run.json", origin | details)
     world.wait()
-    summary = origin | training.run(display, member.label, resume)
+    summary = origin | training.run(display, member.label, resume, interrupts)
     if world.first:
         write_json(folder / "summary.json", summary)
     return summary
 
 
-def read_member(folder: Path) -> Member:
-    """The run that a folder was made for.
+def read_member(folder: Path) -> tuple[Member, dict[str, Any]]:
+    """The run that a folder was made for, and how it ran.
 
     Raises:
         LabError: If there is none.
@@ -125,7 +162,8 @@ def read_member(folder: Path) -> Member:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
         recipe = recipe_from(found["recipe"], found["recipe"]["name"], str(path))
-        return Member(found["variant"], found["label"], recipe, found["command"])
+        made = Member(found["variant"], found["label"], recipe, found["command"])
+        return made, dict(found["running"])
     except OSError as error:
         raise LabError(f"{folder} is not the folder of a run: it has no run.json") from error
     except (KeyError, TypeError, ValueError) as error:
@@ -139,6 +177,7 @@ def run_all(
     running: Running,
     display: Display,
     resume: bool,
+    interrupts: Interrupts,
 ) -> list[tuple[str, dict[str, Any]]]:
     """The runs of a comparison in turn, each in a folder of its own.
 
@@ -149,24 +188,30 @@ def run_all(
         running: How they run.
         display: Where progress is shown.
         resume: Whether finished runs are kept, and others go on from their checkpoints.
+        interrupts: Tells whether the user wants to stop.
 
     Returns:
         (folder's name, summary) of each.
+
+    Raises:
+        Interrupted: If the user wants to stop.
     """
     found = []
     for one in members:
         name = f"{one.key}-seed{one.recipe.seed}"
         own = folder / name
         done = own / "summary.json"
+        goes_on = resume and bool(checkpoints(own)) and (own / "run.json").is_file()
+        if (goes_on or (resume and done.is_file())) and read_member(own)[0].recipe != one.recipe:
+            raise LabError(f"{own} was run with other settings: choose another --out")
         if resume and done.is_file():
-            if read_member(own).recipe != one.recipe:
-                raise LabError(f"{own} was run with other settings: choose another --out")
             summary = json.loads(done.read_text(encoding="utf-8"))
+        elif interrupts.wanted:
+            raise Interrupted
         else:
-            goes_on = resume and bool(checkpoints(own)) and (own / "run.json").is_file()
             if own.exists() and not goes_on:
                 shutil.rmtree(own)
-            summary = run_member(one, own, world, running, display, goes_on)
+            summary = run_member(one, own, world, running, display, goes_on, interrupts)
         found.append((name, summary))
     return found
 

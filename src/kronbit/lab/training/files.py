@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Mapping
 from contextlib import suppress
@@ -47,7 +48,17 @@ def write_bytes(path: Path, content: bytes) -> None:
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
     """Write aside, then rename."""
-    write_bytes(path, (json.dumps(content, indent=1, ensure_ascii=False) + "\n").encode())
+    text = json.dumps(_strict(content), indent=1, ensure_ascii=False, allow_nan=False)
+    write_bytes(path, f"{text}\n".encode())
+
+
+def _strict(value: Any) -> Any:
+    """JSON has no NaN: null stands for a loss that is no number any more."""
+    if isinstance(value, Mapping):
+        return {key: _strict(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_strict(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 class MetricsFile:
@@ -75,7 +86,7 @@ class MetricsFile:
             return
         try:
             with self._path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(line) + "\n")
+                file.write(json.dumps(_strict(line), allow_nan=False) + "\n")
         except OSError as error:
             raise LabError(f"cannot write {self._path}: {error.strerror}") from error
 

@@ -31,15 +31,22 @@ from kronbit.lab.training.display import Display
 from kronbit.lab.training.files import MetricsFile
 from kronbit.lab.training.interrupts import Interrupts
 from kronbit.lab.training.measures import PeakMemory, StepTimer
+from kronbit.lab.training.modes import Modes
 from kronbit.lab.training.passes import Captured, Eager, Objective, rehearse
 from kronbit.lab.training.shadow import Shadow
 from kronbit.lab.training.summary import summarise
-from kronbit.lab.training.world import World, load_whole_state, replicate, shard, whole_state
+from kronbit.lab.training.world import (
+    Votes,
+    World,
+    load_whole_state,
+    replicate,
+    shard,
+    whole_state,
+)
 from kronbit.memory import held_bytes
 from kronbit.optimizer import SecondOrder
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-_RECALIBRATED = 50  # batches that batch norm sees again where F evaluates other weights
 _PATIENCE = 2  # lines without a finite loss
 
 Figures: TypeAlias = dict[str, float]
@@ -107,6 +114,8 @@ class Training:
         self.optimizer = make_optimizer(recipe, self.model, self.warmup, self.scaler)
         runner = replicate(self.model, world) if world.parallel == "ddp" else self.model
         self._runner: nn.Module = torch.compile(runner) if running.compile else runner  # type: ignore[assignment]
+        batches = self.data.batch if recipe.schedule == "schedule-free" else None
+        self._modes = Modes(self.model, self.optimizer, self.objective, batches)
         self._graph = running.graph
         self._passes: Eager | Captured | None = None
         self.shadow = self._make_shadow()
@@ -118,27 +127,32 @@ class Training:
         self.step_ms: list[float] = []
         self._losses: list[Tensor] = []
         self._timer = StepTimer(device)
+        self._votes = Votes(world)
         self._without_loss = 0
         self._since = time.perf_counter()
-        self._board = _tensorboard(folder) if running.tensorboard and world.first else None
+        self._wants_board = running.tensorboard and world.first
+        self._board: Any = None
 
     def _check(self, running: Running) -> None:
         recipe, world = self.recipe, self.world
         on_gpu = world.device.type == "cuda"
         if recipe.amp == "fp16" and not on_gpu:
             raise LabError("--amp fp16 needs a GPU: use --amp bf16 or --amp off on the CPU")
-        if running.graph:
-            reasons = {
-                "needs a CUDA device": not on_gpu,
-                "goes with one process": world.parallel != "none",
-                "does not go with --amp fp16": recipe.amp == "fp16",
-                "does not go with micro_batch": recipe.micro_batch is not None,
-                "leaves out the layers' hooks that K-FAC, AdaBK and EVA need": recipe.optimizer
-                in ("kfac", "adabk", "eva"),
-            }
-            for reason, holds in reasons.items():
-                if holds:
-                    raise LabError(f"--cuda-graph {reason}")
+        hooked = recipe.optimizer in ("kfac", "adabk", "eva")
+        leaves_out = f"leaves out the hooks of layers that {recipe.optimizer} needs"
+        reasons = {
+            "--cuda-graph needs a CUDA device": running.graph and not on_gpu,
+            "--cuda-graph goes with one process": running.graph and world.parallel != "none",
+            "--cuda-graph does not go with --amp fp16": running.graph and recipe.amp == "fp16",
+            "--cuda-graph does not go with micro_batch": running.graph and recipe.micro_batch,
+            f"--cuda-graph {leaves_out}": running.graph and hooked,
+            f"--compile {leaves_out}": running.compile and hooked,
+            "eva does not undo the loss scale of --amp fp16: use bf16": recipe.amp == "fp16"
+            and recipe.optimizer == "eva",
+        }
+        for reason, holds in reasons.items():
+            if holds:
+                raise LabError(reason)
 
     def _build_model(self, device: torch.device) -> nn.Module:
         options = dict(self.recipe.model)
@@ -152,6 +166,10 @@ class Training:
                 f"--set model.{'classes' if 'classes' in options else 'vocab_size'}="
                 f"{self.data.outputs}"
             )
+        longest = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+        length = self.recipe.data.get("length")
+        if longest is not None and length is not None and length > longest:
+            raise LabError(f"data.length={length} is more than the {longest} places of the model")
         return model
 
     def _make_shadow(self) -> Shadow | None:
@@ -164,13 +182,16 @@ class Training:
 
     # ------------------------------------------------------------------------------- the loop
 
-    def run(self, display: Display, label: str, resume: bool) -> dict[str, Any]:
+    def run(
+        self, display: Display, label: str, resume: bool, interrupts: Interrupts
+    ) -> dict[str, Any]:
         """Train to the end.
 
         Args:
             display: Where progress is shown.
             label: What it is called there.
             resume: Whether to go on from the last checkpoint.
+            interrupts: Tells whether the user wants to stop.
 
         Returns:
             The figures of ``summary.json``.
@@ -180,33 +201,34 @@ class Training:
         """
         size = self._load() if resume else 0
         self._metrics = MetricsFile(self.folder / "metrics.jsonl", size, self.world.first)
+        if self._wants_board:
+            self._board = _tensorboard(self.folder, self.step)
         display.begin(label, self.step, self.steps)
         recipe = self.recipe
         eval_every = recipe.eval_every or max(1, math.ceil(self.steps / 20))
         save_every = recipe.checkpoint_every or self.steps
-        self._set_mode(training=True)
-        with Interrupts() as interrupts:
-            self._begin_timing()
-            while self.step < self.steps:
-                self._take_step()
-                display.step(self.step)
-                last = self.step == self.steps
-                stop = interrupts.wanted and self.world.ranks == 1
-                saved = self.step % save_every == 0
-                due = self.step % recipe.log_every == 0
-                evaluated = self.step % eval_every == 0
-                if due or last or stop or saved or evaluated:
-                    stop = self._flush(display, interrupts.wanted) or stop
-                    if self._without_loss >= _PATIENCE:
-                        display.message(f"{label}: the loss is not finite at step {self.step}")
-                        break
-                    if evaluated or last:
-                        self._evaluate(display)
-                    if saved or last or stop:
-                        self._save()
-                    if stop and not last:
-                        raise Interrupted
-                    self._begin_timing()
+        self._modes.train()
+        self._begin_timing()
+        while self.step < self.steps:
+            self._take_step()
+            display.step(self.step)
+            last = self.step == self.steps
+            stop = self._votes.anyone(interrupts.wanted)
+            saved = self.step % save_every == 0
+            due = self.step % recipe.log_every == 0
+            evaluated = self.step % eval_every == 0
+            if due or last or stop or saved or evaluated:
+                self._flush(display)
+                if self._without_loss >= _PATIENCE:
+                    display.message(f"{label}: the loss is not finite at step {self.step}")
+                    break
+                if evaluated or last:
+                    self._evaluate(display)
+                if saved or last or stop:
+                    self._save()
+                if stop and not last:
+                    raise Interrupted
+                self._begin_timing()
         self.world.wait()
         return summarise(self)
 
@@ -249,14 +271,10 @@ class Training:
         share = self.recipe.micro_batch
         return Eager(self._runner, self.objective, self.optimizer, share, self.scaler, repeatable)
 
-    def _flush(self, display: Display, interrupted: bool) -> bool:
-        """Read the losses since the last time; tells whether some rank wants to stop."""
-        if not self._losses:
-            return interrupted
+    def _flush(self, display: Display) -> None:
+        """Read the losses since the last time. Waits for the device."""
         mean = torch.stack(self._losses).double().mean()
-        found = self.world.sum(torch.stack([mean, torch.full_like(mean, float(interrupted))]))
-        loss, stops = found.tolist()  # waits for the device
-        loss /= self.world.ranks
+        loss = float(self.world.sum(mean)) / self.world.ranks
         count = len(self._losses)
         self._losses.clear()
         passed = time.perf_counter() - self._since
@@ -269,7 +287,6 @@ class Training:
         self._add({"kind": "train", **self._place(), "loss": loss, "lr": lr, "step_ms": times})
         self._since = time.perf_counter()
         display.figures(self.step, loss, lr, count / max(passed, 1e-9), self.peak.now())
-        return bool(stops)
 
     @contextmanager
     def _aside(self) -> Iterator[None]:
@@ -293,7 +310,7 @@ class Training:
         self._since = time.perf_counter()
 
     def _evaluate(self, display: Display) -> None:
-        self._set_mode(training=False)
+        self._modes.evaluate(self.step)
         total = torch.zeros(3, dtype=torch.float64, device=self.world.device)
         for number, (x, y) in enumerate(self.data.held_out()):
             if self.recipe.eval_batches is not None and number >= self.recipe.eval_batches:
@@ -307,29 +324,7 @@ class Training:
         self.best["loss"] = min(self.best.get("loss", math.inf), found["loss"])
         self._add({"kind": "eval", **self._place(), **found})
         display.evaluation(self.step, found)
-        self._set_mode(training=True)
-
-    def _set_mode(self, training: bool) -> None:
-        """A schedule-free F has other weights for evaluation, and batch norm must know them."""
-        own = getattr(self.optimizer, "train" if training else "eval", None)
-        if own is not None:
-            own()
-        self.model.train(training)
-        if self.recipe.schedule != "schedule-free":
-            return
-        norms = [part for part in self.model.modules() if isinstance(part, nn.BatchNorm2d)]
-        if norms and not training:
-            self._kept = [buffer.clone() for norm in norms for buffer in norm.buffers()]
-            for norm in norms:
-                norm.train()
-            with torch.no_grad():
-                for number in range(_RECALIBRATED):
-                    self.objective.outputs(self.model, self.data.batch(self.step + number)[0])
-            self.model.eval()
-        elif norms and hasattr(self, "_kept"):
-            buffers = [buffer for norm in norms for buffer in norm.buffers()]
-            for buffer, value in zip(buffers, self._kept, strict=True):
-                buffer.copy_(value)
+        self._modes.train()
 
     def _place(self) -> Figures:
         return {
@@ -391,9 +386,10 @@ class Training:
         return int(found["metrics_size"])
 
 
-def _tensorboard(folder: Path) -> Any:
+def _tensorboard(folder: Path, step: int) -> Any:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
         raise LabError("--tensorboard needs a package: pip install tensorboard") from error
-    return SummaryWriter(str(folder / "tensorboard"))
+    # What was written after the checkpoint that the run goes on from will be written again.
+    return SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)

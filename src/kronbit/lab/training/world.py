@@ -52,6 +52,34 @@ class World:
             dist.barrier()
 
 
+class Votes:
+    """Whether any rank wants to stop: asked at every step, answered at the next.
+
+    So nobody waits: neither for the device nor, on steps of usual length, for other hosts.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._alone = world.ranks == 1
+        self._pending: tuple[dist.Work, Tensor] | None = None
+        if not self._alone:
+            self._group = dist.new_group(backend="gloo")
+
+    def anyone(self, wants: bool) -> bool:
+        """The same on all ranks, which must all call it."""
+        if self._alone:
+            return wants
+        wanted = False
+        if self._pending is not None:
+            work, votes = self._pending
+            work.wait()
+            wanted = bool(votes.item())
+        votes = torch.tensor(float(wants))
+        work = dist.all_reduce(votes, group=self._group, async_op=True)
+        assert work is not None  # as always with async_op
+        self._pending = (work, votes)
+        return wanted
+
+
 def find_device(name: str | None) -> torch.device:
     """The device that was asked for; else a GPU, if there is one.
 
@@ -104,6 +132,14 @@ def join_world(parallel: str, device: str | None) -> World:
     return World(parallel, found, dist.get_rank(), dist.get_world_size())
 
 
+def agree_on(text: str, world: World) -> str:
+    """What the first rank says."""
+    said = [text]
+    if world.ranks > 1:
+        dist.broadcast_object_list(said)
+    return said[0]
+
+
 def leave_world(world: World) -> None:
     """Say good-bye."""
     if world.parallel != "none":
@@ -142,7 +178,7 @@ def replicate(model: nn.Module, world: World) -> nn.Module:
 
 def whole_state(model: nn.Module, optimizer: Optimizer, world: World) -> dict[str, Any]:
     """Weights and state as a single process would have them; all ranks call it together."""
-    if world.parallel != "fsdp2":
+    if world.ranks == 1 and world.parallel != "fsdp2":
         return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
     from torch.distributed.tensor import DTensor
     from torch.utils._pytree import tree_map_only
@@ -162,13 +198,11 @@ def load_whole_state(
     model: nn.Module, optimizer: Optimizer, state: Mapping[str, Any], world: World
 ) -> None:
     """Load what ``whole_state`` returned, on any number of ranks."""
-    if world.parallel != "fsdp2":
-        model.load_state_dict(state["model"])
-        optimizer.load_state_dict(dict(state["optimizer"]))
-        return
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
-    set_model_state_dict(
-        model, dict(state["model"]), options=StateDictOptions(full_state_dict=True)
-    )
+    if world.parallel == "fsdp2":
+        options = StateDictOptions(full_state_dict=True)
+        set_model_state_dict(model, dict(state["model"]), options=options)
+    else:
+        model.load_state_dict(state["model"])
     load_consolidated(optimizer, state["optimizer"])  # type: ignore[arg-type]  # any optimizer

@@ -1,0 +1,67 @@
+"""Training and evaluation: a schedule-free F has other weights for each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from kronbit.lab.training.passes import Objective
+
+_RECALIBRATED = 50  # batches that batch norm sees with the weights of evaluation
+
+
+class Modes:
+    """Switches network and optimizer.
+
+    Args:
+        model: The network.
+        optimizer: Its optimizer; a schedule-free one has ``train`` and ``eval``.
+        objective: How the network is run.
+        batches: Training data by step, of a schedule-free run: statistics of batch norm are taken
+            anew of them before an evaluation, and are what they were after it.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        objective: Objective,
+        batches: Callable[[int], tuple[Tensor, Tensor]] | None,
+    ) -> None:
+        self._model, self._optimizer, self._objective = model, optimizer, objective
+        self._batches = batches
+        self._norms = [part for part in model.modules() if isinstance(part, nn.BatchNorm2d)]
+        self._kept: list[Tensor] = []
+
+    def train(self) -> None:
+        """For the next steps."""
+        self._tell("train")
+        self._model.train()
+        for buffer, value in zip(self._statistics(), self._kept, strict=False):
+            buffer.copy_(value)
+        self._kept = []
+
+    def evaluate(self, step: int) -> None:
+        """For held-out data, after so many steps."""
+        self._tell("eval")
+        self._model.eval()
+        if self._batches is None or not self._norms:
+            return
+        self._kept = [buffer.clone() for buffer in self._statistics()]
+        for norm in self._norms:
+            norm.train()
+        with torch.no_grad():
+            for number in range(_RECALIBRATED):
+                self._objective.outputs(self._model, self._batches(step + number)[0])
+        self._model.eval()
+
+    def _statistics(self) -> list[Tensor]:
+        return [buffer for norm in self._norms for buffer in norm.buffers()]
+
+    def _tell(self, mode: str) -> None:
+        own = getattr(self._optimizer, mode, None)
+        if own is not None:
+            own()

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from kronbit.lab.models import build
+from kronbit.lab.plan.presets import PRESETS
 
 
 @dataclass(frozen=True)
@@ -37,20 +38,9 @@ class Case:
             return model(**batch).loss
 
 
-def gpt2() -> nn.Module:
-    return build("gpt2", vocab_size=50304)
-
-
-def llama_350m() -> nn.Module:
-    return build(
-        "llama",
-        vocab_size=32000,
-        hidden_size=1024,
-        intermediate_size=2736,
-        num_hidden_layers=24,
-        num_attention_heads=16,
-        max_position_embeddings=1024,
-    )
+def preset(name: str) -> nn.Module:
+    found = PRESETS[name]
+    return build(found.model, **found.options)
 
 
 def images() -> dict[str, Tensor]:
@@ -68,8 +58,18 @@ def tokens(count: int, length: int, vocabulary: int) -> dict[str, Tensor]:
 CASES = {
     "swin-tiny": Case(lambda: build("swin-tiny"), images, torch.float32, False, (100, 500)),
     "resnet34": Case(lambda: build("resnet34"), images, torch.float32, False, (100, 500)),
-    "gpt2-124m": Case(gpt2, lambda: tokens(8, 1024, 50304), torch.float32, True, (200, 200)),
+    "gpt2-124m": Case(
+        lambda: preset("gpt2-124m"),
+        lambda: tokens(8, 1024, 50304),
+        torch.float32,
+        True,
+        (200, 200),
+    ),
     "llama-350m": Case(
-        llama_350m, lambda: tokens(32, 256, 32000), torch.bfloat16, False, (200, 200)
+        lambda: preset("llama-350m"),
+        lambda: tokens(32, 256, 32000),
+        torch.bfloat16,
+        False,
+        (200, 200),
     ),
 }

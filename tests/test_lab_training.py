@@ -96,7 +96,7 @@ def test_the_loop_is_that_of_a_careful_hand(bits: int | None, tmp_path: Path) ->
     assert lines(tmp_path / "run", "eval")[-1]["accuracy"] == right / 397
 
 
-@pytest.mark.parametrize("optimizer", ["base", "shampoo", "kfac", "mfac"])
+@pytest.mark.parametrize("optimizer", ["base", "shampoo", "kfac", "eva", "mfac"])
 def test_a_run_goes_on_bit_for_bit(optimizer: str, tmp_path: Path) -> None:
     recipe = small(f"optimizer={optimizer}", "checkpoint_every=6", "keep=5", "eval_every=4")
     trained(recipe, tmp_path / "whole")

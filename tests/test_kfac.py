@@ -505,10 +505,10 @@ def test_layers_with_kernels_are_as_without(kernels: torch.device) -> None:
         model = nn.Sequential(nn.Linear(70, 66), nn.Linear(66, 80), nn.Linear(80, 3)).to(kernels)
         every = {"update_every": 1, "refresh_every": 2, "max_order": 72}
         optimizer = KFAC(sgd(model), model=model, **every)
-        for t in range(4):
+        for t in range(3):
             optimizer.zero_grad()
             model(torch.randn(90, 70).to(kernels)).square().mean().backward()
-            if t == 3:
+            if t == 2:
                 model[1].weight.grad[-1, -1] = model[2].bias.grad[0] = torch.nan
                 if mended:  # what the guard makes of them
                     model[1].weight.grad.zero_()

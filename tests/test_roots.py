@@ -161,7 +161,8 @@ def test_matrices_do_not_see_those_they_share_a_batch_with(
     p: int, damping: float, kernels: torch.device
 ) -> None:
     """With tiles that are left out, and a ridge around small ones."""
-    assert_as_alone([140, 45, 12], p, damping, kernels)
+    several_tiles = kernels.type == "cuda" or p == 4  # interpreted, they take long
+    assert_as_alone([140 if several_tiles else 60, 45, 12], p, damping, kernels)
 
 
 @pytest.mark.gpu

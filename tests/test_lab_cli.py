@@ -199,7 +199,8 @@ def test_recipes_are_listed_and_shown(capsys: pytest.CaptureFixture[str], tmp_pa
     assert run(["recipes", "show", "digits-cnn"]) == 0
     own = tmp_path / "mine.yaml"
     own.write_text(capsys.readouterr().out.replace("epochs: 20.0", "epochs: 1.0"))
-    assert run(["train", str(own), "--out", str(tmp_path / "run")]) == 0
+    assert run(["train", str(own), "--out", str(tmp_path / "run"), "--tensorboard"]) == 0
+    assert list((tmp_path / "run" / "tensorboard").glob("events.*"))
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == 14
 
 

@@ -46,7 +46,7 @@ def train(
     ] = None,
     optimizer: Annotated[
         str | None,
-        typer.Option(help="base (alone), shampoo, caspr, kfac, adabk, eva or mfac."),
+        typer.Option(help="base (alone), shampoo, caspr, kfac, adabk, eva, mfac or muon."),
     ] = None,
     bits: Annotated[int | None, typer.Option(help="Of second-order state: 32, 8, 6, 4, 3.")] = None,
     base: Annotated[
@@ -97,9 +97,9 @@ def train(
         raise LabError("which recipe? `kronbit recipes` lists them; --resume RUN goes on with one")
     else:
         made = find_recipe(recipe).with_settings({**wishes, **parse_settings(settings or ())})
-        if made.optimizer == "base" and made.options:
+        if made.optimizer in ("base", "muon") and made.options:
             name = next(iter(made.options))
-            raise LabError(f"{name} means nothing to --optimizer base: leave it out")
+            raise LabError(f"{name} means nothing to --optimizer {made.optimizer}: leave it out")
         folder = new_folder(out, f"{made.name}-{made.optimizer}", resume=False)
         running = Running(data or DATA_FOLDER, compile, cuda_graph, tensorboard)
     world = join_world(parallel, device)

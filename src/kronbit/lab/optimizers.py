@@ -15,6 +15,7 @@ from kronbit.baselines import EVA, MFAC
 from kronbit.config import Config
 from kronbit.first_order import resolve
 from kronbit.lab.errors import LabError
+from kronbit.lab.muon import MuonBesideBase
 from kronbit.lab.named import refuse_unknown
 from kronbit.lab.recipe import OPTIMIZERS, Recipe, parse_settings
 
@@ -41,6 +42,7 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
     },
     "eva": {"optimizer": "eva"},
     "mfac": {"optimizer": "mfac"},
+    "muon": {"optimizer": "muon"},
 }
 DEFAULT_VARIANTS = ("base", "shampoo-32", "shampoo-4-naive", "shampoo-4-paper", "shampoo-4")
 BASE_LABELS = {
@@ -64,6 +66,8 @@ def label_of(recipe: Recipe) -> str:
     """What its optimizer is called in tables: "AdamW", "+ 4-bit Shampoo (paper)"."""
     if recipe.optimizer == "base":
         return BASE_LABELS.get(recipe.base, recipe.base)
+    if recipe.optimizer == "muon":
+        return "Muon"
     if recipe.optimizer in _BASELINES:
         return f"+ {_BASELINES[recipe.optimizer]}"
     options = recipe.second_order_options()
@@ -130,6 +134,8 @@ def make_optimizer(
     try:
         if recipe.optimizer == "base":
             return resolve(params, recipe.base, keywords)
+        if recipe.optimizer == "muon":
+            return MuonBesideBase(model, recipe.base, keywords)
         keywords |= {"base": recipe.base, **options}
         if recipe.optimizer in ("shampoo", "caspr"):
             kind = Shampoo if recipe.optimizer == "shampoo" else CASPR

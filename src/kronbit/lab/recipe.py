@@ -16,7 +16,7 @@ from kronbit.lab.errors import LabError
 from kronbit.lab.named import refuse_unknown
 
 FOLDER = Path(__file__).parent / "recipes"
-OPTIMIZERS = ("base", "shampoo", "caspr", "kfac", "adabk", "eva", "mfac")
+OPTIMIZERS = ("base", "shampoo", "caspr", "kfac", "adabk", "eva", "mfac", "muon")
 SCHEDULES = ("multistep", "cosine", "linear", "constant", "schedule-free")
 
 
@@ -34,7 +34,8 @@ class Recipe:
         steps: Steps of the optimizer.
         batch: Examples per step, over all ranks.
         micro_batch: Examples per pass and rank; gradients are summed up until ``batch``.
-        optimizer: ``base`` (alone), ``shampoo``, ``caspr``, ``kfac``, ``adabk``, ``eva``, ``mfac``.
+        optimizer: ``base`` (alone), ``shampoo``, ``caspr``, ``kfac``, ``adabk``, ``eva``, ``mfac``,
+            or ``muon`` (for hidden matrices, the base for the rest).
         base: F, as in ``kronbit.Shampoo``: ``adamw``, ``sgd``, ``nadamw``, an import path, ...
         lr: F's learning rate at its highest.
         base_options: F's other options.

@@ -229,6 +229,8 @@ def test_every_bad_input_is_one_line(capsys: pytest.CaptureFixture[str], tmp_pat
     assert "not optimizer" in one_line(capsys, "train", "digits-cnn", "--optimizer", "x", *out)
     assert "bits" in one_line(capsys, "train", "digits-cnn", "--bits", "5", *out)
     assert "'x' is not an optimizer" in one_line(capsys, "compare", "digits-cnn", "-o", "x", *out)
+    late = ["compare", "digits-cnn", "-o", "base", "-o", "shampoo-4 first_refresh=9999", *out]
+    assert "first_refresh must be below" in one_line(capsys, *late)  # before the first run
     assert "run.json" in one_line(capsys, "train", "--resume", str(tmp_path))
     resumed = ["train", "--resume", str(tmp_path), "--bits", "4"]
     assert "give no others" in one_line(capsys, *resumed)

@@ -164,7 +164,7 @@ def compare(
     cuda_graph: CudaGraph = False,
 ) -> int:
     """Train the same network from the same seed with several optimizers, and report."""
-    from kronbit.lab.optimizers import DEFAULT_VARIANTS
+    from kronbit.lab.optimizers import DEFAULT_VARIANTS, check_optimizer
     from kronbit.lab.report.runs import find_runs
     from kronbit.lab.report.writing import write_report
     from kronbit.lab.training.display import Display
@@ -189,6 +189,8 @@ def compare(
     names = [f"{one.key}-seed{one.recipe.seed}" for one in members]
     if len(set(names)) < len(names):
         raise LabError("the same optimizer was given twice: tell them apart by a setting")
+    for one in members:
+        check_optimizer(one.recipe)
     folder = new_folder(out, start.name, resume)
     make_folder(folder)
     console = Console(stderr=True)

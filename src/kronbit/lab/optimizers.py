@@ -15,6 +15,7 @@ from kronbit.baselines import EVA, MFAC
 from kronbit.config import Config
 from kronbit.first_order import resolve
 from kronbit.lab.errors import LabError
+from kronbit.lab.models import build
 from kronbit.lab.muon import MuonBesideBase
 from kronbit.lab.named import refuse_unknown
 from kronbit.lab.recipe import OPTIMIZERS, Recipe, parse_settings
@@ -105,6 +106,18 @@ def variant(spec: str, recipe: Recipe) -> tuple[str, str, Recipe]:
     for text in given:
         label += f", {text.removeprefix('longer=')} x as long" if "longer=" in text else f", {text}"
     return "-".join([name, *given]).replace("/", "_"), label, made
+
+
+def check_optimizer(recipe: Recipe) -> None:
+    """Refuse now what would be refused when the run begins, hours later in a comparison.
+
+    Raises:
+        LabError: If an option of the network or of the optimizer is wrong.
+    """
+    options = dict(recipe.model)
+    with torch.device("meta"):  # no memory, and no time
+        model = build(options.pop("name"), **options)
+    make_optimizer(recipe, model, warmup=0)
 
 
 def make_optimizer(

@@ -396,8 +396,8 @@ def test_shadow_finds_what_a_separate_replay_does(
     shadow = watched(optimizer, model)
     assert shadow.watches == ("0.weight", "2.weight")
     exact = {
-        name: 1e-4 * torch.eye(n, dtype=torch.float64)
-        for name, n in (("0.weight left", 64), ("0.weight right", 80), ("2.weight left", 48))
+        f"{layer}.weight {side}": 1e-4 * torch.eye(n, dtype=torch.float64)
+        for layer, side, n in ((0, "left", 64), (0, "right", 80), (2, "left", 48), (2, "right", 64))
     }
     refreshed = []
     for t in range(1, 13):
@@ -412,7 +412,8 @@ def test_shadow_finds_what_a_separate_replay_does(
         if found is None:
             continue
         refreshed.append(t)
-        assert set(found["blocks"]) == {*exact, "2.weight right"}
+        assert set(found["blocks"]) == set(exact)
+        beside = []
         roots = {f"{name} {side}": root for name, side, root in own_roots(optimizer)}
         for name, A in exact.items():
             root = roots[name.replace("weight", "weight block_0")]
@@ -423,9 +424,12 @@ def test_shadow_finds_what_a_separate_replay_does(
             assert found["blocks"][name]["angle"] == pytest.approx(
                 angle(root, right), rel=1e-3, abs=1e-5
             )
-        for key in ("nre", "angle"):
+            off = [X - torch.diag(X.diagonal()) for X in (root.double(), right)]
+            beside.append((relative_error(*off), angle(*off)))
+        for key, mean in zip(("nre", "angle"), torch.tensor(beside).mean(0).tolist(), strict=True):
             every = [own[key] for own in found["blocks"].values()]
             assert found[key] == pytest.approx(sum(every) / 4)
+            assert found["off_diagonal"][key] == pytest.approx(mean, rel=2e-3, abs=1e-5)
         low, high = (0, 1e-3) if bits == 32 else (1e-3, 1)
         assert low <= found["nre"] < high
     assert refreshed == [2, 4, 6, 12]

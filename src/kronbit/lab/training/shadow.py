@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from kronbit.config import Config
 from kronbit.distributed.placements import is_distributed
 from kronbit.factors.layout import decay_weights
 from kronbit.lab.errors import LabError
-from kronbit.lab.quantisation.errors import Deviation, Statistic
+from kronbit.lab.quantisation.errors import Deviation, Statistic, deviations
 from kronbit.optimizer import SecondOrder
 
 _SIDES = ("left", "right")
@@ -118,7 +118,8 @@ class Shadow:
 
         Returns:
             ``None``, unless roots were refreshed: then the means of their errors, ``nre`` and
-            ``angle`` (degrees), and those of each under ``blocks``.
+            ``angle`` (degrees), the same without diagonals under ``off_diagonal``, and those of
+            each root under ``blocks``.
         """
         # A step may have been skipped, by a gradient scaler, say.
         taken = [watch for watch in self._watches if self._steps(watch) == watch.seen + 1]
@@ -133,13 +134,14 @@ class Shadow:
             if not refreshed:
                 return None
             found = self._errors(refreshed)
+        whole, beside = zip(*found.values(), strict=True)
         return {
-            "nre": sum(own.nre for own in found.values()) / len(found),
-            "angle": sum(own.angle for own in found.values()) / len(found),
-            "blocks": {name: {"nre": own.nre, "angle": own.angle} for name, own in found.items()},
+            **_mean(whole),
+            "off_diagonal": _mean(beside),
+            "blocks": {name: asdict(own) for name, (own, _) in found.items()},
         }
 
-    def _errors(self, refreshed: list[_Watch]) -> dict[str, Deviation]:
+    def _errors(self, refreshed: list[_Watch]) -> dict[str, tuple[Deviation, Deviation]]:
         plan = self._optimizer._plan
         assert plan is not None, "a step has been taken"
         planned = {(block.p, block.key): block for block in plan.blocks()}
@@ -150,7 +152,7 @@ class Shadow:
                 root = factors.roots(slice(own.row, own.row + 1))[0]
                 A = watch.exact[side].to(root.device)
                 exact = Statistic.of(A, self._config(watch)).root()
-                found[f"{watch.name} {side}"] = Deviation.of(root, exact)
+                found[f"{watch.name} {side}"] = deviations(root, exact)
         return found
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -184,6 +186,13 @@ class Shadow:
         """Gradients that a parameter has seen."""
         # Not by [], which would make an entry.
         return int(self._optimizer.state.get(watch.p, {}).get("step", 0))
+
+
+def _mean(found: Sequence[Deviation]) -> dict[str, float]:
+    """Of both errors."""
+    return {
+        name: sum(getattr(own, name) for own in found) / len(found) for name in ("nre", "angle")
+    }
 
 
 def _knows_nothing(optimizer: SecondOrder) -> bool:

@@ -267,7 +267,9 @@ class Training:
     def _make_passes(self, x: Tensor, y: Tensor) -> Eager | Captured:
         repeatable = Repeatable(self.world.device, self.recipe.deterministic)
         if self._graph:
-            return Captured(self._runner, self.objective, x, y, repeatable)
+            captured = Captured(self._runner, self.objective, x, y, repeatable)
+            self.peak.add_beside(captured.freed_bytes)
+            return captured
         share = self.recipe.micro_batch
         return Eager(self._runner, self.objective, self.optimizer, share, self.scaler, repeatable)
 

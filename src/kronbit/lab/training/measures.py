@@ -75,6 +75,7 @@ class PeakMemory:
 
     def __init__(self, device: torch.device, held: int) -> None:
         self._device, self._held = device, held
+        self._beside = 0
         self._peak: int | None = None
         self._start = 0
         gc.collect()
@@ -89,7 +90,7 @@ class PeakMemory:
     def note(self) -> None:
         """Take what the last steps needed into account."""
         if self._device.type == "cuda":
-            self.raise_to(torch.cuda.max_memory_allocated(self._device))
+            self.raise_to(torch.cuda.max_memory_allocated(self._device) + self._beside)
         elif self._counts:
             self.raise_to(self._held + max(0, (_resident("VmHWM") or 0) - self._start))
 
@@ -103,6 +104,11 @@ class PeakMemory:
             _CLEAR.write_text("5")  # Linux: the peak is what is held now
             self._counts = bool(self._start)
 
+    def add_beside(self, value: int) -> None:
+        """From now on so much is taken that does not count as allocated: by a CUDA graph."""
+        self._beside += value
+        self.restart()
+
     def raise_to(self, value: int) -> None:
         """Another part of the same run has needed so much."""
         self._peak = max(value, self._peak or 0)
@@ -114,7 +120,7 @@ class PeakMemory:
     def now(self) -> int | None:
         """Bytes held at present, for the progress bar."""
         if self._device.type == "cuda":
-            return torch.cuda.memory_allocated(self._device)
+            return torch.cuda.memory_allocated(self._device) + self._beside
         return _resident("VmRSS")
 
 

@@ -116,6 +116,7 @@ def test_variants_are_the_recipe_with_other_options() -> None:
     key, label, longer = variant("base longer=1.5 lr=3e-3", recipe)
     assert (longer.steps, longer.lr) == (round(1.5 * (recipe.steps or 0)), 3e-3)
     assert "1.5 x as long" in label
+    assert variant("base base=torch.optim.RAdam lr=1", recipe)[1] == "RAdam, lr=1"
     assert key == "base-longer=1.5-lr=3e-3"
     with pytest.raises(LabError, match="did you mean shampoo-4"):
         variant("shampo-4", recipe)

@@ -66,7 +66,7 @@ _BASELINES = {"eva": "EVA", "mfac": "M-FAC"}
 def label_of(recipe: Recipe) -> str:
     """What its optimizer is called in tables: "AdamW", "+ 4-bit Shampoo (paper)"."""
     if recipe.optimizer == "base":
-        return BASE_LABELS.get(recipe.base, recipe.base)
+        return BASE_LABELS.get(recipe.base, recipe.base.rpartition(".")[2])
     if recipe.optimizer == "muon":
         return "Muon"
     if recipe.optimizer in _BASELINES:
@@ -104,6 +104,8 @@ def variant(spec: str, recipe: Recipe) -> tuple[str, str, Recipe]:
         made = made.with_settings(length or {"steps": round((made.steps or 0) * longer)})
     label = label_of(made)
     for text in given:
+        if name == "base" and text.startswith("base="):
+            continue  # that is what the label says
         label += f", {text.removeprefix('longer=')} x as long" if "longer=" in text else f", {text}"
     return "-".join([name, *given]).replace("/", "_"), label, made
 

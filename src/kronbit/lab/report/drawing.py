@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 # Told apart by lightness and by line, too, not by hue alone: greys for what is compared with,
 # blues for the paper's, orange for ours.
-_KNOWN: dict[str, tuple[str, Any]] = {
+KNOWN: dict[str, tuple[str, Any]] = {
     "base": ("#2b3038", "-"),
     "shampoo-32": ("#8a8f98", (0, (5, 1.5))),
     "shampoo-4-naive": ("#8ab6e0", (0, (1.2, 1.2))),
@@ -102,8 +102,8 @@ def optimizer_lines(found: Sequence[Outcome]) -> list[Line]:
     others = 0
     lines = []
     for outcome in found:
-        if outcome.variant in _KNOWN and outcome.variant not in taken:
-            colour, style = _KNOWN[outcome.variant]
+        if outcome.variant in KNOWN and outcome.variant not in taken:
+            colour, style = KNOWN[outcome.variant]
         else:
             colour, style = _OTHERS[others % len(_OTHERS)]
             others += 1

@@ -2,7 +2,8 @@
 
 Usage::
 
-    python benchmarks/whitened_momentum.py --output result.json [--seeds 2]
+    OMP_NUM_THREADS=1 python benchmarks/whitened_momentum.py --seeds 2 --processes 2 \
+        --output result.json
 
 The recipe pydoc-gpt (a small GPT on Python's reference, CPU, minutes). Hidden matrices get the
 optimizer of a row, everything else AdamW; the same learning rate for both, as with Muon. "peak" is
@@ -12,9 +13,12 @@ how far a step is from orthogonal: its largest singular value, over their root m
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 from collections.abc import Callable, Iterable
+from concurrent.futures import ProcessPoolExecutor
 from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +36,9 @@ from kronbit.lab.training.measures import hardware, versions
 from kronbit.lab.training.passes import Objective
 
 DECAY, RMS, MU = 0.1, 0.2, 0.95  # of weights; of Muon's update, per lr; of its momentum
-SELDOM = {"update_every": 10, "refresh_every": 50, "first_refresh": 10}
-OFTEN = {"update_every": 2, "refresh_every": 10, "first_refresh": 5}
+SELDOM = {"bits": 32, "update_every": 10, "refresh_every": 50, "first_refresh": 5}
+OFTEN = {"bits": 32, "update_every": 2, "refresh_every": 10, "first_refresh": 5}
+ALWAYS = {"bits": 32, "update_every": 1, "refresh_every": 1}
 BETAS = (0.9, 0.95)
 LOOK_EVERY = 20
 
@@ -98,18 +103,43 @@ class NormalisedSGD(Optimizer):
                 p.mul_(1 - group["lr"] * DECAY).add_(p.grad, alpha=-group["lr"])
 
 
-class WhitenedMomentum:
-    """Momentum first, then Shampoo of that, then a step of fixed size."""
+class Whitened:
+    """Shampoo of gradients or of their momentum, and a step of fixed size.
 
-    def __init__(self, params: list[Tensor], lr: float, **options: Any) -> None:
-        self.momentum = Momentum(params)
-        self.shampoo = Shampoo(params, base=NormalisedSGD, lr=lr, **options)
+    Args:
+        params: What is trained.
+        lr: Learning rate.
+        momentum_first: Whether Shampoo is of the momentum, else the momentum of what Shampoo makes.
+        orthogonal: Whether the momentum after Shampoo is made orthogonal.
+        options: Of Shampoo.
+    """
+
+    def __init__(
+        self,
+        params: list[Tensor],
+        lr: float,
+        momentum_first: bool,
+        orthogonal: bool = False,
+        **options: Any,
+    ) -> None:
+        self.params = params
+        self.momentum = Momentum(params) if momentum_first else None
+        self.shampoo = Shampoo(
+            params,
+            base=NormalisedSGD,
+            lr=lr,
+            momentum=not momentum_first,
+            orthogonal=orthogonal,
+            **options,
+        )
         self.param_groups = self.shampoo.param_groups
 
     @torch.no_grad()
     def step(self) -> None:
-        self.momentum()
-        to_rms([p.grad for p in self.momentum.buffers if p.grad is not None], 1.0)
+        if self.momentum is not None:
+            self.momentum()
+        # All steps count alike in the statistics, whichever they are of.
+        to_rms([p.grad for p in self.params if p.grad is not None], 1.0)
         self.shampoo.step()
 
 
@@ -121,33 +151,29 @@ def around_adamw(params: Any, lr: float, **options: Any) -> Optimizer:
     return Shampoo(params, lr=lr, betas=BETAS, weight_decay=DECAY, **options)
 
 
-def shampoo_first(params: Any, lr: float, orthogonal: bool = False, **options: Any) -> Optimizer:
-    return Shampoo(
-        params, base=NormalisedSGD, lr=lr, momentum=True, orthogonal=orthogonal, **options
-    )
-
+before_momentum = partial(Whitened, momentum_first=False)
+of_momentum = partial(Whitened, momentum_first=True)
 
 Maker = Callable[[list[Tensor], float], Any]
 ROWS: dict[str, Maker] = {
     "AdamW": adamw,
-    "AdamW + Shampoo": partial(around_adamw, bits=32, **SELDOM),
-    "AdamW + Shampoo, often": partial(around_adamw, bits=32, **OFTEN),
+    "AdamW + Shampoo": partial(around_adamw, **SELDOM),
+    "AdamW + Shampoo, often": partial(around_adamw, **OFTEN),
     # All others take steps of a fixed size.
     "momentum": partial(NormalisedSGD, momentum=True),
-    "Shampoo, then momentum": partial(shampoo_first, bits=32, **SELDOM),
-    "momentum, then Shampoo": partial(WhitenedMomentum, bits=32, **SELDOM),
-    "momentum, then Shampoo, often": partial(WhitenedMomentum, bits=32, **OFTEN),
-    "momentum, then 4-bit Shampoo, often": partial(WhitenedMomentum, bits=4, **OFTEN),
+    "Shampoo, then momentum": partial(before_momentum, **SELDOM),
+    "momentum, then Shampoo": partial(of_momentum, **SELDOM),
+    "momentum, then Shampoo, often": partial(of_momentum, **OFTEN),
+    "momentum, then Shampoo, always": partial(of_momentum, **ALWAYS),
+    "momentum, then 4-bit Shampoo, often": partial(of_momentum, **{**OFTEN, "bits": 4}),
     "orthogonal gradient": partial(NormalisedSGD, orthogonal=True),
     "orthogonal momentum (Muon)": partial(NormalisedSGD, momentum=True, orthogonal=True),
-    "Shampoo, then orthogonal momentum": partial(shampoo_first, orthogonal=True, bits=32, **SELDOM),
-    "Shampoo, then orthogonal momentum, often": partial(
-        shampoo_first, orthogonal=True, bits=32, **OFTEN
-    ),
+    "Shampoo, then orthogonal momentum": partial(before_momentum, orthogonal=True, **SELDOM),
+    "Shampoo, then orthogonal momentum, often": partial(before_momentum, orthogonal=True, **OFTEN),
 }
 
 
-def train(make: Maker, lr: float, seed: int) -> dict[str, float]:
+def train(row: str, lr: float, seed: int) -> dict[str, Any]:
     """The loop of the lab, but for the optimizer."""
     recipe = find_recipe("pydoc-gpt").with_settings({"seed": seed})
     steps = recipe.steps or 0
@@ -161,7 +187,7 @@ def train(make: Maker, lr: float, seed: int) -> dict[str, float]:
     hidden = [p for _, p in hidden_matrices(model)]
     own = set(hidden)
     rest = [p for p in model.parameters() if p not in own]
-    optimizers = [make(hidden, lr), adamw(rest, lr)]
+    optimizers = [ROWS[row](hidden, lr), adamw(rest, lr)]
     losses, peaks = [], []
     for step in range(steps):
         rate = lr * factor(recipe.schedule, step, steps, round(recipe.warmup * steps))
@@ -190,6 +216,9 @@ def train(make: Maker, lr: float, seed: int) -> dict[str, float]:
         if number < (recipe.eval_batches or number + 1):
             total += objective.judge(model, x, y)
     return {
+        "optimizer": row,
+        "lr": lr,
+        "seed": seed,
         "loss": float(total[0] / total[2]),
         "train_loss": sum(losses[-20:]) / 20,
         "peak": sum(peaks) / len(peaks),
@@ -202,20 +231,26 @@ def main() -> None:
     parser.add_argument("--rates", type=float, nargs="+", default=[3e-3, 6e-3, 1.2e-2, 2.4e-2])
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS))
-    arguments = parser.parse_args()
+    parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--commit", default="", help="that it is run with")
+    given = parser.parse_args()
     content: dict[str, Any] = {
         "hardware": hardware(torch.device("cpu")),
         "versions": versions(),
+        "commit": given.commit,
         "recipe": "pydoc-gpt",
         "runs": [],
     }
-    for name in arguments.rows:
-        for lr in arguments.rates:
-            for seed in range(arguments.seeds):
-                found = train(ROWS[name], lr, seed)
-                content["runs"].append({"optimizer": name, "lr": lr, "seed": seed, **found})
-                print(f"{name:45} lr {lr:<7g} seed {seed}: {found['loss']:.4f}", flush=True)
-                arguments.output.write_text(json.dumps(content, indent=1) + "\n")
+    cases = list(itertools.product(given.rows, given.rates, range(given.seeds)))
+    with ProcessPoolExecutor(given.processes, get_context("spawn")) as pool:
+        for found in pool.map(train, *zip(*cases, strict=True)):
+            content["runs"].append(found)
+            print(
+                f"{found['optimizer']:45} lr {found['lr']:<7g} seed {found['seed']}: "
+                f"{found['loss']:.4f}, peak {found['peak']:.2f}",
+                flush=True,
+            )
+            given.output.write_text(json.dumps(content, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -231,11 +231,18 @@ def test_every_bad_input_is_one_line(capsys: pytest.CaptureFixture[str], tmp_pat
     assert "'x' is not an optimizer" in one_line(capsys, "compare", "digits-cnn", "-o", "x", *out)
     late = ["compare", "digits-cnn", "-o", "base", "-o", "shampoo-4 first_refresh=9999", *out]
     assert "first_refresh must be below" in one_line(capsys, *late)  # before the first run
+    late = ["compare", "digits-cnn", "-o", "base", "-o", "kfac-4", "--compile", *out]
+    assert "--compile leaves out the hooks" in one_line(capsys, *late)
+    for first_order in ("base", "muon"):
+        spec = f"{first_order} bits=8"
+        assert "bits means nothing to" in one_line(
+            capsys, "compare", "digits-vit", "-o", spec, *out
+        )
     assert "run.json" in one_line(capsys, "train", "--resume", str(tmp_path))
     resumed = ["train", "--resume", str(tmp_path), "--bits", "4"]
     assert "give no others" in one_line(capsys, *resumed)
     plain = ["train", "digits-cnn", "--optimizer", "base", "--bits", "4", *out]
-    assert "means nothing to --optimizer base" in one_line(capsys, *plain)
+    assert "means nothing to base" in one_line(capsys, *plain)
     longer = ["train", "pydoc-gpt", "--set", "data.length=128", *out]
     assert "more than the 64 places" in one_line(capsys, *longer)
     assert "--set data.NAME=VALUE" in one_line(capsys, "train", "digits-cnn", "--set", "data=3")

@@ -67,7 +67,7 @@ def train(
     tensorboard: TensorBoard = False,
 ) -> int:
     """Train a recipe once: progress, evaluation, checkpoints; Ctrl-C saves."""
-    from kronbit.lab.optimizers import label_of
+    from kronbit.lab.optimizers import label_of, refuse_meaningless
     from kronbit.lab.training.display import Display
     from kronbit.lab.training.experiment import (
         DATA_FOLDER,
@@ -97,9 +97,7 @@ def train(
         raise LabError("which recipe? `kronbit recipes` lists them; --resume RUN goes on with one")
     else:
         made = find_recipe(recipe).with_settings({**wishes, **parse_settings(settings or ())})
-        if made.optimizer in ("base", "muon") and made.options:
-            name = next(iter(made.options))
-            raise LabError(f"{name} means nothing to --optimizer {made.optimizer}: leave it out")
+        refuse_meaningless(made)
         folder = new_folder(out, f"{made.name}-{made.optimizer}", resume=False)
         running = Running(data or DATA_FOLDER, compile, cuda_graph, tensorboard)
     world = join_world(parallel, device)
@@ -172,6 +170,7 @@ def compare(
     from kronbit.lab.training.files import make_folder
     from kronbit.lab.training.interrupts import Interrupts
     from kronbit.lab.training.loop import Interrupted, Running
+    from kronbit.lab.training.refusals import refuse_impossible
     from kronbit.lab.training.world import join_world
 
     if resume and out is None:
@@ -190,6 +189,7 @@ def compare(
     if len(set(names)) < len(names):
         raise LabError("the same optimizer was given twice: tell them apart by a setting")
     for one in members:
+        refuse_impossible(one.recipe, world, running)
         check_optimizer(one.recipe)
     folder = new_folder(out, start.name, resume)
     make_folder(folder)

@@ -90,7 +90,7 @@ def variant(spec: str, recipe: Recipe) -> tuple[str, str, Recipe]:
         A key for folders, a label for tables, and the recipe.
 
     Raises:
-        LabError: If there is no such optimizer.
+        LabError: If there is no such optimizer, or it does not have such a setting.
     """
     name, *given = shlex.split(spec) or [""]
     refuse_unknown("an optimizer", [name], [*VARIANTS, *OPTIMIZERS])
@@ -99,6 +99,7 @@ def variant(spec: str, recipe: Recipe) -> tuple[str, str, Recipe]:
     if not (isinstance(longer, (int, float)) and longer > 0):
         raise LabError(f"longer must be a positive number; got {longer!r}")
     made = recipe.with_settings({**VARIANTS.get(name, {"optimizer": name}), **settings})
+    refuse_meaningless(made, recipe.options)
     if longer != 1:
         length = {"epochs": made.epochs * longer} if made.epochs else {}
         made = made.with_settings(length or {"steps": round((made.steps or 0) * longer)})
@@ -110,8 +111,24 @@ def variant(spec: str, recipe: Recipe) -> tuple[str, str, Recipe]:
     return "-".join([name, *given]).replace("/", "_"), label, made
 
 
+def refuse_meaningless(recipe: Recipe, shared: Mapping[str, Any] | None = None) -> None:
+    """Refuse options of second order where there is none.
+
+    Args:
+        recipe: What is to run.
+        shared: Options that are for other members of a comparison as well.
+
+    Raises:
+        LabError: If there is one.
+    """
+    if recipe.optimizer in ("base", "muon"):
+        for name in recipe.options:
+            if name not in (shared or {}):
+                raise LabError(f"{name} means nothing to {recipe.optimizer}: leave it out")
+
+
 def check_optimizer(recipe: Recipe) -> None:
-    """Refuse now what would be refused when the run begins, hours later in a comparison.
+    """Refuse now what the optimizer would refuse when its run begins, hours later in a comparison.
 
     Raises:
         LabError: If an option of the network or of the optimizer is wrong.

@@ -33,6 +33,7 @@ from kronbit.lab.training.interrupts import Interrupts
 from kronbit.lab.training.measures import PeakMemory, StepTimer
 from kronbit.lab.training.modes import Modes
 from kronbit.lab.training.passes import Captured, Eager, Objective, rehearse
+from kronbit.lab.training.refusals import refuse_impossible
 from kronbit.lab.training.shadow import Shadow
 from kronbit.lab.training.summary import summarise
 from kronbit.lab.training.world import (
@@ -85,7 +86,7 @@ class Training:
 
     def __init__(self, recipe: Recipe, folder: Path, world: World, running: Running) -> None:
         self.recipe, self.folder, self.world = recipe, folder, world
-        self._check(running)
+        refuse_impossible(recipe, world, running)
         device = world.device
         self.data = open_data(
             recipe.data,
@@ -132,27 +133,6 @@ class Training:
         self._since = time.perf_counter()
         self._wants_board = running.tensorboard and world.first
         self._board: Any = None
-
-    def _check(self, running: Running) -> None:
-        recipe, world = self.recipe, self.world
-        on_gpu = world.device.type == "cuda"
-        if recipe.amp == "fp16" and not on_gpu:
-            raise LabError("--amp fp16 needs a GPU: use --amp bf16 or --amp off on the CPU")
-        hooked = recipe.optimizer in ("kfac", "adabk", "eva")
-        leaves_out = f"leaves out the hooks of layers that {recipe.optimizer} needs"
-        reasons = {
-            "--cuda-graph needs a CUDA device": running.graph and not on_gpu,
-            "--cuda-graph goes with one process": running.graph and world.parallel != "none",
-            "--cuda-graph does not go with --amp fp16": running.graph and recipe.amp == "fp16",
-            "--cuda-graph does not go with micro_batch": running.graph and recipe.micro_batch,
-            f"--cuda-graph {leaves_out}": running.graph and hooked,
-            f"--compile {leaves_out}": running.compile and hooked,
-            "eva does not undo the loss scale of --amp fp16: use bf16": recipe.amp == "fp16"
-            and recipe.optimizer == "eva",
-        }
-        for reason, holds in reasons.items():
-            if holds:
-                raise LabError(reason)
 
     def _build_model(self, device: torch.device) -> nn.Module:
         options = dict(self.recipe.model)

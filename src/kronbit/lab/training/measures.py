@@ -61,8 +61,9 @@ def _milliseconds(a: _Mark, b: _Mark) -> float:
 
 
 class PeakMemory:
-    """The most that training took: on a GPU what was allocated, else what the process grew by.
+    """The most that training took.
 
+    On a GPU it is what was allocated, and what a CUDA graph keeps, else what the process grew by.
     Evaluation between ``note`` and ``restart`` does not count.
 
     Args:
@@ -107,6 +108,7 @@ class PeakMemory:
     def add_beside(self, value: int) -> None:
         """From now on so much is taken that does not count as allocated: by a CUDA graph."""
         self._beside += value
+        self.kind = "allocated on the GPU, and kept by a CUDA graph"
         self.restart()
 
     def raise_to(self, value: int) -> None:

@@ -1,0 +1,43 @@
+"""What cannot be run together, said before anything has run."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kronbit.lab.errors import LabError
+from kronbit.lab.recipe import Recipe
+
+if TYPE_CHECKING:
+    from kronbit.lab.training.loop import Running
+    from kronbit.lab.training.world import World
+
+
+def refuse_impossible(recipe: Recipe, world: World, running: Running) -> None:
+    """Refuse ways to run that do not go with the device, the optimizer or each other.
+
+    Args:
+        recipe: Its settings.
+        world: Where this process stands.
+        running: How it is to run.
+
+    Raises:
+        LabError: If there is one.
+    """
+    on_gpu = world.device.type == "cuda"
+    if recipe.amp == "fp16" and not on_gpu:
+        raise LabError("--amp fp16 needs a GPU: use --amp bf16 or --amp off on the CPU")
+    hooked = recipe.optimizer in ("kfac", "adabk", "eva")
+    leaves_out = f"leaves out the hooks of layers that {recipe.optimizer} needs"
+    reasons = {
+        "--cuda-graph needs a CUDA device": running.graph and not on_gpu,
+        "--cuda-graph goes with one process": running.graph and world.parallel != "none",
+        "--cuda-graph does not go with --amp fp16": running.graph and recipe.amp == "fp16",
+        "--cuda-graph does not go with micro_batch": running.graph and recipe.micro_batch,
+        f"--cuda-graph {leaves_out}": running.graph and hooked,
+        f"--compile {leaves_out}": running.compile and hooked,
+        "eva does not undo the loss scale of --amp fp16: use bf16": recipe.amp == "fp16"
+        and recipe.optimizer == "eva",
+    }
+    for reason, holds in reasons.items():
+        if holds:
+            raise LabError(reason)

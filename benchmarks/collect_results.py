@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,9 +24,9 @@ from kronbit.lab.report.runs import Run, find_runs
 _TIMES = ("seconds", "step_ms")
 
 
-def curve(run: Run) -> dict[str, list[float]]:
+def curve(run: Run) -> dict[str, list[float | None]]:
     """At every evaluation: what it found, and the mean training loss since the last one."""
-    found: dict[str, list[float]] = {"step": [], "train_loss": [], "loss": []}
+    found: dict[str, list[float | None]] = {"step": [], "train_loss": [], "loss": []}
     before = 0
     for line in run.evals:
         step = line["step"]
@@ -47,7 +49,7 @@ def curve(run: Run) -> dict[str, list[float]]:
 def errors(run: Run) -> dict[str, Any]:
     """The mean errors of the watched roots at every refresh."""
 
-    def lists(lines: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
+    def lists(lines: Sequence[Mapping[str, float]]) -> dict[str, list[float | None]]:
         return {name: [_short(line[name]) for line in lines] for name in ("nre", "angle")}
 
     found = {"step": [line["step"] for line in run.errors], **lists(run.errors)}
@@ -59,12 +61,23 @@ def errors(run: Run) -> dict[str, Any]:
 def collected(run: Run, side_by_side: int) -> dict[str, Any]:
     left_out = ("format", "errors", "hardware", "versions", *(_TIMES if side_by_side > 1 else ()))
     kept = {name: value for name, value in run.summary.items() if name not in left_out}
-    found = {**kept, "lr": run.settings["lr"], "curve": curve(run)}
+    kept["command"] = _without_data(run.command)
+    found = {**kept, "lr": run.settings["lr"], "diverged": run.diverged, "curve": curve(run)}
     return {**found, "errors": errors(run)} if run.errors else found
 
 
-def _short(value: float) -> float:
-    return float(f"{value:.6g}")
+def _without_data(command: str) -> str:
+    """Where the data lay on the machine of a run is nobody's business."""
+    words = shlex.split(command)
+    if "--data" in words:
+        at = words.index("--data")
+        del words[at : at + 2]
+    return shlex.join(words)
+
+
+def _short(value: float | None) -> float | None:
+    """Six digits; JSON has no NaN, and null stands for what is no number any more."""
+    return None if value is None or not math.isfinite(value) else float(f"{value:.6g}")
 
 
 def same(values: Sequence[Any], what: str) -> Any:
@@ -77,7 +90,7 @@ def write(path: Path, content: Mapping[str, Any]) -> None:
     """JSON with a line per run."""
     runs = content["runs"]
     head = json.dumps({**content, "runs": []}, indent=1)
-    lines = ",\n".join(f"  {json.dumps(run)}" for run in runs)
+    lines = ",\n".join(f"  {json.dumps(run, allow_nan=False)}" for run in runs)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(head.replace('"runs": []', f'"runs": [\n{lines}\n ]') + "\n", encoding="utf-8")
 

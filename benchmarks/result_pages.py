@@ -72,12 +72,16 @@ def state_bytes(run: Run) -> int:
 
 def score_text(run: Run) -> str:
     """Accuracy, if there is one, and loss."""
+    if run.get("diverged"):
+        return "diverged"
     if run["accuracy"] is None:
         return f"{run['loss']:.3f}"
     return f"{100 * run['accuracy']:.1f} % ({run['loss']:.3f})"
 
 
 def is_better(run: Run, than: Run) -> bool:
+    if run.get("diverged") or than.get("diverged"):
+        return not run.get("diverged")
     if run["accuracy"] is None:
         return bool(run["loss"] < than["loss"])
     return bool(run["accuracy"] > than["accuracy"])

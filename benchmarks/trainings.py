@@ -14,10 +14,12 @@ from __future__ import annotations
 
 import argparse
 import re
+import shlex
 import signal
 import subprocess
 import sys
 import time
+import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +27,7 @@ from pathlib import Path
 from collect_results import write_collected
 
 ROOT = Path(__file__).parents[1]
-_OUTCOMES = {0: "finished", 130: "saved"}  # by exit code
+_OUTCOMES = {0: "finished", 130: "stopped"}  # by exit code
 
 
 @dataclass(frozen=True)
@@ -51,10 +53,11 @@ class Trainings:
         found = {}
         for member in self.members:
             for seed in range(self.seeds):
-                name = re.sub(r"[^\w.=-]+", "-", f"{member}-seed{seed}")
                 settings = [f"--set={text}" for text in (*self.settings, f"seed={seed}")]
                 words = ["compare", self.recipe, "-o", member, *settings, *self.flags]
-                found[name] = words
+                # Other settings, another folder: what lies in one is never of an older table.
+                digest = f"{zlib.crc32(shlex.join(words).encode()):08x}"
+                found[re.sub(r"[^\w.=-]+", "-", f"{member}-seed{seed}-{digest}")] = words
         return found
 
 
@@ -254,12 +257,21 @@ def run_together(
                 continue
             del running[name]
             print(f"{name}: {_OUTCOMES.get(code, f'exit {code}')}", flush=True)
-            if code not in _OUTCOMES and not late:  # one that had just begun cannot save yet
+            if code not in _OUTCOMES and not late:  # one that has only begun may end anyhow
                 print((out / f"{name}.log").read_text(errors="replace")[-2000:], flush=True)
             if code != 0:
                 unfinished.append(name)
         time.sleep(0.2)
     return unfinished
+
+
+def most_together(out: Path, together: int) -> int:
+    """How many runs have shared the device at most, in all calls with this folder."""
+    path = out / "together.txt"
+    most = max(together, int(path.read_text()) if path.is_file() else 1)
+    out.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"{most}\n")
+    return most
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -277,6 +289,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for name in given.names
         for own, words in TRAININGS[name].commands().items()
     }
+    most = most_together(given.out, given.together)
     unfinished = run_together(commands, given.data, given.out, given.together, given.seconds)
     for name in given.names:
         own = [run for run in commands if run.startswith(f"{name}/")]
@@ -285,7 +298,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"not finished: {', '.join(left)}")
             continue
         target = given.results / name / "summary.json"
-        write_collected([given.out / run for run in own], target, given.commit, given.together)
+        write_collected([given.out / run for run in own], target, given.commit, most)
         print(f"written: {target}")
     return 1 if unfinished else 0
 

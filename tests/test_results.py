@@ -6,6 +6,7 @@ import importlib.util
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -90,30 +91,57 @@ def test_raw_files_are_of_the_trainings(name: str) -> None:
 
 
 def test_trainings_go_on_where_they_stopped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    small = ("steps=40", "batch=20", "eval_every=20", "checkpoint_every=10", "keep=1")
-    own = trainings.Trainings("digits-cnn", ("base", "shampoo-4 lr=0.02"), small, 2, flags=())
+    small = ("steps=200", "batch=20", "eval_every=100", "checkpoint_every=10", *trainings._LEAN)
+    own = trainings.Trainings("digits-cnn", ("shampoo-4 lr=0.02",), small, flags=())
     monkeypatch.setitem(trainings.TRAININGS, "small", own)
-    words = ["small", "--data", "data", "--out", str(tmp_path / "runs")]
-    words += ["--results", str(tmp_path / "results"), "--together", "2"]
-    first = tmp_path / "runs" / "small" / "base-seed0"
 
-    assert trainings.main([*words, "--seconds", "0"]) == 1  # nothing has begun
-    assert not first.exists()
-    assert trainings.main(words) == 0
-    path = tmp_path / "results" / "small" / "summary.json"
-    whole = json.loads(path.read_text())
-    assert [(run["variant"], run["seed"]) for run in whole["runs"]] == [
-        ("base", 0),
-        ("base", 1),
-        ("shampoo-4-lr=0.02", 0),
-        ("shampoo-4-lr=0.02", 1),
-    ]
-    # One that was killed after its last checkpoint.
-    (first / "summary.json").unlink()
-    (first / "base-seed0" / "summary.json").unlink()
-    began = (first / "base-seed0" / "run.json").read_text()
-    assert trainings.main(words) == 0
-    assert (first / "base-seed0" / "run.json").read_text() == began
-    assert json.loads(path.read_text())["runs"] == whole["runs"]
+    def run(folder: str, *more: str) -> int:
+        out, results = str(tmp_path / folder), str(tmp_path / "results" / folder)
+        return trainings.main(
+            ["small", "--data", "elsewhere", "--out", out, "--results", results, *more]
+        )
+
+    def found(folder: str) -> dict[str, Any]:
+        path = tmp_path / "results" / folder / "small" / "summary.json"
+        content: dict[str, Any] = json.loads(path.read_text())
+        return content
+
+    def has_begun() -> bool:
+        return any((tmp_path / "parts").glob("small/shampoo*/shampoo*/checkpoints/*"))
+
+    # Time is up as soon as there is a checkpoint.
+    with monkeypatch.context() as patched:
+        patched.setattr(trainings.time, "monotonic", lambda: 1e9 if has_begun() else 0.0)
+        assert run("parts", "--seconds", "60", "--together", "2") == 1
+    assert "stopped" in capsys.readouterr().out
+    assert not (tmp_path / "results" / "parts").exists()
+    assert run("parts", "--together", "1") == 0
+    assert run("whole", "--together", "1") == 0
+    (one,), (other,) = (found(folder)["runs"] for folder in ("parts", "whole"))
+    assert one["curve"] == other["curve"]
+    assert one["variant"] == "shampoo-4-lr=0.02"
+    assert "elsewhere" not in one["command"]
+    # Runs that once shared the device have no times.
+    assert ("seconds" in one, "seconds" in other) == (False, True)
+
+
+def test_a_run_that_diverged_has_no_figure(tmp_path: Path) -> None:
+    recipe = find_recipe("digits-cnn").with_settings(
+        parse_settings(["steps=12", "batch=20", "log_every=2", "eval_every=2", "lr=1e30"])
+    )
+    key, label, made = variant("base", recipe)
+    with Display(Console(quiet=True)) as display:
+        member = Member(key, label, made, "kronbit train --data x --set lr=1e30")
+        world, running = join_world("none", "cpu"), Running(Path("data"))
+        run_member(member, tmp_path / "run", world, running, display, False, Interrupts())
+    target = tmp_path / "summary.json"
+    collect_results.write_collected([tmp_path / "run"], target)
+    (found,) = json.loads(target.read_text())["runs"]
+    assert found["diverged"]
+    assert None in found["curve"]["loss"]
+    assert found["command"] == "kronbit train --set lr=1e30"
+    assert result_pages.score_text(found) == "diverged"
+    good = {"accuracy": 0.1, "loss": 5.0}
+    assert result_pages.best_of([found, good]) is result_pages.best_of([good, found]) is good

@@ -49,10 +49,13 @@ class Trainings:
     flags: tuple[str, ...] = ("--cuda-graph",)
 
     def commands(self) -> dict[str, list[str]]:
-        """The command of every run, but for ``--data`` and ``--out``, by a name for its folder."""
+        """The command of every run, but for ``--data`` and ``--out``, by a name for its folder.
+
+        One seed after the other: a table that is cut off has whole columns.
+        """
         found = {}
-        for member in self.members:
-            for seed in range(self.seeds):
+        for seed in range(self.seeds):
+            for member in self.members:
                 settings = [f"--set={text}" for text in (*self.settings, f"seed={seed}")]
                 words = ["compare", self.recipe, "-o", member, *settings, *self.flags]
                 # Other settings, another folder: what lies in one is never of an older table.

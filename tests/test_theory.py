@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from quantised_eigenvectors import alpha_beta, cosine, nre, power, restored, sharp
 from torch import Tensor
 
 from kronbit.config import Config
@@ -25,34 +26,6 @@ seeds = st.integers(0, 2**32 - 1)
 def orthogonal(n: int, seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.linalg.qr(torch.randn(n, n, dtype=torch.float64, generator=generator))[0]
-
-
-def power(A: Tensor, s: float) -> Tensor:
-    """A^s by the eigenvalues of A itself, whatever it was composed of."""
-    lam, Q = torch.linalg.eigh((A + A.mT) / 2)
-    return (Q * lam**s) @ Q.mT
-
-
-def nre(found: Tensor, exact: Tensor) -> float:
-    return float((found - exact).norm() / exact.norm())
-
-
-def cosine(a: Tensor, b: Tensor) -> float:
-    return float((a * b).sum() / (a.norm() * b.norm()))
-
-
-def alpha_beta(V: Tensor, U: Tensor) -> tuple[float, float]:
-    """The least α and β of Lemma 1: ‖Δu_i‖ ≤ α and ⟨u_i, u_i + Δu_i⟩ ≥ 1 - β for all columns."""
-    return float((V - U).norm(dim=0).max()), float((1 - (U * V).sum(0)).max())
-
-
-def sharp(alpha: float) -> float:
-    """What Lemma 1's (2) makes of its (1).
-
-    For orthogonal V, ‖Δu‖² = 2 (1 - ⟨u, v⟩), so that β = α²/2; and ‖B + ΔB‖ = ‖B‖, so that
-    NRE² = 2 (1 - cos) ≤ 2 (1 - (1 - β)²) = 2 α² (1 - α²/4). The printed 2 α is √2 too large.
-    """
-    return math.sqrt(2) * alpha * math.sqrt(1 - alpha**2 / 4)
 
 
 # --------------------------------------------------------------------------------------- Lemma 1
@@ -89,15 +62,26 @@ def test_lemma_1_holds_for_every_spectrum_and_power(
 
 
 @pytest.mark.parametrize("angle", [0.01, 0.1, 0.5])
-def test_lemma_1_is_attained_but_for_a_factor(angle: float) -> None:
+def test_lemma_1_is_approached_but_for_a_factor(angle: float) -> None:
     """By one eigenvalue that dwarfs the other, (2) is; and (1) up to a factor of √2."""
     c, s = math.cos(angle), math.sin(angle)
     V = torch.tensor([[c, -s], [s, c]], dtype=torch.float64)
-    B, B_1 = torch.diag(torch.tensor([1.0, 0.0]).double()), torch.outer(V[:, 0], V[:, 0])
+    lam = torch.tensor([1.0, 1e-13]).double()
+    B, B_1 = torch.diag(lam), (V * lam) @ V.mT
     alpha, beta = alpha_beta(V, torch.eye(2).double())
     assert cosine(B, B_1) == pytest.approx((1 - beta) ** 2, rel=1e-12)
-    assert nre(B_1, B) == pytest.approx(sharp(alpha), rel=1e-12)
+    assert nre(B_1, B) == pytest.approx(sharp(alpha), rel=1e-9)
     assert nre(B_1, B) < 2 * alpha / math.sqrt(2)
+
+
+def test_the_sharp_bound_is_for_small_alpha() -> None:
+    """Vectors that point the other way make the same matrix, and 1 - β is negative for them."""
+    U, lam = torch.eye(3).double(), torch.tensor([1.0, 2.0, 5.0]).double()
+    V = torch.stack([-U[0], U[2], U[1]], 1)
+    alpha, beta = alpha_beta(V, U)
+    assert alpha > math.sqrt(2)
+    assert beta > 1
+    assert sharp(alpha) < nre((V * lam) @ V.mT, torch.diag(lam)) < 2 * alpha
 
 
 def test_errors_depend_on_the_spectrum_though_the_bounds_do_not() -> None:
@@ -116,52 +100,44 @@ def test_errors_depend_on_the_spectrum_though_the_bounds_do_not() -> None:
 POWERS = (-8.0, -1.0, -0.5, -0.25, 0.5, 1.0)
 
 
-def quantised_errors(
-    statistic: Statistic, quantizer: Quantizer, steps: int
-) -> tuple[float, float, dict[float, tuple[float, float]]]:
-    """α, β, and NRE and cosine by power, of quantised eigenvectors after Björck's steps."""
-    V, U, lam = restored_vectors(statistic, quantizer, steps), statistic.U, statistic.lam
-    own, Q = torch.linalg.eigh((V * lam) @ V.mT)
-    found = {}
-    for s in POWERS:
-        B, B_1 = (U * lam**s) @ U.mT, (Q * own**s) @ Q.mT
-        found[s] = nre(B_1, B), cosine(B, B_1)
-    return *alpha_beta(V, U), found
-
-
 @pytest.mark.parametrize("bits", [4, 3])
 @pytest.mark.parametrize("mapping", ["linear2", "dt"])
 def test_lemma_1_on_quantised_eigenvectors(mapping: str, bits: int) -> None:
     statistic, quantizer = synthetic_matrix(256), Quantizer(bits, mapping)
-    plain, once, full = (quantised_errors(statistic, quantizer, k) for k in (0, 1, 4))
+    plain, once, full = (restored(statistic, quantizer, k, POWERS) for k in (0, 1, 4))
     # After four steps V is orthogonal, and everything holds, at every power.
-    alpha, beta, errors = full
-    for error, cos in errors.values():
-        assert error <= sharp(alpha) < 2 * alpha
-        assert cos >= (1 - beta) ** 2
-    assert beta == pytest.approx(alpha**2 / 2, abs=1e-5)
+    assert full.orthogonal
+    for error, cos in full.errors.values():
+        assert error <= sharp(full.alpha) < full.nre_bound
+        assert cos >= full.cosine_bound
+    assert full.beta == pytest.approx(full.alpha**2 / 2, abs=1e-5)
     # Without it, the lemma does not apply: lengths and angles of V are raised to the power, too.
-    for alpha, _, errors in (plain, once):
-        assert errors[-0.25][0] < 2 * alpha
-        assert errors[-8.0][0] > 2 * alpha
+    for short in (plain, once):
+        assert not short.orthogonal
+        assert short.errors[-0.25][0] < short.nre_bound
+        assert short.errors[-0.25][1] > short.cosine_bound
+        assert short.errors[-8.0][0] > short.nre_bound
+    # One step is enough for (2), though not for (1): β is large, because columns are short.
+    assert once.errors[-8.0][1] > once.cosine_bound
     # The first step does nearly all for α, and too little for β: it leaves columns too short.
-    assert full[0] < once[0] < 0.8 * plain[0]
-    assert once[0] < 1.1 * full[0]
-    assert once[1] > 3 * full[1]
+    assert full.alpha < once.alpha < 0.8 * plain.alpha
+    assert once.alpha < 1.1 * full.alpha
+    assert once.beta > 3 * full.beta
+    assert once.length < 0.99 < 1 - 1e-5 < full.length
 
 
 def test_the_papers_alpha_and_beta_are_those_of_rectified_linear2() -> None:
     """0.1 and 0.005 are "roughly" met, it says: after four steps, at 4 bits."""
     statistic = synthetic_matrix(256)
     found = {
-        (mapping, steps): quantised_errors(statistic, Quantizer(4, mapping), steps)[:2]
+        (mapping, steps): restored(statistic, Quantizer(4, mapping), steps, ())
         for mapping, steps in (("linear2", 0), ("linear2", 1), ("linear2", 4), ("dt", 4))
     }
-    assert found["linear2", 4] < (0.1, 1.0)
-    assert found["linear2", 4][1] < 0.005
-    assert found["linear2", 0][0] > 0.1
-    assert found["linear2", 1][1] > 0.005
-    assert found["dt", 4][0] > 0.1
+    assert found["linear2", 4].alpha < 0.1
+    assert found["linear2", 4].beta < 0.005
+    assert found["linear2", 0].alpha > 0.1
+    assert found["linear2", 1].beta > 0.005
+    assert found["dt", 4].alpha > 0.1
 
 
 def test_an_update_loses_trace_unless_rectified_to_the_end() -> None:
@@ -289,6 +265,28 @@ def test_proposition_1_on_matrices(s: float, per_small: int, n: int) -> None:
     assert beta <= 0.005
     B, B_1 = power((U * lam) @ U.mT, s), power((V * lam) @ V.mT, s)
     B_2 = power((U * two_valued(m, n, c, T_OF_4_BITS * c)) @ U.mT, s)
+    assert 2 * nre(B_1, B) <= 0.4 <= nre(B_2, B)
+    assert 6 * (1 - cosine(B, B_1)) <= 0.06 <= 1 - cosine(B, B_2)
+
+
+@settings(deadline=None)
+@given(st.sampled_from([(-0.25, 15), (-0.5, 224)]), seeds)
+def test_proposition_1_at_its_limit(case: tuple[float, int], seed: int) -> None:
+    """Any rotation that moves one column by 0.1, and none farther."""
+    s, m = case
+    c = T_OF_4_BITS * m ** (-1 / s)
+    U, noise, lam = torch.eye(m + 1).double(), orthogonal(m + 1, seed), two_valued(m, 1, c, 1.0)
+    turn = noise - noise.mT
+    low, high = 0.0, 1.0  # the farthest column is at 0.1 for some angle in between
+    for _ in range(50):
+        angle = (low + high) / 2
+        V = torch.linalg.matrix_exp(angle * turn)
+        low, high = (angle, high) if alpha_beta(V, U)[0] < 0.1 else (low, angle)
+    alpha, beta = alpha_beta(V, U)
+    assert alpha == pytest.approx(0.1, rel=1e-9)
+    assert beta == pytest.approx(0.005, rel=1e-6)  # ⟨u, Δu⟩ ≥ -0.005 follows
+    B, B_1 = power(torch.diag(lam), s), power((V * lam) @ V.mT, s)
+    B_2 = power(torch.diag(two_valued(m, 1, c, T_OF_4_BITS * c)), s)
     assert 2 * nre(B_1, B) <= 0.4 <= nre(B_2, B)
     assert 6 * (1 - cosine(B, B_1)) <= 0.06 <= 1 - cosine(B, B_2)
 

@@ -1,0 +1,97 @@
+"""The quantities of the paper's Lemma 1, for eigenvectors that kronbit quantises and rectifies."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kronbit.lab.quantisation.errors import Statistic, restored_vectors
+from kronbit.quantization import Quantizer
+
+
+def nre(found: Tensor, exact: Tensor) -> float:
+    """‖found - exact‖ / ‖exact‖."""
+    return float((found - exact).norm() / exact.norm())
+
+
+def cosine(a: Tensor, b: Tensor) -> float:
+    """Of the angle between two matrices."""
+    return float((a * b).sum() / (a.norm() * b.norm()))
+
+
+def alpha_beta(V: Tensor, U: Tensor) -> tuple[float, float]:
+    """The least α and β of Lemma 1: ‖Δu_i‖ ≤ α and ⟨u_i, u_i + Δu_i⟩ ≥ 1 - β for all columns."""
+    return float((V - U).norm(dim=0).max()), float((1 - (U * V).sum(0)).max())
+
+
+def composed(lam: Tensor, U: Tensor, s: float) -> Tensor:
+    """U Λ^s Uᵀ."""
+    return (U * lam**s) @ U.mT
+
+
+def power(A: Tensor, s: float) -> Tensor:
+    """A^s by the eigenvalues of A itself, whatever it was composed of."""
+    return composed(*torch.linalg.eigh((A + A.mT) / 2), s)
+
+
+def sharp(alpha: float) -> float:
+    """What Lemma 1's (2) makes of its (1), for α ≤ √2.
+
+    For orthogonal V, ‖Δu‖² = 2 (1 - ⟨u, v⟩), so that β = α²/2; and ‖B + ΔB‖ = ‖B‖, so that
+    NRE² = 2 (1 - cos) ≤ 2 (1 - (1 - β)²) = 2 α² (1 - α²/4). The printed 2 α is √2 too large. (2)
+    needs 1 - β ≥ 0, which is α ≤ √2.
+    """
+    return math.sqrt(2) * alpha * math.sqrt(1 - alpha**2 / 4)
+
+
+@dataclass(frozen=True)
+class Restored:
+    """Eigenvectors V after quantisation and Björck's steps, against U.
+
+    Attributes:
+        alpha: α.
+        beta: β.
+        length: The mean of ‖v‖² over the columns.
+        skew: The largest |Vᵀ V - I|: zero if V is orthogonal, which the lemma asks for.
+        errors: By power s, (NRE, cosine) of (V Λ Vᵀ)^s.
+    """
+
+    alpha: float
+    beta: float
+    length: float
+    skew: float
+    errors: dict[float, tuple[float, float]]
+
+    @property
+    def orthogonal(self) -> bool:
+        """To the rounding of float32, in which Björck's steps are taken."""
+        return self.skew < 1e-5
+
+    @property
+    def nre_bound(self) -> float:
+        """Lemma 1 (1)."""
+        return 2 * self.alpha
+
+    @property
+    def cosine_bound(self) -> float:
+        """Lemma 1 (2)."""
+        return (1 - self.beta) ** 2
+
+
+def restored(
+    statistic: Statistic, quantizer: Quantizer, steps: int, powers: Iterable[float]
+) -> Restored:
+    """What quantisation and so many of Björck's steps leave of a matrix's eigenvectors."""
+    V, U, lam = restored_vectors(statistic, quantizer, steps), statistic.U, statistic.lam
+    # Of V Λ Vᵀ itself: without orthogonality its powers are not those of Λ.
+    own, Q = torch.linalg.eigh((V * lam) @ V.mT)
+    errors = {}
+    for s in powers:
+        B, B_1 = composed(lam, U, s), composed(own, Q, s)
+        errors[s] = nre(B_1, B), cosine(B, B_1)
+    skew = float((V.mT @ V - torch.eye(len(V), dtype=V.dtype)).abs().max())
+    return Restored(*alpha_beta(V, U), float(V.square().sum(0).mean()), skew, errors)

@@ -56,9 +56,11 @@ def test_kept_gradients_come_back_when_the_base_fails() -> None:
 
 
 @pytest.mark.parametrize("memory_format", [torch.channels_last, torch.contiguous_format])
-def test_memory_format_of_convolutions_does_not_matter(memory_format: torch.memory_format) -> None:
-    start = torch.randn(66, 70, 3, 3)
-    grads = [torch.randn(66, 70, 3, 3) for _ in range(3)]
+def test_memory_format_of_convolutions_does_not_matter(
+    memory_format: torch.memory_format, device: torch.device
+) -> None:
+    start = torch.randn(66, 70, 3, 3, device=device)
+    grads = [torch.randn(66, 70, 3, 3, device=device) for _ in range(3)]
     results = []
     for layout in (torch.contiguous_format, memory_format):
         p = nn.Parameter(start.clone(memory_format=layout))

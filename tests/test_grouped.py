@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kronbit import CASPR, Shampoo, acceleration
 from kronbit.batches import UPDATE, batches, due_parts
-from kronbit.blocking import route
+from kronbit.blocking import Blocking, route
 from kronbit.config import Config
 from kronbit.factors import Factors, compact
 from kronbit.gradients import GradientBlocks, plain_dtypes
@@ -69,8 +69,9 @@ def measured(
 ) -> Measured:
     """Gradients as a step measures them."""
     sizes = [0 if grad is None else grad.numel() for grad in grads]
+    taps = [1 if grad is None else math.prod(grad.shape[2:]) for grad in grads]
     dtypes = plain_dtypes([grad for grad in grads if grad is not None])
-    return (guard or NonfiniteGuard(device, PASS)).measure(grads, sizes, dtypes)
+    return (guard or NonfiniteGuard(device, PASS)).measure(grads, sizes, taps, dtypes)
 
 
 def gradients(device: torch.device, dtypes: list[torch.dtype]) -> list[Tensor]:
@@ -192,6 +193,75 @@ def test_a_way_changes_only_for_a_reason() -> None:
     assert ways(BF16X3) == [HALF, BF16X3, BF16X3, BF16X3, FLOAT32]
     assert ways(FLOAT32) == [HALF, BF16X3, BF16X3, FLOAT32, FLOAT32]
     assert _way(math.nan, HALF) == FLOAT32
+
+
+CONVOLUTIONS = [(20, 22, 3, 3), (12, 7, 5, 5), (8, 6, 2, 3, 2), (16, 24), (24, 9, 1, 1)]
+
+
+def in_both_orders(
+    device: torch.device, dtype: torch.dtype = torch.float32
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Gradients of convolutions and of a matrix, the former also in channels-last order."""
+    plain = [torch.randn(shape).to(device=device, dtype=dtype) for shape in CONVOLUTIONS]
+    turned = [
+        grad.movedim(1, -1).contiguous().movedim(-1, 1) if grad.dim() > 2 else grad.clone()
+        for grad in plain
+    ]
+    assert [grad.is_contiguous() for grad in turned] == [False] * 3 + [True] * 2
+    return plain, turned
+
+
+@pytest.mark.parametrize("way", [HALF, BF16X3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_channels_last_gradients_are_read_and_written_where_they_lie(
+    way: int, dtype: torch.dtype, kernels: torch.device
+) -> None:
+    """Blocks of 70 columns begin and end between the taps of an input."""
+    own = made(kernels, shapes=CONVOLUTIONS)
+    own.products.ways = dict.fromkeys(range(5), way)
+    plain, turned = in_both_orders(kernels, dtype)
+    before = [grad.clone() for grad in plain]
+    for grads in (plain, turned):
+        step = measured(kernels, grads)
+        assert step.by_kernels
+        assert step.addresses is not None
+        assert step.addresses.aligned == (grads is plain)
+        own.precondition(step)
+    for grad, expected, start in zip(turned, plain, before, strict=True):
+        # The norm is a sum in another order; of bf16 in order, G itself is what is multiplied.
+        near = 1e-6 if dtype == torch.float32 else 0.01
+        assert relative_error(grad.float(), expected.float()) < near
+        assert relative_error(grad.float(), start.float()) > 0.1
+
+
+def test_statistics_of_channels_last_gradients_have_the_same_bits(kernels: torch.device) -> None:
+    own, statistics = made(kernels, shapes=CONVOLUTIONS), GradientStatistics()
+    due = {i: Due(own.members[i].config) for i in range(5)}
+    found = []
+    for grads in in_both_orders(kernels):
+        of = statistics.outer_products(own, measured(kernels, grads), due)
+        parts = batches(due_parts(own.groups, due), own.workspace, UPDATE)
+        found.append([of(part) for part in parts])
+    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
+    assert all(float(M.abs().max()) > 1 for M in found[0])
+
+
+def test_channels_last_gradients_that_kernels_cannot_read(kernels: torch.device) -> None:
+    """Of stacked matrices, rows are scattered; and nobody cuts what is left to F."""
+    last = torch.randn(3, 10, 4, 5, device=kernels).to(memory_format=torch.channels_last)
+    guard = NonfiniteGuard(kernels, PASS)
+    for taps, by_kernels in ((1, False), (0, True), (20, True)):
+        found = guard.measure([last], [600], [taps], {torch.float32})
+        assert found.by_kernels == by_kernels
+        assert float(found.norms[0]) == pytest.approx(float(last.norm()), rel=1e-6)
+        assert found.addresses is not None
+        assert bool(found.addresses.values[0]) == by_kernels
+    assert found.addresses.values[0] == last.data_ptr() + (19 << 52)
+    assert addresses.turned([torch.zeros(2, 2, 17, 17).mT], [289]) is None
+    assert isinstance(stacked := route((3, 10, 4, 5), Config(batch_dims=1)), Blocking)
+    assert isinstance(single := route((1, 10, 4, 5), Config()), Blocking)
+    assert isinstance(convolution := route((3, 10, 4, 5), Config()), Blocking)
+    assert [own.taps for own in (stacked, single, convolution)] == [1, 1, 20]
 
 
 def test_gradients_that_begin_anywhere(kernels: torch.device) -> None:
@@ -525,7 +595,7 @@ def test_kernels_and_torch_count_alike(
     assert int(by_kernels.skipped) == int(by_torch.skipped) == 6
     broken = [torch.full((3,), torch.nan, device=kernels)]
     raising = NonfiniteGuard(kernels, Config(nonfinite="raise"))
-    assert raising.measure(broken, [3], {torch.float32}).finite.tolist() == [False]
+    assert raising.measure(broken, [3], [1], {torch.float32}).finite.tolist() == [False]
     assert int(raising.skipped) == 0
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import cast
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kronbit.gradients import plain_dtypes
-from kronbit.kernels.gradients import Kind, tag
+from kronbit.kernels.gradients import MOST_TAPS, Kind, tag, taps_tag
 
 _TAGS = {
     torch.float32: tag(Kind.FLOAT32),
@@ -19,6 +19,9 @@ _TAGS = {
     torch.float16: tag(Kind.FLOAT16),
 }
 _DTYPES = {"i": torch.int32, "q": torch.int64}
+# The bits of an entry that are not there if it can be read in words of 16 bytes.
+_NARROW = taps_tag(MOST_TAPS) | 15
+_NONE: Mapping[int, int] = {}
 
 
 def takes(dtypes: set[torch.dtype] | None, grads: Sequence[Tensor | None]) -> bool:
@@ -35,10 +38,36 @@ def takes(dtypes: set[torch.dtype] | None, grads: Sequence[Tensor | None]) -> bo
     )
 
 
-def takable(grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+def turned(grads: Sequence[Tensor | None], taps: Sequence[int]) -> Mapping[int, int] | None:
+    """Which of some plain gradients are in channels-last order.
+
+    Args:
+        grads: The gradients; ``None`` where there is none.
+        taps: Of each, how many a convolution has; 0 where the order does not matter.
+
+    Returns:
+        Their taps, by number; ``None`` if the kernels cannot read one of them.
+    """
+    with suppress(TypeError):  # one is None
+        if all(map(Tensor.is_contiguous, cast("Sequence[Tensor]", grads))):
+            return _NONE
+    found = {
+        i: taps[i]
+        for i, grad in enumerate(grads)
+        if grad is not None and not grad.is_contiguous() and taps[i] != 0
+    }
+    return found if all(1 < own <= MOST_TAPS for own in found.values()) else None
+
+
+def takable(grads: Sequence[Tensor | None], taps: Sequence[int]) -> list[Tensor | None]:
     """Those of the gradients that the kernels can read and write; ``None`` for the others."""
     return [
-        grad if grad is not None and takes(plain_dtypes([grad]), [grad]) else None for grad in grads
+        grad
+        if grad is not None
+        and takes(plain_dtypes([grad]), [grad])
+        and turned([grad], [own]) is not None
+        else None
+        for grad, own in zip(grads, taps, strict=True)
     ]
 
 
@@ -86,21 +115,29 @@ class AddressTable(Integers):
     """Where a step's gradients are, and of which kind (``kernels.gradients``).
 
     Attributes:
-        aligned: Whether all of them begin at multiples of 16 bytes, as new tensors do.
+        aligned: Whether all of them begin at multiples of 16 bytes, as new tensors do, and none is
+            in channels-last order.
         brain: Whether all of them are in bf16.
     """
 
     aligned = True
     brain = False
-    _last: tuple[list[int], set[torch.dtype]] | None = None  # addresses, and their one dtype
+    # Addresses, their one dtype, and which are turned.
+    _last: tuple[list[int], set[torch.dtype], Mapping[int, int]] | None = None
 
-    def fill(self, grads: Sequence[Tensor | None], dtypes: set[torch.dtype] | None = None) -> None:
+    def fill(
+        self,
+        grads: Sequence[Tensor | None],
+        dtypes: set[torch.dtype] | None = None,
+        turned: Mapping[int, int] = _NONE,
+    ) -> None:
         """Note where gradients are now.
 
         Args:
             grads: Gradients that the kernels can take; ``None`` where there is none. If they are
                 fewer than there is room for, the others count as gone.
             dtypes: All that they have, if that is known.
+            turned: What ``turned`` says of them.
         """
         values: list[int] | None = None
         last = None
@@ -109,7 +146,7 @@ class AddressTable(Integers):
             (dtype,) = dtypes
             with suppress(TypeError):  # one is None
                 places = list(map(Tensor.data_ptr, cast("Sequence[Tensor]", grads)))
-                last = places, dtypes
+                last = places, dtypes, turned
                 if last == self._last:
                     return  # gradients come back to where they were
                 values = list(map(_TAGS[dtype].__add__, places))
@@ -119,8 +156,10 @@ class AddressTable(Integers):
         self.brain = dtypes == {torch.bfloat16}
         if values is None:
             values = [0 if g is None else g.data_ptr() + _TAGS[g.dtype] for g in grads]
+        for i, taps in turned.items():
+            values[i] += taps_tag(taps)
         values += [0] * (len(self.values) - len(values))
         if values != self.values:
-            self.aligned = not any(map((15).__and__, values))
+            self.aligned = not any(map(_NARROW.__and__, values))
             self.write(values)
         self._last = last  # now that it stands there

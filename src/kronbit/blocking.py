@@ -98,10 +98,13 @@ class Blocking:
     Attributes:
         matrices: (E, M, N), the parameter seen as a stack of matrices.
         grids: Its blocks, in grids of equal ones.
+        taps: Of a convolution's weight, whose columns are (input, tap): how many taps there are.
+            1 for all others.
     """
 
     matrices: tuple[int, int, int]
     grids: tuple[Grid, ...]
+    taps: int = 1
 
     def __len__(self) -> int:
         return sum(map(len, self.grids))
@@ -175,6 +178,7 @@ def route(shape: tuple[int, ...], config: Config) -> Blocking | str:
     return Blocking(
         (E, M, N),
         tuple(Grid(E, r, c, pieces) for r in _runs(rows) for c in _runs(columns)),
+        math.prod(shape[2:]) if config.batch_dims == 0 and shape[0] == M else 1,
     )
 
 

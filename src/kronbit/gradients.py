@@ -12,19 +12,31 @@ from torch import Tensor
 from kronbit.groups import Group, Member
 
 _REAL = {torch.float32, torch.bfloat16, torch.float16, torch.float64}
+_CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}  # by the number of axes
 
 
 def plain_dtypes(grads: Sequence[Tensor]) -> set[torch.dtype] | None:
     """The dtypes of gradients that are as gradients are; ``None`` if one needs a closer look.
 
-    Asked at every step for every parameter: two passes in C instead of one in Python.
+    Asked at every step for every parameter: two passes in C instead of one in Python, unless there
+    are convolutions in channels-last order.
     """
     dtypes = set(map(attrgetter("dtype"), grads))
     try:
-        plain = dtypes <= _REAL and all(map(Tensor.is_contiguous, grads))
+        plain = dtypes <= _REAL and (
+            all(map(Tensor.is_contiguous, grads)) or all(map(_is_dense, grads))
+        )
     except RuntimeError:  # a sparse one does not say, or says that it is not
         plain = False
     return dtypes if plain else None
+
+
+def _is_dense(grad: Tensor) -> bool:
+    """Whether a gradient has all of its memory, in order or in channels-last order."""
+    if grad.is_contiguous():
+        return True
+    last = _CHANNELS_LAST.get(grad.dim())
+    return last is not None and grad.is_contiguous(memory_format=last)
 
 
 def problem(grad: Tensor) -> str | None:
@@ -77,8 +89,8 @@ def copied(params: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 class GradientBlocks:
     """Reads and writes blocks of the gradients of one step.
 
-    A gradient that is not laid out as a matrix (a channels-last convolution, say) is copied for
-    each reading; writing goes to a copy, too, which ``flush`` writes back.
+    A gradient that is not laid out as a matrix (a channels-last convolution, where there are no
+    kernels) is copied for each reading; writing goes to a copy, too, which ``flush`` writes back.
 
     Args:
         members: The parameters.

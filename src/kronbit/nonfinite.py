@@ -82,6 +82,7 @@ class NonfiniteGuard:
         self,
         grads: Sequence[Tensor | None],
         sizes: Sequence[int],
+        taps: Sequence[int],
         dtypes: set[torch.dtype] | None,
     ) -> Measured:
         """Norms and finiteness of a step's gradients.
@@ -92,22 +93,25 @@ class NonfiniteGuard:
         Args:
             grads: The gradients; ``None`` where there is none.
             sizes: Their numbers of elements; anything where there is none.
+            taps: Of convolutions; see ``addresses.turned``.
             dtypes: What ``plain_dtypes`` says of them.
         """
         device = self.skipped.device
         if not has_kernels(device):
             return self._by_torch(grads, None)
-        from kronbit.addresses import AddressTable, takable, takes
+        from kronbit.addresses import AddressTable, takable, takes, turned
 
         # A table that is large enough stays: graphs have been captured with it.
         addresses = self._addresses
         if addresses is None or len(addresses.values) < len(grads):
             addresses = self._addresses = AddressTable(len(grads), device)
             self._replay.forget()
-        if not takes(dtypes, grads):
-            addresses.fill(takable(grads))
+        last = turned(grads, taps) if takes(dtypes, grads) else None
+        if last is None:
+            some = takable(grads, taps)
+            addresses.fill(some, turned=turned(some, taps) or {})
             return self._by_torch(grads, addresses)
-        addresses.fill(grads, dtypes)
+        addresses.fill(grads, dtypes, last)
         kernel = self._kernel_for(sizes)
 
         def launch_all() -> None:

@@ -165,6 +165,7 @@ class Errand:
 
     Attributes:
         sizes: Elements of the gradients that ``pick`` returns, were they all there.
+        taps: Of convolutions among them; 0 for those that are left to F, which nobody cuts.
         configs_there: The options that occur among members with a gradient.
         entries_there: The states of these members.
         turns: By what is scheduled, options and steps that members have seen: the turns that have
@@ -188,6 +189,7 @@ class Errand:
         self._rest_sizes = [present.grads[number].numel() for number in rest]
         sizes = [math.prod(member.blocking.matrices) for member in preconditioner.members]
         self.sizes = [*sizes, *self._rest_sizes]
+        self.taps = [member.blocking.taps for member in preconditioner.members] + [0] * len(rest)
         self.configs_there = list({present.configs[number] for number in there})
         self.entries_there = [entries[number] for number in there]
         self.turns: dict[Scheduled, dict[tuple[Config, int], set[Turn]]] = {}
@@ -302,7 +304,7 @@ def measure(
     for device, errand in itinerary.errands.items():
         if device not in guards:
             guards[device] = NonfiniteGuard(device, config)
-        measured = guards[device].measure(errand.pick(grads), errand.sizes, dtypes)
+        measured = guards[device].measure(errand.pick(grads), errand.sizes, errand.taps, dtypes)
         works.append(Work(itinerary, errand, measured))
     return works
 

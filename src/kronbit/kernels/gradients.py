@@ -1,6 +1,8 @@
 """How kernels reach gradients, which move from step to step: by a table of addresses.
 
-An entry is the address of a gradient, with its kind in bits that no address has. 0: there is none.
+An entry is the address of a gradient, with its kind and its taps in bits that no address has. 0:
+there is none. Taps are for the weights of convolutions, (output, input, taps) as a matrix of
+output rows: one in channels-last order has (tap, input) along a row where others have (input, tap).
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ class Kind(enum.IntEnum):
     FLOAT16 = 2
 
 
-_KIND_FROM = 60  # the bits of an entry's kind begin here
+_TAPS_FROM, _KIND_FROM = 52, 60  # the bits of an entry's taps and of its kind begin here
+MOST_TAPS = 1 << (_KIND_FROM - _TAPS_FROM)
 
 
 def tag(kind: Kind) -> int:
@@ -27,8 +30,15 @@ def tag(kind: Kind) -> int:
     return int(kind) << _KIND_FROM
 
 
+def taps_tag(taps: int) -> int:
+    """What is added to an entry whose gradient is in channels-last order; nothing for one tap."""
+    return (taps - 1) << _TAPS_FROM
+
+
 _KIND: tl.constexpr = tl.constexpr(_KIND_FROM)
-_ADDRESS: tl.constexpr = tl.constexpr((1 << _KIND_FROM) - 1)
+_TAPS: tl.constexpr = tl.constexpr(_TAPS_FROM)
+_MOST_TAPS: tl.constexpr = tl.constexpr(MOST_TAPS)
+_ADDRESS: tl.constexpr = tl.constexpr((1 << _TAPS_FROM) - 1)
 FLOAT32: tl.constexpr = tl.constexpr(int(Kind.FLOAT32))
 BFLOAT16: tl.constexpr = tl.constexpr(int(Kind.BFLOAT16))
 
@@ -38,6 +48,25 @@ def find(addresses, i):
     """Address and kind of a gradient."""
     entry = tl.load(addresses + i)
     return entry & _ADDRESS, entry >> _KIND
+
+
+@triton.jit
+def taps_of(addresses, i):
+    """Taps of a gradient in channels-last order, else 1."""
+    return ((tl.load(addresses + i) >> _TAPS) % _MOST_TAPS + 1).to(tl.int32)
+
+
+@triton.jit
+def place_of(first, stride, taps, row, column, WIDE: tl.constexpr):
+    """Where the elements of a block are in its gradient; WIDE: in order, without looking.
+
+    The block begins at ``first`` in a gradient that is in order, ``stride`` elements per row.
+    """
+    if not WIDE:
+        column += (first % stride).to(tl.int32)
+        column = column % taps * (stride.to(tl.int32) // taps) + column // taps
+        first = first // stride * stride
+    return first + row.to(tl.int64) * stride + column
 
 
 @triton.jit

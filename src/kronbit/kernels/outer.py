@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kronbit.kernels.gradients import find, load
+from kronbit.kernels.gradients import find, load, place_of, taps_of
 from kronbit.kernels.lines import GRADIENT, MEMBER, STRIDE, Field, M, N
 from kronbit.kernels.matmul import accumulate, place_of_tile
 from kronbit.kernels.split import PAD, power_below, store_parts
@@ -34,9 +34,11 @@ def _tile_of(line, addresses, finite, TILE: tl.constexpr):
     column = tl.program_id(0) % across * TILE + tl.arange(0, TILE)
     member = tl.load(line + MEMBER)
     address, kind = find(addresses, member)
-    place = tl.load(line + GRADIENT) + row[:, None].to(tl.int64) * tl.load(line + STRIDE)
+    first, stride = tl.load(line + GRADIENT), tl.load(line + STRIDE)
+    taps = taps_of(addresses, member)
+    place = place_of(first, stride, taps, row[:, None], column[None, :], False)
     mask = (row < m)[:, None] & (column < n)[None, :]
-    value = load(address, kind, place + column[None, :], mask)
+    value = load(address, kind, place, mask)
     return tl.where(tl.load(finite + member) != 0, value, 0.0), row, column, m
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kronbit.kernels.gradients import BFLOAT16, FLOAT32, find, load, store
+from kronbit.kernels.gradients import BFLOAT16, FLOAT32, find, load, place_of, store, taps_of
 from kronbit.kernels.lines import (
     GRADIENT,
     HELD,
@@ -70,13 +70,14 @@ def gather_kernel(
     padded_m, padded_n = padded(m), padded(n)
     row = (number - tl.load(program + 1)) * ROWS + tl.arange(0, ROWS)[:, None]
     first, stride = place_in_gradient(line, WIDE)
+    taps = taps_of(addresses, member)
     unit = 1.0
     if not PRECISE:
         unit = gradient_unit(buffers, member)
     out = scratch(anchor, buffers, tl.load(line + X))
     for start in range(0, padded_n, COLUMNS):
         column = start + tl.arange(0, COLUMNS)[None, :]
-        place = first + row.to(tl.int64) * stride + column
+        place = place_of(first, stride, taps, row, column, WIDE)
         value = load(address, kind, place, _inside(row, m, column, n, WIDE), WIDE)
         inside = (row < padded_m) & (column < padded_n)
         place = out + row * padded_n + column
@@ -109,11 +110,12 @@ def scatter_kernel(
     row = (number - tl.load(program + 1)) * ROWS + tl.arange(0, ROWS)[:, None]
     padded_m, padded_n = padded(m), padded(n)
     first, stride = place_in_gradient(line, WIDE)
+    taps = taps_of(addresses, member)
     stack = tl.load(buffers + HELD_STACK)
     source = tl.multiple_of(tl.load(line + HELD), PADDING) + row * padded_n
     for start in range(0, padded_n, COLUMNS):
         column = start + tl.arange(0, COLUMNS)[None, :]
         inside = (row < padded_m) & (column < padded_n)
         value = load(stack, FLOAT32 if PRECISE else BFLOAT16, source + column, inside, True)
-        place = first + row.to(tl.int64) * stride + column
+        place = place_of(first, stride, taps, row, column, WIDE)
         store(address, kind, place, value * scale, _inside(row, m, column, n, WIDE), WIDE)

@@ -63,7 +63,16 @@ def collected(run: Run, side_by_side: int) -> dict[str, Any]:
     kept = {name: value for name, value in run.summary.items() if name not in left_out}
     kept["command"] = _without_data(run.command)
     found = {**kept, "lr": run.settings["lr"], "diverged": run.diverged, "curve": curve(run)}
+    if side_by_side == 1:
+        found["steady_ms"] = steady_ms(run)
     return {**found, "errors": errors(run)} if run.errors else found
+
+
+def steady_ms(run: Run) -> float | None:
+    """The mean time of a step in the second half, when roots are in use and kernels compiled."""
+    times = [value for line in run.train for value in line["step_ms"]]
+    later = times[len(times) // 2 :]
+    return _short(sum(later) / len(later)) if later else None
 
 
 def _without_data(command: str) -> str:

@@ -10,8 +10,8 @@ Needs matplotlib. Tables come from ``result_pages.py``, figures of single matric
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import matplotlib as mpl
 
@@ -19,11 +19,13 @@ mpl.use("Agg")
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from result_pages import (
-    NETWORKS,
+    GRIDS,
+    LONG,
     ROOT,
     Run,
     best_of,
     by_optimizer,
+    mean,
     over_time_runs,
     rate_text,
     state_bytes,
@@ -37,6 +39,7 @@ _MUON = ("#a64d79", "-")
 _LOOKS: Mapping[str, tuple[str, Any]] = {
     "AdamW": KNOWN["base"],
     "SGDM": KNOWN["base"],
+    "AdamW, 1.5 x as long": (KNOWN["base"][0], (0, (1.2, 1.2))),
     "Muon": _MUON,
     "+ 32-bit Shampoo": KNOWN["shampoo-32"],
     "+ 4-bit Shampoo (naive)": KNOWN["shampoo-4-naive"],
@@ -51,29 +54,45 @@ _KEPT = {  # how statistics and roots are kept, by what the table calls it
 }
 
 
-def best_runs(name: str) -> list[tuple[str, Run]]:
+Row: TypeAlias = tuple[str, Sequence[Run]]  # an optimizer, and its seeds
+
+
+def best_runs(network: str) -> list[Row]:
     """The best learning rate of every optimizer, best first."""
-    found = [(label, best_of(runs)) for label, runs in by_optimizer(name).items()]
-    return sorted(found, key=lambda pair: -pair[1]["accuracy"])
+    found = by_optimizer(*GRIDS[network]).items()
+    return _best_first([(label, [best_of(runs)]) for label, runs in found])
 
 
-def steps_panel(axes: Axes, runs: Sequence[tuple[str, Run]]) -> None:
-    """Accuracy in the course of training."""
-    for label, run in runs:
+def long_runs() -> list[Row]:
+    """The longer trainings, best first."""
+    return _best_first(list(by_optimizer(LONG).items()))
+
+
+def _best_first(rows: Sequence[Row]) -> list[Row]:
+    return sorted(rows, key=lambda row: -mean(run["accuracy"] for run in row[1]))
+
+
+def steps_panel(axes: Axes, rows: Sequence[Row]) -> None:
+    """Accuracy in the course of training; of several seeds the mean, and all of them around it."""
+    for label, runs in rows:
         colour, style = _LOOKS[label]
-        steps = [step / 1000 for step in run["curve"]["step"]]
-        accuracy = [100 * value for value in run["curve"]["accuracy"]]
-        named = f"{label}, lr {rate_text(run['lr'])}"
-        axes.plot(steps, accuracy, color=colour, linestyle=style, label=named)
+        steps = [step / 1000 for step in runs[0]["curve"]["step"]]
+        every = zip(*(run["curve"]["accuracy"] for run in runs), strict=True)
+        seeds = [[100 * value for value in own] for own in every]
+        named = f"{label}, lr {rate_text(runs[0]['lr'])}"
+        axes.plot(steps, list(map(mean, seeds)), color=colour, linestyle=style, label=named)
+        axes.fill_between(
+            steps, list(map(min, seeds)), list(map(max, seeds)), color=colour, alpha=0.2, lw=0
+        )
     axes.set_xlabel("thousand steps")
     axes.set_ylim(0, None)
     axes.legend(fontsize=8)
 
 
-def memory_panel(axes: Axes, runs: Sequence[tuple[str, Run]]) -> None:
-    """What the best run of each reached, against the state of its optimizer."""
-    for label, run in runs:
-        size, accuracy = state_bytes(run) / _MIB, 100 * run["accuracy"]
+def memory_panel(axes: Axes, rows: Sequence[Row]) -> None:
+    """What each reached, against the state of its optimizer."""
+    for label, runs in rows:
+        size, accuracy = state_bytes(runs[0]) / _MIB, 100 * mean(run["accuracy"] for run in runs)
         axes.plot(size, accuracy, "o", color=_LOOKS[label][0], markersize=7)
         right = size > 500
         axes.annotate(
@@ -92,12 +111,17 @@ def memory_panel(axes: Axes, runs: Sequence[tuple[str, Run]]) -> None:
     axes.set_xlabel("state of the optimizer, first and second order, MiB")
 
 
-def cifar100(panel: Any) -> Any:
-    """Both networks side by side."""
+def cifar100(panel: Callable[[Axes, Sequence[Row]], None], longer: bool) -> Any:
+    """Both networks side by side, Swin-Tiny's shorter or longer trainings."""
     figure, every = plt.subplots(1, 2, figsize=(9, 3.9), layout="constrained")
-    for axes, (network, name) in zip(every, NETWORKS.items(), strict=True):
-        panel(axes, best_runs(name))
-        axes.set_title(f"{network} on CIFAR-100, 10 epochs", fontsize=9.5, loc="left")
+    swin = "30 epochs of CIFAR-100, two seeds" if longer else "10 epochs of CIFAR-100"
+    trained = {
+        f"Swin-Tiny, {swin}": long_runs() if longer else best_runs("Swin-Tiny"),
+        "ResNet-34, 10 epochs of CIFAR-100": best_runs("ResNet-34"),
+    }
+    for axes, (title, rows) in zip(every, trained.items(), strict=True):
+        panel(axes, rows)
+        axes.set_title(title, fontsize=9.5, loc="left")
         axes.yaxis.set_major_formatter("{x:.0f} %")
     every[0].set_ylabel("test accuracy")
     return figure
@@ -126,8 +150,9 @@ def over_time() -> Any:
 def main() -> None:
     with mpl.rc_context(STYLE):
         figures = {
-            "cifar100_10_epochs.png": cifar100(steps_panel),
-            "cifar100_memory.png": cifar100(memory_panel),
+            "cifar100.png": cifar100(steps_panel, longer=True),
+            "cifar100_10_epochs.png": cifar100(steps_panel, longer=False),
+            "cifar100_memory.png": cifar100(memory_panel, longer=True),
             "over_time.png": over_time(),
         }
         for name, figure in figures.items():

@@ -24,10 +24,12 @@ RESULTS = ROOT / "results"
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md")))
 _MARKED = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 _MIB = 2**20
-NETWORKS = {
-    "Swin-Tiny": "cifar100-swin-tiny-10-epochs",
-    "ResNet-34": "cifar100-resnet34-10-epochs",
+# The files of trainings with every learning rate.
+GRIDS = {
+    "Swin-Tiny": ("cifar100-swin-tiny-10-epochs",),
+    "ResNet-34": ("cifar100-resnet34-10-epochs", "cifar100-resnet34-high-rates"),
 }
+LONG, TIMES = "cifar100-swin-tiny-30-epochs", "cifar100-swin-tiny-times"
 
 Run = Mapping[str, Any]
 
@@ -90,6 +92,7 @@ def is_better(run: Run, than: Run) -> bool:
 _ORDER = (
     "AdamW",
     "SGDM",
+    "AdamW, 1.5 x as long",
     "+ 32-bit Shampoo",
     "+ 4-bit Shampoo (naive)",
     "+ 4-bit Shampoo (paper)",
@@ -98,11 +101,16 @@ _ORDER = (
 )
 
 
-def by_optimizer(name: str) -> dict[str, list[Run]]:
+def by_optimizer(*files: str) -> dict[str, list[Run]]:
     """The runs of every optimizer: the paper's rows first, and then what users would pick."""
-    runs = read(f"{name}/summary.json")["runs"]
+    runs = [run for name in files for run in read(f"{name}/summary.json")["runs"]]
     names = sorted({optimizer_of(run) for run in runs}, key=_ORDER.index)
     return {name: [run for run in runs if optimizer_of(run) == name] for name in names}
+
+
+def mean(values: Iterable[float]) -> float:
+    found = list(values)
+    return sum(found) / len(found)
 
 
 def best_of(runs: Sequence[Run]) -> Run:
@@ -112,9 +120,9 @@ def best_of(runs: Sequence[Run]) -> Run:
     return best
 
 
-def grid(name: str) -> str:
+def grid(network: str) -> str:
     """Learning rates side by side, optimizers below each other; the best of each in bold."""
-    found = by_optimizer(name)
+    found = by_optimizer(*GRIDS[network])
     rates = sorted({run["lr"] for runs in found.values() for run in runs})
     rows = []
     for optimizer, runs in found.items():
@@ -129,47 +137,102 @@ def grid(name: str) -> str:
 
 
 def front() -> str:
-    """The best of each optimizer, on two networks."""
-    found = {network: by_optimizer(name) for network, name in NETWORKS.items()}
+    """Two seeds of the longer trainings of Swin-Tiny; the best of each optimizer on ResNet-34."""
+    swin, resnet = by_optimizer(LONG), by_optimizer(*GRIDS["ResNet-34"])
     rows = []
-    for name in _ORDER:
-        if name == "SGDM":  # in the row of AdamW
-            continue
+    for name, runs in swin.items():
         row = ["first order alone: AdamW, SGDM" if name == "AdamW" else name]
-        for network, own in found.items():
-            runs = own.get("SGDM" if (name, network) == ("AdamW", "ResNet-34") else name)
-            row += [MISSING, MISSING] if runs is None else _front_cells(best_of(runs))
+        row += _front_cells(runs)
+        others = resnet.get("SGDM" if name == "AdamW" else name)
+        row += [MISSING, MISSING] if others is None else _front_cells([best_of(others)])
         rows.append(row)
-    head = [f"{network}{what}" for network in NETWORKS for what in (", accuracy", ", state")]
+    networks = ("Swin-Tiny, 30 epochs", "ResNet-34, 10 epochs")
+    head = [f"{network}{what}" for network in networks for what in ("", ": state")]
     return table(["optimizer", *head], rows)
 
 
-def _front_cells(run: Run) -> list[str]:
-    parts = (run["memory"]["base"], state_bytes(run) - run["memory"]["base"])
-    state = " + ".join(f"{part / _MIB:.0f}" for part in parts if part)
-    return [f"{100 * run['accuracy']:.1f} %", f"{state} MiB"]
+def _front_cells(runs: Sequence[Run]) -> list[str]:
+    base, held = runs[0]["memory"]["base"], state_bytes(runs[0])
+    state = " + ".join(f"{part / _MIB:.0f}" for part in (base, held - base) if part)
+    return [percent(mean(run["accuracy"] for run in runs)), f"{state} MiB"]
 
 
-def steps_to_base(name: str) -> str:
+def percent(value: float) -> str:
+    return f"{100 * value:.1f} %"
+
+
+def steps_to(run: Run, target: float) -> int | None:
+    """The first evaluation that has an accuracy."""
+    reached = zip(run["curve"]["step"], run["curve"]["accuracy"], strict=True)
+    return next((step for step, accuracy in reached if accuracy >= target), None)
+
+
+def steps_to_base(network: str) -> str:
     """Where the best run of each first has the accuracy that the base's best ends with."""
-    found = {label: best_of(runs) for label, runs in by_optimizer(name).items()}
+    found = {label: best_of(runs) for label, runs in by_optimizer(*GRIDS[network]).items()}
     base, target = next((label, run["accuracy"]) for label, run in found.items())
     rows = []
     for label, run in found.items():
         if label != base:
-            reached = zip(run["curve"]["step"], run["curve"]["accuracy"], strict=True)
-            step = next((step for step, accuracy in reached if accuracy >= target), None)
-            rows.append(
-                [
-                    label,
-                    *(
-                        [MISSING] * 2
-                        if step is None
-                        else [f"{step:,}", f"{run['steps'] / step:.2f} x"]
-                    ),
-                ]
-            )
-    return table(["optimizer", f"steps to {base}'s {100 * target:.1f} %", "fewer"], rows)
+            step = steps_to(run, target)
+            cells = ["never", ""] if step is None else [f"{step:,}", f"{run['steps'] / step:.2f} x"]
+            rows.append([label, *cells])
+    return table(["optimizer", f"steps to {base}'s {percent(target)}", "fewer"], rows)
+
+
+def longer() -> str:
+    """Everything of the trainings with two seeds."""
+    times = {label: runs[0]["steady_ms"] for label, runs in by_optimizer(TIMES).items()}
+    rows = []
+    for label, runs in by_optimizer(LONG).items():
+        accuracies = [run["accuracy"] for run in runs]
+        own = times.get(label.removesuffix(", 1.5 x as long"))
+        steps = runs[0]["steps"]
+        rows.append(
+            [
+                label,
+                f"{steps:,}",
+                f"{percent(mean(accuracies))} ({', '.join(map(percent, accuracies))})",
+                f"{mean(run['loss'] for run in runs):.3f}",
+                f"{mean(run['train_loss'] for run in runs):.3f}",
+                state_text(runs[0]),
+                f"{max(run['memory']['peak'] for run in runs) / _MIB:,.0f} MiB",
+                *([MISSING] * 2 if own is None else [f"{own:.2f}", f"{own * steps / 1000:.0f} s"]),
+            ]
+        )
+    head = ["optimizer", "steps", "accuracy", "loss", "training loss", "second-order state"]
+    return table([*head, "peak memory", "ms per step", "time"], rows)
+
+
+def time_to_target() -> str:
+    """Steps and seconds to what the base ends with after 1.5 times as many epochs, by seed."""
+    times = {label: runs[0]["steady_ms"] for label, runs in by_optimizer(TIMES).items()}
+    found = by_optimizer(LONG)
+    (base, longest) = next((label, runs) for label, runs in found.items() if ", 1.5 x" in label)
+    first = base.removesuffix(", 1.5 x as long")
+    total = longest[0]["steps"]
+    rows = []
+    for label, runs in found.items():
+        if label in (base, first):
+            continue
+        steps = [steps_to(run, other["accuracy"]) for run, other in zip(runs, longest, strict=True)]
+        reached = [step for step in steps if step is not None]
+        if len(reached) < len(runs):
+            rows.append([label, "never", "", ""])
+            continue
+        fewer = total / mean(reached)
+        row = [label, " and ".join(f"{step:,}" for step in reached), f"{fewer:.2f} x"]
+        quicker = fewer * times[first] / times[label]
+        rows.append([*row, f"{times[label] * mean(reached) / 1000:.0f} s, {quicker:.2f} x"])
+    return table(
+        [
+            "optimizer",
+            f"steps to {first}'s {percent(mean(run['accuracy'] for run in longest))}",
+            f"fewer than {total:,}",
+            f"time, less than {times[first] * total / 1000:.0f} s",
+        ],
+        rows,
+    )
 
 
 # ----------------------------------------------------------------------------- quantisation errors
@@ -198,15 +261,15 @@ def static(name: str, bits: int) -> str:
         for mapping, part in columns:
             own = printed.get((bits, mapping, way, rectified), (None, None))
             beside = own[part == "off_diagonal"]
-            text = error_text(*_mean(cells[mapping, part]))
+            text = error_text(*_means(cells[mapping, part]))
             row.append(text + (f" ({error_text(*beside)})" if beside else ""))
         rows.append(row)
     names = {"whole": "", "off_diagonal": " without the diagonal"}
     return table(["quantised", *(f"{m}{names[part]}" for m, part in columns)], rows)
 
 
-def _mean(found: Sequence[Mapping[str, float]]) -> tuple[float, float]:
-    nre, angle = (sum(one[key] for one in found) / len(found) for key in ("nre", "angle"))
+def _means(found: Sequence[Mapping[str, float]]) -> tuple[float, float]:
+    nre, angle = (mean(one[key] for one in found) for key in ("nre", "angle"))
     return nre, angle
 
 
@@ -272,12 +335,57 @@ def over_time() -> str:
     for damping, way, run in over_time_runs():
         found = run["errors"]
         pairs = zip(found["nre"], found["angle"], strict=True)
-        accuracy = f"{100 * run['accuracy']:.1f} %"
+        accuracy = percent(run["accuracy"])
         rows.append([damping, way, *(f"{nre:.3f}, {angle:.1f}°" for nre, angle in pairs), accuracy])
     return table(["ε", "kept", *(f"step {step}" for step in found["step"]), "accuracy"], rows)
 
 
-_SPECTRA_AT = 6e-3  # the learning rate at which singular values of steps were looked at
+# ------------------------------------------------------------------------------------------ theory
+
+_THEORY = ROOT / "benchmarks" / "results" / "theory_cpu.json"
+
+
+def theory() -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(_THEORY.read_text(encoding="utf-8"))
+    return found
+
+
+def lemma_1() -> str:
+    """α and β, and errors of powers beside the lemma's bounds; in bold what is beyond them."""
+    rows = []
+    for own in theory()["lemma_1"]:
+        row = [f"{own['mapping']}, {own['bits']} bits, {own['bjorck_steps']}"]
+        row += [f"{own['alpha']:.4f}", f"{own['beta']:.4f}", f"{own['mean_squared_length']:.3f}"]
+        powers = [own["powers"][s] for s in ("-0.25", "-1.0", "-8.0")]
+        row += [_marked(one["nre"], one["nre"] > own["nre_bound"]) for one in powers]
+        row += [f"{own['nre_bound']:.4f}"]
+        row += [f"{own['nre_sharp_bound']:.4f}" if own["orthogonal"] else ""]
+        row += [_marked(one["cosine"], one["cosine"] < own["cosine_bound"]) for one in powers]
+        rows.append([*row, f"{own['cosine_bound']:.4f}"])
+    head = ["mapping, bits, steps", "α", "β", "length²", "NRE, s = -1/4", "s = -1", "s = -8", "2α"]
+    return table([*head, "sharp", "cosine, s = -1/4", "s = -1", "s = -8", "(1 - β)²"], rows)
+
+
+def _marked(value: float, mark: bool) -> str:
+    return f"**{value:.4f}**" if mark else f"{value:.4f}"
+
+
+def regret(name: str) -> str:
+    """Every way to keep L and R, at both rates."""
+    (problem,) = (own for own in theory()["regret"] if own["name"].startswith(name))
+    rows = []
+    for way, both in problem["ways"].items():
+        row = [f"{way} (default)" if way == "cholesky, compact" else way]
+        for key, text in (("regret", "{:.1f}"), ("first_link", "{:.0f}"), ("bound", "{:.1e}")):
+            row.append(", ".join(text.format(own[key]).replace("e+0", "e") for own in both))
+        row.append(", ".join(f"{own['slack']:,.0f}" for own in both))
+        shares = [both[0][f"{side}_error_trace_over_exact"] for side in ("left", "right")]
+        rows.append([*row, ", ".join(f"{share:.2f}" for share in shares)])
+    head = ["L and R", "regret at η₁, η₁/4", "first link", "bound", "slack"]
+    return table([*head, "error / exact at η₁, L and R"], rows)
+
+
+# ---------------------------------------------------------------------------- why Muon is ahead
 
 
 def whitened_momentum() -> str:
@@ -286,24 +394,28 @@ def whitened_momentum() -> str:
     by_row: dict[str, list[Run]] = {}
     for run in json.loads(path.read_text(encoding="utf-8"))["runs"]:
         by_row.setdefault(run["optimizer"], []).append(run)
+    by_row["SOAP, all matrices"] = read("pydoc-gpt-soap/summary.json")["runs"]
     rates = sorted({run["lr"] for runs in by_row.values() for run in runs})
     rows = []
     for optimizer, runs in by_row.items():
-        at = {lr: [run for run in runs if run["lr"] == lr] for lr in rates}
-        means = [sum(run["loss"] for run in own) / len(own) for own in at.values()]
-        texts = [f"**{mean:.3f}**" if mean == min(means) else f"{mean:.3f}" for mean in means]
-        peaks = [run["peak"] for run in at[_SPECTRA_AT]]
-        rows.append([optimizer, *texts, f"{sum(peaks) / len(peaks):.1f}"])
-    head = ["hidden matrices get", *(f"lr {rate_text(lr)}" for lr in rates), "peak of the spectrum"]
-    return table(head, rows)
+        at = [[run for run in runs if run["lr"] == lr] for lr in rates]
+        means = [mean(run["loss"] for run in own) for own in at]
+        best = means.index(min(means))
+        texts = [f"**{loss:.3f}**" if i == best else f"{loss:.3f}" for i, loss in enumerate(means)]
+        peaks = [run.get("peak") for run in at[best]]
+        rows.append([optimizer, *texts, MISSING if None in peaks else f"{mean(peaks):.1f}"])
+    head = ["hidden matrices get", *(f"lr {rate_text(lr)}" for lr in rates)]
+    return table([*head, "peak of the spectrum, at the best lr"], rows)
 
 
 TABLES: Mapping[str, Callable[[], str]] = {
     "front": front,
-    "swin-10-epochs": lambda: grid(NETWORKS["Swin-Tiny"]),
-    "swin-steps": lambda: steps_to_base(NETWORKS["Swin-Tiny"]),
-    "resnet34-steps": lambda: steps_to_base(NETWORKS["ResNet-34"]),
-    "resnet34-10-epochs": lambda: grid(NETWORKS["ResNet-34"]),
+    "swin-30-epochs": longer,
+    "swin-time-to-target": time_to_target,
+    "swin-10-epochs": lambda: grid("Swin-Tiny"),
+    "swin-steps": lambda: steps_to_base("Swin-Tiny"),
+    "resnet34-steps": lambda: steps_to_base("ResNet-34"),
+    "resnet34-10-epochs": lambda: grid("ResNet-34"),
     "synthetic-4": lambda: static("synthetic", 4),
     "synthetic-8": lambda: static("synthetic", 8),
     "synthetic-3": lambda: static("synthetic", 3),
@@ -311,6 +423,11 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "swin-errors-8": lambda: static("swin-tiny", 8),
     "swin-errors-3": lambda: static("swin-tiny", 3),
     "over-time": over_time,
+    "lemma-1": lemma_1,
+    "regret-small": lambda: regret("linear 4x4"),
+    "regret-linear": lambda: regret("linear 64x80"),
+    "regret-least-squares": lambda: regret("least squares"),
+    "regret-logistic": lambda: regret("logistic"),
     "whitened-momentum": whitened_momentum,
 }
 

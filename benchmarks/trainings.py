@@ -78,6 +78,7 @@ _LEAN = ("keep=1", "watched_blocks=0")
 _TEN = ("epochs=10", "warmup_epochs=2", "eval_every=390", *_LEAN)
 _THIRTY = ("epochs=30", "warmup_epochs=5", "eval_every=390", *_LEAN)
 _PASS = ("steps=1200", "eval_every=100", *_LEAN)  # over 20 million tokens, nearly
+_THOUSAND = ("steps=1000", "eval_every=1000", "checkpoint_every=1000000", *_LEAN)
 _BF16 = ("--amp", "bf16")
 _BF16_GRAPH = (*_BF16, "--cuda-graph")
 
@@ -117,19 +118,29 @@ TRAININGS = {
     # The best learning rate, longer. The longest first, so that none is left alone in the end.
     "cifar100-swin-tiny-30-epochs": Trainings(
         "cifar100-swin-tiny",
-        (
-            *at_rates(("base longer=1.5", "base", *SHAMPOOS), ("2.5e-4",)),
-            "muon lr=1e-3",
-        ),
+        at_rates(("base longer=1.5", "base", *SHAMPOOS), ("2.5e-4",)),
         _THIRTY,
         seeds=2,
         flags=_BF16_GRAPH,
     ),
     "cifar100-resnet34-30-epochs": Trainings(
         "cifar100-resnet34",
-        at_rates(("base longer=1.5", "base", *SHAMPOOS), ("0.2",)),
+        at_rates(("base longer=1.5", "base", *SHAMPOOS), ("0.4",)),
         _THIRTY,
         seeds=2,
+    ),
+    "cifar100-swin-tiny-muon-30-epochs": Trainings(
+        "cifar100-swin-tiny", ("muon lr=1e-3",), _THIRTY, seeds=2, flags=_BF16_GRAPH
+    ),
+    # Short, to be run with --together 1: what a step takes.
+    "cifar100-swin-tiny-times": Trainings(
+        "cifar100-swin-tiny",
+        ("base", "shampoo-4", "shampoo-32", "shampoo-4-paper"),
+        ("lr=1e-4", *_THOUSAND),
+        flags=_BF16_GRAPH,
+    ),
+    "cifar100-resnet34-times": Trainings(
+        "cifar100-resnet34", ("base", *SHAMPOOS), ("lr=0.1", *_THOUSAND)
     ),
     # One learning rate.
     "quantisation-error-over-time": Trainings(
@@ -210,6 +221,10 @@ TRAININGS = {
         "wiki-gpt2-124m",
         ("base base=adamw8bit lr=1e-3", "shampoo-4 base=adamw8bit lr=1e-3"),
         _PASS,
+    ),
+    # On a CPU.
+    "pydoc-gpt-soap": Trainings(
+        "pydoc-gpt", at_rates((SOAP,), ("3e-3", "6e-3", "1.2e-2", "2.4e-2")), (), seeds=2, flags=()
     ),
     "wiki-llama-350m": Trainings(
         "wiki-llama-350m",

@@ -58,6 +58,14 @@ def tokens(count: int, length: int, vocabulary: int) -> dict[str, Tensor]:
 CASES = {
     "swin-tiny": Case(lambda: build("swin-tiny"), images, torch.float32, False, (100, 500)),
     "resnet34": Case(lambda: build("resnet34"), images, torch.float32, False, (100, 500)),
+    # As trainings on GPUs often have them.
+    "resnet34-channels-last": Case(
+        lambda: build("resnet34").to(memory_format=torch.channels_last),
+        images,
+        torch.float32,
+        True,
+        (100, 500),
+    ),
     "gpt2-124m": Case(
         lambda: preset("gpt2-124m"),
         lambda: tokens(8, 1024, 50304),

@@ -11,6 +11,7 @@ from networks import FAST, backward, network, run, same, weights
 from torch import nn
 
 from kronbit import CASPR, Shampoo
+from kronbit.gradients import plain_dtypes
 
 
 def test_gradients_become_preconditioned_in_place_or_stay(device: torch.device) -> None:
@@ -71,6 +72,22 @@ def test_memory_format_of_convolutions_does_not_matter(
             assert p.grad.is_contiguous(memory_format=layout)
         results.append(p.detach())
     assert relative_error(*results) < 1e-6
+
+
+def test_only_strange_gradients_need_a_closer_look() -> None:
+    """To look at every gradient at every step takes the host longer than the rest of it."""
+    single, last = {torch.float32}, torch.randn(6, 4, 3, 3).to(memory_format=torch.channels_last)
+    volume = torch.randn(6, 4, 3, 3, 2).to(memory_format=torch.channels_last_3d)
+    assert plain_dtypes([torch.randn(3, 4), last, volume]) == single
+    assert plain_dtypes([last.half()]) == {torch.float16}
+    for strange in (
+        torch.randn(3, 4).t(),
+        last[:, ::2],
+        torch.randn(1, 4, 3, 3).expand(6, 4, 3, 3),
+        torch.randn(3, 4).to_sparse(),
+        torch.randn(3, 4, dtype=torch.complex64),
+    ):
+        assert plain_dtypes([last, strange]) is None
 
 
 @pytest.mark.parametrize("kind", ["transposed", "expanded row", "expanded scalar", "strided"])

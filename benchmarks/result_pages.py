@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from decimal import ROUND_HALF_UP, Decimal
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +79,7 @@ def score_text(run: Run) -> str:
         return "diverged"
     if run["accuracy"] is None:
         return f"{run['loss']:.3f}"
-    return f"{100 * run['accuracy']:.1f} % ({run['loss']:.3f})"
+    return f"{percent(run['accuracy'])} ({run['loss']:.3f})"
 
 
 def is_better(run: Run, than: Run) -> bool:
@@ -158,7 +159,9 @@ def _front_cells(runs: Sequence[Run]) -> list[str]:
 
 
 def percent(value: float) -> str:
-    return f"{100 * value:.1f} %"
+    """With one digit; 64.55 is 64.6, although no float is exactly that."""
+    exact = Decimal(f"{100 * value:.6f}")
+    return f"{exact.quantize(Decimal('0.1'), ROUND_HALF_UP)} %"
 
 
 def steps_to(run: Run, target: float) -> int | None:
@@ -211,19 +214,21 @@ def time_to_target() -> str:
     (base, longest) = next((label, runs) for label, runs in found.items() if ", 1.5 x" in label)
     first = base.removesuffix(", 1.5 x as long")
     total = longest[0]["steps"]
+    targets = {run["seed"]: run["accuracy"] for run in longest}
     rows = []
     for label, runs in found.items():
         if label in (base, first):
             continue
-        steps = [steps_to(run, other["accuracy"]) for run, other in zip(runs, longest, strict=True)]
+        steps = [steps_to(run, targets[run["seed"]]) for run in runs]
         reached = [step for step in steps if step is not None]
         if len(reached) < len(runs):
             rows.append([label, "never", "", ""])
             continue
         fewer = total / mean(reached)
         row = [label, " and ".join(f"{step:,}" for step in reached), f"{fewer:.2f} x"]
-        quicker = fewer * times[first] / times[label]
-        rows.append([*row, f"{times[label] * mean(reached) / 1000:.0f} s, {quicker:.2f} x"])
+        own = times.get(label)
+        seconds = own and f"{own * mean(reached) / 1000:.0f} s, {fewer * times[first] / own:.2f} x"
+        rows.append([*row, seconds or MISSING])
     return table(
         [
             "optimizer",

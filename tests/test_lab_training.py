@@ -423,6 +423,17 @@ def test_a_graph_trains_as_eagerly(tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
+def test_memory_of_earlier_runs_does_not_count(tmp_path: Path) -> None:
+    """The first one of a comparison leaves workspaces behind."""
+    on_gpu([], tmp_path / "zeroth", graph=True)
+    first = on_gpu([], tmp_path / "first", graph=True).peak.read()
+    other = torch.zeros(2**26, device="cuda")
+    second = on_gpu([], tmp_path / "second", graph=True).peak.read()
+    assert other.numel() == 2**26
+    assert first == pytest.approx(second, rel=0.01)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("graph", [False, True])
 def test_an_ordinary_step_waits_for_nothing(graph: bool, tmp_path: Path) -> None:
     never = ["update_every=100", "refresh_every=100", "steps=8", "amp=bf16"]

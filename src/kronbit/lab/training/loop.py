@@ -30,7 +30,7 @@ from kronbit.lab.training.determinism import Repeatable
 from kronbit.lab.training.display import Display
 from kronbit.lab.training.files import MetricsFile
 from kronbit.lab.training.interrupts import Interrupts
-from kronbit.lab.training.measures import PeakMemory, StepTimer
+from kronbit.lab.training.measures import PeakMemory, StepTimer, left_over
 from kronbit.lab.training.modes import Modes
 from kronbit.lab.training.passes import Captured, Eager, Objective, rehearse
 from kronbit.lab.training.refusals import refuse_impossible
@@ -88,6 +88,7 @@ class Training:
         self.recipe, self.folder, self.world = recipe, folder, world
         refuse_impossible(recipe, world, running)
         device = world.device
+        earlier = left_over(device)
         self.data = open_data(
             recipe.data,
             running.data,
@@ -108,7 +109,7 @@ class Training:
         self.objective = Objective(self.data.classifies, recipe.amp, smoothing)
         if device.type == "cpu" and world.parallel == "none":
             rehearse(self.model, self.objective, *self.data.batch(0))
-        self.peak = PeakMemory(device, held_bytes(list(self.model.parameters())))
+        self.peak = PeakMemory(device, held_bytes(list(self.model.parameters())), earlier)
         if world.parallel == "fsdp2":
             shard(self.model, world)
         self.scaler = torch.amp.GradScaler(device.type) if recipe.amp == "fp16" else None

@@ -69,14 +69,15 @@ class PeakMemory:
     Args:
         device: Where training takes place.
         held: Bytes of parameters, which are there already.
+        earlier: Bytes that were allocated before the run; see ``left_over``.
 
     Attributes:
         kind: What the figure means.
     """
 
-    def __init__(self, device: torch.device, held: int) -> None:
+    def __init__(self, device: torch.device, held: int, earlier: int = 0) -> None:
         self._device, self._held = device, held
-        self._beside = 0
+        self._beside = -earlier
         self._peak: int | None = None
         self._start = 0
         gc.collect()
@@ -124,6 +125,12 @@ class PeakMemory:
         if self._device.type == "cuda":
             return torch.cuda.memory_allocated(self._device) + self._beside
         return _resident("VmRSS")
+
+
+def left_over(device: torch.device) -> int:
+    """What earlier runs of this process still have on a GPU: workspaces of cuBLAS, above all."""
+    gc.collect()
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
 
 
 def _resident(name: str) -> int | None:

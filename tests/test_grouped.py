@@ -195,7 +195,8 @@ def test_a_way_changes_only_for_a_reason() -> None:
     assert _way(math.nan, HALF) == FLOAT32
 
 
-CONVOLUTIONS = [(20, 22, 3, 3), (12, 7, 5, 5), (8, 6, 2, 3, 2), (16, 24), (24, 9, 1, 1)]
+# Cut into blocks of 70 rows: wide ones, and such as begin and end between the taps of an input.
+CONVOLUTIONS = [(75, 8, 2, 2), (75, 9, 3, 3), (8, 6, 2, 3, 2), (16, 24), (24, 9, 1, 1)]
 
 
 def in_both_orders(
@@ -216,52 +217,101 @@ def in_both_orders(
 def test_channels_last_gradients_are_read_and_written_where_they_lie(
     way: int, dtype: torch.dtype, kernels: torch.device
 ) -> None:
-    """Blocks of 70 columns begin and end between the taps of an input."""
     own = made(kernels, shapes=CONVOLUTIONS)
     own.products.ways = dict.fromkeys(range(5), way)
     plain, turned = in_both_orders(kernels, dtype)
     before = [grad.clone() for grad in plain]
-    for grads in (plain, turned):
+    for grads in (plain, turned, [grad.clone() for grad in plain]):  # each after another order
         step = measured(kernels, grads)
         assert step.by_kernels
         assert step.addresses is not None
-        assert step.addresses.aligned == (grads is plain)
+        assert step.addresses.aligned
+        assert step.addresses.channels_last == ({0, 1, 2} if grads is turned else set())
         own.precondition(step)
     for grad, expected, start in zip(turned, plain, before, strict=True):
         # The norm is a sum in another order; of bf16 in order, G itself is what is multiplied.
         near = 1e-6 if dtype == torch.float32 else 0.01
         assert relative_error(grad.float(), expected.float()) < near
         assert relative_error(grad.float(), start.float()) > 0.1
+    # Whoever is in order is read as widely as ever.
+    wide = {
+        (key[2], block.member): chunk.wide
+        for key, tables in own.products._grouped.items()
+        for wave in tables._tables.waves
+        for chunk in wave.chunks
+        for block in chunk.blocks
+    }
+    assert wide[frozenset(), 0]
+    assert wide[frozenset({0, 1, 2}), 3]
+    assert not wide[frozenset({0, 1, 2}), 0]
 
 
 def test_statistics_of_channels_last_gradients_have_the_same_bits(kernels: torch.device) -> None:
     own, statistics = made(kernels, shapes=CONVOLUTIONS), GradientStatistics()
     due = {i: Due(own.members[i].config) for i in range(5)}
     found = []
-    for grads in in_both_orders(kernels):
-        of = statistics.outer_products(own, measured(kernels, grads), due)
-        parts = batches(due_parts(own.groups, due), own.workspace, UPDATE)
+    plain, turned = in_both_orders(kernels)
+    blocks = GradientBlocks(own.members, plain)
+    for grads in (plain, turned):
+        seen = measured(kernels, grads)
+        of = statistics.outer_products(own, seen, due)
+        parts = list(batches(due_parts(own.groups, due), own.workspace, UPDATE))
         found.append([of(part) for part in parts])
     assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
-    assert all(float(M.abs().max()) > 1 for M in found[0])
+    for M, part in zip(found[0], parts, strict=True):
+        expected = gradients_by_torch(blocks, seen.finite, part)
+        assert (M - expected).abs().max() <= 1e-6 * expected.abs().max()
+
+
+def test_channels_last_gradients_of_grouped_convolutions(kernels: torch.device) -> None:
+    """K-FAC's statistics are of each group: a stack of matrices whose rows are whole ones."""
+    own = made(kernels, shapes=[(2, 12, 36)], batch_dims=1)
+    (member,) = own.members
+    own.members = (replace(member, blocking=replace(member.blocking, taps=9)),)
+    own.products.ways = {0: HALF}
+    plain = torch.randn(24, 4, 3, 3).to(kernels)
+    turned = plain.to(memory_format=torch.channels_last)
+    for grad in (plain, turned):
+        step = measured(kernels, [grad])
+        assert step.by_kernels
+        own.precondition(step)
+    assert relative_error(turned, plain) < 1e-6
 
 
 def test_channels_last_gradients_that_kernels_cannot_read(kernels: torch.device) -> None:
     """Of stacked matrices, rows are scattered; and nobody cuts what is left to F."""
     last = torch.randn(3, 10, 4, 5, device=kernels).to(memory_format=torch.channels_last)
     guard = NonfiniteGuard(kernels, PASS)
-    for taps, by_kernels in ((1, False), (0, True), (20, True)):
+    for taps, by_kernels in ((1, False), (0, True), (20, True), (1, False)):
         found = guard.measure([last], [600], [taps], {torch.float32})
         assert found.by_kernels == by_kernels
         assert float(found.norms[0]) == pytest.approx(float(last.norm()), rel=1e-6)
         assert found.addresses is not None
         assert bool(found.addresses.values[0]) == by_kernels
-    assert found.addresses.values[0] == last.data_ptr() + (19 << 52)
-    assert addresses.turned([torch.zeros(2, 2, 17, 17).mT], [289]) is None
-    assert isinstance(stacked := route((3, 10, 4, 5), Config(batch_dims=1)), Blocking)
-    assert isinstance(single := route((1, 10, 4, 5), Config()), Blocking)
-    assert isinstance(convolution := route((3, 10, 4, 5), Config()), Blocking)
-    assert [own.taps for own in (stacked, single, convolution)] == [1, 1, 20]
+        assert (found.addresses.channels_last == {0}) == by_kernels
+    # Beside one that they cannot read either.
+    wide = torch.randn(4, 4, device=kernels, dtype=torch.float64)
+    both = {torch.float32, torch.float64}
+    found = guard.measure([last, wide], [600, 16], [20, 1], both)
+    assert not found.by_kernels
+    assert found.addresses is not None
+    assert found.addresses.channels_last == {0}
+    assert found.addresses.values[0] == last.data_ptr() + (1 << 59)
+    assert found.addresses.values[1] == 0
+
+
+def test_which_parameters_have_taps() -> None:
+    def taps(shape: tuple[int, ...], **options: Any) -> int:
+        blocking = route(shape, Config(**options))
+        assert isinstance(blocking, Blocking)
+        return blocking.taps
+
+    assert taps((3, 10, 4, 5)) == 20
+    assert taps((3, 10, 2, 4, 5)) == 40
+    assert taps((30, 10)) == 1
+    # Rows of these do not lie together in channels-last order.
+    assert taps((3, 10, 4, 5), batch_dims=1) == 1
+    assert taps((1, 10, 4, 5)) == 1
 
 
 def test_gradients_that_begin_anywhere(kernels: torch.device) -> None:
@@ -328,7 +378,7 @@ def test_ways_are_as_accurate_as_they_say(
     tables = own.products._tables(precise, frozenset(range(4)))
     sums = tables.compare(step.addresses, step.norms, half).double().cpu()
     direct = dtypes is BRAIN and algorithm is Shampoo
-    assert any(precision.direct for precision, _ in own.products._grouped) == direct
+    assert any(precision.direct for precision, *_ in own.products._grouped) == direct
     for i, exact in enumerate(found[FLOAT32]):
         assert relative_error(found[BF16X3][i], exact) < (3e-4 if dtypes is SINGLE else 1e-2)
         assert relative_error(found[HALF][i], exact) < 1e-2  # the interpreter truncates bf16
@@ -407,7 +457,7 @@ def test_what_runs_side_by_side_never_shares_memory(
     own = made(torch.device("cpu"))
     own.workspace = workspace
     taken = Precision(*precision)
-    tables = make_tables(own, range(4), taken, torch.device("cpu"))
+    tables = make_tables(own, range(4), taken, (), torch.device("cpu"))
     lines = iter(tables.lines.tolist())
     lanes: list[set[int]] = [set() for _ in range(LANES)]
     held_by: list[set[int]] = []

@@ -406,7 +406,32 @@ def test_a_graph_changes_nothing_although_gradients_move(
     # A parameter may have been multiplied more precisely after its first refresh.
     half = {key: own for key, own in own.products._grouped.items() if not key[0].precise}
     assert max(len(tables._tables.waves) for tables in half.values()) == waves
-    assert {precision.direct for precision, _ in half} == {dtype == torch.bfloat16}
+    assert {precision.direct for precision, *_ in half} == {dtype == torch.bfloat16}
+
+
+@pytest.mark.gpu
+def test_a_graph_notices_that_gradients_come_in_another_order() -> None:
+    """For as long as a graph needs to be captured, in one order and then in the other."""
+    results = []
+    for graph in (True, False):
+        torch.manual_seed(0)
+        shapes = [(64, 32, 3, 3), (96, 16, 2, 2), (128, 128)]
+        params = [nn.Parameter(torch.randn(shape, device="cuda")) for shape in shapes]
+        every = {"update_every": 4, "refresh_every": 8}
+        base = torch.optim.SGD(params, lr=1e-2)
+        optimizer = Shampoo(base, max_order=256, cuda_graph=graph, **every)
+        for t in range(40):
+            generator = torch.Generator("cuda").manual_seed(t)
+            for p in params:
+                p.grad = torch.randn(p.shape, device="cuda", generator=generator)
+                if p.dim() == 4 and t // 10 % 2 == int(graph):
+                    p.grad = p.grad.to(memory_format=torch.channels_last)
+            optimizer.step()
+        assert optimizer.diagnostics()["cuda_graph"] == {"cuda:0": "not refused"}
+        assert optimizer.diagnostics()["products"] == {HALF: 3}
+        results.append(params)
+    for p, q in zip(*results, strict=True):
+        assert relative_error(p, q) < 1e-4
 
 
 @pytest.mark.gpu

@@ -520,6 +520,29 @@ def test_layers_with_kernels_are_as_without(kernels: torch.device) -> None:
         assert torch.equal(own, other)
 
 
+@pytest.mark.parametrize("bias", [True, False])
+def test_memory_format_does_not_matter(bias: bool, kernels: torch.device) -> None:
+    """Without a bias, a convolution's gradient is preconditioned where it lies."""
+    found = []
+    for layout in (torch.contiguous_format, torch.channels_last):
+        torch.manual_seed(5)
+        layers = nn.Conv2d(4, 12, 3, groups=2, bias=bias), nn.Conv2d(12, 6, 3, bias=bias)
+        model = nn.Sequential(*layers).to(kernels, memory_format=layout)
+        optimizer = KFAC(sgd(model), model=model, update_every=1, refresh_every=2)
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.randn(5, 4, 8, 8).to(kernels)).square().mean().backward()
+            assert model[0].weight.grad.is_contiguous(memory_format=layout)
+            optimizer.step()
+        (guard,) = optimizer._guards.values()
+        assert all(guard._addresses.values)
+        expected = {0, 1} if layout == torch.channels_last and not bias else set()
+        assert guard._addresses.channels_last == expected
+        found.append([p.detach().cpu() for p in model.parameters()])
+    for own, other in zip(*found, strict=True):
+        assert relative_error(own, other) < 1e-4
+
+
 def test_layers_that_are_used_now_and_then_miss_nothing() -> None:
     experts = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
     optimizer = KFAC(sgd(experts), model=experts, bits=32, update_every=3, refresh_every=100)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import cast
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kronbit.gradients import plain_dtypes
-from kronbit.kernels.gradients import MOST_TAPS, Kind, tag, taps_tag
+from kronbit.kernels.gradients import CHANNELS_LAST, Kind, tag
 
 _TAGS = {
     torch.float32: tag(Kind.FLOAT32),
@@ -19,9 +19,7 @@ _TAGS = {
     torch.float16: tag(Kind.FLOAT16),
 }
 _DTYPES = {"i": torch.int32, "q": torch.int64}
-# The bits of an entry that are not there if it can be read in words of 16 bytes.
-_NARROW = taps_tag(MOST_TAPS) | 15
-_NONE: Mapping[int, int] = {}
+_NOBODY: frozenset[int] = frozenset()
 
 
 def takes(dtypes: set[torch.dtype] | None, grads: Sequence[Tensor | None]) -> bool:
@@ -38,36 +36,29 @@ def takes(dtypes: set[torch.dtype] | None, grads: Sequence[Tensor | None]) -> bo
     )
 
 
-def turned(grads: Sequence[Tensor | None], taps: Sequence[int]) -> Mapping[int, int] | None:
-    """Which of some plain gradients are in channels-last order.
-
-    Args:
-        grads: The gradients; ``None`` where there is none.
-        taps: Of each, how many a convolution has; 0 where the order does not matter.
-
-    Returns:
-        Their taps, by number; ``None`` if the kernels cannot read one of them.
-    """
+def channels_last(grads: Sequence[Tensor | None]) -> frozenset[int]:
+    """Which of some plain gradients are in channels-last order."""
     with suppress(TypeError):  # one is None
         if all(map(Tensor.is_contiguous, cast("Sequence[Tensor]", grads))):
-            return _NONE
-    found = {
-        i: taps[i]
-        for i, grad in enumerate(grads)
-        if grad is not None and not grad.is_contiguous() and taps[i] != 0
-    }
-    return found if all(1 < own <= MOST_TAPS for own in found.values()) else None
+            return _NOBODY
+    there = ((i, grad) for i, grad in enumerate(grads) if grad is not None)
+    return frozenset(i for i, grad in there if not grad.is_contiguous())
 
 
 def takable(grads: Sequence[Tensor | None], taps: Sequence[int]) -> list[Tensor | None]:
-    """Those of the gradients that the kernels can read and write; ``None`` for the others."""
+    """Those of the gradients that the kernels can read and write; ``None`` for the others.
+
+    Args:
+        grads: The gradients; ``None`` where there is none.
+        taps: As ``NonfiniteGuard.measure`` is given them.
+    """
     return [
         grad
         if grad is not None
         and takes(plain_dtypes([grad]), [grad])
-        and turned([grad], [own]) is not None
+        and (grad.is_contiguous() or not taps or taps[i] != 1)
         else None
-        for grad, own in zip(grads, taps, strict=True)
+        for i, grad in enumerate(grads)
     ]
 
 
@@ -115,21 +106,22 @@ class AddressTable(Integers):
     """Where a step's gradients are, and of which kind (``kernels.gradients``).
 
     Attributes:
-        aligned: Whether all of them begin at multiples of 16 bytes, as new tensors do, and none is
-            in channels-last order.
+        aligned: Whether all of them begin at multiples of 16 bytes, as new tensors do.
         brain: Whether all of them are in bf16.
+        channels_last: Which are in that order.
     """
 
     aligned = True
     brain = False
-    # Addresses, their one dtype, and which are turned.
-    _last: tuple[list[int], set[torch.dtype], Mapping[int, int]] | None = None
+    channels_last = _NOBODY
+    # Addresses, their one dtype, and who was in channels-last order.
+    _last: tuple[list[int], set[torch.dtype], frozenset[int]] | None = None
 
     def fill(
         self,
         grads: Sequence[Tensor | None],
         dtypes: set[torch.dtype] | None = None,
-        turned: Mapping[int, int] = _NONE,
+        channels_last: frozenset[int] = _NOBODY,
     ) -> None:
         """Note where gradients are now.
 
@@ -137,7 +129,7 @@ class AddressTable(Integers):
             grads: Gradients that the kernels can take; ``None`` where there is none. If they are
                 fewer than there is room for, the others count as gone.
             dtypes: All that they have, if that is known.
-            turned: What ``turned`` says of them.
+            channels_last: Which are in that order.
         """
         values: list[int] | None = None
         last = None
@@ -146,7 +138,7 @@ class AddressTable(Integers):
             (dtype,) = dtypes
             with suppress(TypeError):  # one is None
                 places = list(map(Tensor.data_ptr, cast("Sequence[Tensor]", grads)))
-                last = places, dtypes, turned
+                last = places, dtypes, channels_last
                 if last == self._last:
                     return  # gradients come back to where they were
                 values = list(map(_TAGS[dtype].__add__, places))
@@ -156,10 +148,11 @@ class AddressTable(Integers):
         self.brain = dtypes == {torch.bfloat16}
         if values is None:
             values = [0 if g is None else g.data_ptr() + _TAGS[g.dtype] for g in grads]
-        for i, taps in turned.items():
-            values[i] += taps_tag(taps)
+        for i in channels_last:
+            values[i] += CHANNELS_LAST
+        self.channels_last = channels_last
         values += [0] * (len(self.values) - len(values))
         if values != self.values:
-            self.aligned = not any(map(_NARROW.__and__, values))
+            self.aligned = not any(map((15).__and__, values))
             self.write(values)
         self._last = last  # now that it stands there

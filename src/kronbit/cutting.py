@@ -74,7 +74,10 @@ _PRECISE = Shape((64, 128), 64, 4, 3)
 
 @dataclass(frozen=True, eq=False)  # two blocks are never the same
 class TableBlock:
-    """A block, and where its gradient is: from ``first`` on, ``stride`` elements per row."""
+    """A block, and where its gradient is: from ``first`` on, ``stride`` elements per row.
+
+    In channels-last order it has the same elements in each row, but elsewhere there.
+    """
 
     member: int
     number: int
@@ -82,11 +85,14 @@ class TableBlock:
     row: int
     first: int
     stride: int
+    taps: int
+    channels_last: bool
 
     @property
     def wide(self) -> bool:
-        """Whether rows of the gradient begin and end at multiples of 8 elements."""
-        return all(place % 8 == 0 for place in (self.group.shape[1], self.first, self.stride))
+        """Whether rows of the gradient are in order, and begin and end at multiples of 8."""
+        places = (self.group.shape[1], self.first, self.stride)
+        return not self.channels_last and all(place % 8 == 0 for place in places)
 
     def scratch(self, precision: Precision) -> int:
         """Elements of scratch: two roots, Y, and X if it is not the gradient itself."""

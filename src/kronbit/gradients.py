@@ -32,7 +32,7 @@ def plain_dtypes(grads: Sequence[Tensor]) -> set[torch.dtype] | None:
 
 
 def _is_dense(grad: Tensor) -> bool:
-    """Whether a gradient has all of its memory, in order or in channels-last order."""
+    """Whether a gradient is in order or in channels-last order, without gaps."""
     if grad.is_contiguous():
         return True
     last = _CHANNELS_LAST.get(grad.dim())

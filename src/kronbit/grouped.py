@@ -40,6 +40,7 @@ class GroupedProducts:
         preconditioner: Members, blocks and factors.
         wanted: The members that will be asked for.
         precision: How products are taken.
+        channels_last: Whose gradients are in that order.
 
     Attributes:
         scratch_bytes: What a step needs as scratch; a multiple of what alignment asks for.
@@ -47,12 +48,18 @@ class GroupedProducts:
     """
 
     def __init__(
-        self, preconditioner: Preconditioner, wanted: Collection[int], precision: Precision
+        self,
+        preconditioner: Preconditioner,
+        wanted: Collection[int],
+        precision: Precision,
+        channels_last: Collection[int] = (),
     ) -> None:
         self._weak, self._precision = weakref.ref(preconditioner), precision
         ratios = preconditioner.graft_ratio
         self._device = ratios.device
-        self._tables = tables = make_tables(preconditioner, wanted, precision, self._device)
+        self._tables = tables = make_tables(
+            preconditioner, wanted, precision, channels_last, self._device
+        )
         self.scratch_bytes = tables.scratch * torch.bfloat16.itemsize
         self.held_bytes = tables.held * precision.held.itemsize
         self._buffers = Integers(Buffer.LENGTH, self._device)

@@ -117,18 +117,19 @@ class Group:
         if current is not None:
             yield slice(start, self.segments[-1].stop), current
 
-    def places(self, members: Sequence[Member]) -> Iterator[tuple[int, int, int, int, int]]:
+    def places(self, members: Sequence[Member]) -> Iterator[tuple[int, int, int, int, int, int]]:
         """Where each row's block lies in its gradient.
 
         Yields:
-            The row, its member, the block's number there, its first element in the gradient, and
-            the elements from one of its rows to the next.
+            The row, its member, the block's number there, its first element in the gradient, the
+            elements from one of its rows to the next, and taps.
         """
         for span in self.spans:
-            _, M, N = members[span.member].blocking.matrices
+            own = members[span.member].blocking
+            _, M, N = own.matrices
             for row, block in enumerate(span.grid.blocks(), span.start):
                 first = (block.batch * M + block.row) * N + block.column
-                yield row, span.member, block.index, first, N
+                yield row, span.member, block.index, first, N, own.taps
 
     def pieces(self, rows: slice) -> Iterator[tuple[Span, tuple[slice, ...], slice, list[int]]]:
         """Cut a range of rows into boxes, each of which is one strided view of a gradient.

@@ -6,7 +6,7 @@ import math
 import weakref
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from kronbit.grouped import GroupedProducts
     from kronbit.nonfinite import Measured
     from kronbit.preconditioner import Preconditioner
+
+    _Key: TypeAlias = tuple[Precision, frozenset[int], frozenset[int]]
 
 # Ways to take products, by the bits of their operands: in float32 by torch, which is the contract;
 # in sums of two bf16 numbers; in float16, but a gradient in bf16 stays so.
@@ -47,9 +49,10 @@ class KernelProducts:
     def __init__(self, preconditioner: Preconditioner, graphs: bool) -> None:
         self._weak = weakref.ref(preconditioner)
         self.ways = dict.fromkeys(range(len(preconditioner.members)), FLOAT32)
-        self._grouped: dict[tuple[Precision, frozenset[int]], GroupedProducts] = {}
+        # By precision, members, and who of them is in channels-last order.
+        self._grouped: dict[_Key, GroupedProducts] = {}
         # By whose ways are compared: staggered, the same members come back every interval.
-        self._comparisons: dict[frozenset[int], GroupedProducts] = {}
+        self._comparisons: dict[_Key, GroupedProducts] = {}
         self._shares = _Shares.make(set(), self.ways)
         # The step by who takes part in which way and by what all gradients have in common; with one
         # table of addresses.
@@ -105,9 +108,13 @@ class KernelProducts:
             addresses: Where the gradients are.
             norms: ‖G‖_F of each. If that is not finite, the gradient stays as it is.
         """
-        kind = addresses.aligned, addresses.brain
+        kind = addresses.aligned, addresses.brain, addresses.channels_last
         if (chosen, kind) != self._last[0]:
-            found = [self._tables(self._precision(way, addresses), own) for way, own in chosen]
+            keys = [
+                (self._precision(way, addresses), own, own & addresses.channels_last)
+                for way, own in chosen
+            ]
+            found = [self._tables(key) for key in keys]
             self._last = (chosen, kind), found
         tables = self._last[1]
         # One piece of memory: to ask for two takes the host twice as long.
@@ -146,7 +153,7 @@ class KernelProducts:
         if not any(map(addresses.values.__getitem__, there)):
             return
         half = self._precision(HALF, addresses)
-        sums = self._comparison_of(there).compare(addresses, measured.norms, half)
+        sums = self._comparison_of(there, addresses).compare(addresses, measured.norms, half)
         cosines = (sums[:, 0] / (sums[:, 1].sqrt() * sums[:, 2].sqrt())).tolist()
         for i in there:
             self.ways[i] = _way(cosines[i], before[i])
@@ -163,30 +170,32 @@ class KernelProducts:
         direct = half and addresses.brain and addresses.aligned and not first.left
         return Precision(precise=not half, direct=direct)
 
-    def _comparison_of(self, members: frozenset[int]) -> GroupedProducts:
+    def _comparison_of(self, members: frozenset[int], addresses: AddressTable) -> GroupedProducts:
         """The tables that ways are compared with. No graph holds them."""
         from kronbit.cutting import Precision
 
-        if members not in self._comparisons:
+        key = Precision(precise=True), members, members & addresses.channels_last
+        if key not in self._comparisons:
             if len(self._comparisons) == _REMEMBERED:
                 self._comparisons.pop(next(iter(self._comparisons)))
-            self._comparisons[members] = self._make(Precision(precise=True), members)
-        return self._comparisons[members]
+            self._comparisons[key] = self._make(key)
+        return self._comparisons[key]
 
-    def _make(self, precision: Precision, members: frozenset[int]) -> GroupedProducts:
+    def _make(self, key: _Key) -> GroupedProducts:
         from kronbit.grouped import GroupedProducts
 
-        return GroupedProducts(self._preconditioner, members, precision)
+        precision, members, channels_last = key
+        return GroupedProducts(self._preconditioner, members, precision, channels_last)
 
-    def _tables(self, precision: Precision, members: frozenset[int]) -> GroupedProducts:
+    def _tables(self, key: _Key) -> GroupedProducts:
         """The kernels' tables for some members. Recent ones are remembered."""
-        grouped = self._grouped.pop((precision, members), None)
+        grouped = self._grouped.pop(key, None)
         if grouped is None:
             if len(self._grouped) == _REMEMBERED:
                 self._grouped.pop(next(iter(self._grouped)))  # the one not used for longest
                 self._replay.forget()  # graphs may hold its tables
-            grouped = self._make(precision, members)
-        self._grouped[precision, members] = grouped
+            grouped = self._make(key)
+        self._grouped[key] = grouped
         return grouped
 
 

@@ -93,25 +93,27 @@ class NonfiniteGuard:
         Args:
             grads: The gradients; ``None`` where there is none.
             sizes: Their numbers of elements; anything where there is none.
-            taps: Of convolutions; see ``addresses.turned``.
+            taps: Of convolutions, which the kernels can take in channels-last order; 1 where they
+                cannot, 0 where nobody cuts the gradient. None at all: none can be in that order.
             dtypes: What ``plain_dtypes`` says of them.
         """
         device = self.skipped.device
         if not has_kernels(device):
             return self._by_torch(grads, None)
-        from kronbit.addresses import AddressTable, takable, takes, turned
+        from kronbit.addresses import AddressTable, channels_last, takable, takes
 
         # A table that is large enough stays: graphs have been captured with it.
         addresses = self._addresses
         if addresses is None or len(addresses.values) < len(grads):
             addresses = self._addresses = AddressTable(len(grads), device)
             self._replay.forget()
-        last = turned(grads, taps) if takes(dtypes, grads) else None
-        if last is None:
+        plain = takes(dtypes, grads)
+        turned = channels_last(grads) if plain and taps else frozenset()
+        if not plain or any(taps[i] == 1 for i in turned):
             some = takable(grads, taps)
-            addresses.fill(some, turned=turned(some, taps) or {})
+            addresses.fill(some, channels_last=channels_last(some))
             return self._by_torch(grads, addresses)
-        addresses.fill(grads, dtypes, last)
+        addresses.fill(grads, dtypes, turned)
         kernel = self._kernel_for(sizes)
 
         def launch_all() -> None:

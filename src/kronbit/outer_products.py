@@ -95,10 +95,10 @@ class OuterProducts:
         size = largest = 0
         for part in parts:
             m, n = part.group.shape
-            for row, member, _, first, stride in part.group.places(self._members):
+            for row, member, _, first, stride, taps in part.group.places(self._members):
                 if not part.rows.start <= row < part.rows.stop:
                     continue
-                lines.extend(block_head(member, (m, n), first, stride))
+                lines.extend(block_head(member, (m, n), first, stride, taps))
                 # RIGHT, PLACE, DEPTH
                 lines.extend((int(part.right), size, padded(m if part.right else n)))
                 size += padded(m) * padded(n)

@@ -141,6 +141,7 @@ def make_tables(
     preconditioner: Preconditioner,
     wanted: Collection[int],
     precision: Precision,
+    channels_last: Collection[int],
     device: torch.device,
 ) -> Tables:
     """Cut members into waves whose Ĝ, and whose chunks' scratch, fit into the workspace.
@@ -150,14 +151,15 @@ def make_tables(
             holds Ĝ.
         wanted: Which of the members.
         precision: How much scratch they need.
+        channels_last: Whose gradients are in that order.
         device: Where the tables go.
     """
     members, groups = preconditioner.members, preconditioner.groups
     workspace = preconditioner.workspace
     blocks = [
-        TableBlock(member, number, group, row, first, stride)
+        TableBlock(member, number, group, row, first, stride, taps, member in channels_last)
         for group in groups
-        for row, member, number, first, stride in group.places(members)
+        for row, member, number, first, stride, taps in group.places(members)
         if member in wanted
     ]
     blocks.sort(key=lambda block: (block.member, block.number))
@@ -289,7 +291,7 @@ class _Writer:
 def _line(block: TableBlock, precision: Precision, place: int, held: int) -> list[int]:
     m, n = block.group.shape
     pm, pn = padded(m), padded(n)
-    line = block_head(block.member, (m, n), block.first, block.stride)
+    line = block_head(block.member, (m, n), block.first, block.stride, block.taps)
     line += [0] * (COUNT - len(line))
     line[Field.LEFT] = place
     line[Field.RIGHT] = place + precision.parts * pm * pm

@@ -53,7 +53,7 @@ def _warm_up(
     def every_kind_of_step() -> None:
         own = Preconditioner(members, algorithm, 2**24, graphs=False, device=device)
         sizes = [grad.numel() for grad in grads]
-        measured = guard.measure(grads, sizes, [1] * len(grads), plain_dtypes(grads))
+        measured = guard.measure(grads, sizes, (), plain_dtypes(grads))
         assert measured.addresses is not None
         M_of = GradientStatistics().outer_products(own, measured, due)
         own._update(own._first_updates(due), M_of, measured.finite, FIRST_ATTEMPT)

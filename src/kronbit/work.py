@@ -165,7 +165,8 @@ class Errand:
 
     Attributes:
         sizes: Elements of the gradients that ``pick`` returns, were they all there.
-        taps: Of convolutions among them; 0 for those that are left to F, which nobody cuts.
+        taps: Of convolutions among them; 0 for those that are left to F, which nobody cuts. Nothing
+            if there are no members of four axes or more, which may be in channels-last order.
         configs_there: The options that occur among members with a gradient.
         entries_there: The states of these members.
         turns: By what is scheduled, options and steps that members have seen: the turns that have
@@ -189,7 +190,8 @@ class Errand:
         self._rest_sizes = [present.grads[number].numel() for number in rest]
         sizes = [math.prod(member.blocking.matrices) for member in preconditioner.members]
         self.sizes = [*sizes, *self._rest_sizes]
-        self.taps = [member.blocking.taps for member in preconditioner.members] + [0] * len(rest)
+        taps = [member.blocking.taps for member in preconditioner.members] + [0] * len(rest)
+        self.taps = taps if any(len(shape) > 3 for shape in self._shapes) else []
         self.configs_there = list({present.configs[number] for number in there})
         self.entries_there = [entries[number] for number in there]
         self.turns: dict[Scheduled, dict[tuple[Config, int], set[Turn]]] = {}

@@ -1,8 +1,8 @@
 """How kernels reach gradients, which move from step to step: by a table of addresses.
 
-An entry is the address of a gradient, with its kind and its taps in bits that no address has. 0:
-there is none. Taps are for the weights of convolutions, (output, input, taps) as a matrix of
-output rows: one in channels-last order has (tap, input) along a row where others have (input, tap).
+An entry is the address of a gradient, with its kind and its order in bits that no address has. 0:
+there is none. The weight of a convolution is a matrix of output rows, with (input, tap) along a
+row; in channels-last order it has (tap, input) there.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ class Kind(enum.IntEnum):
     FLOAT16 = 2
 
 
-_TAPS_FROM, _KIND_FROM = 52, 60  # the bits of an entry's taps and of its kind begin here
-MOST_TAPS = 1 << (_KIND_FROM - _TAPS_FROM)
+_ORDER_AT, _KIND_FROM = 59, 60  # the bit of an entry's order; those of its kind begin here
+CHANNELS_LAST = 1 << _ORDER_AT  # what is added to an entry whose gradient is in that order
 
 
 def tag(kind: Kind) -> int:
@@ -30,15 +30,9 @@ def tag(kind: Kind) -> int:
     return int(kind) << _KIND_FROM
 
 
-def taps_tag(taps: int) -> int:
-    """What is added to an entry whose gradient is in channels-last order; nothing for one tap."""
-    return (taps - 1) << _TAPS_FROM
-
-
 _KIND: tl.constexpr = tl.constexpr(_KIND_FROM)
-_TAPS: tl.constexpr = tl.constexpr(_TAPS_FROM)
-_MOST_TAPS: tl.constexpr = tl.constexpr(MOST_TAPS)
-_ADDRESS: tl.constexpr = tl.constexpr((1 << _TAPS_FROM) - 1)
+_CHANNELS_LAST: tl.constexpr = tl.constexpr(CHANNELS_LAST)
+_ADDRESS: tl.constexpr = tl.constexpr(CHANNELS_LAST - 1)
 FLOAT32: tl.constexpr = tl.constexpr(int(Kind.FLOAT32))
 BFLOAT16: tl.constexpr = tl.constexpr(int(Kind.BFLOAT16))
 
@@ -51,22 +45,9 @@ def find(addresses, i):
 
 
 @triton.jit
-def taps_of(addresses, i):
-    """Taps of a gradient in channels-last order, else 1."""
-    return ((tl.load(addresses + i) >> _TAPS) % _MOST_TAPS + 1).to(tl.int32)
-
-
-@triton.jit
-def place_of(first, stride, taps, row, column, WIDE: tl.constexpr):
-    """Where the elements of a block are in its gradient; WIDE: in order, without looking.
-
-    The block begins at ``first`` in a gradient that is in order, ``stride`` elements per row.
-    """
-    if not WIDE:
-        column += (first % stride).to(tl.int32)
-        column = column % taps * (stride.to(tl.int32) // taps) + column // taps
-        first = first // stride * stride
-    return first + row.to(tl.int64) * stride + column
+def is_channels_last(addresses, i):
+    """Whether a gradient is in that order."""
+    return (tl.load(addresses + i) & _CHANNELS_LAST) != 0
 
 
 @triton.jit

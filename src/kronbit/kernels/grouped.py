@@ -37,13 +37,14 @@ from kronbit.kernels.lines import (
     RIGHT,
     M,
     N,
+    gradient_of,
     gradient_unit,
     keep,
     padded,
     scratch,
 )
 from kronbit.kernels.roots import as_bf16
-from kronbit.kernels.strips import LEAVE, place_in_gradient
+from kronbit.kernels.strips import LEAVE
 
 # Triton's interpreter multiplies the bits of bf16 numbers as if they were integers.
 _WIDEN: tl.constexpr = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
@@ -129,7 +130,7 @@ def pass_kernel(
     left = scratch(anchor, buffers, tl.load(line + LEFT))
     right = scratch(anchor, buffers, tl.load(line + RIGHT))
     left_unit, right_unit = tl.load(units + block * 2), tl.load(units + block * 2 + 1)
-    first, stride = place_in_gradient(line, DIRECT)
+    first, stride, _ = gradient_of(line, addresses, member, DIRECT)
     address, _ = find(addresses, member)
     if address == 0:
         if COMPARE:

@@ -7,6 +7,7 @@ import enum
 import triton
 import triton.language as tl
 
+from kronbit.kernels.gradients import is_channels_last
 from kronbit.kernels.split import PAD, power_below
 
 STRIP = 16  # rows of a block that a program gathers, restores or scatters
@@ -20,16 +21,17 @@ class Field(enum.IntEnum):
     N = 2
     GRADIENT = 3  # first element in the parameter's gradient
     STRIDE = 4  # from row to row there
-    LEFT = 5  # scratch: L̂
-    RIGHT = 6  # scratch: R̂
-    X = 7  # scratch
-    Y = 8
-    HELD = 9  # first element of Ĝ in the held stack
-    CODES = 10  # addresses of L̂; those of R̂ follow, OTHER_SIDE later
-    SCALES = 11
-    TOPS = 12  # scales of the scales, if these are quantised
-    DIAGONAL = 13
-    DIAGONAL_STRIDE = 14
+    TAPS = 5  # of a convolution, else 1
+    LEFT = 6  # scratch: L̂
+    RIGHT = 7  # scratch: R̂
+    X = 8  # scratch
+    Y = 9
+    HELD = 10  # first element of Ĝ in the held stack
+    CODES = 11  # addresses of L̂; those of R̂ follow, OTHER_SIDE later
+    SCALES = 12
+    TOPS = 13  # scales of the scales, if these are quantised
+    DIAGONAL = 14
+    DIAGONAL_STRIDE = 15
 
 
 class Buffer(enum.IntEnum):
@@ -41,13 +43,15 @@ class Buffer(enum.IntEnum):
     LENGTH = 3
 
 
-def block_head(member: int, shape: tuple[int, int], first: int, stride: int) -> list[int]:
-    """The fields up to STRIDE, with which the line of a block begins in every table."""
-    return [member, *shape, first, stride]
+def block_head(
+    member: int, shape: tuple[int, int], first: int, stride: int, taps: int
+) -> list[int]:
+    """The fields up to TAPS, with which the line of a block begins in every table."""
+    return [member, *shape, first, stride, taps]
 
 
 OTHER_SIDE = 5
-COUNT = 20  # integers in a line
+COUNT = 21  # integers in a line
 
 
 MEMBER: tl.constexpr = tl.constexpr(int(Field.MEMBER))
@@ -55,6 +59,7 @@ M: tl.constexpr = tl.constexpr(int(Field.M))
 N: tl.constexpr = tl.constexpr(int(Field.N))
 GRADIENT: tl.constexpr = tl.constexpr(int(Field.GRADIENT))
 STRIDE: tl.constexpr = tl.constexpr(int(Field.STRIDE))
+TAPS: tl.constexpr = tl.constexpr(int(Field.TAPS))
 LEFT: tl.constexpr = tl.constexpr(int(Field.LEFT))
 RIGHT: tl.constexpr = tl.constexpr(int(Field.RIGHT))
 X: tl.constexpr = tl.constexpr(int(Field.X))
@@ -70,6 +75,32 @@ SCRATCH: tl.constexpr = tl.constexpr(int(Buffer.SCRATCH))
 HELD_STACK: tl.constexpr = tl.constexpr(int(Buffer.HELD))
 NORMS: tl.constexpr = tl.constexpr(int(Buffer.NORMS))
 PADDING: tl.constexpr = tl.constexpr(PAD)
+
+
+@triton.jit
+def gradient_of(line, addresses, member, WIDE: tl.constexpr):
+    """Where a block's gradient begins, from row to row there, and taps; WIDE: multiples of 8.
+
+    Taps are 1 unless the gradient is in channels-last order; a WIDE one is not.
+    """
+    first, stride = tl.load(line + GRADIENT), tl.load(line + STRIDE)
+    taps = tl.where(is_channels_last(addresses, member), tl.load(line + TAPS), 1).to(tl.int32)
+    if WIDE:
+        first, stride = tl.multiple_of(first, 8), tl.multiple_of(stride, 8)
+    return first, stride, taps
+
+
+@triton.jit
+def place_of(first, stride, taps, row, column, WIDE: tl.constexpr):
+    """Where the elements of a block are in its gradient, by what ``gradient_of`` says.
+
+    Columns are 32-bit numbers: a row has fewer than 2³¹ elements.
+    """
+    if not WIDE:
+        column += (first % stride).to(tl.int32)
+        column = column % taps * (stride.to(tl.int32) // taps) + column // taps
+        first = first // stride * stride
+    return first + row.to(tl.int64) * stride + column
 
 
 @triton.jit

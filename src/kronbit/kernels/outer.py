@@ -9,8 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kronbit.kernels.gradients import find, load, place_of, taps_of
-from kronbit.kernels.lines import GRADIENT, MEMBER, STRIDE, Field, M, N
+from kronbit.kernels.gradients import find, load
+from kronbit.kernels.lines import MEMBER, Field, M, N, gradient_of, place_of
 from kronbit.kernels.matmul import accumulate, place_of_tile
 from kronbit.kernels.split import PAD, power_below, store_parts
 
@@ -18,10 +18,10 @@ TILE = PAD  # of a gradient, per program
 _PAD: tl.constexpr = tl.constexpr(PAD)
 # What stands in a line behind ``lines.block_head``: whether Gᵀ G is wanted, the first element of
 # the copy, and its columns.
-_RIGHT: tl.constexpr = tl.constexpr(int(Field.STRIDE) + 1)
-_PLACE: tl.constexpr = tl.constexpr(int(Field.STRIDE) + 2)
-_DEPTH: tl.constexpr = tl.constexpr(int(Field.STRIDE) + 3)
-COUNT = int(Field.STRIDE) + 4
+_RIGHT: tl.constexpr = tl.constexpr(int(Field.TAPS) + 1)
+_PLACE: tl.constexpr = tl.constexpr(int(Field.TAPS) + 2)
+_DEPTH: tl.constexpr = tl.constexpr(int(Field.TAPS) + 3)
+COUNT = int(Field.TAPS) + 4
 _COUNT: tl.constexpr = tl.constexpr(COUNT)
 
 
@@ -34,8 +34,7 @@ def _tile_of(line, addresses, finite, TILE: tl.constexpr):
     column = tl.program_id(0) % across * TILE + tl.arange(0, TILE)
     member = tl.load(line + MEMBER)
     address, kind = find(addresses, member)
-    first, stride = tl.load(line + GRADIENT), tl.load(line + STRIDE)
-    taps = taps_of(addresses, member)
+    first, stride, taps = gradient_of(line, addresses, member, False)
     place = place_of(first, stride, taps, row[:, None], column[None, :], False)
     mask = (row < m)[:, None] & (column < n)[None, :]
     value = load(address, kind, place, mask)

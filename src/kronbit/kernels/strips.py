@@ -5,35 +5,26 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kronbit.kernels.gradients import BFLOAT16, FLOAT32, find, load, place_of, store, taps_of
+from kronbit.kernels.gradients import BFLOAT16, FLOAT32, find, load, store
 from kronbit.kernels.lines import (
-    GRADIENT,
     HELD,
     HELD_STACK,
     LINE,
     MEMBER,
     PADDING,
-    STRIDE,
     M,
     N,
     X,
+    gradient_of,
     gradient_unit,
     keep,
     padded,
+    place_of,
     scratch,
 )
 
 # In the place of a scale: scatter leaves the gradient as it is.
 LEAVE: tl.constexpr = tl.constexpr(-1.0)
-
-
-@triton.jit
-def place_in_gradient(line, WIDE: tl.constexpr):
-    """Where a block's gradient begins, and from row to row there; WIDE: multiples of 8."""
-    first, stride = tl.load(line + GRADIENT), tl.load(line + STRIDE)
-    if WIDE:
-        first, stride = tl.multiple_of(first, 8), tl.multiple_of(stride, 8)
-    return first, stride
 
 
 @triton.jit
@@ -69,8 +60,7 @@ def gather_kernel(
     m, n = tl.load(line + M).to(tl.int32), tl.load(line + N).to(tl.int32)
     padded_m, padded_n = padded(m), padded(n)
     row = (number - tl.load(program + 1)) * ROWS + tl.arange(0, ROWS)[:, None]
-    first, stride = place_in_gradient(line, WIDE)
-    taps = taps_of(addresses, member)
+    first, stride, taps = gradient_of(line, addresses, member, WIDE)
     unit = 1.0
     if not PRECISE:
         unit = gradient_unit(buffers, member)
@@ -109,8 +99,7 @@ def scatter_kernel(
     m, n = tl.load(line + M).to(tl.int32), tl.load(line + N).to(tl.int32)
     row = (number - tl.load(program + 1)) * ROWS + tl.arange(0, ROWS)[:, None]
     padded_m, padded_n = padded(m), padded(n)
-    first, stride = place_in_gradient(line, WIDE)
-    taps = taps_of(addresses, member)
+    first, stride, taps = gradient_of(line, addresses, member, WIDE)
     stack = tl.load(buffers + HELD_STACK)
     source = tl.multiple_of(tl.load(line + HELD), PADDING) + row * padded_n
     for start in range(0, padded_n, COLUMNS):

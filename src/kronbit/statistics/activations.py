@@ -7,6 +7,7 @@ is computed once more for activation checkpointing has no backward pass, and doe
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -147,7 +148,11 @@ class ActivationStatistics:
         layer = self._layers.get(p)
         if layer is None:
             return self._reasons.get(p, "no weight of a linear layer or convolution")
-        return _blocking(layer.matrices, config)
+        found = _blocking(layer.matrices, config)
+        if isinstance(found, Blocking) and layer.bias is None:
+            # The gradient is the weight's own, in any order; else it is a copy, [W | b].
+            found = replace(found, taps=math.prod(layer.weight.shape[2:]))
+        return found
 
     @contextmanager
     def matrices(self, itinerary: Itinerary, grads: list[Tensor]) -> Iterator[list[Tensor]]:

@@ -377,7 +377,7 @@ def test_ways_are_as_accurate_as_they_say(
     step = measured(kernels, G)
     assert step.addresses is not None
     half, precise = (own.products._precision(way, step.addresses) for way in (HALF, BF16X3))
-    tables = own.products._tables(precise, frozenset(range(4)))
+    tables = own.products._tables((precise, frozenset(range(4)), frozenset()))
     sums = tables.compare(step.addresses, step.norms, half).double().cpu()
     direct = dtypes is BRAIN and algorithm is Shampoo
     assert any(precision.direct for precision, *_ in own.products._grouped) == direct

@@ -93,7 +93,7 @@ def test_raw_files_are_of_the_trainings(name: str) -> None:
 def test_trainings_go_on_where_they_stopped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    small = ("steps=200", "batch=20", "eval_every=100", "checkpoint_every=10", *trainings._LEAN)
+    small = ("steps=80", "batch=20", "eval_every=40", "checkpoint_every=10", *trainings._LEAN)
     own = trainings.Trainings("digits-cnn", ("shampoo-4 lr=0.02",), small, flags=())
     monkeypatch.setitem(trainings.TRAININGS, "small", own)
 

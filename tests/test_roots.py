@@ -56,6 +56,8 @@ def test_roots_are_those_of_the_eigenvalues(
 @pytest.mark.parametrize("n", [45, 130])
 def test_kernels_take_the_same_roots(n: int, p: int, kernels: torch.device) -> None:
     """By halves of symmetric products, in two parts."""
+    if kernels.type == "cpu" and n > 100 and p != 4:
+        pytest.skip("interpreted, one of them takes long enough: a GPU takes all")
     lam = torch.arange(1, n + 1).double() ** -1.5
     A = torch.stack([with_spectrum(lam), with_spectrum(lam, 1) * 1e20, torch.zeros(n, n).double()])
     A = A.float()

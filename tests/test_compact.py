@@ -244,6 +244,8 @@ def test_a_run_by_kernels_is_the_run_by_torch(
     method: str, kernels: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Three steps with updates and a refresh; products in float32, as everywhere in these tests."""
+    if kernels.type == "cpu" and method == "eigen":
+        pytest.skip("interpreted, one of the two takes long enough: a GPU takes both")
     results = []
     for off in (None, "a test"):
         if off or kernels.type == "cpu":

@@ -109,6 +109,8 @@ def test_preconditioned_gradients_are_the_contracts(
     kernels: torch.device,
 ) -> None:
     """Within half a degree, of the same norm; one without gradient, one not finite."""
+    if kernels.type == "cpu" and algorithm is CASPR:
+        pytest.skip("interpreted, Shampoo's cases take long enough: a GPU takes all")
     own = made(kernels, algorithm, **options)
     grads: list[Tensor | None] = list(gradients(kernels, dtypes))
     grads[2][0, 0, 0] = torch.nan  # type: ignore[index]

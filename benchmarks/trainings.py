@@ -105,6 +105,9 @@ TRAININGS = {
     "cifar100-resnet34-high-rates": Trainings(
         "cifar100-resnet34", at_rates(("base", *SHAMPOOS), ("0.4",)), _TEN
     ),
+    "cifar100-resnet34-highest-rates": Trainings(
+        "cifar100-resnet34", at_rates(("base", *SHAMPOOS), ("0.8",)), _TEN
+    ),
     "wiki-gpt2-124m": Trainings(
         "wiki-gpt2-124m",
         at_rates(("base", *SHAMPOOS, "muon", SOAP), ("5e-4", "1e-3", "2e-3")),

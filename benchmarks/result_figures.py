@@ -36,10 +36,12 @@ from kronbit.lab.report.drawing import KNOWN, STYLE
 FOLDER = ROOT / "docs" / "results"
 _MIB = 2**20
 _MUON = ("#a64d79", "-")
+_LONGER = (KNOWN["base"][0], (0, (1.2, 1.2)))
 _LOOKS: Mapping[str, tuple[str, Any]] = {
     "AdamW": KNOWN["base"],
     "SGDM": KNOWN["base"],
-    "AdamW, 1.5 x as long": (KNOWN["base"][0], (0, (1.2, 1.2))),
+    "AdamW, 1.5 x as long": _LONGER,
+    "SGDM, 1.5 x as long": _LONGER,
     "Muon": _MUON,
     "+ 32-bit Shampoo": KNOWN["shampoo-32"],
     "+ 4-bit Shampoo (naive)": KNOWN["shampoo-4-naive"],
@@ -63,9 +65,9 @@ def best_runs(network: str) -> list[Row]:
     return _best_first([(label, [best_of(runs)]) for label, runs in found])
 
 
-def long_runs() -> list[Row]:
+def long_runs(network: str) -> list[Row]:
     """The longer trainings, best first."""
-    return _best_first(list(by_optimizer(LONG).items()))
+    return _best_first(list(by_optimizer(LONG[network]).items()))
 
 
 def _best_first(rows: Sequence[Row]) -> list[Row]:
@@ -112,17 +114,13 @@ def memory_panel(axes: Axes, rows: Sequence[Row]) -> None:
 
 
 def cifar100(panel: Callable[[Axes, Sequence[Row]], None], longer: bool) -> Any:
-    """Both networks side by side, Swin-Tiny's shorter or longer trainings."""
+    """Both networks side by side, their shorter or longer trainings."""
     figure, every = plt.subplots(1, 2, figsize=(9, 3.9), layout="constrained")
-    swin = "30 epochs of CIFAR-100, two seeds" if longer else "10 epochs of CIFAR-100"
-    trained = {
-        f"Swin-Tiny, {swin}": long_runs() if longer else best_runs("Swin-Tiny"),
-        "ResNet-34, 10 epochs of CIFAR-100": best_runs("ResNet-34"),
-    }
-    for axes, (title, rows) in zip(every, trained.items(), strict=True):
-        panel(axes, rows)
-        axes.set_title(title, fontsize=9.5, loc="left")
-        axes.yaxis.set_major_formatter("{x:.0f} %")
+    trained = "30 epochs of CIFAR-100, two seeds" if longer else "10 epochs of CIFAR-100"
+    for axes, network in zip(every, LONG, strict=True):
+        panel(axes, long_runs(network) if longer else best_runs(network))
+        axes.set_title(f"{network}, {trained}", fontsize=9.5, loc="left")
+        axes.yaxis.set_major_formatter("{x:g} %")
     every[0].set_ylabel("test accuracy")
     return figure
 

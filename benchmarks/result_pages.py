@@ -28,9 +28,16 @@ _MIB = 2**20
 # The files of trainings with every learning rate.
 GRIDS = {
     "Swin-Tiny": ("cifar100-swin-tiny-10-epochs",),
-    "ResNet-34": ("cifar100-resnet34-10-epochs", "cifar100-resnet34-high-rates"),
+    "ResNet-34": (
+        "cifar100-resnet34-10-epochs",
+        "cifar100-resnet34-high-rates",
+        "cifar100-resnet34-highest-rates",
+    ),
 }
-LONG, TIMES = "cifar100-swin-tiny-30-epochs", "cifar100-swin-tiny-times"
+# Those with two seeds, and short ones that had the GPU for themselves.
+LONG = {"Swin-Tiny": "cifar100-swin-tiny-30-epochs", "ResNet-34": "cifar100-resnet34-30-epochs"}
+TIMES = {"Swin-Tiny": "cifar100-swin-tiny-times", "ResNet-34": "cifar100-resnet34-times"}
+_LONGER = ", 1.5 x as long"
 
 Run = Mapping[str, Any]
 
@@ -93,7 +100,8 @@ def is_better(run: Run, than: Run) -> bool:
 _ORDER = (
     "AdamW",
     "SGDM",
-    "AdamW, 1.5 x as long",
+    f"AdamW{_LONGER}",
+    f"SGDM{_LONGER}",
     "+ 32-bit Shampoo",
     "+ 4-bit Shampoo (naive)",
     "+ 4-bit Shampoo (paper)",
@@ -138,17 +146,17 @@ def grid(network: str) -> str:
 
 
 def front() -> str:
-    """Two seeds of the longer trainings of Swin-Tiny; the best of each optimizer on ResNet-34."""
-    swin, resnet = by_optimizer(LONG), by_optimizer(*GRIDS["ResNet-34"])
+    """The longer trainings of both networks; their rows are the same but for the base's name."""
+    networks = [by_optimizer(name) for name in LONG.values()]
     rows = []
-    for name, runs in swin.items():
-        row = ["first order alone: AdamW, SGDM" if name == "AdamW" else name]
-        row += _front_cells(runs)
-        others = resnet.get("SGDM" if name == "AdamW" else name)
-        row += [MISSING, MISSING] if others is None else _front_cells([best_of(others)])
-        rows.append(row)
-    networks = ("Swin-Tiny, 30 epochs", "ResNet-34, 10 epochs")
-    head = [f"{network}{what}" for network in networks for what in ("", ": state")]
+    for labels in zip(*networks, strict=True):
+        name = labels[0]
+        if len(set(labels)) > 1:
+            bases = " and ".join(label.removesuffix(_LONGER) for label in labels)
+            name = f"{bases} alone" + (_LONGER if name.endswith(_LONGER) else "")
+        cells = (_front_cells(own[label]) for own, label in zip(networks, labels, strict=True))
+        rows.append([name, *(cell for pair in cells for cell in pair)])
+    head = [f"{network}{what}" for network in LONG for what in ("", ": state")]
     return table(["optimizer", *head], rows)
 
 
@@ -183,13 +191,18 @@ def steps_to_base(network: str) -> str:
     return table(["optimizer", f"steps to {base}'s {percent(target)}", "fewer"], rows)
 
 
-def longer() -> str:
+def step_times(network: str) -> dict[str, float]:
+    """Milliseconds of a step, by optimizer."""
+    return {label: runs[0]["steady_ms"] for label, runs in by_optimizer(TIMES[network]).items()}
+
+
+def longer(network: str) -> str:
     """Everything of the trainings with two seeds."""
-    times = {label: runs[0]["steady_ms"] for label, runs in by_optimizer(TIMES).items()}
+    times = step_times(network)
     rows = []
-    for label, runs in by_optimizer(LONG).items():
+    for label, runs in by_optimizer(LONG[network]).items():
         accuracies = [run["accuracy"] for run in runs]
-        own = times.get(label.removesuffix(", 1.5 x as long"))
+        own = times.get(label.removesuffix(_LONGER))
         steps = runs[0]["steps"]
         rows.append(
             [
@@ -207,12 +220,11 @@ def longer() -> str:
     return table([*head, "peak memory", "ms per step", "time"], rows)
 
 
-def time_to_target() -> str:
+def time_to_target(network: str) -> str:
     """Steps and seconds to what the base ends with after 1.5 times as many epochs, by seed."""
-    times = {label: runs[0]["steady_ms"] for label, runs in by_optimizer(TIMES).items()}
-    found = by_optimizer(LONG)
-    (base, longest) = next((label, runs) for label, runs in found.items() if ", 1.5 x" in label)
-    first = base.removesuffix(", 1.5 x as long")
+    times, found = step_times(network), by_optimizer(LONG[network])
+    (base, longest) = next((label, runs) for label, runs in found.items() if _LONGER in label)
+    first = base.removesuffix(_LONGER)
     total = longest[0]["steps"]
     targets = {run["seed"]: run["accuracy"] for run in longest}
     rows = []
@@ -418,8 +430,10 @@ def whitened_momentum() -> str:
 
 TABLES: Mapping[str, Callable[[], str]] = {
     "front": front,
-    "swin-30-epochs": longer,
-    "swin-time-to-target": time_to_target,
+    "swin-30-epochs": lambda: longer("Swin-Tiny"),
+    "swin-time-to-target": lambda: time_to_target("Swin-Tiny"),
+    "resnet34-30-epochs": lambda: longer("ResNet-34"),
+    "resnet34-time-to-target": lambda: time_to_target("ResNet-34"),
     "swin-10-epochs": lambda: grid("Swin-Tiny"),
     "swin-steps": lambda: steps_to_base("Swin-Tiny"),
     "resnet34-steps": lambda: steps_to_base("ResNet-34"),

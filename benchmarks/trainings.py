@@ -128,7 +128,7 @@ TRAININGS = {
     ),
     "cifar100-resnet34-30-epochs": Trainings(
         "cifar100-resnet34",
-        at_rates(("base longer=1.5", "base", *SHAMPOOS), ("0.4",)),
+        at_rates(("base longer=1.5", "base", *SHAMPOOS), ("0.8",)),
         _THIRTY,
         seeds=2,
     ),

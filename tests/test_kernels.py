@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import math
+import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -319,6 +321,7 @@ def test_kernels_are_compiled_and_loaded_before_they_are_launched() -> None:
     class Kernel:
         def __init__(self, fits: bool) -> None:
             self.fits, self.loaded = fits, False
+            self.src = SimpleNamespace(signature={"x": "*fp32"})
 
         def warmup(self, *arguments: object, grid: tuple[int, ...]) -> Kernel:
             return self
@@ -338,6 +341,49 @@ def test_kernels_are_compiled_and_loaded_before_they_are_launched() -> None:
 
     compile_together(work)
     assert all(kernel.loaded for kernel in some)
+
+
+_TWO_BUILDERS = """
+import sys, threading, time
+from pathlib import Path
+from types import SimpleNamespace
+from types import SimpleNamespace
+from kronbit.kernels.loading import load
+
+class Compiled:
+    def __init__(self, pointer):
+        self.src = SimpleNamespace(signature={"x": pointer, "n": "i32", "N": "constexpr"})
+    @property
+    def run(self):
+        mark = Path(sys.argv[1])
+        mark.touch(exist_ok=False)  # fails if somebody else is building
+        time.sleep(0.02)
+        mark.unlink()
+
+failed = []
+def build():
+    try:
+        for pointer in ("*fp32", "*i8") * 8:  # one library
+            load(Compiled(pointer))
+    except FileExistsError as error:
+        failed.append(error)
+
+threads = [threading.Thread(target=build) for _ in range(2)]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+sys.exit(bool(failed))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Triton's compiler is for Linux")
+def test_one_thread_of_one_process_builds_what_launches_a_signature(tmp_path: Path) -> None:
+    """Builders that replace each other's libraries would end with those of other signatures."""
+    command = [sys.executable, "-c", _TWO_BUILDERS, str(tmp_path / "building")]
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path / "cache")}
+    both = [subprocess.Popen(command, env=environment) for _ in range(2)]
+    assert [one.wait(timeout=120) for one in both] == [0, 0]
+    (lock,) = (tmp_path / "cache").iterdir()
+    assert lock.stat().st_size == 0
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton's compiler is for Linux")

@@ -16,7 +16,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from triton.runtime import driver
+from triton.runtime import JITFunction, driver
+
+from kronbit.kernels.loading import load
 
 _THREADS = 16
 _here = threading.local()
@@ -60,6 +62,8 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any
     if waiting is not None:
         waiting[key] = device, partial(kernel.warmup, *arguments, grid=grid, **constants)
         return
+    if isinstance(kernel, JITFunction):
+        load(kernel.warmup(*arguments, grid=grid, **constants))
     compiled = kernel[grid](*arguments, **constants)
     if compiled is not None:  # Triton's interpreter has nothing to keep
         values = [constants[name] for name in kernel.arg_names[len(arguments) :]]
@@ -90,10 +94,10 @@ def _compile(device: torch.device, call: Callable[[], Any]) -> None:
     """Compile and load a kernel with a GPU as the current one: each thread has its own."""
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         compiled = call()
-        # Asking for what launches it makes that: up to Triton 3.6, by a C compiler. What fails (it
-        # may not fit onto this GPU) may not be needed; if it is, it fails again, and says so.
+        # What fails (it may not fit onto this GPU) may not be needed; if it is, it fails again, and
+        # says so.
         with suppress(Exception):
-            _ = getattr(compiled, "run", None)
+            load(compiled)
 
 
 def _runner(

@@ -37,12 +37,23 @@ METHODS = [
 ]
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what is marked ``gpu`` where there is none."""
-    if not torch.cuda.is_available():
-        for item in items:
-            if item.get_closest_marker("gpu"):
+# For tests and cases that take long on a CPU, mostly since kernels are interpreted there, and that
+# others stand for: a GPU takes all of them.
+slow = pytest.mark.slow
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--slow", action="store_true", help="run what is marked slow, without a GPU")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skip what is marked ``gpu`` where there is none, and what is ``slow`` unless asked for."""
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            if not torch.cuda.is_available():
                 item.add_marker(pytest.mark.skip(reason="needs CUDA"))
+        elif item.get_closest_marker("slow") and not config.getoption("--slow"):
+            item.add_marker(pytest.mark.skip(reason="slow without a GPU: --slow runs it"))
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -12,7 +12,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-SECONDS = 120  # starting a process and importing torch may take long where there are few cores
+SECONDS = 120  # where there are few cores, ranks take long
+# Ranks are forked from a process that has imported these, once: torch alone takes seconds.
+_IMPORTED = [
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor",
+    "kronbit",
+    "pytest",
+]
 
 
 def run_on_ranks(
@@ -35,7 +43,8 @@ def run_on_ranks(
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    context = torch.multiprocessing.get_context("spawn")
+    context = torch.multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_IMPORTED)
     answers = context.Queue()
     processes = [
         context.Process(target=_rank, args=(rank, world, port, answers, backend, function, args))

@@ -7,7 +7,7 @@ from typing import Any
 import oracle
 import pytest
 import torch
-from conftest import PAPER, relative_error
+from conftest import PAPER, relative_error, slow
 from test_factors import all_trusted, everything, gram, run_both, stack, update
 from torch import nn
 
@@ -29,7 +29,9 @@ def bits_per_element(order: int, **options: Any) -> float:
 
 @pytest.mark.parametrize("method", ["eigen", "naive", "cholesky"])
 @pytest.mark.parametrize("bits", BITS)
-@pytest.mark.parametrize("n", [64, 66, 97, 131])  # tiles of 32 or 64, and rows, by the bits
+@pytest.mark.parametrize(  # tiles of 32 or 64, and rows, by the bits
+    "n", [64, 66, 97, pytest.param(131, marks=slow)]
+)
 def test_updates_and_roots_are_the_oracles(
     method: str, bits: int, n: int, device: torch.device
 ) -> None:
@@ -203,12 +205,10 @@ def test_scales_may_be_rounded_down_and_values_still_find_their_codes() -> None:
         (17, 4, 32),
         (66, 3, 32),
         (66, 4, 64),
-        (66, 6, 32),
+        pytest.param(66, 6, 32, marks=slow),
         (96, 4, 32),
-        (131, 3, 64),
-        (131, 4, 64),
-        (131, 8, 32),
-        (190, 4, 64),
+        *(pytest.param(*case, marks=slow) for case in ((131, 3, 64), (131, 4, 64), (131, 8, 32))),
+        pytest.param(190, 4, 64, marks=slow),
     ],
 )
 def test_kernels_agree_with_torch_to_the_bit(
@@ -239,13 +239,11 @@ def test_kernels_agree_with_torch_to_the_bit(
         assert shape != "symmetric" or torch.equal(restored, restored.mT)
 
 
-@pytest.mark.parametrize("method", ["eigen", "cholesky"])
+@pytest.mark.parametrize("method", [pytest.param("eigen", marks=slow), "cholesky"])
 def test_a_run_by_kernels_is_the_run_by_torch(
     method: str, kernels: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Three steps with updates and a refresh; products in float32, as everywhere in these tests."""
-    if kernels.type == "cpu" and method == "eigen":
-        pytest.skip("interpreted, one of the two takes long enough: a GPU takes both")
     results = []
     for off in (None, "a test"):
         if off or kernels.type == "cpu":

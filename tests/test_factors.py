@@ -7,7 +7,7 @@ from typing import Any
 import oracle
 import pytest
 import torch
-from conftest import METHODS, PAPER, relative_error
+from conftest import METHODS, PAPER, relative_error, slow
 from networks import assert_same_state
 from torch import Tensor
 
@@ -330,24 +330,26 @@ def test_orders_in_one_batch_are_as_alone(
 
 
 @pytest.mark.parametrize(
-    ("method", "quantized"), [("eigen", True), ("cholesky", True), ("cholesky", False)]
+    ("method", "quantized"),
+    [
+        ("cholesky", True),
+        pytest.param("eigen", True, marks=slow),
+        pytest.param("cholesky", False, marks=slow),
+    ],
 )
 def test_kernels_take_orders_in_one_batch(
     method: Any, quantized: bool, kernels: torch.device
 ) -> None:
     """To the bit: what comes of a matrix does not depend on those that share its batch."""
-    if kernels.type == "cpu" and not quantized:
-        pytest.skip("interpreted, the others take long enough: a GPU takes all")
     large = 130 if kernels.type == "cuda" else 70  # one tile: interpreted, two take a minute
     assert_mixed_as_alone(method, (12, large), True, quantized, kernels, updates=1, exact=True)
 
 
+@slow
 @pytest.mark.parametrize("method", ["eigen", "cholesky"])
 def test_small_statistics_are_not_lost_beside_what_they_are_enlarged_by(
     method: Any, kernels: torch.device
 ) -> None:
-    if kernels.type == "cpu" and method == "eigen":
-        pytest.skip("interpreted, one of the two takes long enough: a GPU takes both")
     size, updates = 1e-16, 2 if kernels.type == "cuda" else 1
     assert_mixed_as_alone(
         method, (12, 70), True, True, kernels, updates=updates, exact=True, size=size, damping=size

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import angle, relative_error
+from conftest import angle, relative_error, slow
 from torch import Tensor
 
 from kronbit import CASPR, Shampoo, acceleration
@@ -90,14 +90,14 @@ BRAIN = [torch.bfloat16] * 4
     ("algorithm", "options", "dtypes", "way", "nonfinite"),
     [
         (Shampoo, {}, SINGLE, HALF, "zero"),
-        (Shampoo, {"bits": 3}, MIXED, HALF, "pass"),
-        (CASPR, {"block_size": 48}, BRAIN, HALF, "zero"),
-        (Shampoo, {}, BRAIN, HALF, "pass"),
         (Shampoo, {}, MIXED, BF16X3, "zero"),
-        (CASPR, {"bits": 32}, SINGLE, BF16X3, "pass"),
-        (Shampoo, {"storage": "compact"}, SINGLE, HALF, "zero"),
         (Shampoo, {"storage": "compact", "bits": 3, "method": "cholesky"}, BRAIN, HALF, "pass"),
-        (CASPR, {"storage": "compact", "bits": 8}, MIXED, BF16X3, "zero"),
+        pytest.param(Shampoo, {"bits": 3}, MIXED, HALF, "pass", marks=slow),
+        pytest.param(CASPR, {"block_size": 48}, BRAIN, HALF, "zero", marks=slow),
+        pytest.param(Shampoo, {}, BRAIN, HALF, "pass", marks=slow),
+        pytest.param(CASPR, {"bits": 32}, SINGLE, BF16X3, "pass", marks=slow),
+        pytest.param(Shampoo, {"storage": "compact"}, SINGLE, HALF, "zero", marks=slow),
+        pytest.param(CASPR, {"storage": "compact", "bits": 8}, MIXED, BF16X3, "zero", marks=slow),
     ],
 )
 def test_preconditioned_gradients_are_the_contracts(
@@ -109,8 +109,6 @@ def test_preconditioned_gradients_are_the_contracts(
     kernels: torch.device,
 ) -> None:
     """Within half a degree, of the same norm; one without gradient, one not finite."""
-    if kernels.type == "cpu" and algorithm is CASPR:
-        pytest.skip("interpreted, Shampoo's cases take long enough: a GPU takes all")
     own = made(kernels, algorithm, **options)
     grads: list[Tensor | None] = list(gradients(kernels, dtypes))
     grads[2][0, 0, 0] = torch.nan  # type: ignore[index]
@@ -139,11 +137,11 @@ def test_preconditioned_gradients_are_the_contracts(
 @pytest.mark.parametrize(
     ("shape", "tile", "bits"),
     [
-        ((190, 96), 64, 4),
-        ((190, 96), 32, 3),
         ((131, 66), 64, 3),
         ((131, 66), 32, 4),
-        ((66, 131), 32, 8),
+        pytest.param((190, 96), 64, 4, marks=slow),
+        pytest.param((190, 96), 32, 3, marks=slow),
+        pytest.param((66, 131), 32, 8, marks=slow),
     ],
 )
 def test_roots_in_tiles_and_in_rows(
@@ -165,11 +163,12 @@ def test_roots_in_tiles_and_in_rows(
     assert relative_error(grad, twin) < 1e-4
 
 
-@pytest.mark.parametrize(("gain", "way"), [(1e-3, FLOAT32), (1.0, BF16X3), (250.0, HALF)])
+@pytest.mark.parametrize(
+    ("gain", "way"),
+    [(1e-3, FLOAT32), pytest.param(1.0, BF16X3, marks=slow), pytest.param(250.0, HALF, marks=slow)],
+)
 def test_ways_are_chosen_by_the_angle(gain: float, way: int, kernels: torch.device) -> None:
     """Random gradients bear float16. One along the smallest gain of dense roots may not."""
-    if kernels.type == "cpu" and way == BF16X3:
-        pytest.skip("interpreted, the two ends take long enough: a GPU takes all")
     own = made(kernels, bits=32)
     grads: list[Tensor | None] = list(gradients(kernels, SINGLE))
     low = torch.linalg.qr(torch.randn(20, 20))[0][:, :2]
@@ -216,13 +215,18 @@ def in_both_orders(
     return plain, turned
 
 
-@pytest.mark.parametrize("way", [HALF, BF16X3])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("way", "dtype"),
+    [
+        (HALF, torch.bfloat16),
+        pytest.param(BF16X3, torch.float32, marks=slow),
+        pytest.param(HALF, torch.float32, marks=slow),
+        pytest.param(BF16X3, torch.bfloat16, marks=slow),
+    ],
+)
 def test_channels_last_gradients_are_read_and_written_where_they_lie(
     way: int, dtype: torch.dtype, kernels: torch.device
 ) -> None:
-    if kernels.type == "cpu" and (way == HALF) != (dtype == torch.bfloat16):
-        pytest.skip("interpreted, half of the pairs take long enough: a GPU takes all")
     own = made(kernels, shapes=CONVOLUTIONS)
     own.products.ways = dict.fromkeys(range(5), way)
     plain, turned = in_both_orders(kernels, dtype)
@@ -349,11 +353,16 @@ def test_gradients_that_begin_anywhere(kernels: torch.device) -> None:
     assert not torch.equal(results[0].cpu(), G)
 
 
-@pytest.mark.parametrize("algorithm", [Shampoo, CASPR])
-@pytest.mark.parametrize("bits", [4, 32])
+@pytest.mark.parametrize("algorithm", [Shampoo, pytest.param(CASPR, marks=slow)])
+@pytest.mark.parametrize("bits", [4, pytest.param(32, marks=slow)])
 @pytest.mark.parametrize(
     ("workspace", "size", "dtypes"),
-    [(2**21, 1.0, SINGLE), (2**16, 1e-9, SINGLE), (2**16, 1e9, SINGLE), (2**16, 1e-9, BRAIN)],
+    [
+        (2**21, 1.0, SINGLE),
+        pytest.param(2**16, 1e-9, SINGLE, marks=slow),
+        pytest.param(2**16, 1e9, SINGLE, marks=slow),
+        pytest.param(2**16, 1e-9, BRAIN, marks=slow),
+    ],
 )
 def test_ways_are_as_accurate_as_they_say(
     algorithm: Any,
@@ -364,8 +373,6 @@ def test_ways_are_as_accurate_as_they_say(
     kernels: torch.device,
 ) -> None:
     """Rows of 64 and of 66 codes, several blocks, gradients and roots of any size."""
-    if kernels.type == "cpu" and ((algorithm is CASPR) != (bits == 32) or workspace == 2**16):
-        pytest.skip("interpreted, two of the cases take long enough: a GPU takes all")
     own = made(kernels, algorithm, bits=bits)
     own.workspace = workspace
     for factors in (factors for group in own.groups for factors in (group.left, group.right)):
@@ -395,6 +402,7 @@ def test_ways_are_as_accurate_as_they_say(
         assert ratio == pytest.approx(float(own.graft_ratio[i]), rel=1e-2)
 
 
+@slow
 def test_one_table_serves_members_that_lose_their_gradient(kernels: torch.device) -> None:
     """Kernels pass over them; the others, and those that kernels cannot take, go on."""
     own = made(kernels)
@@ -421,6 +429,7 @@ def test_one_table_serves_members_that_lose_their_gradient(kernels: torch.device
         assert torch.equal(extra, torch.ones_like(extra))
 
 
+@slow
 def test_tables_follow_what_gradients_have_in_common(kernels: torch.device) -> None:
     """All in bf16, they are multiplied where they are; the next ones may be others."""
     own = made(kernels)
@@ -436,6 +445,7 @@ def test_tables_follow_what_gradients_have_in_common(kernels: torch.device) -> N
         assert len(own.products._grouped) == tables
 
 
+@slow
 def test_what_does_not_fit_is_computed_twice_and_is_the_same(kernels: torch.device) -> None:
     results = []
     for workspace in (2**21, 2**16):

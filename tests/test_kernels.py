@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import PAPER, no_host_sync, relative_error
+from conftest import PAPER, no_host_sync, relative_error, slow
 from networks import assert_same_state
 from torch import Tensor, nn
 from torch.nn import functional
@@ -162,7 +162,7 @@ def test_zeros_of_triangles_need_not_be_multiplied(kernels: torch.device) -> Non
     assert torch.equal(found, multiply(c, c.mT, symmetric=True))
 
 
-@pytest.mark.parametrize("n", [5, 270])
+@pytest.mark.parametrize("n", [5, 70, pytest.param(270, marks=slow)])
 def test_norms_and_largest_eigenvalues(n: int, kernels: torch.device) -> None:
     """And to the bit, neither other matrices nor zeros around one make a difference."""
     X = torch.randn(3, n, n, dtype=torch.float64)
@@ -200,7 +200,10 @@ def test_a_correction_squares_the_error(shape: tuple[int, int], kernels: torch.d
     assert (left < 5 * E.norm(dim=(-2, -1)) ** 2 + 1e-5).all()
 
 
-@pytest.mark.parametrize(("n", "block"), [(5, 8), (32, 8), (70, 8), (200, 2), (280, 8)])
+@pytest.mark.parametrize(
+    ("n", "block"),
+    [(5, 8), (32, 8), (70, 8), pytest.param(200, 2, marks=slow), pytest.param(280, 8, marks=slow)],
+)
 def test_the_inverse_factor_is_choleskys(
     n: int, block: int, kernels: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:

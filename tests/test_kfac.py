@@ -13,7 +13,7 @@ from typing import Any
 import oracle
 import pytest
 import torch
-from conftest import angle, relative_error
+from conftest import angle, relative_error, slow
 from ranks import run_on_ranks
 from torch import Tensor, nn
 from torch.func import functional_call, grad
@@ -497,6 +497,7 @@ def test_layers_that_are_left_out_are_not_watched() -> None:
     assert hooks(model) == 0
 
 
+@slow
 def test_layers_with_kernels_are_as_without(kernels: torch.device) -> None:
     """Those that are left out keep gradients of their own, and guards of their own."""
     found = []

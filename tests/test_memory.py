@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from allocations import Allocations
-from conftest import PAPER
+from conftest import PAPER, slow
 from torch import Tensor, nn
 
 from kronbit import CASPR, Shampoo, acceleration, estimate_memory
@@ -193,8 +193,19 @@ def test_memory_before_the_first_step_is_nothing() -> None:
     assert optimizer.memory() == {"statistics": 0, "roots": 0, "base": 0, "total": 0}
 
 
-@pytest.mark.parametrize("make", [Shampoo, CASPR])
-@pytest.mark.parametrize("options", [*METHODS[:-1], {**PAPER, "root": "schur_newton"}], ids=str)
+@pytest.mark.parametrize("make", [Shampoo, pytest.param(CASPR, marks=slow)])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"bits": 32},
+        {"bits": 4, **PAPER},
+        {"bits": 4, "method": "naive"},
+        {"bits": 4},
+        *(pytest.param(own, marks=slow) for own in METHODS[1:-1]),
+        pytest.param({**PAPER, "root": "schur_newton"}, marks=slow),
+    ],
+    ids=str,
+)
 def test_the_peak_stays_within_the_workspace(make: Any, options: dict[str, Any]) -> None:
     """On every kind of step, for stacks that are many times the workspace."""
     workspace = 2 * 2**20

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from conftest import relative_error
+from conftest import relative_error, slow
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -53,11 +53,9 @@ def test_roots_are_those_of_the_eigenvalues(
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
 @pytest.mark.parametrize("p", [1, 2, 4])
-@pytest.mark.parametrize("n", [45, 130])
+@pytest.mark.parametrize("n", [45, pytest.param(130, marks=slow)])
 def test_kernels_take_the_same_roots(n: int, p: int, kernels: torch.device) -> None:
     """By halves of symmetric products, in two parts."""
-    if kernels.type == "cpu" and n > 100 and p != 4:
-        pytest.skip("interpreted, one of them takes long enough: a GPU takes all")
     lam = torch.arange(1, n + 1).double() ** -1.5
     A = torch.stack([with_spectrum(lam), with_spectrum(lam, 1) * 1e20, torch.zeros(n, n).double()])
     A = A.float()
@@ -158,7 +156,10 @@ def assert_as_alone(orders: list[int], p: int, damping: float, device: torch.dev
             assert torch.equal(alone.cpu(), torch.eye(n))
 
 
-@pytest.mark.parametrize(("p", "damping"), [(4, 1e-6), (2, 1.0), (1, 100.0)])
+@pytest.mark.parametrize(
+    ("p", "damping"),
+    [pytest.param(4, 1e-6, marks=slow), (2, 1.0), pytest.param(1, 100.0, marks=slow)],
+)
 def test_matrices_do_not_see_those_they_share_a_batch_with(
     p: int, damping: float, kernels: torch.device
 ) -> None:

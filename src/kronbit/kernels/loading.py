@@ -1,0 +1,67 @@
+"""Loading compiled kernels, safely beside other threads and processes.
+
+Up to Triton 3.6 the C code that launches kernels of a signature is compiled into a shared library
+in Triton's cache. Builders that have begun at the same time replace each other's file, and Python,
+which remembers libraries by the number of their file, may then take the library of another
+signature for one that it has loaded: arguments would be read as what they are not. So a library is
+built by one thread of one process, and the others find it.
+"""
+
+from __future__ import annotations
+
+import threading
+import zlib
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO, Any
+
+from triton import knobs
+
+_builders: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
+
+
+def load(compiled: Any) -> None:
+    """Make what launches a compiled kernel, for the current GPU.
+
+    Args:
+        compiled: What ``kernel.warmup`` returns; None where a hook keeps Triton from compiling.
+    """
+    if compiled is None:
+        return
+    with _only_builder(_library(compiled.src.signature.values())):
+        _ = compiled.run
+
+
+def _library(types: Any) -> str:
+    """A name that is the same for all signatures that may share a library."""
+    words = " ".join("*" if str(name).startswith("*") else str(name) for name in types)
+    return f"kronbit-launcher-{zlib.crc32(words.encode()):08x}.lock"
+
+
+@contextmanager
+def _only_builder(name: str) -> Iterator[None]:
+    with _builders[name]:
+        file = _locked(Path(knobs.cache.dir) / name)
+        try:
+            yield
+        finally:
+            if file is not None:
+                file.close()  # which unlocks it
+
+
+def _locked(path: Path) -> IO[bytes] | None:
+    """An open file that nobody else has locked; None where files cannot be locked."""
+    with suppress(ImportError, OSError):
+        import fcntl
+
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = path.open("ab")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError:
+            file.close()
+            raise
+        return file
+    return None

@@ -11,7 +11,7 @@ help:
 
 .venv/%.stamp: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[$*]"
+	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable ".[$*]"
 	touch $@
 
 demo: .venv/lab.stamp
@@ -29,7 +29,7 @@ wheel: .venv/dev.stamp
 	rm -rf dist .venv-wheel
 	$(BIN)/python -m build --wheel
 	$(PYTHON) -m venv .venv-wheel
-	.venv-wheel/bin/python -m pip install --quiet --constraint constraints.txt dist/*.whl
+	.venv-wheel/bin/python -m pip install --quiet --no-compile --constraint constraints.txt dist/*.whl
 	.venv-wheel/bin/python tests/markdown.py README.md
 
 clean:

@@ -329,13 +329,9 @@ def test_orders_in_one_batch_are_as_alone(
     assert_mixed_as_alone("eigen", (3, 12, 49), trusted, quantized, device, updates=3)
 
 
+@slow
 @pytest.mark.parametrize(
-    ("method", "quantized"),
-    [
-        ("cholesky", True),
-        pytest.param("eigen", True, marks=slow),
-        pytest.param("cholesky", False, marks=slow),
-    ],
+    ("method", "quantized"), [("eigen", True), ("cholesky", True), ("cholesky", False)]
 )
 def test_kernels_take_orders_in_one_batch(
     method: Any, quantized: bool, kernels: torch.device

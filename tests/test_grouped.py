@@ -353,16 +353,12 @@ def test_gradients_that_begin_anywhere(kernels: torch.device) -> None:
     assert not torch.equal(results[0].cpu(), G)
 
 
-@pytest.mark.parametrize("algorithm", [Shampoo, pytest.param(CASPR, marks=slow)])
-@pytest.mark.parametrize("bits", [4, pytest.param(32, marks=slow)])
+@slow
+@pytest.mark.parametrize("algorithm", [Shampoo, CASPR])
+@pytest.mark.parametrize("bits", [4, 32])
 @pytest.mark.parametrize(
     ("workspace", "size", "dtypes"),
-    [
-        (2**21, 1.0, SINGLE),
-        pytest.param(2**16, 1e-9, SINGLE, marks=slow),
-        pytest.param(2**16, 1e9, SINGLE, marks=slow),
-        pytest.param(2**16, 1e-9, BRAIN, marks=slow),
-    ],
+    [(2**21, 1.0, SINGLE), (2**16, 1e-9, SINGLE), (2**16, 1e9, SINGLE), (2**16, 1e-9, BRAIN)],
 )
 def test_ways_are_as_accurate_as_they_say(
     algorithm: Any,

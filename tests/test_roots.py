@@ -52,7 +52,7 @@ def test_roots_are_those_of_the_eigenvalues(
 
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
-@pytest.mark.parametrize("p", [1, 2, 4])
+@pytest.mark.parametrize("p", [pytest.param(1, marks=slow), pytest.param(2, marks=slow), 4])
 @pytest.mark.parametrize("n", [45, pytest.param(130, marks=slow)])
 def test_kernels_take_the_same_roots(n: int, p: int, kernels: torch.device) -> None:
     """By halves of symmetric products, in two parts."""

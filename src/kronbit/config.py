@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, MutableMapping
+from collections.abc import Collection, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
@@ -191,7 +191,7 @@ class Config:
         _choice("split", self.split, ("greedy", "even"))
         _integer("batch_dims", self.batch_dims, 0)
         if self.split_sizes is not None:
-            if not isinstance(self.split_sizes, (tuple, list)) or not self.split_sizes:
+            if not _is_sequence(self.split_sizes) or not self.split_sizes:
                 raise TypeError(
                     f"split_sizes must be a tuple of positive integers; got {self.split_sizes!r}"
                 )
@@ -366,6 +366,11 @@ FORMAT_OPTIONS = (
 # Which matrices there are: fixed once there is state, and a checkpoint must agree.
 CUT_OPTIONS = ("max_order", "split", "batch_dims", "split_sizes", "precondition")
 STRUCTURAL_OPTIONS = FORMAT_OPTIONS + CUT_OPTIONS
+
+
+def _is_sequence(value: object) -> bool:
+    """Whether it is one as a list is; such as the lists of OmegaConf."""
+    return isinstance(value, Sequence) and not isinstance(value, str)
 
 
 def _choice(name: str, value: object, allowed: Collection[object]) -> None:

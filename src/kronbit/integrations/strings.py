@@ -1,0 +1,51 @@
+"""Options that arrive as text: on a command line, or in a trainer's ``optim_args``."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Mapping
+from typing import Any
+
+_WORDS = {"true": True, "false": False, "none": None, "null": None}
+# A comma between options; those inside of brackets belong to a value.
+_SEPARATOR = re.compile(r",(?![^(\[]*[)\]])")
+
+
+def read_options(given: str | Mapping[str, Any]) -> dict[str, Any]:
+    """Options as values: ``"bits=4, method=cholesky, betas=(0.9, 0.95)"``.
+
+    Args:
+        given: ``name=value`` pairs, separated by commas, or a mapping whose values may be text.
+
+    Returns:
+        Numbers, ``True``, ``False``, ``None`` and tuples for what reads like them; other text stays
+        text, and values that are no text stay what they are.
+
+    Raises:
+        ValueError: If a part has no name or no value, or a name occurs twice.
+    """
+    if isinstance(given, Mapping):
+        return {name: _value(value) for name, value in given.items()}
+    found: dict[str, Any] = {}
+    for part in filter(None, (part.strip() for part in _SEPARATOR.split(given))):
+        name, equals, value = (word.strip() for word in part.partition("="))
+        if not (name.isidentifier() and equals and value):
+            raise ValueError(f"options must be like bits=4,update_every=10; got {part!r}")
+        if name in found:
+            raise ValueError(f"option {name!r} is given twice: {given!r}")
+        found[name] = _value(value)
+    return found
+
+
+def _value(value: Any) -> Any:
+    if not isinstance(value, str):
+        return value
+    text = value.strip()
+    if text.lower() in _WORDS:
+        return _WORDS[text.lower()]
+    try:
+        found = ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
+    return tuple(found) if isinstance(found, list) else found

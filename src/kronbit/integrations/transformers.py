@@ -1,0 +1,92 @@
+"""Optimizers that are made of a model: factories for the Trainer of transformers.
+
+``Trainer(optimizer_cls_and_kwargs=(Shampoo, {...}))`` needs nothing of this. A factory sees the
+model, so that parameters have names, kinds of modules can be left out, and K-FAC finds its layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, ClassVar
+
+from torch import nn
+
+import kronbit
+from kronbit.integrations.strings import read_options
+from kronbit.optimizer import SecondOrder
+
+
+class ShampooFactory:
+    """What ``Trainer`` calls with the model: ``ShampooFactory()(model, **options)``.
+
+    Example::
+
+        Trainer(..., optimizer_cls_and_kwargs=(ShampooFactory, {"lr": 1e-3, "skip": "lm_head.*"}))
+    """
+
+    optimizer: ClassVar[type[SecondOrder]] = kronbit.Shampoo
+
+    def __call__(
+        self,
+        model: nn.Module,
+        *,
+        skip: str | type[nn.Module] | Iterable[str | type[nn.Module]] = (),
+        weight_decay: float = 0.0,
+        optim_args: str | Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> SecondOrder:
+        """Make the optimizer of a model's trainable parameters.
+
+        Args:
+            model: The model.
+            skip: What is left to the base optimizer, as for ``kronbit.param_groups``.
+            weight_decay: Of matrices; biases and the parameters of norms, which have fewer than two
+                axes, get none.
+            optim_args: More options, as text (``TrainingArguments.optim_args``).
+            **options: Of the optimizer and of its base, such as ``lr``; ``Trainer`` does not hand
+                its ``learning_rate`` on.
+
+        Raises:
+            ValueError: If an option is given twice.
+        """
+        more = read_options(optim_args or {})
+        twice = sorted(more.keys() & options.keys())
+        if twice:
+            raise ValueError(f"option {twice[0]!r} is given twice, once of it in optim_args")
+        groups = []
+        for group in kronbit.param_groups(model, skip):
+            named = [(name, p) for name, p in group["params"] if p.requires_grad]
+            for decays in (True, False):
+                own = [(name, p) for name, p in named if (p.ndim >= 2) == decays]
+                if own:
+                    decay = weight_decay if decays else 0.0
+                    groups.append({**group, "params": own, "weight_decay": decay})
+        return self._make(groups, model, read_options(options) | more)
+
+    def _make(
+        self, groups: list[dict[str, Any]], model: nn.Module, options: dict[str, Any]
+    ) -> SecondOrder:
+        return self.optimizer(groups, **options)
+
+
+class CASPRFactory(ShampooFactory):
+    """As ``ShampooFactory``, for ``kronbit.CASPR``."""
+
+    optimizer = kronbit.CASPR
+
+
+class KFACFactory(ShampooFactory):
+    """As ``ShampooFactory``, for ``kronbit.KFAC``, which watches the layers of the model."""
+
+    optimizer: ClassVar[type[kronbit.KFAC]] = kronbit.KFAC
+
+    def _make(
+        self, groups: list[dict[str, Any]], model: nn.Module, options: dict[str, Any]
+    ) -> SecondOrder:
+        return self.optimizer(groups, model=model, **options)
+
+
+class AdaBKFactory(KFACFactory):
+    """As ``KFACFactory``, for ``kronbit.AdaBK``."""
+
+    optimizer = kronbit.AdaBK

@@ -1,0 +1,391 @@
+"""Trainers of other packages: what they do with an optimizer, and that nothing is lost in it."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import re
+import runpy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from kronbit import KFAC, Shampoo
+from kronbit.integrations.strings import read_options
+from kronbit.state import blocks_of
+
+EVERY = {"update_every": 2, "refresh_every": 2, "min_quantized_numel": 0}
+
+
+# ---------------------------------------------------------------------------- options as text
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("bits=4,update_every=10", {"bits": 4, "update_every": 10}),
+        ("betas=(0.9, 0.95), lr=1e-3", {"betas": (0.9, 0.95), "lr": 1e-3}),
+        ("split_sizes=[64,64],bits=8", {"split_sizes": (64, 64), "bits": 8}),
+        ("stagger=True, cuda_graph=false", {"stagger": True, "cuda_graph": False}),
+        ("first_refresh=None,method=cholesky", {"first_refresh": None, "method": "cholesky"}),
+        ("base='sgd'", {"base": "sgd"}),
+        ("", {}),
+        ({"bits": "4", "lr": 0.1, "method": "eigen"}, {"bits": 4, "lr": 0.1, "method": "eigen"}),
+    ],
+)
+def test_text_becomes_values(text: Any, found: dict[str, Any]) -> None:
+    assert read_options(text) == found
+
+
+@pytest.mark.parametrize("text", ["bits", "bits=", "=4", "bits=4,bits=8", "4=bits", "bits 4"])
+def test_bad_text_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"got|twice"):
+        read_options(text)
+
+
+# ------------------------------------------------------------------------------- transformers
+
+transformers = pytest.importorskip("transformers")
+
+
+class Words(torch.utils.data.Dataset[dict[str, Tensor]]):
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        x = torch.randint(0, 100, (16,), generator=torch.Generator().manual_seed(index))
+        return {"input_ids": x, "labels": x}
+
+
+def gpt2() -> nn.Module:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 100, "n_positions": 16, "n_embd": 32, "n_layer": 1, "n_head": 2}
+    without = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    config = transformers.GPT2Config(**sizes, **without, bos_token_id=0, eos_token_id=0)
+    model: nn.Module = transformers.GPT2LMHeadModel(config)
+    return model
+
+
+def trainer(folder: Path, optimizer: tuple[Any, dict[str, Any]], **arguments: Any) -> Any:
+    pytest.importorskip("accelerate")
+    settings = {
+        "output_dir": str(folder),
+        "max_steps": 6,
+        "per_device_train_batch_size": 4,
+        "gradient_accumulation_steps": 2,
+        "max_grad_norm": 1.0,
+        "save_steps": 3,
+        "lr_scheduler_type": "linear",
+        "report_to": [],
+        "disable_tqdm": True,
+        "use_cpu": True,
+    }
+    args = transformers.TrainingArguments(**{**settings, **arguments})
+    model = gpt2()
+    return transformers.Trainer(
+        model=model, args=args, train_dataset=Words(), optimizer_cls_and_kwargs=optimizer
+    )
+
+
+def inner(trained: Any) -> Any:
+    """Our optimizer, inside of Accelerate's."""
+    return getattr(trained.optimizer, "optimizer", trained.optimizer)
+
+
+@pytest.mark.parametrize("amp", [{}, {"bf16": True}], ids=["float32", "bf16"])
+def test_the_trainer_takes_the_class_and_resumes_to_the_bit(
+    tmp_path: Path, amp: dict[str, Any]
+) -> None:
+    made = Shampoo, {"lr": 1e-3, "weight_decay": 0.1, "bits": 4, **EVERY}
+    whole = trainer(tmp_path, made, **amp)
+    whole.train()
+    found = inner(whole)
+    assert isinstance(found, Shampoo)
+    assert all(entry["step"] == 6 for entry in found.state.values())
+    assert found.memory()["roots"] > 0
+    again = trainer(tmp_path, made, **amp)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    for p, q in zip(whole.model.parameters(), again.model.parameters(), strict=True):
+        assert torch.equal(p, q)
+
+
+def test_the_trainers_walk_is_that_of_a_plain_loop(tmp_path: Path) -> None:
+    """Accumulation, clipping and schedule come before our step, and nothing else."""
+    options = {"lr": 1e-3, "weight_decay": 0.1, **EVERY}
+    trained = trainer(tmp_path, (Shampoo, options))
+    seen: list[dict[str, Any]] = []
+    trained.model.register_forward_pre_hook(
+        lambda _, args, kwargs: seen.append(kwargs), with_kwargs=True
+    )
+    trained.train()
+    batches = iter(seen)
+    model = gpt2()
+    decay = trained.get_decay_parameter_names(model)
+    named = list(model.named_parameters())
+    groups = [
+        {"params": [p for n, p in named if n in decay], "weight_decay": 0.0},
+        {"params": [p for n, p in named if n not in decay], "weight_decay": 0.0},
+    ]
+    optimizer = Shampoo(groups, **options)
+    for t in range(6):
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-3 * (1 - t / 6)
+        for _ in range(2):
+            model(**next(batches)).loss.backward()  # by the number of tokens in both
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    for p, q in zip(trained.model.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["Shampoo", "CASPR", "KFAC", "AdaBK"])
+def test_a_factory_sees_the_model(tmp_path: Path, name: str) -> None:
+    from kronbit.integrations import transformers as factories
+
+    factory = getattr(factories, f"{name}Factory")
+    options = {"lr": 1e-3, "weight_decay": 0.1, "skip": "*.wpe.*", "optim_args": "bits=8"}
+    trained = trainer(tmp_path, (factory, {**options, **EVERY}), max_steps=3)
+    trained.train()
+    found = inner(trained)
+    assert type(found) is factory.optimizer
+    assert found.config.bits == 8
+    by_name = {
+        own: (p, group)
+        for group in found.param_groups
+        for own, p in zip(group["param_names"], group["params"], strict=True)
+    }
+    assert by_name.keys() == dict(trained.model.named_parameters()).keys()
+    for own, (p, group) in by_name.items():
+        assert group["weight_decay"] == (0.1 if p.ndim >= 2 else 0.0), own
+        assert group["precondition"] == ("wpe" not in own)
+    assert "transformer.h.0.attn.c_attn.weight" in found.summary()
+    assert found.memory()["roots"] > 0
+
+
+def test_an_option_that_is_given_twice_is_refused() -> None:
+    from kronbit.integrations.transformers import ShampooFactory
+
+    with pytest.raises(ValueError, match="'bits' is given twice"):
+        ShampooFactory()(gpt2(), lr=1e-3, bits=4, optim_args="bits=8")
+
+
+# --------------------------------------------------------------------------------- Accelerate
+
+
+def test_accelerate_prepares_without_changing_anything(tmp_path: Path) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    model = nn.Linear(20, 30)
+    optimizer = Shampoo(model.parameters(), lr=1e-2, **EVERY)
+    before = copy.deepcopy(optimizer.state_dict())
+    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model, prepared = accelerator.prepare(model, optimizer)
+    assert optimizer.state_dict() == before
+    twin = nn.Linear(20, 30)
+    twin.load_state_dict(model.state_dict())
+    plain = Shampoo(twin.parameters(), lr=1e-2, **EVERY)
+    for t in range(8):
+        x = torch.randn(16, 20, generator=torch.Generator().manual_seed(t))
+        with accelerator.accumulate(model):
+            accelerator.backward(model(x).square().mean())
+            prepared.step()
+            prepared.zero_grad()
+        (twin(x).square().mean() / 2).backward()
+        if t % 2:
+            plain.step()
+            plain.zero_grad()
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(p, q)
+    assert {entry["step"] for entry in optimizer.state.values()} == {4}
+    # And what it saves is what it goes on with.
+    accelerator.save_state(str(tmp_path))
+    results = []
+    for t in range(2):
+        if t == 1:
+            accelerator.load_state(str(tmp_path))
+        for _ in range(4):
+            accelerator.backward(model(x).square().mean())
+            accelerator.clip_grad_norm_(model.parameters(), 0.1)
+            prepared.step()
+            prepared.zero_grad()
+        results.append([p.detach().clone() for p in model.parameters()])
+    for p, q, r in zip(*results, twin.parameters(), strict=True):
+        assert torch.equal(p, q)
+        assert not torch.equal(p, r)
+
+
+# ---------------------------------------------------------------------------------- Lightning
+
+
+def lightning_module(manual: bool) -> Any:
+    lightning = pytest.importorskip("lightning")
+
+    class Module(lightning.LightningModule):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.net = nn.Sequential(nn.Linear(20, 30), nn.Tanh(), nn.Linear(30, 5))
+            self.automatic_optimization = not manual
+
+        def training_step(self, batch: list[Tensor], _: int) -> Tensor:
+            loss: Tensor = self.net(batch[0]).square().mean()
+            if manual:
+                optimizer = self.optimizers()
+                optimizer.zero_grad()
+                self.manual_backward(loss)
+                optimizer.step()
+            return loss
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            if manual:
+                base = torch.optim.SGD(self.parameters(), lr=0.1)
+                return KFAC(base, model=self, **EVERY)
+            return Shampoo(self.parameters(), lr=1e-2, **EVERY)
+
+    return Module()
+
+
+def fit(folder: Path, manual: bool, **more: Any) -> Any:
+    """Three epochs, with a checkpoint after each."""
+    lightning = pytest.importorskip("lightning")
+    callbacks = pytest.importorskip("lightning.pytorch.callbacks")
+    x = torch.randn(48, 20, generator=torch.Generator().manual_seed(0))
+    data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x), batch_size=8)
+    module = lightning_module(manual)
+    own = lightning.Trainer(
+        accelerator="cpu",
+        max_epochs=3,
+        callbacks=[callbacks.ModelCheckpoint(folder, filename="{epoch}", save_top_k=-1)],
+        default_root_dir=folder,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    own.fit(module, data, **more)
+    return module
+
+
+@pytest.mark.parametrize("manual", [False, True], ids=["automatic", "manual"])
+def test_lightning_trains_and_resumes_to_the_bit(tmp_path: Path, manual: bool) -> None:
+    """Automatic optimisation runs both passes in the closure; K-FAC goes by hand."""
+    whole = fit(tmp_path / "whole", manual)
+    optimizer = whole.optimizers().optimizer
+    assert optimizer.memory()["roots"] > 0
+    assert {entry["step"] for entry in optimizer.state.values()} == {18}
+    kept = tmp_path / "whole" / "epoch=1.ckpt"
+    again = fit(tmp_path / "again", manual, ckpt_path=kept, weights_only=True)
+    for p, q in zip(whole.parameters(), again.parameters(), strict=True):
+        assert torch.equal(p, q)
+
+
+# -------------------------------------------------------------------------------------- Hydra
+
+
+def test_hydra_makes_it_of_a_config() -> None:
+    hydra = pytest.importorskip("hydra.utils")
+    omegaconf = pytest.importorskip("omegaconf")
+    config = omegaconf.OmegaConf.create(
+        {
+            "_target_": "kronbit.Shampoo",
+            "base": "adamw",
+            "lr": 1e-3,
+            "betas": [0.9, 0.95],
+            "bits": 4,
+            "split_sizes": [10, 20],
+        }
+    )
+    model = nn.Linear(20, 30)
+    optimizer = hydra.instantiate(config, params=model.parameters())
+    assert isinstance(optimizer, Shampoo)
+    assert optimizer.config.split_sizes == (10, 20)
+    model(torch.randn(4, 20)).sum().backward()
+    optimizer.step()
+
+
+# ------------------------------------------------------------------------- peft, timm, examples
+
+
+def test_low_rank_factors_are_matrices_like_others() -> None:
+    peft = pytest.importorskip("peft")
+    from kronbit.integrations.transformers import ShampooFactory
+
+    config = peft.LoraConfig(r=4, target_modules=["c_attn"], fan_in_fan_out=True)
+    model = peft.get_peft_model(gpt2(), config)
+    optimizer = ShampooFactory()(model, lr=1e-2, max_order=16, **EVERY)
+    (group,) = optimizer.param_groups  # those that are frozen are nobody's
+    assert [name.split(".")[-3] for name in group["param_names"]] == ["lora_A", "lora_B"]
+    assert "lora_A.default.weight" in optimizer.summary()
+    x = Words()[0]["input_ids"][None]
+    losses = []
+    for _ in range(8):
+        loss = model(input_ids=x, labels=x).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    assert losses[-1] < losses[0]
+    blocks = [len(blocks_of(entry)) for entry in optimizer.state.values()]
+    assert blocks == [2, 6]  # 4 x 32 and 96 x 4, by sides of at most 16
+    assert not any(count for count in optimizer.diagnostics().values() if isinstance(count, int))
+
+
+def test_timm_finds_them_by_name() -> None:
+    optim = pytest.importorskip("timm.optim", exc_type=ImportError)
+    importlib.import_module("kronbit.integrations.timm")  # registers them
+
+    assert {"shampoo4bit", "caspr4bit"} <= set(optim.list_optimizers())
+    model = nn.Sequential(nn.Linear(20, 70), nn.LayerNorm(70), nn.Linear(70, 8))
+    make = {"lr": 1e-3, "weight_decay": 0.05, "betas": (0.9, 0.99), "eps": 1e-7, "bits": 8}
+    optimizer = optim.create_optimizer_v2(
+        model, opt="shampoo4bit", fallback_list=["2.weight"], **make, **EVERY
+    )
+    assert isinstance(optimizer, Shampoo)
+    by_parameter = {p: group for group in optimizer.param_groups for p in group["params"]}
+    assert by_parameter[model[0].weight]["precondition"]
+    assert not by_parameter[model[2].weight]["precondition"]
+    assert by_parameter[model[0].weight]["weight_decay"] == 0.05
+    assert by_parameter[model[0].bias]["weight_decay"] == 0.0
+    assert {group["betas"] for group in optimizer.param_groups} == {(0.9, 0.99)}
+    for _ in range(3):
+        model(torch.randn(4, 20)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert optimizer.memory()["roots"] > 0
+
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+
+
+def run_example(monkeypatch: pytest.MonkeyPatch, name: str, *arguments: str) -> None:
+    monkeypatch.setattr("sys.argv", [name, *arguments])
+    runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+
+
+def test_the_example_of_the_trainer_learns_and_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("accelerate")
+    out = "--out", str(tmp_path)
+    run_example(monkeypatch, "hf_trainer.py", "--steps", "20", *out, "--optim-args", "bits=8")
+    run_example(monkeypatch, "hf_trainer.py", "--steps", "40", *out, "--resume")
+    told = capsys.readouterr().out
+    losses = [float(loss) for loss in re.findall(r"'loss': '?([\d.]+)", told)]
+    assert len(losses) == 2
+    assert losses[1] < 0.7 * losses[0]
+    assert "wpe.weight" in told
+
+
+def test_the_example_of_lightning_learns_and_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("lightning")
+    out = "--out", str(tmp_path)
+    run_example(monkeypatch, "lightning_module.py", "--epochs", "2", *out)
+    kept = "--checkpoint", str(tmp_path / "epoch=1.ckpt")
+    run_example(monkeypatch, "lightning_module.py", "--epochs", "4", *out, *kept)
+    losses = [float(loss) for loss in re.findall(r"^loss ([\d.]+)", capsys.readouterr().out, re.M)]
+    assert len(losses) == 2
+    assert losses[1] < 0.7 * losses[0]

@@ -189,6 +189,14 @@ def _nearest(name: str, names: Iterable[str]) -> str:
     return f"; did you mean {found[0]!r}?" if found else ""
 
 
+def _step_unheard(optimizer: Optimizer) -> None:
+    """A step that hooks on all optimizers do not hear of: it is no step of anybody's training."""
+    step: Any = type(optimizer).step
+    if getattr(step, "hooked", False):  # by torch, around what the class has
+        step = step.__wrapped__
+    step(optimizer)
+
+
 def state_on_meta(
     factory: BaseFactory, groups: Sequence[Mapping[str, Any]]
 ) -> dict[int, dict[str, Any]]:
@@ -220,5 +228,5 @@ def state_on_meta(
     optimizer = factory(meta_groups)
     if hasattr(optimizer, "train"):  # schedule-free
         optimizer.train()
-    optimizer.step()
+    _step_unheard(optimizer)
     return {i: dict(optimizer.state.get(p, {})) for i, p in enumerate(twins)}

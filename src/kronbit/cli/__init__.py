@@ -11,7 +11,7 @@ import torch
 import typer
 
 from kronbit import __version__
-from kronbit.cli import look, train
+from kronbit.cli import doctor, look, train
 from kronbit.lab.errors import LabError
 
 _EXIT_CODES = "Exit codes: 0 done, 1 an error (one line on stderr), 2 wrong usage, 130 interrupted."
@@ -86,5 +86,6 @@ app.command(epilog=train.COMPARE_EXAMPLES)(train.compare)
 app.command(epilog=look.REPORT_EXAMPLES)(look.report)
 app.command(epilog=look.PLAN_EXAMPLES)(look.plan)
 app.command(epilog=look.ERRORS_EXAMPLES)(look.errors)
+app.command(epilog=doctor.EXAMPLES)(doctor.doctor)
 recipes_app.callback(epilog=look.RECIPES_EXAMPLES)(look.recipes)
 recipes_app.command(epilog=look.SHOW_EXAMPLES)(look.show)

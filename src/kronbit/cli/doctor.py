@@ -1,0 +1,65 @@
+"""``kronbit doctor``."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from kronbit.cli.options import Json
+from kronbit.lab.errors import LabError
+
+EXAMPLES = (
+    "Examples: kronbit doctor  |  kronbit doctor --optimizer kronbit.CASPR --options bits=8  |  "
+    "kronbit doctor --optimizer torch.optim.AdamW --options lr=1e-3"
+)
+
+
+def doctor(
+    optimizer: Annotated[
+        str, typer.Option("--optimizer", "-o", help="Import path of the optimizer.")
+    ] = "kronbit.Shampoo",
+    options: Annotated[str, typer.Option(help="Its options, like bits=8,lr=1e-3.")] = "",
+    device: Annotated[
+        str, typer.Option(help="cpu or cuda; by default a GPU if there is one.")
+    ] = "",
+    as_json: Json = False,
+) -> int:
+    """Look what is installed here, and whether an optimizer does what trainers rely on.
+
+    Exit code 1 if a check fails.
+    """
+    from kronbit.integrations.strings import read_options
+    from kronbit.lab.doctor.battery import CHECKS, examine
+    from kronbit.lab.doctor.environment import describe
+    from kronbit.lab.doctor.subject import subject_of
+
+    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if where.type == "cuda" and not torch.cuda.is_available():
+        raise LabError("--device cuda: torch finds no GPU here")
+    try:
+        subject = subject_of(optimizer, read_options(options))
+    except ValueError as error:
+        raise LabError(f"--options: {error}") from None
+    subject.find()
+    environment, console = describe(where), Console()
+    if not as_json:
+        table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
+        for row in environment:
+            table.add_row(*row)
+        console.print(table)
+        console.print(f"\n{optimizer}:")
+    findings = []
+    for check in CHECKS:
+        findings.append(examine(subject, where, check))
+        if not as_json:
+            problem = findings[-1].problem
+            console.print(f"  {check}: {problem or 'ok'}", markup=False, highlight=False)
+    if as_json:
+        checks = {found.check: found.problem or "ok" for found in findings}
+        print(json.dumps({"environment": dict(environment), "checks": checks}, indent=1))
+    return int(any(found.problem for found in findings))

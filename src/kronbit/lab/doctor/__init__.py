@@ -1,0 +1,1 @@
+"""``kronbit doctor``: what works on this installation, of kronbit and of other optimizers."""

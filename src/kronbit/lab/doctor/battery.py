@@ -1,0 +1,344 @@
+"""Checks that trainers and users rely on, for any optimizer that can be built of parameters.
+
+Each check trains something small, judges by what it sees, and raises ``BrokenError`` where that is
+not what it should be. They know nothing of kronbit.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import tempfile
+import warnings
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from kronbit.lab.doctor.subject import Subject
+
+_RANKS = 2
+
+
+class BrokenError(Exception):
+    """What was seen instead of what should be."""
+
+
+class Finding(NamedTuple):
+    """The outcome of a check: ``problem`` is empty where all is well."""
+
+    check: str
+    problem: str
+
+
+def _require(condition: bool, otherwise: str) -> None:
+    if not condition:
+        raise BrokenError(otherwise)
+
+
+def _model(device: torch.device, dtype: torch.dtype = torch.float32) -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(20, 32), nn.Tanh(), nn.Linear(32, 6))
+    return model.to(device=device, dtype=dtype)
+
+
+def _backward(model: nn.Module, seed: int) -> Tensor:
+    p = next(model.parameters())
+    x = torch.randn(16, 20, generator=torch.Generator().manual_seed(seed))
+    loss: Tensor = model(x.to(device=p.device, dtype=p.dtype)).square().mean()
+    loss.backward()
+    return loss
+
+
+def _train(model: nn.Module, optimizer: Optimizer, seeds: Iterable[int]) -> None:
+    for seed in seeds:
+        optimizer.zero_grad()
+        _backward(model, seed)
+        optimizer.step()
+
+
+def _copy(params: Iterable[Tensor]) -> list[Tensor]:
+    return [p.detach().clone() for p in params]
+
+
+def _require_finite(params: Iterable[Tensor]) -> None:
+    _require(all(bool(torch.isfinite(p).all()) for p in params), "parameters are not finite")
+
+
+def _require_equal(ours: Iterable[Tensor], others: Iterable[Tensor], what: str) -> None:
+    pairs = [(p.detach().float(), q.detach().float()) for p, q in zip(ours, others, strict=True)]
+    largest = max(float((p - q).abs().max()) for p, q in pairs)
+    _require(largest == 0, f"{what} differs by up to {largest:.1e}")
+
+
+# -------------------------------------------------------------------------------------- steps
+
+
+def closure(subject: Subject, device: torch.device) -> None:
+    """A closure is called once, with gradients enabled, and its loss is returned."""
+    model = _model(device)
+    optimizer = subject.make(model.parameters())
+    losses = []
+
+    def evaluate() -> Any:
+        optimizer.zero_grad()
+        losses.append(_backward(model, 0))
+        return losses[-1]
+
+    found: Any = optimizer.step(evaluate)
+    _require(len(losses) == 1, f"the closure was called {len(losses)} times")
+    _require(found is not None, "the closure's loss was not returned")
+    _require(
+        float(found.detach()) == float(losses[0].detach()),
+        "another loss than the closure's was returned",
+    )
+
+
+def bf16_parameters(subject: Subject, device: torch.device) -> None:
+    """Parameters in bf16 train, and stay in bf16."""
+    model = _model(device, torch.bfloat16)
+    before = _copy(model.parameters())
+    _train(model, subject.make(model.parameters()), range(6))
+    _require_finite(model.parameters())
+    for p, q in zip(model.parameters(), before, strict=True):
+        _require(p.dtype == torch.bfloat16, f"a parameter has become {p.dtype}")
+        _require(not torch.equal(p, q), "a parameter has not moved")
+
+
+def any_shape(subject: Subject, device: torch.device) -> None:
+    """Scalars, vectors, convolutions, stacks of matrices and empty parameters."""
+    shapes = [(), (7,), (4, 3, 3, 3), (2, 5, 6), (0,), (0, 4)]
+    params = [nn.Parameter(torch.ones(shape, device=device)) for shape in shapes]
+    before = _copy(params)
+    optimizer = subject.make(params)
+    for seed in range(4):
+        generator = torch.Generator().manual_seed(seed)
+        for p in params:
+            p.grad = torch.randn(p.shape, generator=generator).to(device)
+        optimizer.step()
+    _require_finite(params)
+    still = [
+        tuple(p.shape)
+        for p, q in zip(params, before, strict=True)
+        if p.numel() and bool((p == q).all())
+    ]
+    _require(not still, f"a parameter of shape {still[0] if still else ()} has not moved")
+
+
+def learning_rate_as_float(subject: Subject, device: torch.device) -> None:
+    """A learning rate that is written into the groups, as schedulers do, counts."""
+    model = _model(device)
+    optimizer = subject.make(model.parameters())
+    _train(model, optimizer, range(2))
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    before = _copy(model.parameters())
+    _train(model, optimizer, range(2, 4))
+    _require_equal(model.parameters(), before, "a parameter at lr=0.0")
+
+
+def neutral_first_step(subject: Subject, device: torch.device) -> None:
+    """A step with zero gradients and lr=0, by which checkpointing makes state, does no harm."""
+    model = _model(device)
+    optimizer = subject.make(model.parameters())
+    before, rates = _copy(model.parameters()), [group["lr"] for group in optimizer.param_groups]
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    optimizer.step()
+    _require_equal(model.parameters(), before, "a parameter after that step")
+    for group, lr in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = lr
+    _train(model, optimizer, range(4))
+    _require_finite(model.parameters())
+
+
+def nan_gradient(subject: Subject, device: torch.device) -> None:
+    """One NaN in one gradient, and training goes on with finite parameters."""
+    model = _model(device)
+    optimizer = subject.make(model.parameters())
+    for seed in range(6):
+        optimizer.zero_grad()
+        _backward(model, seed)
+        if seed == 3:
+            grad = next(model.parameters()).grad
+            assert grad is not None
+            grad.view(-1)[0] = torch.nan
+        optimizer.step()
+    _require_finite(model.parameters())
+
+
+def later_group(subject: Subject, device: torch.device) -> None:
+    """A group that is added after a step trains, as in progressive unfreezing."""
+    model = _model(device)
+    assert isinstance(model, nn.Sequential)
+    optimizer = subject.make(model[2].parameters())
+    _train(model, optimizer, range(2))
+    before = _copy(model[0].parameters())
+    optimizer.add_param_group({"params": list(model[0].parameters())})
+    _train(model, optimizer, range(2, 6))
+    _require_finite(model.parameters())
+    moved = [not torch.equal(p, q) for p, q in zip(model[0].parameters(), before, strict=True)]
+    _require(all(moved), "the new group has not moved")
+
+
+# -------------------------------------------------------------------------------- checkpoints
+
+
+def _resume(
+    subject: Subject,
+    device: torch.device,
+    dtype: torch.dtype,
+    through: Callable[[nn.Module, Optimizer, nn.Module, Optimizer], None],
+) -> None:
+    """Five steps, a copy of all that there is, and five steps of both."""
+    model = _model(device, dtype)
+    optimizer = subject.make(model.parameters())
+    _train(model, optimizer, range(5))
+    twin = _model(device, dtype)
+    again = subject.make(twin.parameters())
+    twin.load_state_dict(model.state_dict())
+    through(model, optimizer, twin, again)
+    for own, stepping in ((model, optimizer), (twin, again)):
+        _train(own, stepping, range(5, 10))
+    _require_equal(twin.parameters(), model.parameters(), "the resumed run")
+
+
+def resume(subject: Subject, device: torch.device) -> None:
+    """A resumed run is the uninterrupted one, to the bit."""
+    _resume(subject, device, torch.float32, _by_state_dict)
+
+
+def resume_bf16(subject: Subject, device: torch.device) -> None:
+    """And with parameters in bf16."""
+    _resume(subject, device, torch.bfloat16, _by_state_dict)
+
+
+def _by_state_dict(_: nn.Module, optimizer: Optimizer, __: nn.Module, again: Optimizer) -> None:
+    again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+
+
+def weights_only(subject: Subject, device: torch.device) -> None:
+    """The state dict is read by ``torch.load(weights_only=True)``, which runs no code."""
+
+    def through(_: nn.Module, optimizer: Optimizer, __: nn.Module, again: Optimizer) -> None:
+        file = io.BytesIO()
+        torch.save(optimizer.state_dict(), file)
+        file.seek(0)
+        again.load_state_dict(torch.load(file, weights_only=True))
+
+    _resume(subject, device, torch.float32, through)
+
+
+def pickled(subject: Subject, device: torch.device) -> None:
+    """A pickled optimizer goes on, with its parameters."""
+    model = _model(device)
+    optimizer = subject.make(model.parameters())
+    _train(model, optimizer, range(5))
+    twin, again = pickle.loads(pickle.dumps((model, optimizer)))
+    for own, stepping in ((model, optimizer), (twin, again)):
+        _train(own, stepping, range(5, 10))
+    _require_equal(twin.parameters(), model.parameters(), "the copy's run")
+
+
+def distributed_checkpoint(subject: Subject, device: torch.device) -> None:
+    """``torch.distributed.checkpoint`` saves and loads it, to the bit."""
+    from torch.distributed.checkpoint.state_dict import (
+        get_optimizer_state_dict,
+        set_optimizer_state_dict,
+    )
+    from torch.distributed.checkpoint.state_dict_loader import load
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    def through(model: nn.Module, optimizer: Optimizer, twin: nn.Module, again: Optimizer) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            saved: Any = get_optimizer_state_dict(model, optimizer)
+            save(saved, checkpoint_id=folder, no_dist=True)
+            found: Any = get_optimizer_state_dict(twin, again)
+            load(found, checkpoint_id=folder, no_dist=True)
+            set_optimizer_state_dict(twin, again, found)
+
+    _resume(subject, device, torch.float32, through)
+
+
+# ----------------------------------------------------------------------------- several ranks
+
+
+def _rank(rank: int, subject: Subject, folder: str) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import DTensor
+
+    torch.set_num_threads(1)
+    store = f"file://{folder}/store"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=_RANKS)
+    cpu = torch.device("cpu")
+    model = _model(cpu)
+    fully_shard(model, mesh=init_device_mesh("cpu", (_RANKS,)))
+    _train(model, subject.make(model.parameters()), range(6))
+    whole = [p.full_tensor() if isinstance(p, DTensor) else p for p in model.parameters()]
+    if rank == 0:
+        torch.save([p.detach() for p in whole], Path(folder) / "found.pt")
+    dist.destroy_process_group()
+
+
+def fsdp2(subject: Subject, device: torch.device) -> None:
+    """Training on shards (FSDP2, two ranks of the CPU) is training in one process."""
+    model, threads = _model(torch.device("cpu")), torch.get_num_threads()
+    torch.set_num_threads(1)  # as on the ranks: sums have an order
+    try:
+        _train(model, subject.make(model.parameters()), range(6))
+    finally:
+        torch.set_num_threads(threads)
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(_rank, (subject, folder), _RANKS)  # type: ignore[attr-defined, no-untyped-call]
+        found = torch.load(Path(folder) / "found.pt", weights_only=True)
+    pairs = zip(found, model.parameters(), strict=True)
+    largest = max(float((p - q.detach()).abs().max()) for p, q in pairs)
+    _require(largest < 1e-5, f"differs from one process by up to {largest:.1e}")
+
+
+CHECKS: dict[str, Callable[[Subject, torch.device], None]] = {
+    "closure called once, its loss returned": closure,
+    "bf16 parameters train": bf16_parameters,
+    "resume to the bit": resume,
+    "resume to the bit, bf16 parameters": resume_bf16,
+    "torch.load(weights_only=True)": weights_only,
+    "torch.distributed.checkpoint round trip": distributed_checkpoint,
+    "FSDP2 on two ranks is one process": fsdp2,
+    "parameters of any shape, empty ones": any_shape,
+    "first step with zero gradients and lr=0": neutral_first_step,
+    'group["lr"] = float': learning_rate_as_float,
+    "a NaN gradient leaves parameters finite": nan_gradient,
+    "pickle": pickled,
+    "add_param_group after a step": later_group,
+}
+
+
+def examine(subject: Subject, device: torch.device, check: str) -> Finding:
+    """Run one check.
+
+    Args:
+        subject: The optimizer.
+        device: Where it runs; several ranks are on the CPU in any case.
+        check: A key of ``CHECKS``.
+    """
+    state = torch.random.get_rng_state()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            CHECKS[check](subject, device)
+    except BrokenError as broken:
+        return Finding(check, str(broken))
+    except Exception as error:  # of other people's optimizers: anything
+        lines = str(error).strip().splitlines() or [""]
+        return Finding(check, f"{type(error).__name__}: {lines[-1].strip()}")
+    finally:
+        torch.random.set_rng_state(state)
+    return Finding(check, "")

@@ -1,0 +1,165 @@
+"""The doctor: all is well with ours, and what is broken is found, by optimizers that break it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.optim import SGD
+
+from kronbit import cli
+from kronbit.lab.doctor.battery import CHECKS, examine
+from kronbit.lab.doctor.subject import Subject, subject_of
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_all_is_well_with_ours(check: str) -> None:
+    assert examine(subject_of("kronbit.Shampoo", {}), CPU, check).problem == ""
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("check", CHECKS)
+def test_all_is_well_with_ours_on_a_gpu(check: str) -> None:
+    found = examine(subject_of("kronbit.Shampoo", {}), torch.device("cuda"), check)
+    assert found.problem == ""
+
+
+class NoClosure(SGD):
+    def step(self, closure: Any = None) -> Any:
+        super().step(None)
+
+
+class LosesState(SGD):
+    def load_state_dict(self, state_dict: Any) -> None:
+        super().load_state_dict({**state_dict, "state": {}})
+
+
+class RoundsState(SGD):
+    """torch casts float32 state to the dtype of bf16 parameters when it is loaded."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for p in (p for group in self.param_groups for p in group["params"]):
+            exact = self.state[p].get("exact", p).float() - 1e-3 * p.grad.float()
+            self.state[p]["exact"] = exact
+            p.copy_(exact)
+
+
+class KeepsObjects(SGD):
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "config": KeepsObjects}
+
+
+class KeepsNoGroupsAlive(SGD):
+    """The groups are read once."""
+
+    def __init__(self, params: Any, **options: Any) -> None:
+        super().__init__(params, **options)
+        self.rates = [group["lr"] for group in self.param_groups]
+
+    def step(self, closure: Any = None) -> Any:
+        for group, lr in zip(self.param_groups, self.rates, strict=True):
+            group["lr"] = lr
+        return super().step(closure)
+
+
+class MatricesOnly(SGD):
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.ndim != 2:
+                    raise ValueError("takes matrices only")
+        return super().step(closure)
+
+
+class Unpicklable(SGD):
+    def __reduce__(self) -> Any:
+        raise TypeError("cannot pickle this")
+
+
+class Noisy(SGD):
+    def step(self, closure: Any = None) -> Any:
+        found = super().step(closure)
+        with torch.no_grad():
+            for group in self.param_groups:
+                for p in group["params"]:
+                    p.add_(1e-3)
+        return found
+
+
+BROKEN: list[tuple[type, str, str]] = [
+    (NoClosure, "closure called once, its loss returned", "called 0 times"),
+    (LosesState, "resume to the bit", "differs by up to"),
+    (RoundsState, "resume to the bit, bf16 parameters", "differs by up to"),
+    (KeepsObjects, "torch.load(weights_only=True)", "UnpicklingError"),
+    (KeepsNoGroupsAlive, 'group["lr"] = float', "differs by up to"),
+    (KeepsNoGroupsAlive, "add_param_group after a step", "ValueError"),
+    (MatricesOnly, "parameters of any shape, empty ones", "takes matrices only"),
+    (Unpicklable, "pickle", "cannot pickle this"),
+    (Noisy, "first step with zero gradients and lr=0", "differs by up to"),
+    (SGD, "a NaN gradient leaves parameters finite", "not finite"),
+]
+
+
+@pytest.mark.parametrize(("kind", "check", "told"), BROKEN)
+def test_what_is_broken_is_found(kind: type, check: str, told: str) -> None:
+    subject = Subject(f"{kind.__module__}.{kind.__name__}", {"lr": 0.1, "momentum": 0.9})
+    assert subject.find() is kind
+    found = examine(subject, CPU, check)
+    assert told in found.problem
+
+
+def test_every_check_but_ranks_can_fail() -> None:
+    """FSDP2 and distributed checkpoints have tests of their own, and so has bf16."""
+    known = {check for _, check, _ in BROKEN}
+    rest = CHECKS.keys() - known
+    assert rest == {
+        "bf16 parameters train",
+        "torch.distributed.checkpoint round trip",
+        "FSDP2 on two ranks is one process",
+    }
+
+
+@pytest.fixture
+def few_checks(monkeypatch: pytest.MonkeyPatch) -> dict[str, Callable[..., None]]:
+    some = dict(list(CHECKS.items())[:2])
+    monkeypatch.setattr("kronbit.lab.doctor.battery.CHECKS", some)
+    return some
+
+
+def test_the_command_shows_versions_and_findings(
+    few_checks: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.run(["doctor", "--device", "cpu"]) == 0
+    told = capsys.readouterr().out
+    assert torch.__version__ in told
+    assert "transformers" in told
+    assert "bf16 parameters train: ok" in told
+    path = f"{NoClosure.__module__}.NoClosure"
+    assert cli.run(["doctor", "-o", path, "--options", "lr=0.1", "--json", "--device", "cpu"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert found["checks"]["closure called once, its loss returned"] == (
+        "the closure was called 0 times"
+    )
+    assert found["environment"]["torch"] == torch.__version__
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--optimizer", "kronbit.Shampo"], "cannot import 'kronbit.Shampo'"),
+        (["--options", "bits"], "--options: options must be like"),
+    ],
+)
+def test_bad_input_is_one_line(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.run(["doctor", *words]) == 1
+    told = capsys.readouterr().err
+    assert message in told
+    assert told.count("\n") == 1

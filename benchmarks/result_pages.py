@@ -423,7 +423,29 @@ def whitened_momentum() -> str:
     return table([*head, f"peak of the spectrum at {rate_text(_SPECTRA_AT)}"], rows)
 
 
+# ----------------------------------------------------------------------------- compatibility
+
+
+def compatibility() -> str:
+    """What ``kronbit doctor`` found, by optimizer."""
+    path = ROOT / "benchmarks" / "results" / "compatibility_cpu.json"
+    found = json.loads(path.read_text(encoding="utf-8"))["optimizers"]
+    checks = next(iter(found.values()))["checks"]
+    rows = [
+        [check, *(_outcome(own["checks"][check]) for own in found.values())] for check in checks
+    ]
+    return table(["", *(f"{name} {own['version']}" for name, own in found.items())], rows)
+
+
+def _outcome(problem: str) -> str:
+    """Short enough for a column: the kind of an error, or what was seen."""
+    first, _, rest = problem.partition(": ")
+    kind = rest.partition(": ")[0] if first == "ProcessRaisedException" else first
+    return kind if rest and " " not in kind else problem
+
+
 TABLES: Mapping[str, Callable[[], str]] = {
+    "compatibility": compatibility,
     "front": front,
     "swin-30-epochs": lambda: longer("Swin-Tiny"),
     "swin-time-to-target": lambda: time_to_target("Swin-Tiny"),

@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 from typing import Annotated
 
-import torch
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from kronbit.cli.options import Json
+from kronbit.cli.options import Device, Json
 from kronbit.lab.errors import LabError
 
 EXAMPLES = (
@@ -24,9 +23,7 @@ def doctor(
         str, typer.Option("--optimizer", "-o", help="Import path of the optimizer.")
     ] = "kronbit.Shampoo",
     options: Annotated[str, typer.Option(help="Its options, like bits=8,lr=1e-3.")] = "",
-    device: Annotated[
-        str, typer.Option(help="cpu or cuda; by default a GPU if there is one.")
-    ] = "",
+    device: Device = None,
     as_json: Json = False,
 ) -> int:
     """Look what is installed here, and whether an optimizer does what trainers rely on.
@@ -37,10 +34,9 @@ def doctor(
     from kronbit.lab.doctor.battery import CHECKS, examine
     from kronbit.lab.doctor.environment import describe
     from kronbit.lab.doctor.subject import subject_of
+    from kronbit.lab.training.world import find_device
 
-    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    if where.type == "cuda" and not torch.cuda.is_available():
-        raise LabError("--device cuda: torch finds no GPU here")
+    where = find_device(device)
     try:
         subject = subject_of(optimizer, read_options(options))
     except ValueError as error:

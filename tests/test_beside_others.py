@@ -1,0 +1,194 @@
+"""What else is in a training loop: scalers, averages, other optimizers, threads, workers."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from networks import assert_same_state
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils.data import DataLoader, TensorDataset
+
+from kronbit import CASPR, Shampoo
+
+EVERY = {"update_every": 1, "refresh_every": 2, "min_quantized_numel": 0}
+
+
+def network(seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(20, 32), nn.Tanh(), nn.Linear(32, 6))
+
+
+def batches(count: int, seed: int = 1) -> Iterator[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(count):
+        yield torch.randn(16, 20, generator=generator)
+
+
+def backward(model: nn.Module, x: Tensor) -> None:
+    model.zero_grad()
+    model(x).square().mean().backward()
+
+
+def trained(
+    model: nn.Module, optimizer: torch.optim.Optimizer, seed: int = 1, steps: int = 8
+) -> list[Tensor]:
+    for x in batches(steps, seed):
+        backward(model, x)
+        optimizer.step()
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def assert_equal(some: list[Tensor], others: list[Tensor]) -> None:
+    for p, q in zip(some, others, strict=True):
+        assert torch.equal(p, q)
+
+
+def test_a_step_that_the_scaler_skips_has_not_been() -> None:
+    """Neither the step count nor statistics know of it."""
+    model, twin = network(), network()
+    optimizer, plain = (Shampoo(own.parameters(), lr=1e-2, **EVERY) for own in (model, twin))
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for t, x in enumerate(batches(6)):
+        model.zero_grad()
+        scaler.scale(model(x).square().mean()).backward()
+        if t == 3:
+            grad = model[0].weight.grad
+            assert grad is not None
+            grad[0, 0] = torch.inf
+        before = copy.deepcopy(optimizer.state_dict())
+        scaler.step(optimizer)
+        scaler.update()
+        if t == 3:
+            assert_same_state(optimizer.state_dict()["state"], before["state"])
+            assert scaler.get_scale() == 512.0
+            continue
+        backward(twin, x)
+        plain.step()
+    # Scales are powers of two, so that dividing by them is exact.
+    assert_equal(list(model.parameters()), list(twin.parameters()))
+    assert_same_state(optimizer.state_dict()["state"], plain.state_dict()["state"])
+
+
+def test_averages_of_weights_are_beside_it() -> None:
+    model, twin = network(), network()
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+    optimizer = Shampoo(model.parameters(), lr=1e-2, **EVERY)
+    expected = None
+    for x in batches(8):
+        backward(model, x)
+        optimizer.step()
+        average.update_parameters(model)
+        weight = model[0].weight.detach()
+        expected = weight.clone() if expected is None else 0.5 * expected + 0.5 * weight
+    assert expected is not None
+    torch.testing.assert_close(average.module[0].weight.detach(), expected)
+    again = trained(twin, Shampoo(twin.parameters(), lr=1e-2, **EVERY))
+    assert_equal(list(model.parameters()), again)
+
+
+@pytest.mark.parametrize("make", [Shampoo, CASPR])
+def test_two_optimizers_of_one_model_are_one(make: Any) -> None:
+    model, twin = network(), network()
+    whole = trained(model, make(model.parameters(), lr=1e-2, **EVERY))
+    halves = [make(part.parameters(), lr=1e-2, **EVERY) for part in (twin[0], twin[2])]
+    for x in batches(8):
+        backward(twin, x)
+        for optimizer in halves:
+            optimizer.step()
+    assert_equal(list(twin.parameters()), whole)
+
+
+def in_threads(*work: Callable[[], None]) -> None:
+    failed: list[BaseException] = []
+
+    def guarded(own: Callable[[], None]) -> None:
+        try:
+            own()
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=guarded, args=(own,)) for own in work]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failed:
+        raise failed[0]
+
+
+def test_two_threads_step_two_optimizers() -> None:
+    """At once, and to the bit what each does alone."""
+    models = [network(seed) for seed in range(4)]
+    alone = [
+        trained(own, Shampoo(own.parameters(), lr=1e-2, **EVERY), seed, steps=20)
+        for seed, own in enumerate(models[:2])
+    ]
+    twins = [network(seed) for seed in range(2)]
+    optimizers = [Shampoo(own.parameters(), lr=1e-2, **EVERY) for own in twins]
+    found: dict[int, list[Tensor]] = {}
+
+    def work(number: int) -> Callable[[], None]:
+        def run() -> None:
+            found[number] = trained(twins[number], optimizers[number], number, steps=20)
+
+        return run
+
+    in_threads(work(0), work(1))
+    for number, expected in enumerate(alone):
+        assert_equal(found[number], expected)
+
+
+@pytest.mark.parametrize("context", ["fork", "spawn"])
+def test_workers_of_a_loader_may_start_between_steps(context: str) -> None:
+    x = torch.randn(32, 20, generator=torch.Generator().manual_seed(0))
+    results = []
+    for workers in (0, 1):
+        model = network()
+        optimizer = Shampoo(model.parameters(), lr=1e-2, **EVERY)
+        more: dict[str, Any] = {"multiprocessing_context": context} if workers else {}
+        loader = DataLoader(TensorDataset(x), batch_size=8, num_workers=workers, **more)
+        for _ in range(2):
+            for (batch,) in loader:
+                backward(model, batch)
+                optimizer.step()
+        results.append([p.detach() for p in model.parameters()])
+    assert_equal(*results)
+
+
+def test_a_step_changes_nothing_global() -> None:
+    def everything() -> list[Any]:
+        return [
+            torch.get_float32_matmul_precision(),
+            torch.backends.cuda.matmul.allow_tf32,
+            torch.backends.cudnn.allow_tf32,
+            torch.get_default_dtype(),
+            torch.is_grad_enabled(),
+            torch.is_inference_mode_enabled(),
+            torch.are_deterministic_algorithms_enabled(),
+            torch.get_num_threads(),
+            torch.is_autocast_enabled("cpu"),
+            torch.random.get_rng_state().tolist(),
+        ]
+
+    torch.set_float32_matmul_precision("medium")
+    try:
+        model = network()
+        for x in batches(1):
+            backward(model, x)
+        before = everything()
+        optimizer = Shampoo(model.parameters(), lr=1e-2, **EVERY)
+        for _ in range(3):
+            optimizer.step()
+        twin = Shampoo(model.parameters(), lr=1e-2, **EVERY)
+        twin.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        optimizer.summary()
+        optimizer.diagnostics()
+        assert everything() == before
+    finally:
+        torch.set_float32_matmul_precision("highest")

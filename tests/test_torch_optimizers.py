@@ -11,9 +11,11 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from conftest import slow
 from torch import Tensor, nn
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
@@ -21,7 +23,8 @@ from torch.optim.optimizer import (
 )
 
 pytest.importorskip("expecttest")
-with warnings.catch_warnings():
+# It would forbid everybody in this process to set flags of backends, which other tests do.
+with warnings.catch_warnings(), mock.patch("torch.backends.disable_global_flags"):
     warnings.simplefilter("ignore")
     from torch.testing._internal.common_optimizers import (
         get_error_inputs_for_all_optims,
@@ -44,7 +47,8 @@ def cases() -> Iterator[Any]:
             options = given.kwargs
             if options.get("capturable"):
                 continue  # for GPUs
-            yield pytest.param(name, options, id=f"{name}-{number}-{given.desc}")
+            marks = slow if number > 1 else ()
+            yield pytest.param(name, options, id=f"{name}-{number}-{given.desc}", marks=marks)
 
 
 def make(name: str, params: Any, options: dict[str, Any], kind: Any = Shampoo) -> Any:

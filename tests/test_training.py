@@ -61,7 +61,8 @@ def test_4_bits_end_within_noise_of_32_bits_and_both_beyond_adamw() -> None:
         assert all(a < b for a, b in zip(runs[ours], runs["adamw"], strict=True))
 
 
-@pytest.mark.parametrize("kind", [KFAC, pytest.param(AdaBK, marks=slow)])
+@slow
+@pytest.mark.parametrize("kind", [KFAC, AdaBK])
 def test_4_bits_of_layers_statistics_end_within_noise_of_32_bits(kind: type[KFAC]) -> None:
     def around_sgd(**options: Any) -> Callable[[nn.Module], torch.optim.Optimizer]:
         every = {"first_refresh": 5, "update_every": 10, "refresh_every": 20}

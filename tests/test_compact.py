@@ -198,7 +198,9 @@ def test_scales_may_be_rounded_down_and_values_still_find_their_codes() -> None:
     assert (error <= bound * (0.5 * 2 * 2 / 255 + 2 / 255) + 1e-6 * X.abs().max()).all()
 
 
-@pytest.mark.parametrize("shape", ["square", "symmetric", "lower"])
+@pytest.mark.parametrize(
+    "shape", ["symmetric", pytest.param("square", marks=slow), pytest.param("lower", marks=slow)]
+)
 @pytest.mark.parametrize(
     ("n", "bits", "tile"),
     [
@@ -239,7 +241,8 @@ def test_kernels_agree_with_torch_to_the_bit(
         assert shape != "symmetric" or torch.equal(restored, restored.mT)
 
 
-@pytest.mark.parametrize("method", [pytest.param("eigen", marks=slow), "cholesky"])
+@slow
+@pytest.mark.parametrize("method", ["eigen", "cholesky"])
 def test_a_run_by_kernels_is_the_run_by_torch(
     method: str, kernels: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -256,6 +256,7 @@ def test_channels_last_gradients_are_read_and_written_where_they_lie(
     assert not wide[frozenset({0, 1, 2}), 0]
 
 
+@slow
 def test_statistics_of_channels_last_gradients_have_the_same_bits(kernels: torch.device) -> None:
     own, statistics = made(kernels, shapes=CONVOLUTIONS), GradientStatistics()
     due = {i: Due(own.members[i].config) for i in range(5)}
@@ -571,6 +572,7 @@ def test_whatever_shares_memory_is_done_in_order(
     assert apart or all(wave.alone for wave in step._tables.waves)
 
 
+@slow
 def test_nothing_keeps_a_dropped_optimizer_alive(kernels: torch.device) -> None:
     """Its stacks are large: they must not wait for a collection of cycles."""
     own = made(kernels)

@@ -292,6 +292,7 @@ def test_kernels_take_singular_matrices(
     assert linalg.orthogonality_error(Q).max() < 1e-5
 
 
+@slow
 def test_tiny_statistics_are_not_lost_under_what_is_forgotten(kernels: torch.device) -> None:
     """With beta=0 the start value has no weight: the scale of A is that of M alone."""
     p = nn.Parameter(torch.zeros(20, 24, device=kernels))

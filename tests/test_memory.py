@@ -232,6 +232,7 @@ def test_the_peak_stays_within_the_workspace(make: Any, options: dict[str, Any])
         assert used.peak < 1.1 * workspace, t
 
 
+@slow
 def test_the_peak_stays_within_the_workspace_for_channels_last_convolutions() -> None:
     """Their gradients are copied to be read as matrices: a few at a time, not all at once."""
     workspace = 2 * 2**20

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import os
 import queue
+import runpy
 import socket
+import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -32,7 +37,7 @@ def run_on_ranks(
         world: How many ranks.
         function: At the top level of its module; what it returns must not hold shared tensors.
         *args: What else it is given.
-        backend: How ranks talk.
+        backend: How ranks talk; with "torchrun", the function is told as by that.
 
     Returns:
         What each rank has returned, in order.
@@ -85,6 +90,33 @@ def run_on_ranks(
     return [found[rank] for rank in range(world)]
 
 
+def run_script_on_ranks(world: int, script: str, *arguments: str) -> str:
+    """Run a program as torchrun does, but in processes that need not import torch first.
+
+    Args:
+        world: How many ranks.
+        script: The path of a file, or the name of a module.
+        *arguments: The program's.
+
+    Returns:
+        What the first rank has printed.
+    """
+    first: str = run_on_ranks(world, _script, script, arguments, backend="torchrun")[0]
+    return first
+
+
+def _script(rank: int, script: str, arguments: tuple[str, ...]) -> str:
+    sys.argv = [script, *arguments]
+    run = runpy.run_path if script.endswith(".py") else runpy.run_module
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        try:
+            run(script, run_name="__main__")
+        except SystemExit as end:
+            if end.code:
+                raise RuntimeError(f"exit code {end.code}") from end
+    return said.getvalue()
+
+
 def in_turn(rank: int, *functions: Callable[[int], Any]) -> list[Any]:
     """Several functions on the same ranks: to start processes takes longer than most of them."""
     return [function(rank) for function in functions]
@@ -101,12 +133,17 @@ def _rank(
 ) -> None:
     torch.set_num_threads(1)
     try:
-        dist.init_process_group(
-            backend, rank=rank, world_size=world, init_method=f"tcp://127.0.0.1:{port}"
-        )
-        answer = function(rank, *args)
-        dist.barrier()
-        dist.destroy_process_group()
+        if backend == "torchrun":  # the program itself begins and ends its group
+            known = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "MASTER_PORT": port}
+            os.environ |= {name: str(value) for name, value in known.items()}
+            os.environ["MASTER_ADDR"] = "127.0.0.1"
+            answer = function(rank, *args)
+        else:
+            init_method = f"tcp://127.0.0.1:{port}"
+            dist.init_process_group(backend, rank=rank, world_size=world, init_method=init_method)
+            answer = function(rank, *args)
+            dist.barrier()
+            dist.destroy_process_group()
     except BaseException:
         answers.put((rank, False, traceback.format_exc()))
         raise SystemExit(1) from None

@@ -5,8 +5,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import signal
-import subprocess
-import sys
 import time
 from contextlib import nullcontext
 from datetime import timedelta
@@ -17,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import SECONDS, in_turn, run_on_ranks
+from ranks import SECONDS, in_turn, run_on_ranks, run_script_on_ranks
 from torch import Tensor, nn
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -270,15 +268,7 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
 def torchrun(example: str, ranks: int, *arguments: str) -> str:
-    command = ["torch.distributed.run", "--nproc-per-node", str(ranks), "--standalone"]
-    return subprocess.run(
-        [sys.executable, "-m", *command, str(EXAMPLES / example), *arguments],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=SECONDS,
-    ).stdout
+    return run_script_on_ranks(ranks, str(EXAMPLES / example), *arguments)
 
 
 def test_the_example_runs_under_torchrun_and_resumes_to_the_bit(tmp_path: Path) -> None:

@@ -90,8 +90,8 @@ BRAIN = [torch.bfloat16] * 4
     ("algorithm", "options", "dtypes", "way", "nonfinite"),
     [
         (Shampoo, {}, SINGLE, HALF, "zero"),
-        (Shampoo, {}, MIXED, BF16X3, "zero"),
-        (Shampoo, {"storage": "compact", "bits": 3, "method": "cholesky"}, BRAIN, HALF, "pass"),
+        pytest.param(Shampoo, {}, MIXED, BF16X3, "zero", marks=slow),
+        pytest.param(Shampoo, {"bits": 3, "method": "cholesky"}, BRAIN, HALF, "pass", marks=slow),
         pytest.param(Shampoo, {"bits": 3}, MIXED, HALF, "pass", marks=slow),
         pytest.param(CASPR, {"block_size": 48}, BRAIN, HALF, "zero", marks=slow),
         pytest.param(Shampoo, {}, BRAIN, HALF, "pass", marks=slow),
@@ -138,7 +138,7 @@ def test_preconditioned_gradients_are_the_contracts(
     ("shape", "tile", "bits"),
     [
         ((131, 66), 64, 3),
-        ((131, 66), 32, 4),
+        pytest.param((131, 66), 32, 4, marks=slow),
         pytest.param((190, 96), 64, 4, marks=slow),
         pytest.param((190, 96), 32, 3, marks=slow),
         pytest.param((66, 131), 32, 8, marks=slow),
@@ -632,6 +632,7 @@ def test_norms_and_zeros(kernels: torch.device) -> None:
             assert torch.equal(grad, torch.zeros_like(grad) if i == 3 else before)
 
 
+@slow
 def test_kernels_and_torch_count_alike(
     kernels: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -703,7 +704,7 @@ def test_orders_do_not_share_what_depends_on_the_whole_matrix(method: str, last:
     assert not own.enlarges(replace(config, trace_scaling=True), None)
 
 
-@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.parametrize("mixed", [pytest.param(False, marks=slow), True])
 def test_outer_products_are_read_where_gradients_lie(mixed: bool, kernels: torch.device) -> None:
     """Of both sides, in several types, and zero where a gradient is not finite."""
     own = made(kernels)

@@ -42,12 +42,12 @@ pytestmark = [
 
 QUANTISERS = [
     (4, "linear2", 64, 67),
-    (4, "linear2", 48, 100),
-    (4, "dt", 64, 65),
-    (8, "linear2", 64, 70),
-    (6, "linear", 16, 33),
-    (3, "linear2", 64, 67),
     (3, "dt", 16, 5),
+    pytest.param(4, "linear2", 48, 100, marks=slow),
+    pytest.param(4, "dt", 64, 65, marks=slow),
+    (8, "linear2", 64, 70),
+    pytest.param(6, "linear", 16, 33, marks=slow),
+    pytest.param(3, "linear2", 64, 67, marks=slow),
 ]
 
 
@@ -221,7 +221,7 @@ def test_the_inverse_factor_is_choleskys(
         assert relative_error(inverse[i], exact) < 1e-5
 
 
-@pytest.mark.parametrize("n", [1, 16, 32, 45, 130])
+@pytest.mark.parametrize("n", [1, 32, pytest.param(45, marks=slow), 130])
 def test_the_factor_is_choleskys(n: int, kernels: torch.device) -> None:
     X = torch.randn(4, n, 2 * n + 20, dtype=torch.float64)
     A = X @ X.mT
@@ -279,7 +279,7 @@ def test_columns_with_tiny_pivots_are_put_off(kernels: torch.device) -> None:
 
 
 @pytest.mark.parametrize(("n", "rank"), [(27, 13), (64, 3)])
-@pytest.mark.parametrize("ridge", [0.0, 1e-9])
+@pytest.mark.parametrize("ridge", [0.0, pytest.param(1e-9, marks=slow)])
 def test_kernels_take_singular_matrices(
     n: int, rank: int, ridge: float, kernels: torch.device
 ) -> None:

@@ -229,8 +229,15 @@ def squared_error(target: Tensor, out: Tensor) -> Tensor:
     return (out - target.to(out)).square().sum(1).mean()
 
 
-@pytest.mark.parametrize("kind", [KFAC, AdaBK])
-@pytest.mark.parametrize(("method", "bits", "storage"), METHODS)
+@pytest.mark.parametrize(
+    ("kind", "method", "bits", "storage"),
+    [
+        # AdaBK differs by its options alone.
+        pytest.param(kind, *own, marks=slow if kind is AdaBK and own[1] != 4 else ())
+        for own in METHODS
+        for kind in (KFAC, AdaBK)
+    ],
+)
 def test_runs_are_the_oracles(
     kind: type[KFAC], method: str, bits: int, storage: str, device: torch.device
 ) -> None:

@@ -248,10 +248,16 @@ def precisions() -> tuple[str, ...]:
     return torch.backends.cuda.matmul.fp32_precision, torch.backends.mkldnn.matmul.fp32_precision
 
 
+def inherit_precision() -> None:
+    torch.backends.fp32_precision = "none"
+    torch.backends.cuda.matmul.fp32_precision = "none"
+    torch.backends.mkldnn.matmul.fp32_precision = "none"
+
+
 @pytest.fixture(params=["legacy high", "legacy medium", "cuda tf32", "all tf32"])
 def _reduced(request: pytest.FixtureRequest) -> Iterator[None]:
     """The ways in which users allow less than float32."""
-    before = precisions(), torch.backends.fp32_precision
+    inherit_precision()  # what another test has set for one backend would hide what all are told
     if request.param.startswith("legacy"):
         torch.set_float32_matmul_precision(request.param.split()[1])
     elif request.param == "cuda tf32":
@@ -260,10 +266,7 @@ def _reduced(request: pytest.FixtureRequest) -> Iterator[None]:
         torch.backends.fp32_precision = "tf32"
     yield
     torch.set_float32_matmul_precision("highest")
-    torch.backends.cuda.matmul.fp32_precision, torch.backends.mkldnn.matmul.fp32_precision = before[
-        0
-    ]
-    torch.backends.fp32_precision = before[1]
+    inherit_precision()
 
 
 @pytest.mark.usefixtures("_reduced")
@@ -287,9 +290,7 @@ def test_precision_is_full_inside_and_restored_after(device: torch.device) -> No
 
 
 def test_an_inherited_precision_stays_inherited() -> None:
-    before = precisions(), torch.backends.fp32_precision
-    torch.backends.cuda.matmul.fp32_precision = "none"
-    torch.backends.mkldnn.matmul.fp32_precision = "none"
+    inherit_precision()
     try:
         torch.backends.fp32_precision = "tf32"
         with full_precision():
@@ -298,9 +299,7 @@ def test_an_inherited_precision_stays_inherited() -> None:
         torch.backends.fp32_precision = "ieee"
         assert precisions() == ("ieee", "ieee")
     finally:
-        torch.backends.fp32_precision = before[1]
-        torch.backends.cuda.matmul.fp32_precision = before[0][0]
-        torch.backends.mkldnn.matmul.fp32_precision = before[0][1]
+        inherit_precision()
 
 
 def oracle_bjorck(V: Tensor) -> Tensor:

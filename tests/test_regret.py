@@ -8,6 +8,7 @@ from functools import cache
 
 import pytest
 import torch
+from conftest import slow
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from perturbed_shampoo import (
@@ -86,6 +87,7 @@ def test_what_is_kept_is_near_what_was_to_be_kept(way: str) -> None:
     assert (worst > LARGEST_ERROR[way] / 3) == (way != "dense, 32 bits")
 
 
+@slow
 def test_most_of_the_eigen_methods_perturbation_is_not_quantisation() -> None:
     """With gradients that change this much, one QR iteration cannot follow the eigenvectors."""
     rho = {way: run("linear", way).left.rho for way in WAYS if "eigen" in way}

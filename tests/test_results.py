@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import slow
 from rich.console import Console
 
 from kronbit.lab.optimizers import check_optimizer, variant
@@ -90,6 +91,7 @@ def test_raw_files_are_of_the_trainings(name: str) -> None:
     assert found == {(key, seed) for key in keys for seed in range(own.seeds)}
 
 
+@slow
 def test_trainings_go_on_where_they_stopped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

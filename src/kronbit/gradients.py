@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kronbit.groups import Group, Member
+from kronbit.interruption import to_the_end
 
 _REAL = {torch.float32, torch.bfloat16, torch.float16, torch.float64}
 _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}  # by the number of axes
@@ -76,14 +77,18 @@ def inspect(p: Tensor, preconditioned: bool, name: Callable[[Tensor], str]) -> N
 def copied(params: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     """Put copies in the place of gradients, show them, and put the originals back."""
     originals = [p.grad for p in params]
+
+    def put_back() -> None:
+        for p, grad in zip(params, originals, strict=True):
+            p.grad = grad
+
     try:
         copies = [grad.clone() for grad in originals if grad is not None]
         for p, copy in zip(params, copies, strict=True):
             p.grad = copy
         yield copies
     finally:
-        for p, grad in zip(params, originals, strict=True):
-            p.grad = grad
+        to_the_end(put_back)
 
 
 class GradientBlocks:

@@ -143,20 +143,16 @@ class KernelProducts:
             new: Those that never were before. The others have a way, and take a cheaper one only
                 if it is near by far: the tables of kernels are made anew at every change.
         """
-        before = {i: HALF if i in new else self.ways[i] for i in candidates}
-        for i in candidates:
-            self.ways[i] = FLOAT32
+        found = dict.fromkeys(candidates, FLOAT32)
         addresses = measured.addresses
-        if addresses is None:
-            return
         there = frozenset(i for i in candidates if i in self._preconditioner.refreshed)
-        if not any(map(addresses.values.__getitem__, there)):
-            return
-        half = self._precision(HALF, addresses)
-        sums = self._comparison_of(there, addresses).compare(addresses, measured.norms, half)
-        cosines = (sums[:, 0] / (sums[:, 1].sqrt() * sums[:, 2].sqrt())).tolist()
-        for i in there:
-            self.ways[i] = _way(cosines[i], before[i])
+        if addresses is not None and any(map(addresses.values.__getitem__, there)):
+            half = self._precision(HALF, addresses)
+            sums = self._comparison_of(there, addresses).compare(addresses, measured.norms, half)
+            cosines = (sums[:, 0] / (sums[:, 1].sqrt() * sums[:, 2].sqrt())).tolist()
+            for i in there:
+                found[i] = _way(cosines[i], HALF if i in new else self.ways[i])
+        self.ways.update(found)
 
     def graph_refused(self) -> str | None:
         """Why the ordinary step could not be captured as a graph; ``None`` if it could be."""

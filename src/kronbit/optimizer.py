@@ -27,6 +27,7 @@ from kronbit.distributed.ranks import Ranks, find_ranks
 from kronbit.first_order import BaseFactory
 from kronbit.gradients import copied, inspect, plain_dtypes
 from kronbit.group_configs import GroupConfigs
+from kronbit.interruption import explained
 from kronbit.nonfinite import NonfiniteGuard
 from kronbit.plan import Plan
 from kronbit.replay import refuse_capture
@@ -156,7 +157,10 @@ class SecondOrder(Around):
         present = self._present()
         self._ranks.agree(self)
         keep = self.config.keep_gradients
-        with copied(present.params) if keep else nullcontext(present.grads) as grads:
+        with (
+            explained(keep) as stage,
+            copied(present.params) if keep else nullcontext(present.grads) as grads,
+        ):
             with self._ranks.whole(present._replace(grads=grads), self.state) as whole:
                 itinerary, whole = self._prepare(whole)
                 with self._statistics.matrices(itinerary, whole.grads) as matrices:
@@ -174,11 +178,12 @@ class SecondOrder(Around):
                             preconditioner.refresh(work.measured, due)
                             work.note_products(due)
                         # Ĝ = L̂ G R̂, and G̃ = Ĝ ‖G‖ / ‖Ĝ‖ for G. While L̂ = R̂ = I, G̃ is G.
+                        stage.rewrites_gradients()
                         preconditioner.precondition(work.measured)
-            for entry in itinerary.entries:
-                entry["step"] += 1
             # W, s ← F(W, s, G̃)
+            stage.steps_base()
             self.base.step()
+            itinerary.settle()
         # The GPU is still busy: what can wait was kept for now.
         self._binding.look_closer()
         if not self._base_link.unchanged(itinerary.entries, self.base.state):

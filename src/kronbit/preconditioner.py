@@ -30,7 +30,7 @@ from kronbit.batches import (
 )
 from kronbit.config import Turn
 from kronbit.distributed.exchange import Alone, Exchange
-from kronbit.factors import is_root, is_statistic
+from kronbit.factors import Factors, is_root, is_statistic
 from kronbit.gradients import GradientBlocks
 from kronbit.groups import Due, Group, Member, chunks, make_groups
 from kronbit.kernel_products import KernelProducts
@@ -114,6 +114,11 @@ class Preconditioner:
         self._waves: dict[tuple[int, ...], list[Wave]] = {}
         self._chain: Chain | None = None
         self._cuts: dict[tuple[Hashable, ...], tuple[list[Due], list[Portion]]] = {}
+        # Of a step that is not through, or has failed: what it has begun to update, the rows that
+        # were updated before it was tried again, and whose first roots it has found.
+        self._begun: list[Portion] = []
+        self._updated: set[tuple[Factors, int]] = set()
+        self._new: set[int] = set()
 
     def _turns(self) -> list[tuple[Turn, ...]]:
         found: list[set[Turn]] = [set() for _ in self.members]
@@ -170,7 +175,10 @@ class Preconditioner:
         """PU of some rows; returns those where a factorisation failed, which are as they were."""
         done: list[Part] = []
         flags: list[Tensor] = []
-        for parts, batch, owners in portions:
+        for portion in portions:
+            parts, batch, owners = portion
+            batch.replaced = None
+            self._begun.append(portion)
             M = M_of(parts)
             trusted = finite[owners]
             good, replaced = batch.update(M, trusted, parts[0].config, attempt)
@@ -202,8 +210,30 @@ class Preconditioner:
         """Cut rows into what the workspace can take at once."""
         return map(Portion.of, batches(wanted, self.workspace, cost, mixed))
 
-    def _first_updates(self, due: Mapping[int, Due]) -> list[Portion]:
-        return self._remembered(due, UPDATE, partial(self._may_share, attempt=0))
+    def _first_updates(self, due: Mapping[int, Due]) -> Iterable[Portion]:
+        mixed = partial(self._may_share, attempt=0)
+        if not self._begun and not self._updated:
+            return self._remembered(due, UPDATE, mixed)
+        # The step before has failed: what it has updated is not updated once more.
+        for parts, batch, _ in self._begun:
+            if batch.replaced is not None:
+                done = zip(_rows(parts), batch.replaced.tolist(), strict=True)
+                self._updated |= {(part.factors, row) for (part, row), new in done if new}
+        self._begun.clear()
+        own = self.exchange.own(due_parts(self.groups, due))
+        return self._cut(self._not_updated(own), UPDATE, mixed)
+
+    def _not_updated(self, parts: Iterable[Part]) -> Iterator[Part]:
+        """The rows that a step that failed has not updated."""
+        for part, row in _rows(parts):
+            if (part.factors, row) not in self._updated:
+                yield part.row(row)
+
+    def settle(self) -> None:
+        """The step is through: what it has done counts, and the next one does its own."""
+        self._begun.clear()
+        self._updated.clear()
+        self._new.clear()
 
     def _first_refreshes(self, due: Mapping[int, Due]) -> list[Portion]:
         return self._remembered(due, refresh_cost, self._may_share)
@@ -244,8 +274,9 @@ class Preconditioner:
         self.find_refreshed(staggered, whole=True)
         # Staggered blocks are compared together, at the turn of the last.
         last = {i for i in staggered if self.turns[i][-1] in (due[i].turns or ())}
-        new = self.refreshed - known
-        self.products.choose(measured, [i for i in due if i not in staggered - last - new], new)
+        self._new |= self.refreshed - known
+        candidates = [i for i in due if i not in staggered - last - self._new]
+        self.products.choose(measured, candidates, self._new)
 
     def _refresh_own(self, due: Mapping[int, Due]) -> None:
         """PIRU of the rows that this rank does."""
@@ -382,7 +413,7 @@ class Preconditioner:
         return Wave(parts, mask, fits)
 
 
-def _rows(parts: Sequence[Part]) -> Iterator[tuple[Part, int]]:
+def _rows(parts: Iterable[Part]) -> Iterator[tuple[Part, int]]:
     """The rows of parts, one by one."""
     return ((part, row) for part in parts for row in range(part.rows.start, part.rows.stop))
 

@@ -138,7 +138,7 @@ class Binding:
                     for side, factors in block.sides.items()
                 }
             held.append(values)
-        self._state, self._replaced = state, False
+        self._state = None  # until all is there: what is not whole is not intact
         self._entries = [(p, state[p]) for p in plan.places]
         self._owners, self._keys, self._views, self._dicts = [], [], [], []
         for block, values in zip(blocks, held, strict=True):
@@ -153,6 +153,7 @@ class Binding:
             self._dicts += [views.values(), *(leaves.values() for leaves in views.values())]
         self._dicts.append(_END.values())
         self._values = [value for own in self._dicts for value in own]
+        self._state, self._replaced = state, False
         unknown = {block.p for block, values in zip(blocks, held, strict=True) if values}
         unknown = {p for p in unknown if "product_bits" not in state[p]}
         for p, place in plan.places.items():

@@ -139,6 +139,13 @@ class Itinerary:
         found = [errand.find_turns() for errand in self.errands.values()]
         return any(found)
 
+    def settle(self) -> None:
+        """The step is through."""
+        for entry in self.entries:
+            entry["step"] += 1
+        for errand in self.errands.values():
+            errand.preconditioner.settle()
+
     def holds(self, present: Present) -> bool:
         """Whether parameters, their options and what matters of their gradients are the same."""
         return (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
-from functools import reduce
+from functools import partial, reduce
 from typing import Any, Protocol
 
 import torch
@@ -17,6 +17,7 @@ from kronbit.factors.dense import Dense
 from kronbit.factors.eigen import Eigen
 from kronbit.factors.layout import Layout, Leaves, is_root
 from kronbit.factors.storage import MatrixStorage
+from kronbit.interruption import to_the_end
 from kronbit.linalg import FIRST_ATTEMPT, Attempt
 
 
@@ -178,9 +179,13 @@ class Batch:
     Args:
         parts: (stack, rows) in order. Neighbours in one whole need no copies. If orders differ,
             all are enlarged to the largest.
+
+    Attributes:
+        replaced: bool (rows,): who got something new when something was written last.
     """
 
     def __init__(self, parts: Sequence[tuple[Factors, slice]]) -> None:
+        self.replaced: Tensor | None = None
         self.method = parts[0][0].method
         self._fetched_to = parts[0][0].device if parts[0][0].offloaded else None
         self._order = max(factors.order for factors, _ in parts)
@@ -259,6 +264,9 @@ class Batch:
     def _keep(self, encoded: Callable[[slice, int], Leaves], accepted: Tensor) -> Tensor:
         """Write new tensors where they are finite; elsewhere the old ones stay.
 
+        All is computed before anything is written, and what has begun to be written is written to
+        its end: whatever happens, codes and scales of a row belong together.
+
         Args:
             encoded: The new tensors of some rows of an order.
             accepted: bool (rows,): False, where the old ones stay anyway; given away.
@@ -266,9 +274,14 @@ class Batch:
         Returns:
             bool (rows,): who has new ones.
         """
-        for leaves, rows, order in self._slices:
-            replace_rows_(leaves, encoded(rows, order), accepted[rows])
+        new = [(leaves, encoded(rows, order), rows) for leaves, rows, order in self._slices]
+        to_the_end(partial(self._write, new, accepted))
         return accepted
+
+    def _write(self, new: Sequence[tuple[Leaves, Leaves, slice]], accepted: Tensor) -> None:
+        for leaves, encoded, rows in new:
+            replace_rows_(leaves, encoded, accepted[rows])
+        self.replaced = accepted
 
 
 def replace_rows_(old: Mapping[str, Tensor], new: Leaves, accepted: Tensor) -> None:

@@ -1,0 +1,74 @@
+"""A step that ends by an error, or by Ctrl-C, before it is through."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+_AGAIN = (
+    "step() can be called again: what it has updated of the second-order state is not updated twice"
+)
+
+
+class Stage:
+    """How far a step has come.
+
+    Args:
+        keep_gradients: Whether F is given copies.
+    """
+
+    def __init__(self, keep_gradients: bool) -> None:
+        self._keep = keep_gradients
+        self._rewriting = self._in_base = False
+
+    def rewrites_gradients(self) -> None:
+        """From now on gradients may be G̃."""
+        self._rewriting = True
+
+    def steps_base(self) -> None:
+        """From now on weights and F's state may be new."""
+        self._in_base = True
+
+    def __str__(self) -> str:
+        """What the user has to know, and to do."""
+        if self._in_base:
+            weights = "the base optimizer had begun, so some weights may have changed"
+        else:
+            weights = "no weight has changed"
+        if self._keep or not self._rewriting:
+            return f"In this step, {weights}, and gradients are as they were. {_AGAIN}."
+        return (
+            f"In this step, {weights}, but gradients may be preconditioned already: compute them "
+            f"anew (keep_gradients=True would have kept them). Then {_AGAIN}."
+        )
+
+
+@contextmanager
+def explained(keep_gradients: bool) -> Iterator[Stage]:
+    """Add to an error how far the step has come.
+
+    Args:
+        keep_gradients: Whether F is given copies.
+    """
+    stage = Stage(keep_gradients)
+    try:
+        yield stage
+    except BaseException as error:
+        if hasattr(error, "add_note"):
+            error.add_note(str(stage))
+        else:  # Python 3.10, where pytest and others show it all the same
+            error.__dict__.setdefault("__notes__", []).append(str(stage))
+        raise
+
+
+def to_the_end(action: Callable[[], None]) -> None:
+    """Do what must not stay half done.
+
+    Args:
+        action: Doing it twice is as good as once.
+    """
+    try:
+        action()
+    except BaseException:
+        action()
+        raise

@@ -1,0 +1,377 @@
+"""A step that ends in the middle, by want of memory or by Ctrl-C, and is then taken again."""
+
+from __future__ import annotations
+
+import copy
+import random
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any, TypeAlias
+
+import pytest
+import torch
+from conftest import slow
+from networks import assert_same_state, tensors
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import kronbit
+from kronbit import CASPR, KFAC, Shampoo
+from kronbit.preconditioner import Preconditioner
+
+SOURCES = str(Path(kronbit.__file__).parent)
+WAYS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "paper": {"method": "eigen", "storage": "paper"},
+    "naive": {"method": "naive", "storage": "paper"},
+    "32 bits": {"bits": 32},
+    "newton": {"method": "eigen", "root": "schur_newton"},
+}
+
+
+class NthOperation(TorchDispatchMode):
+    """Raises in the place of the nth operation, or of the nth of a name; -1: counts them only."""
+
+    def __init__(self, nth: int = -1, name: str = "") -> None:
+        super().__init__()
+        self.count, self._nth, self._name = 0, nth, name
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        counts = not func.is_view and self._name in str(func)  # a view needs no memory
+        self.count += counts
+        if counts and self.count == self._nth:
+            raise torch.OutOfMemoryError("out of memory. Tried to allocate 20.00 MiB.")
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def interrupted_at(nth: int) -> Iterator[list[int]]:
+    """Ctrl-C at the nth line of ours; 0: counts them only."""
+    count = [0]
+
+    def trace(frame: FrameType, event: str, _: Any) -> Any:
+        if not frame.f_code.co_filename.startswith(SOURCES):
+            return None
+        if event == "line":
+            count[0] += 1
+            if count[0] == nth:
+                raise KeyboardInterrupt
+        return trace
+
+    sys.settrace(trace)
+    try:
+        yield count
+    finally:
+        sys.settrace(None)
+
+
+def start(
+    way: str, make: Any = Shampoo, steps: int = 3, **options: Any
+) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A network one gradient before a step that updates and refreshes."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(40, 33), nn.Tanh(), nn.Linear(33, 24), nn.Tanh())
+    model.append(nn.Linear(24, 70, bias=False))
+    own: dict[str, Any] = {"max_order": 48, "min_quantized_numel": 0}
+    own |= {"update_every": 2, "refresh_every": 4}
+    base = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    own |= {"model": model} if make is KFAC else {}
+    optimizer = make(base, **{**own, **WAYS[way], **options})
+    for t in range(steps):
+        backward(model, t)
+        optimizer.step()
+    backward(model, steps)
+    return model, optimizer
+
+
+def backward(model: nn.Module, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    p = next(model.parameters())
+    model.zero_grad()
+    model(torch.randn(16, 40, generator=generator).to(p.device)).square().mean().backward()
+
+
+def grads(model: nn.Module) -> list[Tensor]:
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+def weights(model: nn.Module) -> list[Tensor]:
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def assert_whole(state: Any, before: Any, after: Any) -> None:
+    """Every statistic, and every root, is the old one or the new one: no mixture of both."""
+    for index, entry in state.items():
+        for key in [key for key in entry if key.startswith("block")]:
+            for side, leaves in entry[key].items():
+                for root in (False, True):
+                    names = [name for name in leaves if name.startswith("root") == root]
+                    found = [
+                        all(torch.equal(leaves[n], then[index][key][side][n]) for n in names)
+                        for then in (before, after)
+                    ]
+                    assert any(found), (index, key, side, root)
+
+
+def sampled(total: int, count: int) -> list[int]:
+    return sorted(random.Random(0).sample(range(1, total + 1), min(total, count)))
+
+
+Interruption: TypeAlias = tuple[Callable[[Any], Any], type[BaseException]]
+
+
+def interruptions(count: int, way: str, make: Any, **options: Any) -> Iterator[Interruption]:
+    """Ways to interrupt the step: each takes the optimizer, and comes with what it raises."""
+    _, optimizer = start(way, make, **options)
+    with NthOperation() as operations:
+        optimizer.step()
+    for nth in sampled(operations.count, count):
+
+        def starve(optimizer: Any, nth: int = nth) -> None:
+            with NthOperation(nth):
+                optimizer.step()
+
+        yield starve, torch.OutOfMemoryError
+    _, optimizer = start(way, make, **options)
+    with interrupted_at(0) as lines:
+        optimizer.step()
+    for nth in sampled(lines[0], count):
+
+        def interrupt(optimizer: Any, nth: int = nth) -> None:
+            with interrupted_at(nth):
+                optimizer.step()
+
+        yield interrupt, KeyboardInterrupt
+
+
+@pytest.mark.parametrize("count", [10, pytest.param(100, marks=slow)])
+@pytest.mark.parametrize(("way", "make"), [*((way, Shampoo) for way in WAYS), ("default", CASPR)])
+def test_a_step_can_be_taken_again(way: str, make: Any, count: int) -> None:
+    """Wherever it ended, nothing is torn; and if F had not begun, the second try is as the first.
+
+    What F does not do to its end cannot be undone by us: then nothing but finite weights is asked.
+    """
+    options = {"keep_gradients": True}
+    _, reference = start(way, make, **options)
+    before = copy.deepcopy(reference.state_dict()["state"])
+    reference.step()
+    after = reference.state_dict()["state"]
+    through = 0
+    for interrupt, error in interruptions(count, way, make, **options):
+        model, optimizer = start(way, make, **options)
+        own, old = grads(model), weights(model)
+        with pytest.raises(error) as caught:
+            interrupt(optimizer)
+        assert all(map(torch.equal, grads(model), own))
+        assert_whole(optimizer.state_dict()["state"], before, after)
+        base_began = "the base optimizer had begun" in "".join(
+            getattr(caught.value, "__notes__", ())
+        ) or not all(map(torch.equal, weights(model), old))
+        optimizer.step()
+        assert all(torch.isfinite(p).all() for p in model.parameters())
+        if not base_began:
+            through += 1
+            assert_same_state(optimizer.state_dict()["state"], after)
+            assert optimizer.state_dict()["state"][0]["step"] == 4
+    assert through > count
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_is_being_written_is_written(way: str) -> None:
+    """Codes, scales and the rest of a row are written one after the other: all, or none of them."""
+    _, reference = start(way)
+    before = copy.deepcopy(reference.state_dict()["state"])
+    with NthOperation(name="where.self_out") as written:
+        reference.step()
+    after = reference.state_dict()["state"]
+    assert written.count > 8
+    for nth in range(1, written.count + 1, 3):
+        _, optimizer = start(way)
+        with NthOperation(nth, "where.self_out"), pytest.raises(torch.OutOfMemoryError):
+            optimizer.step()
+        assert_whole(optimizer.state_dict()["state"], before, after)
+        optimizer.step()
+        assert_same_state(optimizer.state_dict()["state"], after)
+
+
+def test_statistics_of_layers_are_taken_again() -> None:
+    """K-FAC's inputs and output gradients are still there for the second try."""
+    options = {"keep_gradients": True}
+    _, reference = start("default", KFAC, **options)
+    reference.step()
+    for interrupt, error in interruptions(6, "default", KFAC, **options):
+        model, optimizer = start("default", KFAC, **options)
+        old = weights(model)
+        with pytest.raises(error) as caught:
+            interrupt(optimizer)
+        notes = "".join(getattr(caught.value, "__notes__", ()))
+        if "had begun" not in notes and all(map(torch.equal, weights(model), old)):
+            optimizer.step()
+            assert_same_state(optimizer.state_dict()["state"], reference.state_dict()["state"])
+
+
+@pytest.mark.parametrize("where", ["update", "refresh", "precondition"])
+def test_the_error_says_what_to_do(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for keep in (False, True):
+        model, optimizer = start("default", keep_gradients=keep)
+        own, old = grads(model), weights(model)
+
+        def fail(*_: Any) -> None:
+            raise torch.OutOfMemoryError("out of memory")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Preconditioner, where, fail)
+            with pytest.raises(torch.OutOfMemoryError, match="out of memory") as caught:
+                optimizer.step()
+        (note,) = caught.value.__notes__
+        assert "no weight has changed" in note
+        assert all(map(torch.equal, weights(model), old))
+        intact = keep or where != "precondition"
+        assert ("gradients are as they were" in note) == intact
+        assert ("compute them anew" in note) == (not intact)
+        assert "step() can be called again" in note
+        if intact:
+            assert all(map(torch.equal, grads(model), own))
+
+
+def test_gradients_that_are_computed_anew_give_the_same_step() -> None:
+    _, reference = start("default")
+    reference.step()
+    model, optimizer = start("default")
+    with NthOperation() as operations:
+        optimizer.step()
+    found = []
+    for back in range(1, operations.count):  # from the end: F, then the gradients
+        model, optimizer = start("default")
+        old = weights(model)
+        with NthOperation(operations.count - back), pytest.raises(torch.OutOfMemoryError) as caught:
+            optimizer.step()
+        note = "".join(getattr(caught.value, "__notes__", ("had begun",)))
+        if "had begun" in note:
+            continue
+        found.append(note)
+        assert "compute them anew" in found[-1]
+        assert all(map(torch.equal, weights(model), old))
+        backward(model, 3)
+        optimizer.step()
+        assert_same_state(optimizer.state_dict()["state"], reference.state_dict()["state"])
+        if len(found) == 8:
+            break
+    assert len(found) == 8
+
+
+def test_two_failures_in_a_row_and_other_gradients() -> None:
+    """Each statistic is updated once per step, by whichever gradient was there when it was."""
+    model, optimizer = start("default")
+    with NthOperation() as operations:
+        optimizer.step()
+    model, optimizer = start("default")
+    for nth in (operations.count // 3, operations.count // 2):
+        with NthOperation(nth), pytest.raises(torch.OutOfMemoryError):
+            optimizer.step()
+        backward(model, 3)
+    optimizer.step()
+    twin, reference = start("default")
+    reference.step()
+    assert_same_state(optimizer.state_dict()["state"], reference.state_dict()["state"])
+    # And the steps after that are nobody's second try: they update all of them.
+    for t in range(4, 8):
+        for own_model, own in ((model, optimizer), (twin, reference)):
+            backward(own_model, t)
+            own.step()
+    assert_same_state(optimizer.state_dict()["state"], reference.state_dict()["state"])
+
+
+def test_closures_and_hooks_that_fail_leave_everything() -> None:
+    model, optimizer = start("default", steps=5)
+    own, old = grads(model), weights(model)
+    state = copy.deepcopy(optimizer.state_dict()["state"])
+
+    def fail(*_: Any) -> Any:
+        raise RuntimeError("of the user's own")
+
+    with pytest.raises(RuntimeError, match="of the user's own"):
+        optimizer.step(fail)
+    handle = optimizer.register_step_pre_hook(fail)
+    with pytest.raises(RuntimeError, match="of the user's own"):
+        optimizer.step()
+    handle.remove()
+    assert all(map(torch.equal, [*weights(model), *grads(model)], [*old, *own]))
+    assert_same_state(optimizer.state_dict()["state"], state)
+    # Of a hook that comes afterwards, the step is whole.
+    twin, reference = start("default", steps=5)
+    reference.step()
+    optimizer.register_step_post_hook(fail)
+    with pytest.raises(RuntimeError, match="of the user's own"):
+        optimizer.step()
+    assert all(map(torch.equal, weights(model), weights(twin)))
+    assert_same_state(optimizer.state_dict()["state"], reference.state_dict()["state"])
+
+
+def test_planning_that_fails_is_done_again() -> None:
+    """At the first step, and when the state was replaced from outside."""
+    for steps in (0, 3):
+        _, reference = start("default", steps=steps)
+        reference.step()
+        with NthOperation() as operations:
+            _replaced(start("default", steps=steps)[1]).step()
+        for nth in sampled(operations.count // 2, 8):
+            optimizer = _replaced(start("default", steps=steps)[1])
+            with NthOperation(nth), pytest.raises(torch.OutOfMemoryError) as caught:
+                optimizer.step()
+            if "gradients are as they were" in caught.value.__notes__[0]:
+                optimizer.step()
+                assert_same_state(optimizer.state_dict()["state"], reference.state_dict()["state"])
+
+
+def _replaced(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """As after offloading: every tensor of the state is another one."""
+    for entry in optimizer.state.values():
+        for key in [key for key in entry if key.startswith("block")]:
+            entry[key] = copy.deepcopy(entry[key])
+    return optimizer
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("keep", [True, False])
+def test_memory_runs_out_on_a_gpu(keep: bool) -> None:
+    """For real: all that is free is taken away before a step that needs a workspace."""
+
+    def make() -> tuple[nn.Module, Any]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(40, 4096), nn.Linear(4096, 4096)).cuda()
+        base = torch.optim.SGD(model.parameters(), lr=1e-2)
+        optimizer = Shampoo(base, update_every=2, refresh_every=2, keep_gradients=keep)
+        for t in range(3):
+            backward(model, t)
+            optimizer.step()
+        backward(model, 3)
+        return model, optimizer
+
+    twin, reference = make()
+    reference.step()
+    expected, state = weights(twin), copy.deepcopy(reference.state_dict()["state"])
+    del twin, reference
+    model, optimizer = make()
+    torch.cuda.empty_cache()
+    hoard: list[Tensor] = []
+    for size in (2**30, 2**26, 2**22, 2**20):
+        while True:
+            try:
+                hoard.append(torch.empty(size, dtype=torch.uint8, device="cuda"))
+            except torch.OutOfMemoryError:
+                break
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        optimizer.step()
+    assert "no weight has changed" in caught.value.__notes__[0]
+    hoard.clear()
+    torch.cuda.empty_cache()
+    if not keep:
+        backward(model, 3)
+    optimizer.step()
+    assert all(map(torch.equal, weights(model), expected))
+    assert tensors(optimizer.state_dict()["state"]).keys() == tensors(state).keys()
+    assert_same_state(optimizer.state_dict()["state"], state)

@@ -4,25 +4,19 @@ from __future__ import annotations
 
 import copy
 import random
-import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
-from types import FrameType
 from typing import Any, TypeAlias
 
 import pytest
 import torch
 from conftest import slow
+from faults import NthOperation, interrupted_at
 from networks import assert_same_state, tensors
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
-import kronbit
 from kronbit import CASPR, KFAC, Shampoo
 from kronbit.preconditioner import Preconditioner
 
-SOURCES = str(Path(kronbit.__file__).parent)
 WAYS: dict[str, dict[str, Any]] = {
     "default": {},
     "paper": {"method": "eigen", "storage": "paper"},
@@ -30,42 +24,6 @@ WAYS: dict[str, dict[str, Any]] = {
     "32 bits": {"bits": 32},
     "newton": {"method": "eigen", "root": "schur_newton"},
 }
-
-
-class NthOperation(TorchDispatchMode):
-    """Raises in the place of the nth operation, or of the nth of a name; -1: counts them only."""
-
-    def __init__(self, nth: int = -1, name: str = "") -> None:
-        super().__init__()
-        self.count, self._nth, self._name = 0, nth, name
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        counts = not func.is_view and self._name in str(func)  # a view needs no memory
-        self.count += counts
-        if counts and self.count == self._nth:
-            raise torch.OutOfMemoryError("out of memory. Tried to allocate 20.00 MiB.")
-        return func(*args, **(kwargs or {}))
-
-
-@contextmanager
-def interrupted_at(nth: int) -> Iterator[list[int]]:
-    """Ctrl-C at the nth line of ours; 0: counts them only."""
-    count = [0]
-
-    def trace(frame: FrameType, event: str, _: Any) -> Any:
-        if not frame.f_code.co_filename.startswith(SOURCES):
-            return None
-        if event == "line":
-            count[0] += 1
-            if count[0] == nth:
-                raise KeyboardInterrupt
-        return trace
-
-    sys.settrace(trace)
-    try:
-        yield count
-    finally:
-        sys.settrace(None)
 
 
 def start(

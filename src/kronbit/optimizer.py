@@ -182,8 +182,8 @@ class SecondOrder(Around):
                         preconditioner.precondition(work.measured)
             # W, s ← F(W, s, G̃)
             stage.steps_base()
-            self.base.step()
-            itinerary.settle()
+            with itinerary.counted():
+                self.base.step()
         # The GPU is still busy: what can wait was kept for now.
         self._binding.look_closer()
         if not self._base_link.unchanged(itinerary.entries, self.base.state):

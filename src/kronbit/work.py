@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import compress
 from operator import attrgetter, is_, itemgetter
@@ -15,6 +16,7 @@ from torch import Tensor
 from kronbit.config import FIRST_TURN, Config, Turn
 from kronbit.gradients import plain_dtypes
 from kronbit.groups import Due
+from kronbit.interruption import to_the_end
 from kronbit.nonfinite import Measured, NonfiniteGuard
 from kronbit.plan import Plan
 from kronbit.preconditioner import Preconditioner
@@ -139,10 +141,22 @@ class Itinerary:
         found = [errand.find_turns() for errand in self.errands.values()]
         return any(found)
 
-    def settle(self) -> None:
-        """The step is through."""
-        for entry in self.entries:
-            entry["step"] += 1
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        """Inside, the step counts, as hooks of F expect; afterwards it is through, if F is."""
+        steps = list(map(_STEP, self.entries))
+
+        def undo() -> None:
+            for entry, step in zip(self.entries, steps, strict=True):
+                entry["step"] = step
+
+        try:
+            for entry in self.entries:
+                entry["step"] += 1
+            yield
+        except BaseException:
+            to_the_end(undo)
+            raise
         for errand in self.errands.values():
             errand.preconditioner.settle()
 

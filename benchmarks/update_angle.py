@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import pickle
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -28,6 +27,7 @@ from torch.nn import functional
 
 import kronbit
 from kronbit import Shampoo
+from kronbit.lab.data.pictures import read_cifar
 
 BETA, DAMPING = 0.95, 1e-6
 PROBES = 3
@@ -106,10 +106,7 @@ class Text(nn.Module):
 
 def images(folder: Path, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
     """Batches of CIFAR-100's training set."""
-    with (folder / "train").open("rb") as file:
-        found = pickle.load(file, encoding="bytes")
-    x = torch.tensor(found[b"data"], device=device).view(-1, 3, 32, 32)
-    y = torch.tensor(found[b"fine_labels"], device=device)
+    x, y = (own.to(device) for own in read_cifar(folder / "train"))
     mean = torch.tensor([0.5071, 0.4865, 0.4409], device=device).view(1, 3, 1, 1)
     deviation = torch.tensor([0.2673, 0.2564, 0.2762], device=device).view(1, 3, 1, 1)
     while True:

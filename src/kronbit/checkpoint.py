@@ -26,6 +26,7 @@ from kronbit.config import (
 from kronbit.factors import Leaves, is_root, make_method
 from kronbit.first_order import state_on_meta
 from kronbit.kernel_products import WAYS
+from kronbit.migration import up_to_date
 from kronbit.plan import Plan
 from kronbit.precision import full_precision
 from kronbit.state import blocks_of, checked_leaves
@@ -102,7 +103,7 @@ def read(
         isinstance(entry, Mapping) and "base" in entry for entry in state.values()
     )
     if not of_base_alone:
-        _check_version(saved, state)
+        saved = up_to_date(saved, bool(state))
         if any(isinstance(entry, Mapping) and blocks_of(entry) for entry in state.values()):
             _check_statistics(saved, statistics)
     merged, entries = [], {}
@@ -111,7 +112,7 @@ def read(
         own = {name: getattr(config, name) for name in STRUCTURAL_OPTIONS}
         rest = {name: value for name, value in group.items() if name != "params"}
         merged.append({**rest, **old, **own, FORMAT_KEY: FORMAT, STATISTICS_KEY: statistics})
-        written = Config().for_group(_said_by(old))
+        written = Config().for_group(old)
         for key, p in zip(old["params"], group["params"], strict=True):
             # reading optimizer.state[p] of a parameter without state leaves an empty entry
             if key not in state or state[key] == {}:
@@ -141,37 +142,15 @@ def _check_groups(saved: Any, groups: Sequence[Mapping[str, Any]]) -> None:
             )
 
 
-def _check_version(saved: Sequence[Mapping[str, Any]], state: Mapping[Any, Any]) -> None:
-    for index, old in enumerate(saved):
-        version = old.get(FORMAT_KEY, 1 if not state else None)
-        if version not in range(1, FORMAT + 1):
-            raise ValueError(
-                f"param_groups[{index}] has {FORMAT_KEY}={version!r}; this version of kronbit "
-                f"reads formats 1 to {FORMAT}: upgrade kronbit"
-            )
-
-
 def _check_statistics(saved: Sequence[Mapping[str, Any]], expected: str) -> None:
     for index, old in enumerate(saved):
-        found = old.get(STATISTICS_KEY, "gradients" if FORMAT_KEY in old else expected)
+        found = old.get(STATISTICS_KEY, expected)
         if found != expected:
             raise ValueError(
                 f"param_groups[{index}] has statistics of {found}, this optimizer takes those of "
                 f"{expected}: Shampoo and CASPR share theirs, KFAC and AdaBK theirs; of others, "
                 "only base.state_dict() can be loaded"
             )
-
-
-def _said_by(group: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The options of a group as they were meant when it was written."""
-    if group.get(FORMAT_KEY) != 1:
-        return group
-    method = "dense" if group.get("bits") == 32 else "eigen"
-    return {
-        **group,
-        "method": group.get("method") or method,
-        "storage": group.get("storage", "paper"),
-    }
 
 
 def _read_entry(key: Any, value: Any, config: Config) -> Entry:
@@ -294,8 +273,12 @@ class BaseLoader:
         self._expected = {p: states.get(i, {}) for i, p in enumerate(own)}
 
     def check(self) -> None:
-        """Refuse a state that F could not work with: a tensor is missing, or of a wrong shape."""
+        """Refuse a state that F could not work with: a tensor is missing, of a wrong shape, NaN."""
         for p, entry in self._checkpoint.entries.items():
+            for name, value in entry.base.items():
+                plain = type(value) is Tensor and value.is_floating_point()
+                if plain and not bool(torch.isfinite(value).all()):
+                    raise ValueError(f"{entry.path('base', name)} holds non-finite values")
             for name, expected in self._expected[p].items() if entry.base else ():
                 if name not in entry.base:
                     raise ValueError(

@@ -58,8 +58,8 @@ def load_consolidated(optimizer: SecondOrder, state_dict: Mapping[str, Any]) -> 
 
     Args:
         optimizer: The optimizer.
-        state_dict: The whole state dict, on every rank; ``torch.load(path, mmap=True)`` keeps it
-            out of memory.
+        state_dict: The whole state dict, on every rank; ``torch.load(path, mmap=True,
+            weights_only=True)`` keeps it out of memory.
 
     Raises:
         ValueError: If it does not fit; nothing has been changed then.

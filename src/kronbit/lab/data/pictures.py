@@ -45,7 +45,8 @@ class _PlainUnpickler(pickle.Unpickler):
         return super().find_class(module, name)
 
 
-def _read_cifar(path: Path) -> tuple[Tensor, Tensor]:
+def read_cifar(path: Path) -> tuple[Tensor, Tensor]:
+    """Images and labels of one of CIFAR-100's files; what else could be in a pickle is refused."""
     try:
         with path.open("rb") as file:
             found = _PlainUnpickler(file, encoding="bytes").load()
@@ -63,8 +64,8 @@ def cifar100(setting: Setting, **augmentation: Any) -> HeldImages:
         raise missing(folder, layout, "https://www.cs.toronto.edu/~kriz/cifar.html")
     return HeldImages(
         setting,
-        _read_cifar(folder / "train"),
-        _read_cifar(folder / "test"),
+        read_cifar(folder / "train"),
+        read_cifar(folder / "test"),
         100,
         Augmentation(**augmentation),
         _CIFAR_MEAN,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import zipfile
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -76,6 +77,14 @@ def load_last(folder: Path) -> dict[str, Any]:
     return read(found[-1])
 
 
+def _refuse_damaged(path: Path) -> None:
+    """A byte may have changed since: torch writes checksums, but does not look at them."""
+    with zipfile.ZipFile(path) as archive:
+        damaged = archive.testzip()
+    if damaged is not None:
+        raise ValueError(f"{damaged} in it is damaged")
+
+
 def read(path: Path) -> dict[str, Any]:
     """One checkpoint, on the CPU; only plain tensors, numbers and texts are read.
 
@@ -83,6 +92,7 @@ def read(path: Path) -> dict[str, Any]:
         LabError: If it cannot be read.
     """
     try:
+        _refuse_damaged(path)
         content = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # a broken file raises anything
         raise LabError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime as dt
 import fcntl
 import json
 import os
@@ -101,6 +102,33 @@ def test_ranks_of_torchrun_go_on_bit_for_bit(tmp_path: Path) -> None:
     run_script_on_ranks(2, "kronbit", "train", "--parallel", "ddp", "--resume", str(folder))
     assert state(folder)["step"] == 8
     assert same_state(state(folder), whole)
+
+
+def test_a_clock_that_was_set_back_harms_no_earlier_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second run has the first one's time; and while it runs, the clock goes back further."""
+
+    class Clock(dt.datetime):
+        years = [2026, 2026, 1999]  # noqa: RUF012
+
+        @classmethod
+        def now(cls, tz: Any = None) -> Clock:
+            return cls(cls.years.pop(0) if cls.years else 1980, 1, 1, tzinfo=tz)
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(dt, "datetime", Clock)
+    monkeypatch.setattr(time, "time", lambda: 0.0)
+    given = ["train", "digits-cnn", *SMALL[:4], "--set", "steps=4", "--set", "model.width=8"]
+    stem = "digits-cnn-shampoo-20260101-000000"
+    assert run(given) == 0
+    first = {path: path.read_bytes() for path in (tmp_path / "runs").rglob("*") if path.is_file()}
+    Clock.years = [2026, 1999]
+    assert run([*given, "--set", "lr=0.1"]) == 0
+    assert {path.name for path in (tmp_path / "runs").iterdir()} == {stem, f"{stem}-2"}
+    assert all(path.read_bytes() == content for path, content in first.items())
+    summary = json.loads((tmp_path / "runs" / f"{stem}-2" / "summary.json").read_text())
+    assert summary["seconds"] > 0
 
 
 def on_terminal(columns: int, *arguments: str) -> str:

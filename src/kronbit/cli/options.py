@@ -6,6 +6,7 @@ import datetime as dt
 import shlex
 import sys
 from collections.abc import Sequence
+from itertools import chain, count
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -53,7 +54,9 @@ def given(**values: Any) -> dict[str, Any]:
 def new_folder(out: Path | None, name: str, resume: bool) -> Path:
     """Where to write; never over something else."""
     if out is None:
-        return Path("runs") / f"{name}-{dt.datetime.now().strftime('%Y%m%d-%H%M%S')}"
+        stem = f"{name}-{dt.datetime.now().strftime('%Y%m%d-%H%M%S')}"
+        names = chain([stem], (f"{stem}-{number}" for number in count(2)))  # clocks are set back
+        return next(place for place in map(Path("runs").joinpath, names) if not place.exists())
     if out.is_dir() and any(out.iterdir()) and not resume:
         raise LabError(f"{out} is not empty: choose another --out, or --resume")
     if out.exists() and not out.is_dir():

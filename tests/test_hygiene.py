@@ -1,0 +1,73 @@
+"""What a library must not do on the side: no network, no files, no processes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+# Everything that leaves the process is told to such hooks, which cannot be taken off again.
+SCRIPT = """
+import sys
+
+seen = []
+
+
+def hook(event, args):
+    if event == "open":
+        mode, flags = args[1:]
+        written = any(letter in mode for letter in "wax+") if mode else flags & 3
+        seen.extend([(event, args)] if written else [])
+    elif event.partition(".")[0] in ("socket", "subprocess", "urllib", "http", "ftplib"):
+        seen.append((event, args))
+    elif event in ("os.mkdir", "os.rename", "os.remove", "os.system", "os.posix_spawn"):
+        seen.append((event, args))
+
+
+sys.addaudithook(hook)
+import torch
+from torch import nn
+
+model = nn.Sequential(nn.Linear(70, 66), nn.Tanh(), nn.Linear(66, 4))
+
+
+def steps(optimizer):
+    for _ in range(4):
+        model(torch.randn(8, 70)).square().mean().backward()
+        optimizer.step()
+        optimizer.state_dict()
+
+
+steps(torch.optim.AdamW(model.parameters()))
+theirs = len(seen)
+import kronbit
+
+for optimizer in (
+    kronbit.Shampoo(model.parameters(), lr=1e-3, update_every=1, refresh_every=2),
+    kronbit.KFAC(model.parameters(), model=model, lr=1e-3, update_every=1, refresh_every=2),
+):
+    steps(optimizer)
+    optimizer.load_state_dict(optimizer.state_dict())
+    print(optimizer.summary())
+    optimizer.diagnostics()
+kronbit.estimate_memory(model)
+assert not seen[theirs:], seen[theirs:]
+open("written", "w").close()
+assert len(seen) == theirs + 1  # the hook works
+"""
+
+
+def test_nothing_leaves_the_process(tmp_path: Path) -> None:
+    """At import or in steps, beside what a step of torch's own AdamW does."""
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["written"]

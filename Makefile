@@ -1,12 +1,13 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: help demo test lint wheel clean
+.PHONY: help demo test lint wheel audit clean
 
 help:
 	@echo "make demo   set up .venv and compare optimizers on a small language model"
 	@echo "make test   set up .venv and run the tests"
 	@echo "make lint   ruff and mypy"
+	@echo "make audit  look up known vulnerabilities of what CI installs"
 	@echo "make wheel  build the wheel, install it alone, run the README there"
 
 .venv/%.stamp: pyproject.toml constraints.txt
@@ -32,5 +33,8 @@ wheel: .venv/dev.stamp
 	.venv-wheel/bin/python -m pip install --quiet --no-compile --constraint constraints.txt dist/*.whl
 	.venv-wheel/bin/python tests/markdown.py README.md
 
+audit:
+	$(PYTHON) .ci/audit
+
 clean:
-	rm -rf .venv .venv-wheel dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-wheel .venv-audit dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -39,8 +39,12 @@ class GradientStatistics:
             weakref.WeakKeyDictionary()
         )
 
-    def __reduce__(self) -> tuple[type[GradientStatistics], tuple[()]]:
-        return GradientStatistics, ()  # tables belong to preconditioners, which are not copied
+    def __getstate__(self) -> dict[str, Any]:
+        # Tables belong to preconditioners, which are not copied.
+        return {name: value for name, value in self.__dict__.items() if name != "_tables"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _tables=weakref.WeakKeyDictionary())
 
     def adopt(self, params: Collection[Tensor]) -> None:
         """Nothing to do: shapes say it all."""

@@ -1,11 +1,12 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: help demo test lint wheel audit clean
+.PHONY: help demo test docs lint wheel audit clean
 
 help:
 	@echo "make demo   set up .venv and compare optimizers on a small language model"
 	@echo "make test   set up .venv and run the tests"
+	@echo "make docs   build the documentation into build/site"
 	@echo "make lint   ruff and mypy"
 	@echo "make audit  look up known vulnerabilities of what CI installs"
 	@echo "make wheel  build the wheel, install it alone, run the README there"
@@ -13,6 +14,7 @@ help:
 .venv/%.stamp: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable ".[$*]"
+	test $* != dev || $(BIN)/python -m pip install --quiet --no-compile --no-deps --requirement tests/torchtitan.txt
 	touch $@
 
 demo: .venv/lab.stamp
@@ -20,6 +22,9 @@ demo: .venv/lab.stamp
 
 test: .venv/dev.stamp
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 8
+
+docs: .venv/docs.stamp
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 lint: .venv/dev.stamp
 	$(BIN)/ruff check .

@@ -192,3 +192,46 @@ def test_a_step_changes_nothing_global() -> None:
         assert everything() == before
     finally:
         torch.set_float32_matmul_precision("highest")
+
+
+class RoundingSGD(torch.optim.Optimizer):
+    """A base that offers what bf16 weights need: it rounds up or down by chance."""
+
+    def __init__(self, params: Any, lr: float, stochastic_rounding: bool = False) -> None:
+        super().__init__(params, {"lr": lr, "stochastic_rounding": stochastic_rounding})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                new = p.float() - group["lr"] * p.grad.float()
+                if group["stochastic_rounding"]:
+                    bits = new.view(torch.int32)
+                    new = ((bits + torch.randint_like(bits, 2**16)) & -(2**16)).view(torch.float32)
+                p.copy_(new)
+
+
+@pytest.mark.parametrize("stochastic", [False, True])
+def test_bf16_weights_are_rounded_as_the_base_does_it(stochastic: bool) -> None:
+    """Updates of a tenth of the last bit are lost, or kept on the average."""
+    p = nn.Parameter(torch.ones(64, 64, dtype=torch.bfloat16))
+    optimizer = Shampoo(
+        [p], RoundingSGD, lr=2**-11, stochastic_rounding=stochastic, refresh_every=2, update_every=1
+    )
+    moved = torch.zeros(64, 64)
+    for t in range(20):
+        torch.manual_seed(t)
+        p.grad = (1 + 0.1 * torch.randn(64, 64)).bfloat16()
+        optimizer.step()
+        moved -= 2**-11 * p.grad.float()  # G̃
+    found = float((p.detach().float() - 1).mean())
+    assert found == pytest.approx(float(moved.mean()) if stochastic else 0.0, abs=3e-4)
+    assert abs(float(moved.mean())) > 1e-3
+
+
+def test_a_compiled_model_trains_as_it_does_eagerly() -> None:
+    model, twin = network(), network()
+    optimizer, plain = (Shampoo(own.parameters(), lr=1e-2, **EVERY) for own in (model, twin))
+    found = trained(torch.compile(model, backend="aot_eager"), optimizer)
+    for p, q in zip(found, trained(twin, plain), strict=True):
+        assert torch.allclose(p, q, rtol=1e-4, atol=1e-6)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from conftest import METHODS, PAPER, relative_error
+from conftest import METHODS, PAPER, relative_error, slow
 from networks import assert_same_state, tensors
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
@@ -92,7 +92,7 @@ def assert_resumes(build: Any, device: torch.device | str, dtype: torch.dtype) -
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("method", "bits"), METHODS)
-@pytest.mark.parametrize("make", [Shampoo, CASPR])
+@pytest.mark.parametrize("make", [Shampoo, pytest.param(CASPR, marks=slow)])
 def test_resume_is_exact_for_every_method(
     make: Any, method: str, bits: int, dtype: torch.dtype, device: torch.device
 ) -> None:
@@ -109,7 +109,7 @@ def test_resume_is_exact_in_compact_storage(method: str, bits: int, device: torc
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("bits", [32, 4])
+@pytest.mark.parametrize("bits", [pytest.param(32, marks=slow), 4])
 @pytest.mark.parametrize("base", BASES)
 def test_resume_is_exact_for_every_base(
     base: str, bits: int, dtype: torch.dtype, device: torch.device
@@ -367,7 +367,7 @@ def damage(state: dict[str, Any], kind: str) -> str:
     return "expected|missing"
 
 
-@pytest.mark.parametrize("fresh", [True, False])
+@pytest.mark.parametrize("fresh", [pytest.param(True, marks=slow), False])
 @pytest.mark.parametrize(
     "kind",
     [

@@ -86,7 +86,9 @@ def run_both(
 
 
 @pytest.mark.parametrize(("method", "bits"), METHODS)
-@pytest.mark.parametrize("n", [1, 20, 64, 65, 131])
+@pytest.mark.parametrize(
+    "n", [1, pytest.param(20, marks=slow), 64, pytest.param(65, marks=slow), 131]
+)
 def test_updates_and_roots_are_the_oracles(
     method: str, bits: int, n: int, device: torch.device
 ) -> None:

@@ -163,9 +163,10 @@ def test_roots_in_tiles_and_in_rows(
     assert relative_error(grad, twin) < 1e-4
 
 
+@slow
 @pytest.mark.parametrize(
     ("gain", "way"),
-    [(1e-3, FLOAT32), pytest.param(1.0, BF16X3, marks=slow), pytest.param(250.0, HALF, marks=slow)],
+    [(1e-3, FLOAT32), (1.0, BF16X3), (250.0, HALF)],
 )
 def test_ways_are_chosen_by_the_angle(gain: float, way: int, kernels: torch.device) -> None:
     """Random gradients bear float16. One along the smallest gain of dense roots may not."""
@@ -215,13 +216,14 @@ def in_both_orders(
     return plain, turned
 
 
+@slow
 @pytest.mark.parametrize(
     ("way", "dtype"),
     [
         (HALF, torch.bfloat16),
-        pytest.param(BF16X3, torch.float32, marks=slow),
-        pytest.param(HALF, torch.float32, marks=slow),
-        pytest.param(BF16X3, torch.bfloat16, marks=slow),
+        (BF16X3, torch.float32),
+        (HALF, torch.float32),
+        (BF16X3, torch.bfloat16),
     ],
 )
 def test_channels_last_gradients_are_read_and_written_where_they_lie(
@@ -325,6 +327,7 @@ def test_which_parameters_have_taps() -> None:
     assert taps((1, 10, 4, 5)) == 1
 
 
+@slow
 def test_gradients_that_begin_anywhere(kernels: torch.device) -> None:
     """Rows of multiples of 8 elements are read and written wide, if they are aligned."""
     config = Config(max_order=64)

@@ -162,7 +162,7 @@ def test_zeros_of_triangles_need_not_be_multiplied(kernels: torch.device) -> Non
     assert torch.equal(found, multiply(c, c.mT, symmetric=True))
 
 
-@pytest.mark.parametrize("n", [5, 70, pytest.param(270, marks=slow)])
+@pytest.mark.parametrize("n", [5, pytest.param(70, marks=slow), pytest.param(270, marks=slow)])
 def test_norms_and_largest_eigenvalues(n: int, kernels: torch.device) -> None:
     """And to the bit, neither other matrices nor zeros around one make a difference."""
     X = torch.randn(3, n, n, dtype=torch.float64)

@@ -6,8 +6,6 @@ import base64
 import io
 import json
 import math
-import shutil
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from html.parser import HTMLParser
 from pathlib import Path
@@ -461,27 +459,6 @@ def test_terminal_table_takes_labels_literally(tmp_path: Path) -> None:
     assert "[red]x[/red] (diverged)" in text
     assert "NaN" in text
     assert "50.0 %" in text
-
-
-@pytest.fixture
-def browser() -> Iterator[Any]:
-    """Headless Chromium, where it and its driver are installed."""
-    webdriver = pytest.importorskip("selenium.webdriver")
-    binary = next(
-        filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
-    )
-    driver = shutil.which("chromedriver")
-    if binary is None or driver is None:
-        pytest.skip("needs chromium and chromedriver")
-    options = webdriver.ChromeOptions()
-    options.binary_location = binary
-    for flag in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage"):
-        options.add_argument(flag)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    service = webdriver.ChromeService(executable_path=driver)
-    found = webdriver.Chrome(options=options, service=service)
-    yield found
-    found.quit()
 
 
 def test_page_in_a_browser(written: Written, browser: Any) -> None:

@@ -198,8 +198,8 @@ def test_memory_before_the_first_step_is_nothing() -> None:
     "options",
     [
         {"bits": 32},
-        {"bits": 4, **PAPER},
         {"bits": 4},
+        pytest.param({"bits": 4, **PAPER}, marks=slow),
         pytest.param({"bits": 4, "method": "naive"}, marks=slow),
         *(pytest.param(own, marks=slow) for own in METHODS[1:-1]),
         pytest.param({**PAPER, "root": "schur_newton"}, marks=slow),

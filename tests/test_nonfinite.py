@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import no_host_sync
+from conftest import no_host_sync, slow
 from networks import assert_same_state
 from torch import Tensor, nn
 
@@ -36,7 +36,7 @@ def blocks(optimizer: Any, p: Tensor) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("bad", BAD)
-@pytest.mark.parametrize("when", [0, 1, 3])
+@pytest.mark.parametrize("when", [0, pytest.param(1, marks=slow), 3])
 @pytest.mark.parametrize("which", [0, 1, 2])
 def test_zero_keeps_one_bad_gradient_from_doing_anything(
     bad: float, when: int, which: int, device: torch.device

@@ -68,7 +68,13 @@ def test_a_run_is_collected_with_its_curves(tmp_path: Path) -> None:
     assert len(found["errors"]["off_diagonal"]["nre"]) == 2
 
 
-@pytest.mark.parametrize("name", trainings.TRAININGS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=slow if number % 4 else ())
+        for number, name in enumerate(trainings.TRAININGS)
+    ],
+)
 def test_every_training_can_begin(name: str) -> None:
     own = trainings.TRAININGS[name]
     recipe = find_recipe(own.recipe).with_settings(parse_settings(own.settings))

@@ -178,6 +178,7 @@ def test_tiles_of_many_matrices_side_by_side(p: int) -> None:
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
 @pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")
+@slow
 def test_kernels_find_what_has_not_converged(kernels: torch.device) -> None:
     """And leave its neighbours alone."""
     good = with_spectrum(torch.arange(1, 41) ** -1.0).float()

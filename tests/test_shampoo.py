@@ -111,7 +111,9 @@ def test_statistics_start_where_they_are_told_to(method: str) -> None:
 
 
 @pytest.mark.parametrize("split", ["greedy", "even"])
-@pytest.mark.parametrize("max_order", [30, 64, 100])
+@pytest.mark.parametrize(
+    "max_order", [30, pytest.param(64, marks=slow), pytest.param(100, marks=slow)]
+)
 def test_every_cut_is_the_oracles(split: str, max_order: int) -> None:
     errors = run_both(
         "shampoo",

@@ -58,7 +58,7 @@ class Machine(RuleBasedStateMachine):
     def begin(self, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
         start = [torch.randn(shape, generator=generator) for shape in SHAPES[:3]]
-        self.schedule = {"update_every": 1, "refresh_every": 2}
+        self.schedule = {"update_every": 2, "refresh_every": 4}
         self.exact, self.disturbed, self.peaceful = (
             self._made([nn.Parameter(w.clone()) for w in start], bits) for bits in (32, 4, 4)
         )
@@ -102,7 +102,7 @@ class Machine(RuleBasedStateMachine):
         for follower in self.followers:
             follower.base.param_groups[0]["lr"] = lr
 
-    @rule(T1=st.integers(1, 4), T2=st.integers(1, 4))
+    @rule(T1=st.integers(1, 6), T2=st.integers(1, 8))
     def set_schedule(self, T1: int, T2: int) -> None:
         self.schedule = {"update_every": T1, "refresh_every": T2}
         for optimizer in self.every:

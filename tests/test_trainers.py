@@ -378,6 +378,41 @@ def test_the_example_of_the_trainer_learns_and_goes_on(
     assert "wpe.weight" in told
 
 
+def test_the_example_of_torchtitan_goes_on_to_the_bit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("torchtitan")
+    monkeypatch.chdir(tmp_path)
+    run_example(monkeypatch, "torchtitan_container.py")
+    told = capsys.readouterr().out
+    first, last, again = (
+        float(loss) for loss in re.findall(r"(?:loss|checkpoint:) ([\d.]+)", told)
+    )
+    assert last == again < 0.7 * first
+    assert re.search(r"tok_embeddings.weight .* precondition=False", told)
+    assert re.search(r"layers.0.weight .* cholesky", told)
+
+
+def test_torchtitans_own_optimizers_are_still_known() -> None:
+    pytest.importorskip("torchtitan")
+    from kronbit.integrations.torchtitan import KronbitOptimizers
+
+    assert KronbitOptimizers._resolve_optimizer_factory("AdamW") is torch.optim.AdamW
+    with pytest.raises(NotImplementedError, match="Adagrad"):
+        KronbitOptimizers._resolve_optimizer_factory("Adagrad")
+
+
+@pytest.mark.parametrize("name", ["Shampoo", "CASPR"])
+def test_the_example_of_import_paths_learns(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ["--optimizer_type", f"kronbit.{name}", "--optimizer_args", "bits=8", "first_refresh=5"]
+    run_example(monkeypatch, "import_path.py", *given, "betas=(0.9, 0.95)", "method='cholesky'")
+    found = re.findall(r"(\w+): loss ([\d.]+) to ([\d.]+)", capsys.readouterr().out)
+    assert [kind for kind, _, _ in found] == [name, "Shampoo"]
+    assert all(float(last) < float(first) for _, first, last in found)
+
+
 def test_the_example_of_lightning_learns_and_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,4 +1,4 @@
-"""Files outside of ``docs`` that pages link to (raw results, benchmarks) become part of the site."""
+"""Files outside of ``docs`` that pages link to, such as raw results, become part of the site."""
 
 from __future__ import annotations
 

@@ -33,6 +33,7 @@ class ShampooFactory:
         skip: str | type[nn.Module] | Iterable[str | type[nn.Module]] = (),
         weight_decay: float = 0.0,
         optim_args: str | Mapping[str, Any] | None = None,
+        device_mesh: object = None,
         **options: Any,
     ) -> SecondOrder:
         """Make the optimizer of a model's trainable parameters.
@@ -43,6 +44,7 @@ class ShampooFactory:
             weight_decay: Of matrices; biases and the parameters of norms, which have fewer than two
                 axes, get none.
             optim_args: More options, as text (``TrainingArguments.optim_args``).
+            device_mesh: What axolotl hands on; not needed, since sharded parameters know theirs.
             **options: Of the optimizer and of its base, such as ``lr``; ``Trainer`` does not hand
                 its ``learning_rate`` on.
 

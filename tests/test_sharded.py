@@ -144,6 +144,37 @@ def walk(rank: int, make: Any = Shampoo) -> list[int]:
     return received
 
 
+def accelerated(rank: int) -> None:
+    """As Accelerate prepares FSDP2: the optimizer is made before parameters are sharded."""
+    switch = pytest.importorskip("accelerate.utils.fsdp_utils").fsdp2_switch_optimizer_parameters
+    network = Network()
+    alone = Shampoo(network.parameters(), process_group=False, **OPTIONS)
+    model = Network()
+    optimizer = Shampoo(model.parameters(), **OPTIONS)
+    optimizer.load_state_dict(optimizer.state_dict())  # of parameters as they are
+    names = {p.data_ptr(): name for name, p in model.named_parameters()}
+    for group in optimizer.param_groups:  # placeholders, which know where parameters were
+        for i, p in enumerate(group["params"]):
+            address = p.data_ptr()
+            group["params"][i] = torch.empty(1)
+            group["params"][i].data_ptr = address
+    mesh = mesh_of([0, 1])
+    for layer in model.children():
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    new = dict(model.named_parameters())
+    switch(optimizer, {address: new[name] for address, name in names.items()})
+    for t in range(1, STEPS):
+        step(network, alone, t)
+        step(model, optimizer, t)
+    check(optimizer, model, alone, network, "accelerate")
+    assert optimizer._ranks.owners is not None
+
+
+def test_parameters_that_are_sharded_after_the_optimizer_was_made() -> None:
+    run_on_ranks(2, accelerated)
+
+
 def test_ranks_find_what_one_process_finds() -> None:
     """To the bit, given equal gradients: FSDP2, uneven and empty shards, HSDP, replicas."""
     for found in zip(*run_on_ranks(4, in_turn, walk, walk_caspr), strict=True):

@@ -155,6 +155,8 @@ class SecondOrder(Around):
             with torch.enable_grad():
                 loss = closure()
         present = self._present()
+        if self._plan is None:  # Accelerate shards parameters after it has loaded an empty state
+            self._known_ranks = None
         self._ranks.agree(self)
         keep = self.config.keep_gradients
         with (

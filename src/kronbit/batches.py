@@ -110,6 +110,11 @@ def due_parts(groups: Sequence[Group], due: Mapping[int, Due]) -> Iterator[Part]
                 yield Part(group, right, run, config)
 
 
+def rows_of(parts: Iterable[Part]) -> Iterator[tuple[Part, int]]:
+    """The rows of parts, one by one."""
+    return ((part, row) for part in parts for row in range(part.rows.start, part.rows.stop))
+
+
 def order_of(parts: Sequence[Part]) -> int:
     """The order of a batch: the largest of its parts'."""
     return max(part.factors.order for part in parts)

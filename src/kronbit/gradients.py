@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from operator import attrgetter
 
 import torch
 from torch import Tensor
 
 from kronbit.groups import Group, Member
-from kronbit.interruption import to_the_end
 
 _REAL = {torch.float32, torch.bfloat16, torch.float16, torch.float64}
 _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}  # by the number of axes
@@ -71,24 +69,6 @@ def inspect(p: Tensor, preconditioned: bool, name: Callable[[Tensor], str]) -> N
         raise RuntimeError(f"the gradient of {name(p)} {fault}")
     if fault is None and overlaps_itself(p.grad):
         p.grad = p.grad.clone(memory_format=torch.contiguous_format)
-
-
-@contextmanager
-def copied(params: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Put copies in the place of gradients, show them, and put the originals back."""
-    originals = [p.grad for p in params]
-
-    def put_back() -> None:
-        for p, grad in zip(params, originals, strict=True):
-            p.grad = grad
-
-    try:
-        copies = [grad.clone() for grad in originals if grad is not None]
-        for p, copy in zip(params, copies, strict=True):
-            p.grad = copy
-        yield copies
-    finally:
-        to_the_end(put_back)
 
 
 class GradientBlocks:

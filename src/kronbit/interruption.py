@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kronbit.work import Present
 
 _AGAIN = (
     "step() can be called again: what it has updated of the second-order state is not updated twice"
@@ -59,6 +63,31 @@ def explained(keep_gradients: bool) -> Iterator[Stage]:
         else:  # Python 3.10, where pytest and others show it all the same
             error.__dict__.setdefault("__notes__", []).append(str(stage))
         raise
+
+
+@contextmanager
+def handed_over(present: Present, keep: bool) -> Iterator[Present]:
+    """Show gradients that may be written to.
+
+    Args:
+        present: The parameters, with their gradients.
+        keep: Whether copies are put in the gradients' place, until the end.
+    """
+    if not keep:
+        yield present
+        return
+
+    def put_back() -> None:
+        for p, grad in zip(present.params, present.grads, strict=True):
+            p.grad = grad
+
+    try:
+        copies = [grad.clone() for grad in present.grads]
+        for p, copy in zip(present.params, copies, strict=True):
+            p.grad = copy
+        yield present._replace(grads=copies)
+    finally:
+        to_the_end(put_back)
 
 
 def to_the_end(action: Callable[[], None]) -> None:

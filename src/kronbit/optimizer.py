@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, overload
 
 import torch
@@ -25,9 +24,9 @@ from kronbit.config import (
 from kronbit.distributed.placements import refuse
 from kronbit.distributed.ranks import Ranks, find_ranks
 from kronbit.first_order import BaseFactory
-from kronbit.gradients import copied, inspect, plain_dtypes
+from kronbit.gradients import inspect, plain_dtypes
 from kronbit.group_configs import GroupConfigs
-from kronbit.interruption import explained
+from kronbit.interruption import explained, handed_over
 from kronbit.nonfinite import NonfiniteGuard
 from kronbit.plan import Plan
 from kronbit.replay import refuse_capture
@@ -88,9 +87,8 @@ class SecondOrder(Around):
     def _start_unplanned(self) -> None:
         """Nothing derived is known: the next step plans from ``param_groups`` and ``state``."""
         self._plan: Plan | None = None
-        self._binding = Binding()
+        self._binding, self._base_link = Binding(), BaseLink()
         self._itinerary: Itinerary | None = None
-        self._base_link = BaseLink()
         self._guards: dict[torch.device, NonfiniteGuard] = {}
         self._configs = GroupConfigs(self.config)
         self._past_counts: Counter[str] = Counter()
@@ -159,11 +157,8 @@ class SecondOrder(Around):
             self._known_ranks = None
         self._ranks.agree(self)
         keep = self.config.keep_gradients
-        with (
-            explained(keep) as stage,
-            copied(present.params) if keep else nullcontext(present.grads) as grads,
-        ):
-            with self._ranks.whole(present._replace(grads=grads), self.state) as whole:
+        with explained(keep) as stage, handed_over(present, keep) as present:
+            with self._ranks.whole(present, self.state) as whole:
                 itinerary, whole = self._prepare(whole)
                 with self._statistics.matrices(itinerary, whole.grads) as matrices:
                     dtypes = whole.dtypes if matrices is whole.grads else plain_dtypes(matrices)
@@ -194,8 +189,6 @@ class SecondOrder(Around):
             guard.warn_once()
         self._expect_statistics()
         return loss
-
-    # ----------------------------------------------------------------- what a step starts from
 
     def _present(self) -> Present:
         """The parameters that have a gradient, and their options."""
@@ -387,8 +380,8 @@ class SecondOrder(Around):
 
     def summary(self) -> str:
         """A table: parameter, shape, blocks, method, bits, bytes, or why it is left to F."""
-        name, route = type(self).__name__, self._statistics.route
-        return report.summary(name, self._rows(), route, self.base, self.config)
+        rows, route = self._rows(), self._statistics.route
+        return report.summary(type(self).__name__, rows, route, self.base, self.config)
 
     def _rows(self) -> list[report.Row]:
         """All parameters with their names and options."""
@@ -403,5 +396,5 @@ class SecondOrder(Around):
 
         The counters run from construction, or from the last ``load_state_dict``.
         """
-        missed, past = self._statistics.counts(), self._past_counts
-        return report.diagnostics(self._plan, self._guards, self._known_ranks, missed, past)
+        counts = self._statistics.counts(), self._past_counts
+        return report.diagnostics(self._plan, self._guards, self._known_ranks, *counts)

@@ -27,16 +27,18 @@ from kronbit.batches import (
     batches,
     due_parts,
     refresh_cost,
+    rows_of,
 )
 from kronbit.config import Turn
 from kronbit.distributed.exchange import Alone, Exchange
-from kronbit.factors import Factors, is_root, is_statistic
+from kronbit.factors import is_root, is_statistic
 from kronbit.gradients import GradientBlocks
 from kronbit.groups import Due, Group, Member, chunks, make_groups
 from kronbit.kernel_products import KernelProducts
 from kronbit.linalg import Attempt
 from kronbit.nonfinite import Measured
 from kronbit.precision import full_precision
+from kronbit.progress import Progress
 from kronbit.rules import Algorithm, combine, graft_scale
 
 if TYPE_CHECKING:
@@ -87,6 +89,7 @@ class Preconditioner:
         turns: Of each member's statistics, ascending, if they are staggered.
         all_turns: Those that occur.
         ungrafted: On the device, how often F got G itself because Ĝ had overflowed.
+        progress: What the step has updated so far.
         graft_ratio: On the device, ‖G‖ / ‖Ĝ‖ of each member when it was last preconditioned.
     """
 
@@ -99,7 +102,7 @@ class Preconditioner:
         device: torch.device,
         exchange: Exchange = _ALONE,
     ) -> None:
-        self.exchange = exchange
+        self.exchange, self.progress = exchange, Progress()
         self.members, self.rule, self.workspace = tuple(members), algorithm.rule, workspace
         self.groups = make_groups(members, device)
         self.refreshed: set[int] = set()
@@ -114,11 +117,6 @@ class Preconditioner:
         self._waves: dict[tuple[int, ...], list[Wave]] = {}
         self._chain: Chain | None = None
         self._cuts: dict[tuple[Hashable, ...], tuple[list[Due], list[Portion]]] = {}
-        # Of a step that is not through, or has failed: what it has begun to update, the rows that
-        # were updated before it was tried again, and whose first roots it has found.
-        self._begun: list[Portion] = []
-        self._updated: set[tuple[Factors, int]] = set()
-        self._new: set[int] = set()
 
     def _turns(self) -> list[tuple[Turn, ...]]:
         found: list[set[Turn]] = [set() for _ in self.members]
@@ -177,8 +175,7 @@ class Preconditioner:
         flags: list[Tensor] = []
         for portion in portions:
             parts, batch, owners = portion
-            batch.replaced = None
-            self._begun.append(portion)
+            self.progress.begin(portion)
             M = M_of(parts)
             trusted = finite[owners]
             good, replaced = batch.update(M, trusted, parts[0].config, attempt)
@@ -188,7 +185,7 @@ class Preconditioner:
             return []
         failed = []
         for (part, row), trusted, good, replaced in zip(
-            _rows(done), *torch.cat(flags, 1).tolist(), strict=True
+            rows_of(done), *torch.cat(flags, 1).tolist(), strict=True
         ):
             if trusted and not good:
                 failed.append(part.row(row))
@@ -212,28 +209,10 @@ class Preconditioner:
 
     def _first_updates(self, due: Mapping[int, Due]) -> Iterable[Portion]:
         mixed = partial(self._may_share, attempt=0)
-        if not self._begun and not self._updated:
+        if not self.progress.failed():
             return self._remembered(due, UPDATE, mixed)
-        # The step before has failed: what it has updated is not updated once more.
-        for parts, batch, _ in self._begun:
-            if batch.replaced is not None:
-                done = zip(_rows(parts), batch.replaced.tolist(), strict=True)
-                self._updated |= {(part.factors, row) for (part, row), new in done if new}
-        self._begun.clear()
         own = self.exchange.own(due_parts(self.groups, due))
-        return self._cut(self._not_updated(own), UPDATE, mixed)
-
-    def _not_updated(self, parts: Iterable[Part]) -> Iterator[Part]:
-        """The rows that a step that failed has not updated."""
-        for part, row in _rows(parts):
-            if (part.factors, row) not in self._updated:
-                yield part.row(row)
-
-    def settle(self) -> None:
-        """The step is through: what it has done counts, and the next one does its own."""
-        self._begun.clear()
-        self._updated.clear()
-        self._new.clear()
+        return self._cut(self.progress.left(own), UPDATE, mixed)
 
     def _first_refreshes(self, due: Mapping[int, Due]) -> list[Portion]:
         return self._remembered(due, refresh_cost, self._may_share)
@@ -274,9 +253,9 @@ class Preconditioner:
         self.find_refreshed(staggered, whole=True)
         # Staggered blocks are compared together, at the turn of the last.
         last = {i for i in staggered if self.turns[i][-1] in (due[i].turns or ())}
-        self._new |= self.refreshed - known
-        candidates = [i for i in due if i not in staggered - last - self._new]
-        self.products.choose(measured, candidates, self._new)
+        self.progress.new |= self.refreshed - known
+        new = self.progress.new
+        self.products.choose(measured, [i for i in due if i not in staggered - last - new], new)
 
     def _refresh_own(self, due: Mapping[int, Due]) -> None:
         """PIRU of the rows that this rank does."""
@@ -299,7 +278,7 @@ class Preconditioner:
             flags.append(batch.refresh(parts[0].config))
             done += parts
         replaced = torch.cat(flags).tolist() if flags else []
-        rows = zip(_rows(done), replaced, strict=True)
+        rows = zip(rows_of(done), replaced, strict=True)
         return [part.row(row) for (part, row), good in rows if not good]
 
     def find_refreshed(self, candidates: Collection[int], whole: bool = False) -> None:
@@ -411,11 +390,6 @@ class Preconditioner:
         for index in wave:
             mask[index : index + 1].fill_(True)  # an index tensor would come from the host
         return Wave(parts, mask, fits)
-
-
-def _rows(parts: Iterable[Part]) -> Iterator[tuple[Part, int]]:
-    """The rows of parts, one by one."""
-    return ((part, row) for part in parts for row in range(part.rows.start, part.rows.stop))
 
 
 def _per_row(values: Tensor) -> Tensor:

@@ -158,7 +158,7 @@ class Itinerary:
             to_the_end(undo)
             raise
         for errand in self.errands.values():
-            errand.preconditioner.settle()
+            errand.preconditioner.progress.settle()
 
     def holds(self, present: Present) -> bool:
         """Whether parameters, their options and what matters of their gradients are the same."""

@@ -25,6 +25,7 @@ from result_pages import (
     Run,
     best_of,
     by_optimizer,
+    choice_runs,
     mean,
     over_time_runs,
     rate_text,
@@ -145,6 +146,46 @@ def over_time() -> Any:
     return figure
 
 
+def choices() -> Any:
+    """A small GPT's loss by what was chosen: intervals, order, bits."""
+    figure, every = plt.subplots(1, 3, figsize=(9, 3.3), layout="constrained", sharey=True)
+    adamw = mean(run["loss"] for run in choice_runs("T1, T2")["never (AdamW)"])
+    intervals = [(int(value.split(", ")[0]), runs) for value, runs in _numbers("T1, T2")]
+    orders = [(min(512, int(value.split()[0])), runs) for value, runs in _numbers("`max_order`")]
+    for axes, rows in zip(every, (intervals, orders), strict=False):
+        axes.plot(*zip(*((x, mean(r["loss"] for r in runs)) for x, runs in rows), strict=True), "-")
+        for x, runs in rows:
+            axes.plot([x] * len(runs), [run["loss"] for run in runs], "o", color="0.5", ms=3)
+        axes.set_xscale("log")
+        axes.set_xticks([x for x, _ in rows], [str(x) for x, _ in rows])
+        axes.minorticks_off()
+    for value, runs in choice_runs("statistics, roots").items():
+        size, loss = _second_order(runs[0]) / _MIB, mean(run["loss"] for run in runs)
+        every[2].plot(size, loss, "o")
+        text = value.replace("`", "").replace(", as in the paper", "")
+        every[2].annotate(text, (size, loss), (4, 3), textcoords="offset points", fontsize=7)
+    every[2].set_xscale("log")
+    every[2].set_xlim(0.6, 45)
+    every[2].minorticks_off()
+    every[2].set_xticks([1, 2, 5, 10, 20], ["1", "2", "5", "10", "20"])
+    for axes, label in zip(
+        every, ("T1, steps", "largest order of a block", "second-order state, MiB"), strict=True
+    ):
+        axes.axhline(adamw, color=KNOWN["base"][0], linestyle=":", linewidth=1)
+        axes.set_xlabel(label)
+    every[0].annotate("AdamW", (2, adamw), (0, 3), textcoords="offset points", fontsize=8)
+    every[0].set_ylabel("validation loss")
+    return figure
+
+
+def _numbers(name: str) -> list[tuple[str, list[Run]]]:
+    return [(value, runs) for value, runs in choice_runs(name).items() if value[0].isdigit()]
+
+
+def _second_order(run: Run) -> int:
+    return int(run["memory"]["statistics"] + run["memory"]["roots"])
+
+
 def main() -> None:
     with mpl.rc_context(STYLE):
         figures = {
@@ -152,6 +193,7 @@ def main() -> None:
             "cifar100_10_epochs.png": cifar100(steps_panel, longer=False),
             "cifar100_memory.png": cifar100(memory_panel, longer=True),
             "over_time.png": over_time(),
+            "choosing.png": choices(),
         }
         for name, figure in figures.items():
             figure.savefig(FOLDER / name, dpi=150)

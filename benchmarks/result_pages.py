@@ -423,6 +423,68 @@ def whitened_momentum() -> str:
     return table([*head, f"peak of the spectrum at {rate_text(_SPECTRA_AT)}"], rows)
 
 
+# ------------------------------------------------------------------------------------- choosing
+
+# What was changed, by variant; the default, of which everything else was left as it is, in between.
+_FOUR = "shampoo-4"
+CHOICES: Mapping[str, Mapping[str, str]] = {
+    "T1, T2": {
+        "2, 12": f"{_FOUR}-update_every=2-refresh_every=12",
+        "5, 20": f"{_FOUR}-update_every=5-refresh_every=20",
+        "10, 50": _FOUR,
+        "30, 100": f"{_FOUR}-update_every=30-refresh_every=100",
+        "100, 300": f"{_FOUR}-update_every=100-refresh_every=300",
+        "never (AdamW)": "base",
+    },
+    "`max_order`": {
+        "32": f"{_FOUR}-max_order=32",
+        "64": f"{_FOUR}-max_order=64",
+        "128": f"{_FOUR}-max_order=128",
+        "256": f"{_FOUR}-max_order=256",
+        "1200 (nothing is cut)": _FOUR,
+    },
+    "statistics, roots": {
+        "3 bits": f"{_FOUR}-bits=3",
+        "4 bits": _FOUR,
+        "6 and 4 bits": f"{_FOUR}-bits=6-root_bits=4",
+        "8 bits": f"{_FOUR}-bits=8",
+        "32 bits": "shampoo-32",
+        "4 bits, `eigen`, as in the paper": "shampoo-4-paper",
+        "4 bits, `naive`": "shampoo-4-naive",
+    },
+    "`start`": {
+        "0": f"{_FOUR}-start=0",
+        "ε I, that is 1e-6 I": _FOUR,
+        "1e-4": f"{_FOUR}-start=1e-4",
+    },
+    "`damping`": {
+        "1e-8": f"{_FOUR}-damping=1e-8",
+        "1e-6": _FOUR,
+        "1e-4": f"{_FOUR}-damping=1e-4",
+        "1e-2": f"{_FOUR}-damping=1e-2",
+    },
+}
+
+
+def choice_runs(name: str) -> dict[str, list[Run]]:
+    """The runs of each value of something that was changed."""
+    runs = read("pydoc-gpt-choosing/summary.json")["runs"]
+    return {
+        value: [run for run in runs if run["variant"] == variant]
+        for value, variant in CHOICES[name].items()
+    }
+
+
+def choosing(name: str) -> str:
+    """Losses of both seeds, and the state."""
+    rows = []
+    for value, runs in choice_runs(name).items():
+        losses = [run["loss"] for run in runs]
+        texts = ", ".join(f"{loss:.3f}" for loss in losses)
+        rows.append([value, texts, f"{mean(losses):.3f}", state_text(runs[0])])
+    return table([name, "validation loss by seed", "mean", "second-order state"], rows)
+
+
 # ----------------------------------------------------------------------------- compatibility
 
 
@@ -445,6 +507,11 @@ def _outcome(problem: str) -> str:
 
 
 TABLES: Mapping[str, Callable[[], str]] = {
+    "choosing-intervals": lambda: choosing("T1, T2"),
+    "choosing-order": lambda: choosing("`max_order`"),
+    "choosing-bits": lambda: choosing("statistics, roots"),
+    "choosing-start": lambda: choosing("`start`"),
+    "choosing-damping": lambda: choosing("`damping`"),
     "compatibility": compatibility,
     "front": front,
     "swin-30-epochs": lambda: longer("Swin-Tiny"),

@@ -18,16 +18,21 @@ SOURCES = str(Path(kronbit.__file__).parent)
 
 
 class NthOperation(TorchDispatchMode):
-    """Raises in the place of the nth operation, or of the nth of a name; -1: counts them only."""
+    """Raises in the place of the nth operation, or of the nth of a name; -1: counts them only.
 
-    def __init__(self, nth: int = -1, name: str = "") -> None:
+    With ``lasting``, everything that takes memory fails from then on.
+    """
+
+    def __init__(self, nth: int = -1, name: str = "", lasting: bool = False) -> None:
         super().__init__()
-        self.count, self._nth, self._name = 0, nth, name
+        self.count, self._nth, self._name, self._lasting = 0, nth, name, lasting
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         counts = not func.is_view and self._name in str(func)  # a view needs no memory
         self.count += counts
-        if counts and self.count == self._nth:
+        takes_memory = counts and not func._schema.is_mutable
+        lasts = self._lasting and takes_memory and 0 < self._nth <= self.count
+        if lasts or (counts and self.count == self._nth):
             raise torch.OutOfMemoryError("out of memory. Tried to allocate 20.00 MiB.")
         return func(*args, **(kwargs or {}))
 
@@ -46,8 +51,9 @@ def interrupted_at(nth: int) -> Iterator[list[int]]:
                 raise KeyboardInterrupt
         return trace
 
+    before = sys.gettrace()
     sys.settrace(trace)
     try:
         yield count
     finally:
-        sys.settrace(None)
+        sys.settrace(before)

@@ -113,7 +113,7 @@ def _script(rank: int, script: str, arguments: tuple[str, ...]) -> str:
             run(script, run_name="__main__")
         except SystemExit as end:
             if end.code:
-                raise RuntimeError(f"exit code {end.code}") from end
+                raise RuntimeError(f"exit code {end.code}\n{said.getvalue()}") from end
     return said.getvalue()
 
 

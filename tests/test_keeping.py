@@ -47,7 +47,7 @@ def test_rows_that_are_not_finite_stay(
     found, fresh = ({name: own.to(device) for name, own in x.items()} for x in (old, new))
     part = {name: tensor[:5] for name, tensor in found.items()}
     part["another"] = torch.zeros(5, device=device)
-    stack.replace_rows_(part, {name: own[:5] for name, own in fresh.items()}, accepted[:5])
+    stack.replacing(part, {name: own[:5] for name, own in fresh.items()}, accepted[:5])()
     assert torch.equal(accepted.cpu(), expected)
     for name, tensor in found.items():
         assert torch.equal(tensor.cpu(), wanted[name]), name

@@ -29,7 +29,7 @@ from kronbit.kernel_products import WAYS
 from kronbit.migration import up_to_date
 from kronbit.plan import Plan
 from kronbit.precision import full_precision
-from kronbit.state import blocks_of, checked_leaves
+from kronbit.state import blocks_of, checked_leaves, is_finite
 
 
 @dataclass(frozen=True)
@@ -276,8 +276,7 @@ class BaseLoader:
         """Refuse a state that F could not work with: a tensor is missing, of a wrong shape, NaN."""
         for p, entry in self._checkpoint.entries.items():
             for name, value in entry.base.items():
-                plain = type(value) is Tensor and value.is_floating_point()
-                if plain and not bool(torch.isfinite(value).all()):
+                if type(value) is Tensor and not is_finite(value):
                     raise ValueError(f"{entry.path('base', name)} holds non-finite values")
             for name, expected in self._expected[p].items() if entry.base else ():
                 if name not in entry.base:

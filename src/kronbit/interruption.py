@@ -7,10 +7,12 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from kronbit.config import Config
     from kronbit.work import Present
 
 _AGAIN = (
-    "step() can be called again: what it has updated of the second-order state is not updated twice"
+    "step() can be called again, on all ranks if there are several: what it has updated of the "
+    "second-order state is not updated twice"
 )
 
 
@@ -19,10 +21,11 @@ class Stage:
 
     Args:
         keep_gradients: Whether F is given copies.
+        zeroes: Whether gradients that are not finite become zero where they are measured.
     """
 
-    def __init__(self, keep_gradients: bool) -> None:
-        self._keep = keep_gradients
+    def __init__(self, keep_gradients: bool, zeroes: bool) -> None:
+        self._keep, self._zeroes = keep_gradients, zeroes
         self._rewriting = self._in_base = False
 
     def rewrites_gradients(self) -> None:
@@ -35,26 +38,29 @@ class Stage:
 
     def __str__(self) -> str:
         """What the user has to know, and to do."""
+        weights, again = "no weight has changed", _AGAIN
         if self._in_base:
             weights = "the base optimizer had begun, so some weights may have changed"
-        else:
-            weights = "no weight has changed"
+            again = f"{_AGAIN}, but weights that have changed are"
         if self._keep or not self._rewriting:
-            return f"In this step, {weights}, and gradients are as they were. {_AGAIN}."
+            but = ", but for those that were not finite, which are zero now" * (
+                self._zeroes and not self._keep
+            )
+            return f"In this step, {weights}, and gradients are as they were{but}. {again}."
         return (
             f"In this step, {weights}, but gradients may be preconditioned already: compute them "
-            f"anew (keep_gradients=True would have kept them). Then {_AGAIN}."
+            f"anew (keep_gradients=True would have kept them). Then {again}."
         )
 
 
 @contextmanager
-def explained(keep_gradients: bool) -> Iterator[Stage]:
+def explained(config: Config) -> Iterator[Stage]:
     """Add to an error how far the step has come.
 
     Args:
-        keep_gradients: Whether F is given copies.
+        config: The optimizer's options.
     """
-    stage = Stage(keep_gradients)
+    stage = Stage(config.keep_gradients, config.nonfinite == "zero")
     try:
         yield stage
     except BaseException as error:

@@ -46,7 +46,7 @@ def up_to_date(groups: Sequence[Mapping[str, Any]], has_state: bool) -> list[dic
             )
         now = dict(group)
         if version is not None:
-            for number in range(version, FORMAT):
+            for number in range(int(version), FORMAT):
                 now = _NEXT[number](now)
             # Before K-FAC there was nothing to be said, and no number was taken for it.
             now = {STATISTICS_KEY: "gradients", **now, FORMAT_KEY: FORMAT}

@@ -62,6 +62,7 @@ class SecondOrder(Around):
         self.config = take_options(options, self.algorithm.options)
         self._process_group = process_group
         self._known_ranks: Ranks | None = None
+        self._agreed = False
         self.base = first_order.resolve(params, base, options)
         self._statistics = self._make_statistics()
         self._adopt(self.base.param_groups)
@@ -153,11 +154,9 @@ class SecondOrder(Around):
             with torch.enable_grad():
                 loss = closure()
         present = self._present()
-        if self._plan is None:  # Accelerate shards parameters after it has loaded an empty state
-            self._known_ranks = None
-        self._ranks.agree(self)
+        self._join_ranks()
         keep = self.config.keep_gradients
-        with explained(keep) as stage, handed_over(present, keep) as present:
+        with explained(self.config) as stage, handed_over(present, keep) as present:
             with self._ranks.whole(present, self.state) as whole:
                 itinerary, whole = self._prepare(whole)
                 with self._statistics.matrices(itinerary, whole.grads) as matrices:
@@ -201,6 +200,17 @@ class SecondOrder(Around):
             return Present.of(self.param_groups, self._config_of)
         return present
 
+    def _join_ranks(self) -> None:
+        """Agree with other ranks on what to do, before the first step."""
+        if self._plan is None and not self._agreed:
+            # Accelerate shards parameters after it has loaded an empty state.
+            for index, group in enumerate(self.param_groups):
+                self._check_group(group, index)
+            self._adopt(self.param_groups)
+            self._known_ranks = None
+        self._ranks.agree(self)
+        self._agreed = True
+
     def _config_of(self, group: Mapping[str, Any]) -> Config:
         """The options of a group; the same object as long as they are equal."""
         return self._configs.of(group, len(self.param_groups))
@@ -234,6 +244,7 @@ class SecondOrder(Around):
     def _replanned(self, present: Collection[Tensor]) -> Plan:
         """Lay all state out anew. What the state holds is copied over; the rest starts fresh."""
         present = set(present)
+        before, self._plan = self._plan, None  # until all of the new one is bound
         plan = self._make_plan(
             (p, self._config_of(group))
             for group in self.param_groups
@@ -244,8 +255,8 @@ class SecondOrder(Around):
             if p in plan.places or (p.requires_grad and not self._ranks.owns(p)):
                 self._start_state(p)  # on all ranks, or on none
         plan.find_refreshed(self._binding.bind(plan, self.state), self.state)
-        if self._plan is not None:
-            self._past_counts.update(report.fallback_counts(self._plan))
+        if before is not None:
+            self._past_counts.update(report.fallback_counts(before))
         else:
             report.warn_of_few(self._rows(), self._statistics.route, self.summary)
         return plan
@@ -365,7 +376,7 @@ class SecondOrder(Around):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._known_ranks = None
+        self._known_ranks, self._agreed = None, False
         self._start_unplanned()
         self._expect_statistics()
 

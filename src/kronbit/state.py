@@ -48,12 +48,20 @@ def checked_leaves(values: Any, layout: Layout, where: str) -> Leaves:
             raise ValueError(f"{where}[{name!r}] is {kind}; expected a tensor of {dtype}")
         if tuple(value.shape) != shape:
             raise ValueError(f"{where}[{name!r}] has shape {tuple(value.shape)}; expected {shape}")
-        if value.is_floating_point() and not bool(torch.isfinite(value).all()):
+        if not is_finite(value):
             raise ValueError(f"{where}[{name!r}] holds non-finite values")
         if name.endswith(("scales", "eigenvalues")) and bool((value < 0).any()):
             raise ValueError(f"{where}[{name!r}] holds negative values")
         leaves[name] = value
     return leaves
+
+
+def is_finite(value: Tensor) -> bool:
+    """Whether there is neither NaN nor infinity in a tensor. Waits for the device."""
+    if value.dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+        return True
+    largest = torch.linalg.vector_norm(value.flatten(), ord=torch.inf) if value.numel() else 0.0
+    return bool(largest < torch.inf)
 
 
 # Behind the last of many dicts: by this, too few and too many values are noticed without counting.
@@ -158,6 +166,8 @@ class Binding:
         unknown = {p for p in unknown if "product_bits" not in state[p]}
         for p, place in plan.places.items():
             own = plan.preconditioners[place.device]
+            if p in unknown:
+                continue
             bits = state[p].setdefault("product_bits", 0)
             if bits:
                 own.refreshed.add(place.index)

@@ -157,6 +157,9 @@ class Itinerary:
         except BaseException:
             to_the_end(undo)
             raise
+        to_the_end(self._settle)
+
+    def _settle(self) -> None:
         for errand in self.errands.values():
             errand.preconditioner.progress.settle()
 

@@ -264,8 +264,8 @@ class Batch:
     def _keep(self, encoded: Callable[[slice, int], Leaves], accepted: Tensor) -> Tensor:
         """Write new tensors where they are finite; elsewhere the old ones stay.
 
-        All is computed before anything is written, and what has begun to be written is written to
-        its end: whatever happens, codes and scales of a row belong together.
+        All that takes memory comes before anything is written, and what has begun to be written is
+        written to its end: whatever happens, codes and scales of a row belong together.
 
         Args:
             encoded: The new tensors of some rows of an order.
@@ -274,18 +274,24 @@ class Batch:
         Returns:
             bool (rows,): who has new ones.
         """
-        new = [(leaves, encoded(rows, order), rows) for leaves, rows, order in self._slices]
-        to_the_end(partial(self._write, new, accepted))
+        writes = [
+            replacing(leaves, encoded(rows, order), accepted[rows])
+            for leaves, rows, order in self._slices
+        ]
+
+        def write() -> None:
+            for one in writes:
+                one()
+            self.replaced = accepted
+
+        to_the_end(write)
         return accepted
 
-    def _write(self, new: Sequence[tuple[Leaves, Leaves, slice]], accepted: Tensor) -> None:
-        for leaves, encoded, rows in new:
-            replace_rows_(leaves, encoded, accepted[rows])
-        self.replaced = accepted
 
+def replacing(old: Mapping[str, Tensor], new: Leaves, accepted: Tensor) -> Callable[[], None]:
+    """What writes new tensors in the place of old ones, but for rows that are not finite.
 
-def replace_rows_(old: Mapping[str, Tensor], new: Leaves, accepted: Tensor) -> None:
-    """Write new tensors in the place of old ones, but for rows that are not finite.
+    It takes no more memory, and may be called again.
 
     Args:
         old: By name; others may be among them. They may be in the host's memory.
@@ -297,16 +303,27 @@ def replace_rows_(old: Mapping[str, Tensor], new: Leaves, accepted: Tensor) -> N
     if has_kernels(accepted.device) and not away:
         from kronbit.kernels import keeping
 
-        keeping.replace_rows_(kept, list(new.values()), accepted)
-        return
+        there = [leaf.contiguous() for leaf in new.values()]
+        return partial(keeping.replace_rows_, kept, there, accepted)
     accepted &= _finite_rows(new)
-    for own, leaf in zip(kept, new.values(), strict=True):
-        mask = accepted.view(-1, *[1] * (leaf.dim() - 1))
-        if away:  # who reads it on the host waits for the device first, as all updates do
-            kept_there = torch.where(mask, leaf, own.to(leaf.device, non_blocking=True))
-            own.copy_(kept_there, non_blocking=True)
-        else:
-            torch.where(mask, leaf, own, out=own)
+    rows = [
+        (own, leaf, accepted.view(-1, *[1] * (leaf.dim() - 1)))
+        for own, leaf in zip(kept, new.values(), strict=True)
+    ]
+    if away:
+        rows = [
+            (own, torch.where(mask, leaf, own.to(leaf.device, non_blocking=True)), mask)
+            for own, leaf, mask in rows
+        ]
+
+    def write() -> None:
+        for own, leaf, mask in rows:
+            if away:  # who reads it on the host waits for the device first, as all updates do
+                own.copy_(leaf, non_blocking=True)
+            else:
+                torch.where(mask, leaf, own, out=own)
+
+    return write
 
 
 def _finite_rows(leaves: Mapping[str, Tensor]) -> Tensor:

@@ -35,6 +35,12 @@ class KronbitOptimizers(OptimizersContainer):  # type: ignore[misc, type-arg, un
         found: Callable[..., Optimizer] = OptimizersContainer._resolve_optimizer_factory(name)
         return found
 
+    def _register_bf16_optimizer_state_hook(self) -> None:
+        raise NotImplementedError(
+            "implementation='fused_opt_states_bf16' knows torch's own Adam and AdamW only: take "
+            "'fused', or base='adamw8bit' in optimizer_factory_kwargs_by_name"
+        )
+
 
 def shampoo4bit(
     lr: float = 8e-4, left_to_base: str | None = None, **options: Any

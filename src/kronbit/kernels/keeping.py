@@ -107,14 +107,14 @@ def _copy_kernel(
 
 
 def replace_rows_(old: Sequence[Tensor], new: Sequence[Tensor], accepted: Tensor) -> None:
-    """What ``kronbit.factors.stack.replace_rows_`` does by torch, on one device.
+    """What ``kronbit.factors.stack.replacing`` does by torch, on one device.
 
     Args:
         old: Up to ``MOST`` tensors, contiguous.
-        new: Those that shall take their places.
+        new: Those that shall take their places, contiguous, too.
         accepted: bool (rows,), contiguous; in the end, False where they are not finite, too.
     """
-    old, new = list(old), [tensor.contiguous() for tensor in new]
+    old, new = list(old), list(new)
     flags = accepted.view(torch.uint8)
 
     def over_rows(kernel: Any, lists: list[list[Tensor]], size: int, **constants: Any) -> None:

@@ -235,8 +235,8 @@ class ActivationStatistics:
         there = {i: layer for i, layer in layers.items() if layer in self._collected}
         if len(there) < len(layers):
             self._note_missed([layer for layer in layers.values() if layer not in self._collected])
-        means = {i: self._means(layer) for i, layer in there.items()}
-        return Source({i: due[i] for i in there}, partial(_of_batch, means, work.measured.finite))
+        sums = {i: self._sums(layer) for i, layer in there.items()}
+        return Source({i: due[i] for i in there}, partial(_of_batch, sums, work.measured.finite))
 
     def _share(self, layers: Sequence[Layer]) -> None:
         """Add up what all ranks have collected: all of them take part, whatever they have seen."""
@@ -270,13 +270,10 @@ class ActivationStatistics:
             )
         self._counts["missed_statistics"] += len(layers)
 
-    def _means(self, layer: Layer) -> tuple[Tensor, Tensor]:
-        """M of L and of R."""
+    def _sums(self, layer: Layer) -> tuple[Tensor, Tensor, int]:
+        """M of L and of R, as sums, and over how many rows; a step that fails needs them again."""
         own = self._collected[layer]
-        for sums in (own.X, own.Y):
-            sums /= own.rows
-        own.rows = 1
-        return (own.X, own.Y) if layer.kind.inputs_are_rows else (own.Y, own.X)
+        return (*((own.X, own.Y) if layer.kind.inputs_are_rows else (own.Y, own.X)), own.rows)
 
     def counts(self) -> dict[str, int]:
         """Updates that a layer missed."""
@@ -284,11 +281,11 @@ class ActivationStatistics:
 
 
 def _of_batch(
-    means: Mapping[int, tuple[Tensor, Tensor]], finite: Tensor, parts: Sequence[Part]
+    sums: Mapping[int, tuple[Tensor, Tensor, int]], finite: Tensor, parts: Sequence[Part]
 ) -> Tensor:
     """M of a batch. Of gradients that are not finite, nobody takes it."""
-    n, count = order_of(parts), sum(part.rows.stop - part.rows.start for part in parts)
-    M = torch.zeros(count, n, n, device=finite.device)
+    n, rows = order_of(parts), sum(part.rows.stop - part.rows.start for part in parts)
+    M = torch.zeros(rows, n, n, device=finite.device)
     first = 0
     for part in parts:
         own = part.factors.order
@@ -296,8 +293,9 @@ def _of_batch(
             start, stop = max(part.rows.start, span.start), min(part.rows.stop, span.stop)
             if start < stop:
                 here = slice(first + start - part.rows.start, first + stop - part.rows.start)
-                side = means[span.member][part.right]
-                M[here, :own, :own] = side[start - span.start : stop - span.start]
+                *sides, count = sums[span.member]
+                side = sides[part.right][start - span.start : stop - span.start]
+                torch.div(side, count, out=M[here, :own, :own])
         first += part.rows.stop - part.rows.start
     return M
 

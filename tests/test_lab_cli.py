@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import same_state
+from conftest import same_state, slow
 from ranks import run_script_on_ranks
 
 from kronbit.cli import run
@@ -162,7 +162,7 @@ def on_terminal(columns: int, *arguments: str) -> str:
     return found.decode()
 
 
-@pytest.mark.parametrize("columns", [60, 140])
+@pytest.mark.parametrize("columns", [pytest.param(60, marks=slow), 140])
 def test_a_terminal_shows_a_bar(columns: int, tmp_path: Path) -> None:
     said = on_terminal(columns, "train", "digits-cnn", *SMALL, "--out", str(tmp_path / "run"))
     plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", said)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import same_state
+from conftest import same_state, slow
 from ranks import run_on_ranks
 from rich.console import Console
 from test_lab_recipe import write_cifar
@@ -96,7 +96,10 @@ def test_the_loop_is_that_of_a_careful_hand(bits: int | None, tmp_path: Path) ->
     assert lines(tmp_path / "run", "eval")[-1]["accuracy"] == right / 397
 
 
-@pytest.mark.parametrize("optimizer", ["base", "shampoo", "kfac", "eva", "mfac"])
+@pytest.mark.parametrize(
+    "optimizer",
+    ["shampoo", "kfac", *(pytest.param(name, marks=slow) for name in ("base", "eva", "mfac"))],
+)
 def test_a_run_goes_on_bit_for_bit(optimizer: str, tmp_path: Path) -> None:
     recipe = small(f"optimizer={optimizer}", "checkpoint_every=6", "keep=5", "eval_every=4")
     trained(recipe, tmp_path / "whole")

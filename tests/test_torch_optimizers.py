@@ -89,7 +89,7 @@ def test_it_goes_into_the_right_direction(
     assert (end > start) if options.get("maximize") else (end < start)
 
 
-@pytest.mark.parametrize("kind", [Shampoo, CASPR])
+@pytest.mark.parametrize("kind", [Shampoo, pytest.param(CASPR, marks=slow)])
 @pytest.mark.parametrize("name", BASES)
 def test_with_schedulers_too(name: str, kind: Any) -> None:
     for schedulers in INFOS[name].scheduler_inputs:

@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     from kronbit.work import Present
 
 _AGAIN = (
-    "step() can be called again, on all ranks if there are several: what it has updated of the "
-    "second-order state is not updated twice"
+    "step() can be called again (several ranks: load the last checkpoint instead); what it has "
+    "updated of the second-order state is not updated twice"
 )
 
 

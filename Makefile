@@ -1,7 +1,5 @@
 PYTHON ?= python3
 BIN := .venv/bin
-# One more than there are cores: some tests wait for processes of their own.
-WORKERS := $(shell n=$$(getconf _NPROCESSORS_ONLN); echo $$((n < 8 ? n + 1 : 8)))
 
 .PHONY: help demo test docs lint wheel audit clean
 
@@ -23,7 +21,7 @@ demo: .venv/lab.stamp
 	$(BIN)/kronbit compare
 
 test: .venv/dev.stamp
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 8
 
 docs: .venv/docs.stamp
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

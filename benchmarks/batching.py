@@ -28,6 +28,8 @@ from kronbit.groups import Due
 from kronbit.lab.models.swin import SwinTiny
 from kronbit.nonfinite import NonfiniteGuard
 from kronbit.preconditioner import Preconditioner
+from kronbit.statistics import GradientStatistics
+from kronbit.statistics.base import Source
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 import oracle
@@ -51,14 +53,15 @@ def batched(own: Preconditioner, grads: Any, config: Any, warm_up: int, runs: in
     """Seconds of an update, once the eigenvectors have settled."""
     due = {i: Due(config) for i in range(len(own.members))}
     guard = NonfiniteGuard(torch.device("cpu"), config)
-    sizes = [grad.numel() for grad in grads]
+    sizes, statistics_of = [grad.numel() for grad in grads], GradientStatistics()
     found = []
     for _ in range(warm_up + runs):
         fresh = [torch.randn_like(grad) for grad in grads]
-        measured = guard.measure(fresh, sizes, {torch.float32})
+        measured = guard.measure(fresh, sizes, [], {torch.float32})
         start = time.perf_counter()
-        own.update(measured, due)
+        own.update(measured, Source(due, statistics_of.outer_products(own, measured, due)))
         found.append(time.perf_counter() - start)
+        own.progress.settle()
     return statistics.median(found[warm_up:])
 
 

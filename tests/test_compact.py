@@ -30,7 +30,7 @@ def bits_per_element(order: int, **options: Any) -> float:
 @pytest.mark.parametrize("method", ["eigen", "naive", "cholesky"])
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize(  # tiles of 32 or 64, and rows, by the bits
-    "n", [64, 66, pytest.param(97, marks=slow), pytest.param(131, marks=slow)]
+    "n", [66, *(pytest.param(n, marks=slow) for n in (64, 97, 131))]
 )
 def test_updates_and_roots_are_the_oracles(
     method: str, bits: int, n: int, device: torch.device
@@ -49,7 +49,7 @@ def test_updates_and_roots_are_the_oracles(
 
 
 @pytest.mark.parametrize("bits", BITS)
-@pytest.mark.parametrize("n", [64, 66, 97, 200])
+@pytest.mark.parametrize("n", [66, 97, *(pytest.param(n, marks=slow) for n in (64, 200))])
 def test_codes_are_equal_to_the_bit_where_arithmetic_is_exact(
     bits: int, n: int, device: torch.device
 ) -> None:

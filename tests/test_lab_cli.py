@@ -89,6 +89,7 @@ def test_a_run_that_was_killed_or_interrupted_equals_one_that_was_not(tmp_path: 
         assert found[key] == expected[key]
 
 
+@slow
 def test_ranks_of_torchrun_go_on_bit_for_bit(tmp_path: Path) -> None:
     """Two processes, which agree on a folder and share the state; then the same after a stop."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import slow
 from rich.console import Console
 
 from kronbit.lab.errors import LabError
@@ -71,7 +72,9 @@ def test_both_take_the_steps_that_they_would_take_apart() -> None:
         assert torch.equal(p, q)
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize(
+    "device", [pytest.param("cpu", marks=slow), pytest.param("cuda", marks=pytest.mark.gpu)]
+)
 def test_a_run_goes_on_bit_for_bit(device: str, tmp_path: Path) -> None:
     recipe = recipe_of("checkpoint_every=4", "keep=5", "log_every=2")
     trained(recipe, tmp_path / "whole", device)

@@ -6,6 +6,8 @@ import copy
 import importlib
 import re
 import runpy
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,17 @@ from kronbit.integrations.strings import read_options
 from kronbit.state import blocks_of
 
 EVERY = {"update_every": 2, "refresh_every": 2, "min_quantized_numel": 0}
+
+
+@pytest.fixture(autouse=True)
+def _accelerate_anew() -> Iterator[None]:
+    """Accelerate remembers for the whole process what its first user, a Trainer say, wanted."""
+    yield
+    if "accelerate" in sys.modules:
+        from accelerate.state import AcceleratorState, GradientState
+
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
 
 
 # ---------------------------------------------------------------------------- options as text

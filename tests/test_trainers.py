@@ -415,6 +415,16 @@ def test_torchtitans_own_optimizers_are_still_known() -> None:
         KronbitOptimizers._resolve_optimizer_factory("Adagrad")
 
 
+def test_what_torchtitan_can_do_to_its_own_adamw_only_is_refused() -> None:
+    pytest.importorskip("torchtitan")
+    from kronbit.integrations.torchtitan import shampoo4bit
+
+    config = shampoo4bit()
+    config.implementation = "fused_opt_states_bf16"
+    with pytest.raises(ValueError, match=r"fused_opt_states_bf16.*take 'fused'"):
+        config.build(model_parts=[nn.Linear(20, 30)])
+
+
 @pytest.mark.parametrize("name", ["Shampoo", "CASPR"])
 def test_the_example_of_import_paths_learns(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -1,13 +1,19 @@
-"""The options of param groups, looked up once."""
+"""The options of param groups: looked up once, and checked against parameters."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from operator import itemgetter
 from typing import Any
 
+from torch import Tensor
+
 from kronbit.config import GROUP_OPTIONS, Config
+from kronbit.distributed.placements import refuse
+from kronbit.first_order import tensors_of
+from kronbit.report import parameter_name
+from kronbit.statistics import Statistics
 
 _VALUES = itemgetter(*GROUP_OPTIONS)
 
@@ -38,3 +44,34 @@ class GroupConfigs:
         with suppress(KeyError, TypeError):
             self._known[_VALUES(group)] = config
         return config
+
+
+def check_group(
+    group: Mapping[str, Any],
+    earlier: Sequence[Mapping[str, Any]],
+    config: Config,
+    statistics: Statistics,
+) -> None:
+    """Refuse bad options, and options that do not suit the group's parameters.
+
+    Args:
+        group: The group, of which options may be missing.
+        earlier: Those before it.
+        config: The optimizer's own options.
+        statistics: They know how a parameter is cut.
+
+    Raises:
+        TypeError: If it is not a dict.
+        ValueError: If an option or a parameter is refused; by name.
+    """
+    if not isinstance(group, Mapping):
+        raise TypeError(f"a param group must be a dict; got {type(group).__name__}")
+    own = config.for_group(group)
+    known = [p for g in earlier if config.for_group(g).precondition for p in g["params"]]
+    for number, p in enumerate(tensors_of(group)):
+        if isinstance(p, Tensor):
+            if own.precondition:
+                name = parameter_name(group, len(earlier), number)
+                refuse(name, p, statistics.takes_shards, known)
+                known.append(p)
+            statistics.route(p, own)

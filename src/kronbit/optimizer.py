@@ -21,11 +21,10 @@ from kronbit.config import (
     Config,
     take_options,
 )
-from kronbit.distributed.placements import refuse
 from kronbit.distributed.ranks import Ranks, find_ranks
 from kronbit.first_order import BaseFactory
 from kronbit.gradients import inspect, plain_dtypes
-from kronbit.group_configs import GroupConfigs
+from kronbit.group_configs import GroupConfigs, check_group
 from kronbit.interruption import explained, handed_over
 from kronbit.nonfinite import NonfiniteGuard
 from kronbit.plan import Plan
@@ -109,19 +108,8 @@ class SecondOrder(Around):
             self._expect_statistics()
 
     def _check_group(self, group: Mapping[str, Any], index: int) -> None:
-        """Refuse bad options, and options that do not suit the group's parameters."""
-        if not isinstance(group, Mapping):
-            raise TypeError(f"a param group must be a dict; got {type(group).__name__}")
-        config = self.config.for_group(group)
         earlier = self.base.param_groups[:index]
-        known = [p for g in earlier if self.config.for_group(g).precondition for p in g["params"]]
-        for number, p in enumerate(first_order.tensors_of(group)):
-            if isinstance(p, Tensor):
-                if config.precondition:
-                    name = report.parameter_name(group, index, number)
-                    refuse(name, p, self._statistics.takes_shards, known)
-                    known.append(p)
-                self._statistics.route(p, config)
+        check_group(group, earlier, self.config, self._statistics)
 
     def _complete_groups(self) -> None:
         """Put our options into groups that lack them: new ones, or such that F has loaded."""
@@ -244,7 +232,9 @@ class SecondOrder(Around):
     def _replanned(self, present: Collection[Tensor]) -> Plan:
         """Lay all state out anew. What the state holds is copied over; the rest starts fresh."""
         present = set(present)
-        before, self._plan = self._plan, None  # until all of the new one is bound
+        first = self._plan is None
+        self._past_counts.update(report.fallback_counts(self._plan))
+        self._plan = None  # until all of the new one is bound
         plan = self._make_plan(
             (p, self._config_of(group))
             for group in self.param_groups
@@ -255,9 +245,7 @@ class SecondOrder(Around):
             if p in plan.places or (p.requires_grad and not self._ranks.owns(p)):
                 self._start_state(p)  # on all ranks, or on none
         plan.find_refreshed(self._binding.bind(plan, self.state), self.state)
-        if before is not None:
-            self._past_counts.update(report.fallback_counts(before))
-        else:
+        if first:
             report.warn_of_few(self._rows(), self._statistics.route, self.summary)
         return plan
 
@@ -396,11 +384,7 @@ class SecondOrder(Around):
 
     def _rows(self) -> list[report.Row]:
         """All parameters with their names and options."""
-        return [
-            (report.parameter_name(group, index, number), p, self._config_of(group))
-            for index, group in enumerate(self.param_groups)
-            for number, p in enumerate(group["params"])
-        ]
+        return report.rows(self.param_groups, self._config_of)
 
     def diagnostics(self) -> dict[str, Any]:
         """Counters of every fallback, and figures per group. Waits for the device.

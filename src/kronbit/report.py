@@ -6,7 +6,7 @@ import importlib.util
 import math
 import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -39,6 +39,17 @@ def parameter_name(group: Mapping[str, Any], index: int, number: int) -> str:
     """The name that the parameter was given with, or its place in the param groups."""
     names = group.get("param_names")
     return names[number] if names else f"group {index}, parameter {number}"
+
+
+def rows(
+    groups: Iterable[Mapping[str, Any]], config_of: Callable[[Mapping[str, Any]], Config]
+) -> list[Row]:
+    """All parameters of param groups."""
+    return [
+        (parameter_name(group, index, number), p, config_of(group))
+        for index, group in enumerate(groups)
+        for number, p in enumerate(group["params"])
+    ]
 
 
 def summary(

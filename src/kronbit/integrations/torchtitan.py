@@ -36,7 +36,7 @@ class KronbitOptimizers(OptimizersContainer):  # type: ignore[misc, type-arg, un
         return found
 
     def _register_bf16_optimizer_state_hook(self) -> None:
-        raise NotImplementedError(
+        raise ValueError(
             "implementation='fused_opt_states_bf16' knows torch's own Adam and AdamW only: take "
             "'fused', or base='adamw8bit' in optimizer_factory_kwargs_by_name"
         )

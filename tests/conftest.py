@@ -85,6 +85,15 @@ def _seed() -> None:
 
 
 @pytest.fixture
+def repeatable(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Forward and backward passes on a GPU that are the same every time; our step always is."""
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
 def browser() -> Iterator[Any]:
     """Headless Chromium, where it and its driver are installed."""
     webdriver = pytest.importorskip("selenium.webdriver")

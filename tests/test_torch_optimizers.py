@@ -6,9 +6,9 @@ Options and bad inputs are those of ``torch.testing._internal.common_optimizers`
 from __future__ import annotations
 
 import copy
+import itertools
 import pickle
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -40,29 +40,36 @@ BASES = sorted(INFOS.keys() - NO_BASES)
 EVERY = {"update_every": 1, "refresh_every": 2, "min_quantized_numel": 0}
 
 
-def cases() -> Iterator[Any]:
-    """Every base with every set of options that torch tests it with."""
-    for name in BASES:
-        for number, given in enumerate(INFOS[name].optim_inputs_func(device="cpu")):
-            options = given.kwargs
-            if options.get("capturable"):
-                continue  # for GPUs
-            marks = slow if number > 1 else ()
-            yield pytest.param(name, options, id=f"{name}-{number}-{given.desc}", marks=marks)
+def cases() -> list[Any]:
+    """Every base with every set of options that torch tests it with; some are for GPUs alone."""
+    found = []
+    for device, name in itertools.product(("cpu", "cuda"), BASES):
+        for number, given in enumerate(INFOS[name].optim_inputs_func(device=device)):
+            if device == "cuda":
+                marks: Any = pytest.mark.gpu
+            elif given.kwargs.get("capturable"):
+                continue
+            else:
+                marks = slow if number > 1 else ()
+            label = f"{device}-{name}-{number}-{given.desc}"
+            found.append(pytest.param(device, name, given.kwargs, id=label, marks=marks))
+    return found
 
 
 def make(name: str, params: Any, options: dict[str, Any], kind: Any = Shampoo) -> Any:
     return kind(params, base=INFOS[name].optim_cls, **options, **EVERY)
 
 
-def layer(noncontiguous: bool = False) -> tuple[list[nn.Parameter], Tensor]:
+def layer(
+    noncontiguous: bool = False, device: str | torch.device = "cpu"
+) -> tuple[list[nn.Parameter], Tensor]:
     """A weight, a bias and an input."""
     torch.manual_seed(0)
-    weight = torch.randn(10, 7) if not noncontiguous else torch.randn(10, 7, 2)[..., 0]
-    bias = torch.randn(10) if not noncontiguous else torch.randn(10, 2)[..., 0]
-    params = [nn.Parameter(weight), nn.Parameter(bias)]
+    weight = torch.randn(10, 7) if not noncontiguous else torch.randn(10, 7, 2).to(device)[..., 0]
+    bias = torch.randn(10) if not noncontiguous else torch.randn(10, 2).to(device)[..., 0]
+    params = [nn.Parameter(weight.to(device)), nn.Parameter(bias.to(device))]
     assert params[0].is_contiguous() != noncontiguous
-    return params, torch.randn(7)
+    return params, torch.randn(7).to(device)
 
 
 def backward(params: list[nn.Parameter], x: Tensor) -> Tensor:
@@ -74,11 +81,11 @@ def backward(params: list[nn.Parameter], x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("noncontiguous", [False, True])
-@pytest.mark.parametrize(("name", "options"), cases())
+@pytest.mark.parametrize(("device", "name", "options"), cases())
 def test_it_goes_into_the_right_direction(
-    name: str, options: dict[str, Any], noncontiguous: bool
+    device: str, name: str, options: dict[str, Any], noncontiguous: bool
 ) -> None:
-    params, x = layer(noncontiguous)
+    params, x = layer(noncontiguous, device)
     optimizer = make(name, params, options)
     start = float(backward(params, x))
     for _ in range(20):
@@ -134,6 +141,29 @@ def test_a_learning_rate_may_be_a_tensor(name: str) -> None:
         torch.testing.assert_close(p, q)
 
 
+@pytest.mark.parametrize("name", BASES)
+def test_implementations_of_the_base_agree(name: str, device: torch.device) -> None:
+    """One parameter after the other, all at once, in one kernel, and for CUDA graphs."""
+    info = INFOS[name]
+    ways = [{way: True} for way in ("foreach", "fused") if way in info.supported_impls]
+    if device.type not in info.supports_fused_on:
+        ways = [way for way in ways if "fused" not in way]
+    if device.type == "cuda" and info.has_capturable_arg:
+        ways += [{"capturable": True}, {"capturable": True, "foreach": True}]
+    results = []
+    for way in ({"foreach": False}, *ways):
+        params, x = layer(device=device)
+        # They round differently, which may move a code.
+        optimizer = make(name, params, {**way, "bits": 32})
+        for _ in range(4):
+            backward(params, x)
+            optimizer.step()
+        results.append([p.detach() for p in params])
+    for other in results[1:]:
+        for p, q in zip(results[0], other, strict=True):
+            torch.testing.assert_close(p, q)
+
+
 @pytest.mark.parametrize(
     "case",
     get_error_inputs_for_all_optims("cpu", torch.float32),
@@ -165,9 +195,9 @@ def test_complex_matrices_are_refused_by_name() -> None:
     assert torch.isfinite(torch.view_as_real(p)).all()
 
 
-@pytest.mark.parametrize(("name", "options"), cases())
-def test_parameters_without_gradients_stay(name: str, options: dict[str, Any]) -> None:
-    params, _ = layer()
+@pytest.mark.parametrize(("device", "name", "options"), cases())
+def test_parameters_without_gradients_stay(device: str, name: str, options: dict[str, Any]) -> None:
+    params, _ = layer(device=device)
     before = [p.detach().clone() for p in params]
     optimizer = make(name, params, options)
     optimizer.step()
@@ -177,11 +207,11 @@ def test_parameters_without_gradients_stay(name: str, options: dict[str, Any]) -
     assert all(entry["step"] == 0 for entry in optimizer.state.values())
 
 
-@pytest.mark.parametrize(("name", "options"), cases())
+@pytest.mark.parametrize(("device", "name", "options"), cases())
 def test_gradients_are_never_written_to_if_they_are_kept(
-    name: str, options: dict[str, Any]
+    device: str, name: str, options: dict[str, Any]
 ) -> None:
-    params, x = layer()
+    params, x = layer(device=device)
     optimizer = make(name, params, {**options, "keep_gradients": True})
     for _ in range(3):
         backward(params, x)

@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import relative_error
+from ranks import run_on_ranks
 from torch import Tensor, nn
 
 from kronbit import KFAC, Shampoo
@@ -31,6 +33,10 @@ def _accelerate_anew() -> Iterator[None]:
 
         AcceleratorState._reset_state(reset_partial_state=True)
         GradientState._reset_state()
+
+
+def on_gpu(*values: Any, id: str) -> Any:
+    return pytest.param(*values, id=id, marks=pytest.mark.gpu)
 
 
 # ---------------------------------------------------------------------------- options as text
@@ -82,7 +88,9 @@ def gpt2() -> nn.Module:
     return model
 
 
-def trainer(folder: Path, optimizer: tuple[Any, dict[str, Any]], **arguments: Any) -> Any:
+def trainer(
+    folder: Path, optimizer: tuple[Any, dict[str, Any]], device: str = "cpu", **arguments: Any
+) -> Any:
     pytest.importorskip("accelerate")
     settings = {
         "output_dir": str(folder),
@@ -94,7 +102,7 @@ def trainer(folder: Path, optimizer: tuple[Any, dict[str, Any]], **arguments: An
         "lr_scheduler_type": "linear",
         "report_to": [],
         "disable_tqdm": True,
-        "use_cpu": True,
+        "use_cpu": device == "cpu",
     }
     args = transformers.TrainingArguments(**{**settings, **arguments})
     model = gpt2()
@@ -108,18 +116,29 @@ def inner(trained: Any) -> Any:
     return getattr(trained.optimizer, "optimizer", trained.optimizer)
 
 
-@pytest.mark.parametrize("amp", [{}, {"bf16": True}], ids=["float32", "bf16"])
+@pytest.mark.usefixtures("repeatable")
+@pytest.mark.parametrize(
+    ("device", "amp"),
+    [
+        pytest.param("cpu", {}, id="float32"),
+        pytest.param("cpu", {"bf16": True}, id="bf16"),
+        on_gpu("cuda", {}, id="cuda-float32"),
+        on_gpu("cuda", {"bf16": True}, id="cuda-bf16"),
+        on_gpu("cuda", {"fp16": True}, id="cuda-fp16"),
+    ],
+)
 def test_the_trainer_takes_the_class_and_resumes_to_the_bit(
-    tmp_path: Path, amp: dict[str, Any]
+    tmp_path: Path, device: str, amp: dict[str, Any]
 ) -> None:
     made = Shampoo, {"lr": 1e-3, "weight_decay": 0.1, "bits": 4, **EVERY}
-    whole = trainer(tmp_path, made, **amp)
+    whole = trainer(tmp_path, made, device, **amp)
     whole.train()
     found = inner(whole)
     assert isinstance(found, Shampoo)
     assert all(entry["step"] == 6 for entry in found.state.values())
     assert found.memory()["roots"] > 0
-    again = trainer(tmp_path, made, **amp)
+    assert {p.device.type for p in found.state} == {device}
+    again = trainer(tmp_path, made, device, **amp)
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
     for p, q in zip(whole.model.parameters(), again.model.parameters(), strict=True):
         assert torch.equal(p, q)
@@ -179,6 +198,40 @@ def test_a_factory_sees_the_model(tmp_path: Path, name: str) -> None:
     assert found.memory()["roots"] > 0
 
 
+@pytest.mark.gpu
+def test_steps_that_the_trainers_scaler_skips_have_not_been(tmp_path: Path) -> None:
+    made = Shampoo, {"lr": 1e-3, **EVERY}
+    trained = trainer(tmp_path, made, "cuda", fp16=True, max_steps=12)
+    scaler = torch.amp.GradScaler("cuda", init_scale=2.0**38, growth_interval=1000)
+    trained.accelerator.scaler = scaler
+    trained.train()
+    found = inner(trained)
+    skipped = 38 - int(torch.tensor(scaler.get_scale()).log2())
+    assert 0 < skipped < 12
+    assert {entry["step"] for entry in found.state.values()} == {12 - skipped}
+    assert found.diagnostics()["skipped_gradients"] == 0
+    assert all(torch.isfinite(p).all() for p in trained.model.parameters())
+
+
+@pytest.mark.gpu
+def test_layers_are_watched_without_the_trainers_scale(tmp_path: Path) -> None:
+    """As the docs say it: the scaler is there before the optimizer is."""
+    from kronbit.integrations.transformers import KFACFactory
+
+    factors = {}
+    for amp in ("fp16", "bf16"):
+        options = {"lr": 1e-3, "bits": 32, "update_every": 1, "refresh_every": 1}
+        trained = trainer(tmp_path, (KFACFactory, options), "cuda", max_steps=1, **{amp: True})
+        trained.optimizer_cls_and_kwargs[1]["grad_scaler"] = trained.accelerator.scaler
+        trained.train()
+        entries = inner(trained).state.values()
+        factors[amp] = [blocks_of(entry)["block_0"] for entry in entries if blocks_of(entry)]
+    assert len(factors["fp16"]) == 4
+    for own, other in zip(factors["fp16"], factors["bf16"], strict=True):
+        for side in ("left", "right"):
+            assert relative_error(own[side]["matrix"], other[side]["matrix"]) < 0.03
+
+
 def test_an_option_that_is_given_twice_is_refused() -> None:
     from kronbit.integrations.transformers import ShampooFactory
 
@@ -189,19 +242,22 @@ def test_an_option_that_is_given_twice_is_refused() -> None:
 # --------------------------------------------------------------------------------- Accelerate
 
 
-def test_accelerate_prepares_without_changing_anything(tmp_path: Path) -> None:
+def test_accelerate_prepares_without_changing_anything(
+    tmp_path: Path, device: torch.device
+) -> None:
     accelerate = pytest.importorskip("accelerate")
     model = nn.Linear(20, 30)
     optimizer = Shampoo(model.parameters(), lr=1e-2, **EVERY)
     before = copy.deepcopy(optimizer.state_dict())
-    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
+    on_cpu = device.type == "cpu"
+    accelerator = accelerate.Accelerator(cpu=on_cpu, gradient_accumulation_steps=2)
     model, prepared = accelerator.prepare(model, optimizer)
     assert optimizer.state_dict() == before
-    twin = nn.Linear(20, 30)
+    twin = nn.Linear(20, 30).to(device)
     twin.load_state_dict(model.state_dict())
     plain = Shampoo(twin.parameters(), lr=1e-2, **EVERY)
     for t in range(8):
-        x = torch.randn(16, 20, generator=torch.Generator().manual_seed(t))
+        x = torch.randn(16, 20, generator=torch.Generator().manual_seed(t)).to(device)
         with accelerator.accumulate(model):
             accelerator.backward(model(x).square().mean())
             prepared.step()
@@ -230,6 +286,69 @@ def test_accelerate_prepares_without_changing_anything(tmp_path: Path) -> None:
         assert not torch.equal(p, r)
 
 
+@pytest.mark.gpu
+def test_accelerate_scales_in_fp16() -> None:
+    accelerate = pytest.importorskip("accelerate")
+    own = accelerate.utils.GradScalerKwargs(init_scale=2.0**30, growth_interval=1000)
+    accelerator = accelerate.Accelerator(mixed_precision="fp16", kwargs_handlers=[own])
+    model = nn.Linear(20, 30)
+    optimizer = Shampoo(model.parameters(), lr=1e-2, **EVERY)
+    model, prepared = accelerator.prepare(model, optimizer)
+    taken = 0
+    for t in range(24):
+        x = torch.randn(16, 20, generator=torch.Generator().manual_seed(t)).cuda()
+        accelerator.backward(model(x).square().mean())
+        prepared.step()
+        prepared.zero_grad()
+        taken += not accelerator.optimizer_step_was_skipped
+    assert 0 < taken < 24
+    assert {entry["step"] for entry in optimizer.state.values()} == {taken}
+    assert optimizer.diagnostics()["skipped_gradients"] == 0
+    assert all(torch.isfinite(p).all() for p in model.parameters())
+
+
+def sharded_by_accelerate(rank: int, folder: str) -> list[list[Tensor]]:
+    """Weights by Accelerate's FSDP2, saved and loaded on the way, and those of one process."""
+    import accelerate
+
+    plugin = accelerate.utils.FullyShardedDataParallelPlugin(
+        fsdp_version=2, auto_wrap_policy="no_wrap", cpu_ram_efficient_loading=False
+    )
+    accelerator = accelerate.Accelerator(fsdp_plugin=plugin)
+    assert accelerator.is_fsdp2
+    network = nn.Sequential(nn.Linear(70, 66), nn.Tanh(), nn.Linear(66, 5)).cuda()
+    alone = Shampoo(network.parameters(), lr=1e-2, process_group=False, **EVERY)
+    model = copy.deepcopy(network)
+    optimizer = Shampoo(model.parameters(), lr=1e-2, **EVERY)
+    model, prepared = accelerator.prepare(model, optimizer)
+    for t in range(8):
+        x = torch.randn(16, 70, generator=torch.Generator().manual_seed(t)).cuda()
+        accelerator.backward(model(x).square().mean())
+        prepared.step()
+        prepared.zero_grad()
+        network(x).square().mean().backward()
+        alone.step()
+        alone.zero_grad()
+        if t == 3:
+            accelerator.save_state(folder)
+            accelerator.wait_for_everyone()
+            accelerator.load_state(folder)
+    assert optimizer._ranks.owners is not None
+    whole = [p.full_tensor().detach().cpu() for p in model.parameters()]
+    accelerator.end_training()
+    return [whole, [p.detach().cpu() for p in network.parameters()]]
+
+
+@pytest.mark.gpu
+def test_accelerate_shards_and_goes_on(tmp_path: Path) -> None:
+    """FSDP2 by NCCL on a single rank: its optimizers have their parameters exchanged."""
+    pytest.importorskip("accelerate")
+    given = sharded_by_accelerate, str(tmp_path)
+    for whole, alone in run_on_ranks(1, *given, backend="torchrun"):
+        for p, q in zip(whole, alone, strict=True):
+            torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-6)
+
+
 # ---------------------------------------------------------------------------------- Lightning
 
 
@@ -255,21 +374,31 @@ def lightning_module(manual: bool) -> Any:
         def configure_optimizers(self) -> torch.optim.Optimizer:
             if manual:
                 base = torch.optim.SGD(self.parameters(), lr=0.1)
-                return KFAC(base, model=self, **EVERY)
+                scaler = getattr(self.trainer.precision_plugin, "scaler", None)
+                return KFAC(base, model=self, grad_scaler=scaler, **EVERY)
             return Shampoo(self.parameters(), lr=1e-2, **EVERY)
 
     return Module()
 
 
-def fit(folder: Path, manual: bool, **more: Any) -> Any:
+def fit(folder: Path, manual: bool, device: str, precision: str, **more: Any) -> Any:
     """Three epochs, with a checkpoint after each."""
     lightning = pytest.importorskip("lightning")
     callbacks = pytest.importorskip("lightning.pytorch.callbacks")
+    if precision == "16-mixed":  # with a scale that is too large at first
+        from lightning.pytorch.plugins import MixedPrecision
+
+        scaler = torch.amp.GradScaler(device, init_scale=2.0**22, growth_interval=1000)
+        how: dict[str, Any] = {"plugins": MixedPrecision(precision, device, scaler)}
+    else:
+        how = {"precision": precision}
     x = torch.randn(48, 20, generator=torch.Generator().manual_seed(0))
     data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x), batch_size=8)
     module = lightning_module(manual)
     own = lightning.Trainer(
-        accelerator="cpu",
+        accelerator=device,
+        devices=1,
+        **how,
         max_epochs=3,
         callbacks=[callbacks.ModelCheckpoint(folder, filename="{epoch}", save_top_k=-1)],
         default_root_dir=folder,
@@ -282,14 +411,28 @@ def fit(folder: Path, manual: bool, **more: Any) -> Any:
 
 
 @pytest.mark.parametrize("manual", [False, True], ids=["automatic", "manual"])
-def test_lightning_trains_and_resumes_to_the_bit(tmp_path: Path, manual: bool) -> None:
+@pytest.mark.parametrize(
+    ("device", "precision"),
+    [
+        pytest.param("cpu", "32-true", id="float32"),
+        pytest.param("cpu", "16-mixed", id="fp16"),
+        on_gpu("cuda", "32-true", id="cuda-float32"),
+        on_gpu("cuda", "bf16-mixed", id="cuda-bf16"),
+        on_gpu("cuda", "16-mixed", id="cuda-fp16"),
+    ],
+)
+def test_lightning_trains_and_resumes_to_the_bit(
+    tmp_path: Path, manual: bool, device: str, precision: str
+) -> None:
     """Automatic optimisation runs both passes in the closure; K-FAC goes by hand."""
-    whole = fit(tmp_path / "whole", manual)
+    whole = fit(tmp_path / "whole", manual, device, precision)
     optimizer = whole.optimizers().optimizer
     assert optimizer.memory()["roots"] > 0
-    assert {entry["step"] for entry in optimizer.state.values()} == {18}
+    (steps,) = {entry["step"] for entry in optimizer.state.values()}
+    assert (10 < steps < 18) if precision == "16-mixed" else steps == 18
+    assert optimizer.diagnostics()["skipped_gradients"] == 0
     kept = tmp_path / "whole" / "epoch=1.ckpt"
-    again = fit(tmp_path / "again", manual, ckpt_path=kept, weights_only=True)
+    again = fit(tmp_path / "again", manual, device, precision, ckpt_path=kept, weights_only=True)
     for p, q in zip(whole.parameters(), again.parameters(), strict=True):
         assert torch.equal(p, q)
 
@@ -345,12 +488,12 @@ def test_low_rank_factors_are_matrices_like_others() -> None:
     assert not any(count for count in optimizer.diagnostics().values() if isinstance(count, int))
 
 
-def test_timm_finds_them_by_name() -> None:
+def test_timm_finds_them_by_name(device: torch.device) -> None:
     optim = pytest.importorskip("timm.optim", exc_type=ImportError)
     importlib.import_module("kronbit.integrations.timm")  # registers them
 
     assert {"shampoo4bit", "caspr4bit"} <= set(optim.list_optimizers())
-    model = nn.Sequential(nn.Linear(20, 70), nn.LayerNorm(70), nn.Linear(70, 8))
+    model = nn.Sequential(nn.Linear(20, 70), nn.LayerNorm(70), nn.Linear(70, 8)).to(device)
     make = {"lr": 1e-3, "weight_decay": 0.05, "betas": (0.9, 0.99), "eps": 1e-7, "bits": 8}
     optimizer = optim.create_optimizer_v2(
         model, opt="shampoo4bit", fallback_list=["2.weight"], **make, **EVERY
@@ -363,7 +506,7 @@ def test_timm_finds_them_by_name() -> None:
     assert by_parameter[model[0].bias]["weight_decay"] == 0.0
     assert {group["betas"] for group in optimizer.param_groups} == {(0.9, 0.99)}
     for _ in range(3):
-        model(torch.randn(4, 20)).square().mean().backward()
+        model(torch.randn(4, 20).to(device)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
     assert optimizer.memory()["roots"] > 0

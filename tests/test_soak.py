@@ -1,0 +1,44 @@
+"""The same seed gives the same bits, and memory stays as it is; ``benchmarks/soak.py`` at length."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import slow
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
+import soak  # noqa: E402
+
+LAP, LAPS = 44, 3  # each with a refresh, a save and a load
+CASES = [
+    pytest.param(setup, marks=() if setup == "Shampoo" else slow, id=setup) for setup in soak.SETUPS
+]
+
+
+@pytest.mark.usefixtures("repeatable")
+@pytest.mark.filterwarnings("ignore:.*non-finite gradient")
+@pytest.mark.parametrize("setup", CASES)
+def test_a_second_run_is_the_first(setup: str, device: torch.device) -> None:
+    width = 32 if device.type == "cpu" else 256
+    first, second = (
+        list(itertools.islice(soak.walk(setup, device, width, LAP), LAPS)) for _ in range(2)
+    )
+    assert [lap["digest"] for lap in first] == [lap["digest"] for lap in second]
+    assert len({lap["digest"] for lap in first}) == LAPS  # and they are not those of the start
+    for laps in (first, second):
+        if device.type == "cuda":
+            assert soak.drift(laps, "allocated") < 0.01
+            assert soak.drift(laps, "peak") < 0.01
+
+
+def test_other_bits_have_another_digest() -> None:
+    model = torch.nn.Linear(3, 2)
+    optimizer = soak.shampoo(model)
+    before = soak.digest(model, optimizer)
+    with torch.no_grad():
+        model.weight.view(torch.int32)[0, 0] ^= 1
+    assert soak.digest(model, optimizer) != before

@@ -4,9 +4,10 @@ Usage::
 
     python benchmarks/soak.py [--minutes 9.2] [--output result.json]
 
-Every setup runs twice with the same seed, all of them side by side in processes of their own, for as
-long as told. After each lap a run saves and loads its state, and notes how much memory it holds and
-a digest of all weights and all state. Some gradients are not finite on the way, and some are missing.
+Every setup runs twice with the same seed, all of them side by side in processes of their own, for
+as long as told. After each lap a run saves and loads its state, and notes how much memory it holds
+and a digest of all weights and all state. On the way some gradients are not finite, and some are
+missing.
 """
 
 from __future__ import annotations

@@ -15,8 +15,11 @@ import subprocess
 import sys
 import termios
 import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -24,6 +27,7 @@ from conftest import same_state, slow
 from ranks import run_script_on_ranks
 
 from kronbit.cli import run
+from kronbit.cli.options import folder_of
 from kronbit.lab.recipe import recipe_names
 from kronbit.lab.training import checkpoints
 
@@ -130,6 +134,21 @@ def test_a_clock_that_was_set_back_harms_no_earlier_run(
     assert all(path.read_bytes() == content for path, content in first.items())
     summary = json.loads((tmp_path / "runs" / f"{stem}-2" / "summary.json").read_text())
     assert summary["seconds"] > 0
+
+
+def test_runs_that_begin_in_the_same_second_have_folders_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And one that has written nothing leaves nothing."""
+    monkeypatch.chdir(tmp_path)
+    noon = mock.Mock(**{"now.return_value": dt.datetime(2026, 1, 1, 12)})
+    monkeypatch.setattr(dt, "datetime", noon)
+    with ThreadPoolExecutor(8) as threads, ExitStack() as open_folders:
+        taken = [folder_of(None, "digits") for _ in range(20)]
+        found = list(threads.map(open_folders.enter_context, taken))
+        assert len(set(found)) == 20
+        (found[3] / "run.json").touch()
+    assert list((tmp_path / "runs").iterdir()) == [tmp_path / found[3]]
 
 
 def on_terminal(columns: int, *arguments: str) -> str:

@@ -1,4 +1,4 @@
-"""The same seed gives the same bits, and memory stays as it is; ``benchmarks/soak.py`` at length."""
+"""The same seed gives the same bits, and memory stays flat; at length: ``benchmarks/soak.py``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from conftest import slow
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
-import soak  # noqa: E402
+import soak
 
 LAP, LAPS = 44, 3  # each with a refresh, a save and a load
 CASES = [

@@ -5,7 +5,8 @@ from __future__ import annotations
 import datetime as dt
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from itertools import chain, count
 from pathlib import Path
 from typing import Annotated, Any
@@ -51,17 +52,42 @@ def given(**values: Any) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None}
 
 
-def new_folder(out: Path | None, name: str, resume: bool) -> Path:
-    """Where to write; never over something else."""
-    if out is None:
-        stem = f"{name}-{dt.datetime.now().strftime('%Y%m%d-%H%M%S')}"
-        names = chain([stem], (f"{stem}-{number}" for number in count(2)))  # clocks are set back
-        return next(place for place in map(Path("runs").joinpath, names) if not place.exists())
-    if out.is_dir() and any(out.iterdir()) and not resume:
+def refuse_taken(out: Path | None, resume: bool) -> None:
+    """Raise if a new run would be written over something else."""
+    if out is not None and out.is_dir() and any(out.iterdir()) and not resume:
         raise LabError(f"{out} is not empty: choose another --out, or --resume")
-    if out.exists() and not out.is_dir():
+    if out is not None and out.exists() and not out.is_dir():
         raise LabError(f"--out {out} is a file: choose a folder")
-    return out
+
+
+@contextmanager
+def folder_of(out: Path | None, name: str) -> Iterator[Path]:
+    """Where to write: as told, or a new folder, which goes again if nothing was written to it."""
+    if out is not None:
+        yield out
+        return
+    stem = f"{name}-{dt.datetime.now().strftime('%Y%m%d-%H%M%S')}"
+    # Another run may have begun in the same second, or the clock was set back.
+    names = chain([stem], (f"{stem}-{number}" for number in count(2)))
+    place = next(filter(_taken, map(Path("runs").joinpath, names)))
+    try:
+        yield place
+    finally:
+        with suppress(OSError):
+            place.rmdir()
+
+
+def _taken(place: Path) -> bool:
+    """Whether a folder is new, and ours from now on."""
+    try:
+        place.mkdir(parents=True)
+    except FileExistsError:
+        return False
+    except OSError as error:
+        raise LabError(
+            f"cannot write to {place}: {error.strerror}; choose another with --out"
+        ) from error
+    return True
 
 
 def show_runs(folders: Sequence[Path]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated
 
@@ -19,8 +20,9 @@ from kronbit.cli.options import (
     Settings,
     TensorBoard,
     command_line,
+    folder_of,
     given,
-    new_folder,
+    refuse_taken,
     show_runs,
 )
 from kronbit.lab.errors import LabError
@@ -86,7 +88,7 @@ def train(
         if recipe is not None or wishes or settings or out is not None:
             raise LabError("--resume takes all settings from the run: give no others")
         one, before = read_member(resume)
-        folder, device = resume, device or before["device"]
+        name, device = one.key, device or before["device"]
         running = Running(
             data or Path(before["data"]),
             compile or before["compile"],
@@ -98,14 +100,21 @@ def train(
     else:
         made = find_recipe(recipe).with_settings({**wishes, **parse_settings(settings or ())})
         refuse_meaningless(made)
-        folder = new_folder(out, f"{made.name}-{made.optimizer}", resume=False)
+        refuse_taken(out, resume=False)
+        name = f"{made.name}-{made.optimizer}"
         running = Running(data or DATA_FOLDER, compile, cuda_graph, tensorboard)
     world = join_world(parallel, device)
     console = Console(stderr=True)
+    # The first rank's folder is everybody's.
+    place = folder_of(resume or out, name) if world.first else nullcontext(Path())
     try:
-        with Display(console, world.first) as display, Interrupts() as interrupts:
+        with (
+            place as folder,
+            Display(console, world.first) as display,
+            Interrupts() as interrupts,
+        ):
+            folder = Path(agree_on(str(folder), world))
             if resume is None:
-                folder = Path(agree_on(str(folder), world))
                 command = train_command(made, recipe or "", running, world)
                 one = Member(made.optimizer, label_of(made), made, command)
             elif (before["parallel"], before["ranks"]) != (world.parallel, world.ranks):
@@ -191,12 +200,16 @@ def compare(
     for one in members:
         refuse_impossible(one.recipe, world, running)
         check_optimizer(one.recipe)
-    folder = new_folder(out, start.name, resume)
-    make_folder(folder)
+    refuse_taken(out, resume)
     console = Console(stderr=True)
     command = command_line()
     try:
-        with Display(console) as display, Interrupts() as interrupts:
+        with (
+            folder_of(out, start.name) as folder,
+            Display(console) as display,
+            Interrupts() as interrupts,
+        ):
+            make_folder(folder)
             found = run_all(members, folder, world, running, display, resume, interrupts)
     except Interrupted:
         again = command if resume else _resumed(command, folder, out)

@@ -1,28 +1,40 @@
 """Runs the Python examples of Markdown files: ``python tests/markdown.py README.md``.
 
 The blocks of one file share a namespace and run in order, as a reader would type them. Needs
-nothing but what the examples need.
+nothing but what the examples need. A block with ``title="needs timm"`` stands for itself, and is
+left out where that package cannot be imported.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import sys
 from pathlib import Path
 
-_BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_BLOCK = re.compile(
+    r'^```python(?: title="needs (?P<package>\w+)")?\n(?P<code>.*?)^```$', re.MULTILINE | re.DOTALL
+)
 
 
-def run(path: Path) -> int:
-    """Execute all blocks; returns how many there were."""
+def run(path: Path, package: str | None = None) -> int:
+    """Execute all blocks, or those that need a certain package; returns how many there were."""
     text = path.read_text(encoding="utf-8")
     namespace: dict[str, object] = {"__name__": "__main__"}
-    blocks = list(_BLOCK.finditer(text))
-    for block in blocks:
-        line = text.count("\n", 0, block.start(1))
-        code = compile("\n" * line + block.group(1), str(path), "exec")
+    count = 0
+    for block in _BLOCK.finditer(text):
+        needs = block["package"]
+        if (package is None and not _there(needs)) or (package is not None and needs != package):
+            continue
+        line = text.count("\n", 0, block.start("code"))
+        code = compile("\n" * line + block["code"], str(path), "exec")
         exec(code, namespace)
-    return len(blocks)
+        count += 1
+    return count
+
+
+def _there(package: str | None) -> bool:
+    return package is None or importlib.util.find_spec(package) is not None
 
 
 if __name__ == "__main__":

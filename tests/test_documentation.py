@@ -26,6 +26,14 @@ def test_examples_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     markdown.run(page)
 
 
+@pytest.mark.gpu
+def test_examples_for_timm_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It cannot be imported beside a CPU build of torch, so that others leave them out."""
+    pytest.importorskip("timm")
+    monkeypatch.chdir(tmp_path)
+    assert markdown.run(ROOT / "docs" / "trainers.md", "timm") == 1
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_relative_links_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\((?!https?://)([^)#]+)", page.read_text(encoding="utf-8")):

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from kronbit import Shampoo, param_groups
+from kronbit.state import blocks_of
 
 
 class Tied(nn.Module):
@@ -46,6 +47,35 @@ def test_groups(skip: Any, kept: set[str], skipped: set[str]) -> None:
     }
     assert found == {k: v for k, v in ((True, kept), (False, skipped)) if v}
     assert len(groups) == len(found)
+
+
+class Adapted(nn.Module):
+    """As peft calls the factors of a low-rank update."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(300, 200)
+        self.lora_A = nn.ModuleDict({"default": nn.Linear(300, 4, bias=False)})
+        self.lora_B = nn.ModuleDict({"default": nn.Linear(4, 200, bias=False)})
+
+
+def test_low_rank_factors_have_smaller_blocks() -> None:
+    model = Adapted()
+    plain, low_rank = param_groups(model)
+    assert [name for name, _ in plain["params"]] == ["base.weight", "base.bias"]
+    assert "max_order" not in plain
+    assert [name[:6] for name, _ in low_rank["params"]] == ["lora_A", "lora_B"]
+    assert low_rank["max_order"] == 128
+    optimizer = Shampoo([plain, low_rank], lr=0.1)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    blocks = [len(blocks_of(optimizer.state[p])) for p in model.parameters()]
+    assert blocks == [1, 0, 3, 2]  # 4 x 300 and 200 x 4, by sides of at most 128
+    assert len(param_groups(model, low_rank_order=None)) == 1
+    _, left_out = param_groups(model, skip="lora_*")
+    assert left_out["precondition"] is False
+    assert "max_order" not in left_out
 
 
 def test_skipped_parameters_are_left_to_the_base() -> None:

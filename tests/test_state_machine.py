@@ -63,6 +63,8 @@ class Machine(RuleBasedStateMachine):
             self._made([nn.Parameter(w.clone()) for w in start], bits) for bits in (32, 4, 4)
         )
         self.followers = [Follower(w, 0.05, self.schedule) for w in start]
+        self.frozen: set[int] = set()
+        self.device = torch.device("cpu")
 
     def _made(self, params: list[nn.Parameter], bits: int) -> Shampoo:
         base = torch.optim.SGD(params, **BASE)
@@ -82,11 +84,12 @@ class Machine(RuleBasedStateMachine):
     def step(self, seed: int, missing: set[int], count: int) -> None:
         """Some parameters may have no gradient."""
         generator = torch.Generator().manual_seed(seed)
+        missing = missing | self.frozen
         for _ in range(count):
             grads = [torch.randn(f.p.shape, generator=generator) for f in self.followers]
             for optimizer in self.every:
                 for number, p in enumerate(self.params(optimizer)):
-                    p.grad = None if number in missing else grads[number].clone()
+                    p.grad = None if number in missing else self._placed(grads[number])
                 optimizer.step()
             for number, (follower, grad) in enumerate(zip(self.followers, grads, strict=True)):
                 if number not in missing:
@@ -120,9 +123,35 @@ class Machine(RuleBasedStateMachine):
         lr = self.exact.param_groups[0]["lr"]
         for optimizer in self.every:
             optimizer.add_param_group(
-                {"params": [nn.Parameter(w.clone())], "lr": lr, **self.schedule}
+                {"params": [nn.Parameter(self._placed(w))], "lr": lr, **self.schedule}
             )
         self.followers.append(Follower(w, lr, self.schedule))
+
+    @rule(number=st.integers(0, 4))
+    def freeze_or_unfreeze(self, number: int) -> None:
+        """Who is frozen has no gradient until it is not any more."""
+        number %= len(self.followers)
+        self.frozen ^= {number}
+        for optimizer in self.every:
+            p = self.params(optimizer)[number]
+            p.requires_grad_(number not in self.frozen)
+            p.grad = None
+
+    @rule()
+    def move(self) -> None:
+        """To the GPU, or back, where there is one: weights and gradients, then the state."""
+        if not torch.cuda.is_available():
+            return
+        self.device = torch.device("cuda" if self.device.type == "cpu" else "cpu")
+        for optimizer in self.every:
+            for p in self.params(optimizer):
+                p.data, p.grad = p.data.to(self.device), None
+            optimizer.load_state_dict(optimizer.state_dict())
+        self.counts["moves"] += 1
+
+    def _placed(self, tensor: Tensor) -> Tensor:
+        """A copy where the parameters are."""
+        return tensor.to(self.device, copy=True)
 
     # ------------------------------------------------------------- what makes no difference
 
@@ -157,8 +186,8 @@ class Machine(RuleBasedStateMachine):
         grads = [torch.randn(f.p.shape, generator=generator) for f in self.followers]
 
         def set_grads(optimizer: Shampoo) -> None:
-            for p, grad in zip(self.params(optimizer), grads, strict=True):
-                p.grad = grad.clone()
+            for number, (p, grad) in enumerate(zip(self.params(optimizer), grads, strict=True)):
+                p.grad = None if number in self.frozen else self._placed(grad)
 
         for optimizer in self.every:
             set_grads(optimizer)
@@ -170,8 +199,9 @@ class Machine(RuleBasedStateMachine):
                 handle.remove()
                 set_grads(optimizer)
             optimizer.step()
-        for follower, grad in zip(self.followers, grads, strict=True):
-            follower.step(grad)
+        for number, (follower, grad) in enumerate(zip(self.followers, grads, strict=True)):
+            if number not in self.frozen:
+                follower.step(grad)
         self.counts["failures"] += 1
         self.counts["steps"] += 2
         self.compare()
@@ -190,18 +220,12 @@ class Machine(RuleBasedStateMachine):
             for p in self.params(optimizer):
                 p.data = p.data.clone()
 
-    @rule(number=st.integers(0, 4))
-    def freeze_and_unfreeze(self, number: int) -> None:
-        for optimizer in (self.exact, self.disturbed):
-            p = self.params(optimizer)[number % len(self.followers)]
-            p.requires_grad_(not p.requires_grad)
-            p.requires_grad_(not p.requires_grad)
-
     # ----------------------------------------------------------------------------------- and so
 
     def compare(self) -> None:
         for p, follower in zip(self.params(self.exact), self.followers, strict=True):
-            moved, expected = p.detach().double() - follower.start, follower.p - follower.start
+            moved = p.detach().cpu().double() - follower.start
+            expected = follower.p - follower.start
             assert relative_error(moved, expected.detach()) < 1e-3 or expected.abs().max() < 1e-9
             assert self.exact.state.get(p, {}).get("step", 0) == follower.own.t
         pairs = zip(self.params(self.disturbed), self.params(self.peaceful), strict=True)
@@ -231,6 +255,11 @@ def run(steps: int) -> Counter[str]:
 def test_any_order_of_what_users_do() -> None:
     counts = run(2000)
     assert min(counts["loads"], counts["copies"], counts["failures"]) > 3
+
+
+@pytest.mark.gpu
+def test_any_order_on_two_devices() -> None:
+    assert run(2000)["moves"] > 3
 
 
 @slow

@@ -79,9 +79,9 @@ class Words(torch.utils.data.Dataset[dict[str, Tensor]]):
         return {"input_ids": x, "labels": x}
 
 
-def gpt2() -> nn.Module:
+def gpt2(width: int = 32) -> nn.Module:
     torch.manual_seed(0)
-    sizes = {"vocab_size": 100, "n_positions": 16, "n_embd": 32, "n_layer": 1, "n_head": 2}
+    sizes = {"vocab_size": 100, "n_positions": 16, "n_embd": width, "n_layer": 1, "n_head": 2}
     without = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
     config = transformers.GPT2Config(**sizes, **without, bos_token_id=0, eos_token_id=0)
     model: nn.Module = transformers.GPT2LMHeadModel(config)
@@ -464,17 +464,29 @@ def test_hydra_makes_it_of_a_config() -> None:
 # ------------------------------------------------------------------------- peft, timm, examples
 
 
-def test_low_rank_factors_are_matrices_like_others() -> None:
+@pytest.mark.parametrize(
+    ("name", "options", "blocks"),
+    [
+        ("Shampoo", {}, [1, 2, 2, 1]),  # 4 x 64, 192 x 4, 4 x 256 and 64 x 4, by at most 128
+        ("Shampoo", {"max_order": 16}, [4, 12, 16, 4]),
+        ("KFAC", {}, [1, 1, 1, 1]),
+    ],
+)
+def test_low_rank_factors_are_in_proportion(
+    name: str, options: dict[str, Any], blocks: list[int], device: torch.device
+) -> None:
     peft = pytest.importorskip("peft")
-    from kronbit.integrations.transformers import ShampooFactory
+    from kronbit.integrations import transformers as factories
 
-    config = peft.LoraConfig(r=4, target_modules=["c_attn"], fan_in_fan_out=True)
-    model = peft.get_peft_model(gpt2(), config)
-    optimizer = ShampooFactory()(model, lr=1e-2, max_order=16, **EVERY)
+    config = peft.LoraConfig(r=4, target_modules=["c_attn", "mlp.c_proj"], fan_in_fan_out=True)
+    model = peft.get_peft_model(gpt2(width=64), config).to(device)
+    factory = getattr(factories, f"{name}Factory")()
+    optimizer = factory(model, lr=1e-2, **options, **EVERY)
     (group,) = optimizer.param_groups  # those that are frozen are nobody's
-    assert [name.split(".")[-3] for name in group["param_names"]] == ["lora_A", "lora_B"]
+    names = [name.split(".")[-3] for name in group["param_names"]]
+    assert names == ["lora_A", "lora_B"] * 2
     assert "lora_A.default.weight" in optimizer.summary()
-    x = Words()[0]["input_ids"][None]
+    x = Words()[0]["input_ids"][None].to(device)
     losses = []
     for _ in range(8):
         loss = model(input_ids=x, labels=x).loss
@@ -483,9 +495,9 @@ def test_low_rank_factors_are_matrices_like_others() -> None:
         optimizer.zero_grad()
         losses.append(float(loss.detach()))
     assert losses[-1] < losses[0]
-    blocks = [len(blocks_of(entry)) for entry in optimizer.state.values()]
-    assert blocks == [2, 6]  # 4 x 32 and 96 x 4, by sides of at most 16
-    assert not any(count for count in optimizer.diagnostics().values() if isinstance(count, int))
+    assert [len(blocks_of(entry)) for entry in optimizer.state.values()] == blocks
+    counts = optimizer.diagnostics()
+    assert counts["discarded_roots"] == counts["skipped_gradients"] == counts["ungrafted"] == 0
 
 
 def test_timm_finds_them_by_name(device: torch.device) -> None:
@@ -532,6 +544,59 @@ def test_the_example_of_the_trainer_learns_and_goes_on(
     assert len(losses) == 2
     assert losses[1] < 0.7 * losses[0]
     assert "wpe.weight" in told
+
+
+def test_the_example_of_lora_learns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("peft")
+    run_example(monkeypatch, "lora.py", "--steps", "40", "--out", str(tmp_path))
+    told = capsys.readouterr().out
+    losses = [float(loss) for loss in re.findall(r"'loss': '?([\d.]+)", told)]
+    assert losses[7] < 0.5 * losses[4]  # after it could count, by adapters alone
+    assert "lora_B.default.weight" in told
+    assert "wte.weight" not in told
+
+
+def test_the_example_of_accelerate_learns_and_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("accelerate")
+    for more in (["--epochs", "3"], ["--epochs", "1", "--resume"]):
+        run_example(monkeypatch, "accelerate_loop.py", "--out", str(tmp_path), *more)
+    losses = [
+        float(loss) for loss in re.findall(r"epoch \d: loss ([\d.]+)", capsys.readouterr().out)
+    ]
+    assert len(losses) == 4
+    assert losses == sorted(losses, reverse=True)
+
+
+def test_the_example_of_hydra_learns(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("hydra.utils")
+    run_example(monkeypatch, "hydra_config.py", "optimizer.bits=8", "optimizer.base=nadamw")
+    told = capsys.readouterr().out
+    first, last = (float(loss) for loss in re.findall(r"loss ([\d.]+)", told))
+    assert last < 0.5 * first
+    assert "Shampoo around NAdam" in told
+
+
+@pytest.mark.parametrize("name", ["shampoo4bit", "caspr4bit"])
+def test_the_example_of_timm_learns(
+    name: str,
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    pytest.importorskip("timm", exc_type=ImportError)
+    if device.type == "cpu":
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    run_example(monkeypatch, "timm_registry.py", "--opt", name)
+    told = capsys.readouterr().out
+    first, last = (float(loss) for loss in re.findall(r"loss ([\d.]+)", told))
+    assert last < 0.7 * first
+    assert "precondition=False" in told  # its head
 
 
 def test_the_example_of_torchtitan_goes_on_to_the_bit(

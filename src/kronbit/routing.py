@@ -8,14 +8,20 @@ from typing import Any
 
 from torch import Tensor, nn
 
+# How peft, torchtune and kohya's scripts call the factors of a low-rank update.
+_LOW_RANK = "*lora_*"
+
 
 def param_groups(
-    model: nn.Module, skip: str | type[nn.Module] | Iterable[str | type[nn.Module]] = ()
+    model: nn.Module,
+    skip: str | type[nn.Module] | Iterable[str | type[nn.Module]] = (),
+    low_rank_order: int | None = 128,
 ) -> list[dict[str, Any]]:
     """The named parameters of a model in groups; those to be skipped with ``precondition=False``.
 
     A weight that several modules share is skipped if one of them is: with ``nn.Embedding``, a head
-    that is tied to it goes, too.
+    that is tied to it goes, too. The factors of LoRA, ``r x n`` and ``m x r``, are a group of their
+    own, with smaller blocks: one of order n would be far larger than they are.
 
     Example::
 
@@ -25,9 +31,11 @@ def param_groups(
         model: The model.
         skip: Patterns of parameter names (``*`` and ``?`` stand for anything), and kinds of modules
             all of whose parameters are left to the base optimizer.
+        low_rank_order: ``max_order`` of parameters with ``lora_`` in their names; ``None``: that of
+            all others, as K-FAC and AdaBK, which cut nothing, need it.
 
     Returns:
-        One group, or two. Options may be added to them.
+        Up to three groups. Options may be added to them.
 
     Raises:
         TypeError: If something in ``skip`` is neither a pattern nor a kind of module.
@@ -43,12 +51,20 @@ def param_groups(
                 f"skip: {label} matches no parameter of the model; its names are like {names}"
             )
         skipped |= found
-    groups = []
-    for left_out in (False, True):
-        own = [(name, p) for name, p in model.named_parameters() if (p in skipped) == left_out]
-        if own:
-            groups.append({"params": own, **({"precondition": False} if left_out else {})})
-    return groups
+    plain, low_rank, left_out = [], [], []
+    for name, p in model.named_parameters():
+        if p in skipped:
+            left_out.append((name, p))
+        elif low_rank_order is not None and fnmatchcase(name, _LOW_RANK):
+            low_rank.append((name, p))
+        else:
+            plain.append((name, p))
+    groups: list[dict[str, Any]] = [
+        {"params": plain},
+        {"params": low_rank, "max_order": low_rank_order},
+        {"params": left_out, "precondition": False},
+    ]
+    return [group for group in groups if group["params"]]
 
 
 def _matching(model: nn.Module, what: str | type[nn.Module]) -> Iterable[Tensor]:

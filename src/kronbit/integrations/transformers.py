@@ -55,15 +55,19 @@ class ShampooFactory:
         twice = sorted(more.keys() & options.keys())
         if twice:
             raise ValueError(f"option {twice[0]!r} is given twice, once of it in optim_args")
+        options = read_options(options) | more
+        # Layers of K-FAC are not cut, and an order that is given is that of all.
+        uncut = issubclass(self.optimizer, kronbit.KFAC) or "max_order" in options
+        how: dict[str, Any] = {"low_rank_order": None} if uncut else {}
         groups = []
-        for group in kronbit.param_groups(model, skip):
+        for group in kronbit.param_groups(model, skip, **how):
             named = [(name, p) for name, p in group["params"] if p.requires_grad]
             for decays in (True, False):
                 own = [(name, p) for name, p in named if (p.ndim >= 2) == decays]
                 if own:
                     decay = weight_decay if decays else 0.0
                     groups.append({**group, "params": own, "weight_decay": decay})
-        return self._make(groups, model, read_options(options) | more)
+        return self._make(groups, model, options)
 
     def _make(
         self, groups: list[dict[str, Any]], model: nn.Module, options: dict[str, Any]

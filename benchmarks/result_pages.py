@@ -42,9 +42,14 @@ _LONGER = ", 1.5 x as long"
 Run = Mapping[str, Any]
 
 
-def read(name: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((RESULTS / name).read_text(encoding="utf-8"))
+def read(name: str, folder: Path = RESULTS) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / name).read_text(encoding="utf-8"))
     return found
+
+
+def measured(name: str) -> dict[str, Any]:
+    """What a benchmark has written."""
+    return read(name, ROOT / "benchmarks" / "results")
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -354,12 +359,9 @@ def over_time() -> str:
 
 # ------------------------------------------------------------------------------------------ theory
 
-_THEORY = ROOT / "benchmarks" / "results" / "theory_cpu.json"
-
 
 def theory() -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(_THEORY.read_text(encoding="utf-8"))
-    return found
+    return measured("theory_cpu.json")
 
 
 def lemma_1() -> str:
@@ -405,9 +407,8 @@ _SPECTRA_AT = 6e-3  # the learning rate that suits most rows
 
 def whitened_momentum() -> str:
     """Losses of every way to make a step, means over seeds; the best learning rate in bold."""
-    path = ROOT / "benchmarks" / "results" / "whitened_momentum_cpu.json"
     by_row: dict[str, list[Run]] = {}
-    for run in json.loads(path.read_text(encoding="utf-8"))["runs"]:
+    for run in measured("whitened_momentum_cpu.json")["runs"]:
         by_row.setdefault(run["optimizer"], []).append(run)
     by_row["SOAP, all matrices"] = read("pydoc-gpt-soap/summary.json")["runs"]
     rates = sorted({run["lr"] for runs in by_row.values() for run in runs})
@@ -490,8 +491,7 @@ def choosing(name: str) -> str:
 
 def compatibility() -> str:
     """What ``kronbit doctor`` found, by optimizer."""
-    path = ROOT / "benchmarks" / "results" / "compatibility_cpu.json"
-    found = json.loads(path.read_text(encoding="utf-8"))["optimizers"]
+    found = measured("compatibility_cpu.json")["optimizers"]
     checks = next(iter(found.values()))["checks"]
     rows = [
         [check, *(_outcome(own["checks"][check]) for own in found.values())] for check in checks
@@ -506,7 +506,34 @@ def _outcome(problem: str) -> str:
     return kind if rest and " " not in kind else problem
 
 
+# ------------------------------------------------------------------------- adapters, long runs
+
+
+def lora() -> str:
+    """Losses of both seeds after adapting by LoRA, and the state."""
+    rows = []
+    for name, own in measured("lora_cpu.json")["rows"].items():
+        losses, held = own["losses"], own["second_order_bytes"]
+        texts = ", ".join(f"{loss:.3f}" for loss in losses)
+        rows.append([name, texts, f"{mean(losses):.3f}", f"{held / 1024:.0f} KiB" if held else ""])
+    return table(["", "validation loss by seed", "mean", "second-order state"], rows)
+
+
+def soak() -> str:
+    """How long runs went, whether they were the same twice, and how memory moved."""
+    kinds = ("tensors", "peak", "reserved", "host")
+    head = ["", "steps", "states compared", "the same", *(f"drift: {kind}" for kind in kinds)]
+    rows = []
+    for name, own in measured("soak_h200.json")["setups"].items():
+        drifts = [f"{100 * own['drift'][kind]:.2f} %" for kind in kinds]
+        same = "all" if own["equal"] else "not all"
+        rows.append([name, f"{own['compared_steps']:,}", f"{own['compared_laps']}", same, *drifts])
+    return table(head, rows)
+
+
 TABLES: Mapping[str, Callable[[], str]] = {
+    "lora": lora,
+    "soak": soak,
     "choosing-intervals": lambda: choosing("T1, T2"),
     "choosing-order": lambda: choosing("`max_order`"),
     "choosing-bits": lambda: choosing("statistics, roots"),

@@ -5,9 +5,9 @@ Usage::
     python benchmarks/soak.py [--minutes 9.2] [--output result.json]
 
 Every setup runs twice with the same seed, all of them side by side in processes of their own, for
-as long as told. After each lap a run saves and loads its state, and notes how much memory it holds
-and a digest of all weights and all state. On the way some gradients are not finite, and some are
-missing.
+as long as told. After each lap a run saves its state, sometimes it loads it, and it notes how much
+memory it holds and a digest of all weights and all state. On the way some gradients are not finite,
+and some are missing.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import argparse
 import gc
 import hashlib
 import io
+import itertools
 import json
 import math
 import os
@@ -34,7 +35,10 @@ import kronbit
 from kronbit import CASPR, KFAC, Shampoo
 
 BATCH, CLASSES, SEED = 64, 100, 0
-OFTEN = {"update_every": 10, "refresh_every": 40}
+# Laps that end with a load: the first ones, after which memory is compared, and some later ones.
+WARM_UP, LOAD_EVERY = 5, 20
+INTERVAL = 40
+OFTEN = {"update_every": 10, "refresh_every": INTERVAL}
 PAPER = {"method": "eigen", "storage": "paper"}
 
 
@@ -133,38 +137,39 @@ def walk(setup: str, device: torch.device, width: int, lap: int) -> Iterator[dic
     params = list(model.parameters())
     rates = [group["lr"] for group in optimizer.param_groups]
     step = skipped = 0
-    while True:
+    for number in itertools.count():
         for place in range(lap):
             loss = passes(step)
-            if place % (lap // 4) == 3:
-                grad = params[step % len(params)].grad
-                assert grad is not None
+            if place < INTERVAL:  # one of them has no gradient
+                params[(step // lap) % len(params)].grad = None
+            grad = params[step % len(params)].grad
+            if place % (lap // 4) == 3 and grad is not None:
                 grad.view(-1)[0] = torch.nan
                 skipped += 1
-            if place % (lap // 4) in (5, 6):
-                params[(step // lap) % len(params)].grad = None
             for group, lr in zip(optimizer.param_groups, rates, strict=True):
                 group["lr"] = lr * (0.55 + 0.45 * math.cos(math.pi * place / lap))
             optimizer.step()
             step += 1
+        held = memory(device)
         counts = optimizer.diagnostics()
         # To K-FAC, a bias is part of its layer's matrix, too, and counts there as well.
         assert skipped <= counts["skipped_gradients"] <= 2 * skipped, counts
         file = io.BytesIO()
         torch.save(optimizer.state_dict(), file)
-        file.seek(0)
-        optimizer.load_state_dict(torch.load(file, map_location="cpu", weights_only=True))
-        skipped = 0  # counters start anew
-        size = file.getbuffer().nbytes
-        del file
+        if number < WARM_UP or number % LOAD_EVERY == 0:
+            file.seek(0)
+            optimizer.load_state_dict(torch.load(file, map_location="cpu", weights_only=True))
+            skipped = 0  # counters start anew
         yield {
             "step": step,
             "loss": float(loss),
-            "checkpoint_bytes": size,
+            "checkpoint_bytes": len(file.getbuffer()),
             "digest": digest(model, optimizer),
-            "memory": memory(device),
+            "memory": held,
             "counts": {name: n for name, n in counts.items() if isinstance(n, int) and n},
         }
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
 
 
 def digest(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
@@ -187,21 +192,22 @@ def digest(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
 
 
 def memory(device: torch.device) -> dict[str, int]:
-    """Bytes: now, at the peak of the lap, and taken from the device; and of the host."""
+    """Bytes: of tensors now and at the peak of the lap, taken from the device; and of the host."""
     gc.collect()
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     found = {"host": pages * os.sysconf("SC_PAGE_SIZE")}
     if device.type == "cuda":
-        found["allocated"] = torch.cuda.memory_allocated(device)
-        found["peak"] = torch.cuda.max_memory_allocated(device)
+        # What was asked for: blocks that are handed out may be larger, by up to a MiB each.
+        asked = torch.cuda.memory_stats(device)
+        found["tensors"] = asked["requested_bytes.all.current"]
+        found["peak"] = asked["requested_bytes.all.peak"]
         found["reserved"] = torch.cuda.memory_reserved(device)
-        torch.cuda.reset_peak_memory_stats(device)
     return found
 
 
-def drift(laps: list[dict[str, Any]], kind: str) -> float:
-    """The largest difference to the second lap; in the first one everything is made."""
-    held = [lap["memory"][kind] for lap in laps[1:]]
+def drift(laps: list[dict[str, Any]], kind: str, after: int = WARM_UP) -> float:
+    """How far memory has come from where it was after some laps, as a share of that."""
+    held = [lap["memory"][kind] for lap in laps[after:]]
     return max(abs(own - held[0]) for own in held) / held[0]
 
 
@@ -227,7 +233,7 @@ def summary(first: list[dict[str, Any]], second: list[dict[str, Any]]) -> dict[s
         "compared_steps": both[-1][0]["step"],
         "equal": all(one["digest"] == other["digest"] for one, other in both),
         "drift": {kind: drift(first, kind) for kind in first[0]["memory"]},
-        "memory": first[-1]["memory"],
+        "memory": {kind: [lap["memory"][kind] for lap in first] for kind in first[0]["memory"]},
         "checkpoint_bytes": first[-1]["checkpoint_bytes"],
         "losses": [first[0]["loss"], first[-1]["loss"]],
         "counts": first[-1]["counts"],
@@ -275,7 +281,8 @@ def main() -> None:
         "setups": {setup: summary(laps[setup, 0], laps[setup, 1]) for setup in SETUPS},
     }
     for setup, found in result["setups"].items():
-        print(f"{setup}: {json.dumps(found)}")
+        shown = {name: value for name, value in found.items() if name != "memory"}
+        print(f"{setup}: {json.dumps(shown)}")
     if given.output:
         given.output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     wrong = [name for name, own in result["setups"].items() if not own["equal"]]

@@ -32,7 +32,7 @@ def batches(count: int, seed: int = 1) -> Iterator[Tensor]:
 
 def backward(model: nn.Module, x: Tensor) -> None:
     model.zero_grad()
-    model(x).square().mean().backward()
+    model(x.to(next(model.parameters()).device)).square().mean().backward()
 
 
 def trained(
@@ -122,14 +122,14 @@ def in_threads(*work: Callable[[], None]) -> None:
         raise failed[0]
 
 
-def test_two_threads_step_two_optimizers() -> None:
-    """At once, and to the bit what each does alone."""
-    models = [network(seed) for seed in range(4)]
+def test_two_threads_step_two_optimizers(device: torch.device) -> None:
+    """At once, and to the bit what each does alone; on a GPU both record graphs."""
+    models = [network(seed).to(device) for seed in range(2)]
     alone = [
         trained(own, Shampoo(own.parameters(), lr=1e-2, **EVERY), seed, steps=20)
-        for seed, own in enumerate(models[:2])
+        for seed, own in enumerate(models)
     ]
-    twins = [network(seed) for seed in range(2)]
+    twins = [network(seed).to(device) for seed in range(2)]
     optimizers = [Shampoo(own.parameters(), lr=1e-2, **EVERY) for own in twins]
     found: dict[int, list[Tensor]] = {}
 
@@ -161,9 +161,11 @@ def test_workers_of_a_loader_may_start_between_steps(context: str) -> None:
     assert_equal(*results)
 
 
-def test_a_step_changes_nothing_global() -> None:
+def test_a_step_changes_nothing_global(device: torch.device) -> None:
     def everything() -> list[Any]:
+        drawn = torch.cuda.get_rng_state().tolist() if device.type == "cuda" else []
         return [
+            drawn,
             torch.get_float32_matmul_precision(),
             torch.backends.cuda.matmul.allow_tf32,
             torch.backends.cudnn.allow_tf32,
@@ -172,13 +174,14 @@ def test_a_step_changes_nothing_global() -> None:
             torch.is_inference_mode_enabled(),
             torch.are_deterministic_algorithms_enabled(),
             torch.get_num_threads(),
-            torch.is_autocast_enabled("cpu"),
+            torch.is_autocast_enabled(device.type),
+            torch.cuda.is_available() and torch.cuda.current_stream(),
             torch.random.get_rng_state().tolist(),
         ]
 
     torch.set_float32_matmul_precision("medium")
     try:
-        model = network()
+        model = network().to(device)
         for x in batches(1):
             backward(model, x)
         before = everything()

@@ -202,11 +202,11 @@ def test_a_factory_sees_the_model(tmp_path: Path, name: str) -> None:
 def test_steps_that_the_trainers_scaler_skips_have_not_been(tmp_path: Path) -> None:
     made = Shampoo, {"lr": 1e-3, **EVERY}
     trained = trainer(tmp_path, made, "cuda", fp16=True, max_steps=12)
-    scaler = torch.amp.GradScaler("cuda", init_scale=2.0**38, growth_interval=1000)
+    scaler = torch.amp.GradScaler("cuda", init_scale=2.0**27, growth_interval=1000)
     trained.accelerator.scaler = scaler
     trained.train()
     found = inner(trained)
-    skipped = 38 - int(torch.tensor(scaler.get_scale()).log2())
+    skipped = 27 - int(torch.tensor(scaler.get_scale()).log2())
     assert 0 < skipped < 12
     assert {entry["step"] for entry in found.state.values()} == {12 - skipped}
     assert found.diagnostics()["skipped_gradients"] == 0
@@ -307,7 +307,7 @@ def test_accelerate_scales_in_fp16() -> None:
     assert all(torch.isfinite(p).all() for p in model.parameters())
 
 
-def sharded_by_accelerate(rank: int, folder: str) -> list[list[Tensor]]:
+def sharded_by_accelerate(rank: int, folder: str) -> list[list[Any]]:
     """Weights by Accelerate's FSDP2, saved and loaded on the way, and those of one process."""
     import accelerate
 
@@ -334,9 +334,9 @@ def sharded_by_accelerate(rank: int, folder: str) -> list[list[Tensor]]:
             accelerator.wait_for_everyone()
             accelerator.load_state(folder)
     assert optimizer._ranks.owners is not None
-    whole = [p.full_tensor().detach().cpu() for p in model.parameters()]
+    whole = [p.full_tensor().tolist() for p in model.parameters()]
     accelerator.end_training()
-    return [whole, [p.detach().cpu() for p in network.parameters()]]
+    return [whole, [p.tolist() for p in network.parameters()]]
 
 
 @pytest.mark.gpu
@@ -346,7 +346,7 @@ def test_accelerate_shards_and_goes_on(tmp_path: Path) -> None:
     given = sharded_by_accelerate, str(tmp_path)
     for whole, alone in run_on_ranks(1, *given, backend="torchrun"):
         for p, q in zip(whole, alone, strict=True):
-            torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-6)
+            torch.testing.assert_close(torch.tensor(p), torch.tensor(q), rtol=1e-4, atol=1e-6)
 
 
 # ---------------------------------------------------------------------------------- Lightning

@@ -30,6 +30,7 @@ from kronbit import Shampoo
 from kronbit.lab.data.images import Setting
 from kronbit.lab.data.tokens import ASCII, Tokens, pydoc
 from kronbit.lab.models.language import gpt2
+from kronbit.lab.training.measures import hardware
 
 LENGTH, BATCH, STEPS, FIRST_STEPS = 64, 32, 300, 600
 RATES = (1e-3, 3e-3, 1e-2, 3e-2)
@@ -72,9 +73,14 @@ def trained(model: nn.Module, optimizer: torch.optim.Optimizer, data: Tokens, st
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         schedule.step()
-    with torch.no_grad():
-        batches = zip(range(32), data.held_out(), strict=False)
-        return mean(float(loss_of(model, x, y)) for _, (x, y) in batches)
+    return judged(model, data)
+
+
+@torch.no_grad()
+def judged(model: nn.Module, data: Tokens) -> float:
+    """The held-out loss."""
+    batches = zip(range(32), data.held_out(), strict=False)
+    return mean(float(loss_of(model, x, y)) for _, (x, y) in batches)
 
 
 def adapted(model: nn.Module, row: str, lr: float, seed: int) -> dict[str, float]:
@@ -85,22 +91,18 @@ def adapted(model: nn.Module, row: str, lr: float, seed: int) -> dict[str, float
     own = peft.get_peft_model(copy.deepcopy(model), config)
     options, preconditioned = ROWS[row]
     named = [(name, p) for name, p in own.named_parameters() if p.requires_grad]
-    optimizer: torch.optim.Optimizer
-    if options is None:
-        optimizer = torch.optim.AdamW([p for _, p in named], lr=lr)
-        held = 0
-    else:
-        groups = [
-            {"params": [p for name, p in named if (preconditioned in name) == inside], **more}
-            for inside, more in ((True, {}), (False, {"precondition": False}))
-        ]
-        optimizer = Shampoo([g for g in groups if g["params"]], lr=lr, **options, **OFTEN)
     setting = Setting(Path(), BATCH, seed, torch.device("cpu"), 0, 1)
-    found = {"loss": trained(own, optimizer, source(setting), STEPS)}
-    if isinstance(optimizer, Shampoo):
-        memory = optimizer.memory()
-        held = memory["statistics"] + memory["roots"]
-    return found | {"second_order_bytes": held}
+    if options is None:
+        adamw = torch.optim.AdamW([p for _, p in named], lr=lr)
+        return {"loss": trained(own, adamw, source(setting), STEPS), "second_order_bytes": 0}
+    groups = [
+        {"params": [p for name, p in named if (preconditioned in name) == inside], **more}
+        for inside, more in ((True, {}), (False, {"precondition": False}))
+    ]
+    optimizer = Shampoo([g for g in groups if g["params"]], lr=lr, **options, **OFTEN)
+    loss = trained(own, optimizer, source(setting), STEPS)
+    held = optimizer.memory()
+    return {"loss": loss, "second_order_bytes": held["statistics"] + held["roots"]}
 
 
 def main() -> None:
@@ -112,9 +114,7 @@ def main() -> None:
     setting = Setting(Path(), BATCH, 0, torch.device("cpu"), 0, 1)
     first = torch.optim.AdamW(model.parameters(), lr=4e-3, betas=(0.9, 0.95), weight_decay=0.1)
     reference = trained(model, first, pydoc(setting, LENGTH), FIRST_STEPS)
-    with torch.no_grad():
-        batches = zip(range(32), source(setting).held_out(), strict=False)
-        before = mean(float(loss_of(model, x, y)) for _, (x, y) in batches)
+    before = judged(model, source(setting))
     print(f"reference {reference:.3f}, source before {before:.3f}", flush=True)
     rates = {lr: adapted(model, "AdamW", lr, 0)["loss"] for lr in RATES}
     best = min(rates, key=rates.__getitem__)
@@ -128,7 +128,7 @@ def main() -> None:
         }
         print(f"{row:28} {rows[row]}", flush=True)
     result = {
-        "hardware": f"{platform.processor() or platform.machine()}, CPU",
+        "hardware": hardware(torch.device("cpu")),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "peft": peft.__version__,

@@ -23,6 +23,7 @@ import os
 import platform
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -208,7 +209,7 @@ def memory(device: torch.device) -> dict[str, int]:
 def drift(laps: list[dict[str, Any]], kind: str, after: int = WARM_UP) -> float:
     """How far memory has come from where it was after some laps, as a share of that."""
     held = [lap["memory"][kind] for lap in laps[after:]]
-    return max(abs(own - held[0]) for own in held) / held[0]
+    return max((abs(own - held[0]) / held[0] for own in held), default=0.0)
 
 
 def worker(setup: str, seconds: float, width: int, lap: int) -> None:
@@ -227,13 +228,14 @@ def worker(setup: str, seconds: float, width: int, lap: int) -> None:
 def summary(first: list[dict[str, Any]], second: list[dict[str, Any]]) -> dict[str, Any]:
     """What two runs of a setup have shown."""
     both = list(zip(first, second, strict=False))
+    kinds = first[0]["memory"]
     return {
         "steps": [first[-1]["step"], second[-1]["step"]],
         "compared_laps": len(both),
         "compared_steps": both[-1][0]["step"],
         "equal": all(one["digest"] == other["digest"] for one, other in both),
-        "drift": {kind: drift(first, kind) for kind in first[0]["memory"]},
-        "memory": {kind: [lap["memory"][kind] for lap in first] for kind in first[0]["memory"]},
+        "drift": {kind: max(drift(first, kind), drift(second, kind)) for kind in kinds},
+        "memory": {kind: [lap["memory"][kind] for lap in first] for kind in kinds},
         "checkpoint_bytes": first[-1]["checkpoint_bytes"],
         "losses": [first[0]["loss"], first[-1]["loss"]],
         "counts": first[-1]["counts"],
@@ -241,11 +243,33 @@ def summary(first: list[dict[str, Any]], second: list[dict[str, Any]]) -> dict[s
     }
 
 
+def side_by_side(options: list[str]) -> dict[str, list[list[dict[str, Any]]]]:
+    """Both runs of every setup: what was found after each lap."""
+    with tempfile.TemporaryDirectory() as folder:
+        runs = []
+        for number, setup in enumerate([*SETUPS] * 2):
+            told = Path(folder) / f"{number}.jsonl"
+            command = [sys.executable, __file__, "--worker", setup, *options]
+            with told.open("w", encoding="utf-8") as file:
+                runs.append((setup, told, subprocess.Popen(command, stdout=file)))
+        found: dict[str, list[list[dict[str, Any]]]] = {setup: [] for setup in SETUPS}
+        try:
+            for setup, told, process in runs:
+                if process.wait():
+                    raise SystemExit(f"{setup}: exit code {process.returncode}")
+                lines = told.read_text(encoding="utf-8").splitlines()
+                found[setup].append([json.loads(line) for line in lines])
+        finally:
+            for _, _, process in runs:
+                process.kill()
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--minutes", type=float, default=9.2)
     parser.add_argument("--width", type=int, default=1024)
-    parser.add_argument("--lap", type=int, default=1000)
+    parser.add_argument("--lap", type=int, default=500)
     parser.add_argument("--worker", choices=SETUPS)
     parser.add_argument("--output", type=Path)
     given = parser.parse_args()
@@ -254,22 +278,9 @@ def main() -> None:
         return
     begun = time.monotonic()
     options = [f"--{name}={getattr(given, name)}" for name in ("minutes", "width", "lap")]
-    runs = {
-        (setup, number): subprocess.Popen(
-            [sys.executable, __file__, "--worker", setup, *options],
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for setup in SETUPS
-        for number in (0, 1)
-    }
-    laps: dict[tuple[str, int], list[dict[str, Any]]] = {}
-    for key, process in runs.items():
-        told, _ = process.communicate()
-        if process.returncode:
-            raise SystemExit(f"{key}: exit code {process.returncode}")
-        laps[key] = [json.loads(line) for line in told.splitlines()]
+    laps = side_by_side(options)
     gpu = torch.cuda.is_available()
+    setups = {setup: summary(*runs) for setup, runs in laps.items()}
     result = {
         "hardware": torch.cuda.get_device_name() if gpu else platform.machine(),
         "torch": torch.__version__,
@@ -278,16 +289,22 @@ def main() -> None:
         "seed": SEED,
         "seconds": round(time.monotonic() - begun),
         "lap": given.lap,
-        "setups": {setup: summary(laps[setup, 0], laps[setup, 1]) for setup in SETUPS},
+        "setups": setups,
     }
-    for setup, found in result["setups"].items():
-        shown = {name: value for name, value in found.items() if name != "memory"}
-        print(f"{setup}: {json.dumps(shown)}")
     if given.output:
         given.output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    wrong = [name for name, own in result["setups"].items() if not own["equal"]]
+    for setup, found in setups.items():
+        shown = {name: value for name, value in found.items() if name != "memory"}
+        print(f"{setup}: {json.dumps(shown)}")
+    wrong = [f"{name}: two runs differ" for name, own in setups.items() if not own["equal"]]
+    wrong += [
+        f"{name}: {kind} moved by {100 * own['drift'][kind]:.1f} %"
+        for name, own in setups.items()
+        for kind in own["drift"]
+        if kind != "host" and own["drift"][kind] > 0.01  # the host's is up to its allocator
+    ]
     if wrong:
-        raise SystemExit(f"two runs with the same seed differ: {wrong}")
+        raise SystemExit("\n".join(wrong))
 
 
 if __name__ == "__main__":

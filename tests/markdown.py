@@ -7,7 +7,7 @@ left out where that package cannot be imported.
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import re
 import sys
 from pathlib import Path
@@ -20,9 +20,12 @@ _BLOCK = re.compile(
 def run(path: Path, package: str | None = None) -> int:
     """Execute all blocks, or those that need a certain package; returns how many there were."""
     text = path.read_text(encoding="utf-8")
+    blocks = list(_BLOCK.finditer(text))
+    if len(blocks) != text.count("\n```python"):
+        raise ValueError(f"{path}: a block of Python is not written as others are")
     namespace: dict[str, object] = {"__name__": "__main__"}
     count = 0
-    for block in _BLOCK.finditer(text):
+    for block in blocks:
         needs = block["package"]
         if (package is None and not _there(needs)) or (package is not None and needs != package):
             continue
@@ -34,7 +37,10 @@ def run(path: Path, package: str | None = None) -> int:
 
 
 def _there(package: str | None) -> bool:
-    return package is None or importlib.util.find_spec(package) is not None
+    try:
+        return package is None or bool(importlib.import_module(package))
+    except Exception:  # some are installed, but not for this torch
+        return False
 
 
 if __name__ == "__main__":

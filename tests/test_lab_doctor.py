@@ -23,9 +23,10 @@ def test_all_is_well_with_ours(check: str) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("name", ["Shampoo", "CASPR"])
 @pytest.mark.parametrize("check", CHECKS)
-def test_all_is_well_with_ours_on_a_gpu(check: str) -> None:
-    found = examine(subject_of("kronbit.Shampoo", {}), torch.device("cuda"), check)
+def test_all_is_well_with_ours_on_a_gpu(check: str, name: str) -> None:
+    found = examine(subject_of(f"kronbit.{name}", {}), torch.device("cuda"), check)
     assert found.problem == ""
 
 

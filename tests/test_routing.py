@@ -57,12 +57,13 @@ class Adapted(nn.Module):
         self.base = nn.Linear(300, 200)
         self.lora_A = nn.ModuleDict({"default": nn.Linear(300, 4, bias=False)})
         self.lora_B = nn.ModuleDict({"default": nn.Linear(4, 200, bias=False)})
+        self.explora_head = nn.Parameter(torch.zeros(5, 5))  # another word
 
 
 def test_low_rank_factors_have_smaller_blocks() -> None:
     model = Adapted()
-    plain, low_rank = param_groups(model)
-    assert [name for name, _ in plain["params"]] == ["base.weight", "base.bias"]
+    plain, low_rank = param_groups(model, low_rank_order=128)
+    assert [name for name, _ in plain["params"]] == ["explora_head", "base.weight", "base.bias"]
     assert "max_order" not in plain
     assert [name[:6] for name, _ in low_rank["params"]] == ["lora_A", "lora_B"]
     assert low_rank["max_order"] == 128
@@ -71,9 +72,9 @@ def test_low_rank_factors_have_smaller_blocks() -> None:
         p.grad = torch.ones_like(p)
     optimizer.step()
     blocks = [len(blocks_of(optimizer.state[p])) for p in model.parameters()]
-    assert blocks == [1, 0, 3, 2]  # 4 x 300 and 200 x 4, by sides of at most 128
-    assert len(param_groups(model, low_rank_order=None)) == 1
-    _, left_out = param_groups(model, skip="lora_*")
+    assert blocks == [1, 1, 0, 3, 2]  # 4 x 300 and 200 x 4, by sides of at most 128
+    assert len(param_groups(model)) == 1
+    _, left_out = param_groups(model, skip="lora_*", low_rank_order=128)
     assert left_out["precondition"] is False
     assert "max_order" not in left_out
 

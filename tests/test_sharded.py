@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch.distributed.checkpoint as dcp
 from ranks import in_turn, run_on_ranks
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
     set_model_state_dict,
@@ -169,6 +171,43 @@ def accelerated(rank: int) -> None:
         step(model, optimizer, t)
     check(optimizer, model, alone, network, "accelerate")
     assert optimizer._ranks.owners is not None
+
+
+def whole_file(rank: int) -> list[list[str]]:
+    """What is said when a full state dict is loaded, and when a sharded one is."""
+
+    def made() -> tuple[nn.Module, Shampoo]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(70, 66), nn.Tanh(), nn.Linear(66, 67))
+        fully_shard(model, mesh=mesh_of([0, 1]))
+        return model, Shampoo(model.parameters(), **OPTIONS)
+
+    told = []
+    for full in (True, False):
+        options = StateDictOptions(full_state_dict=full, cpu_offload=True)
+        model, optimizer = made()
+        for _ in range(4):
+            model(torch.ones(3, 70)).square().mean().backward()
+            optimizer.step()
+        saved = get_optimizer_state_dict(model, optimizer, options=options)
+        if full:  # which only the first rank has
+            options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+        twin, again = made()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            set_optimizer_state_dict(twin, again, saved, options=options)
+        told.append([str(one.message) for one in caught if "statistics" in str(one.message)])
+    return told
+
+
+def test_what_a_full_state_dict_has_lost_is_said() -> None:
+    """Accelerate's FULL_STATE_DICT, say: torch writes what the first rank owns, and no more."""
+    first, second = run_on_ranks(2, whole_file)
+    assert first == [[], []]
+    (message,), nothing = second
+    assert "kronbit.consolidate_state_dict" in message
+    assert "SHARDED_STATE_DICT" in message
+    assert nothing == []
 
 
 def test_parameters_that_are_sharded_after_the_optimizer_was_made() -> None:

@@ -35,9 +35,15 @@ def test_a_second_run_is_the_first(setup: str, device: torch.device) -> None:
 
 
 def test_other_bits_have_another_digest() -> None:
-    model = torch.nn.Linear(3, 2)
+    """In a weight, and in a code of the state."""
+    model = torch.nn.Linear(70, 66)
     optimizer = soak.shampoo(model)
-    before = soak.digest(model, optimizer)
+    model(torch.ones(1, 70)).sum().backward()
+    optimizer.step()
+    known = {soak.digest(model, optimizer)}
     with torch.no_grad():
         model.weight.view(torch.int32)[0, 0] ^= 1
-    assert soak.digest(model, optimizer) != before
+    known.add(soak.digest(model, optimizer))
+    optimizer.state[model.weight]["block_0"]["right"]["codes"].view(-1)[-1] ^= 1
+    known.add(soak.digest(model, optimizer))
+    assert len(known) == 3

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 import torch
 from conftest import relative_error
-from ranks import run_on_ranks
+from networks import assert_same_state
+from ranks import run_on_ranks, run_script_on_ranks
 from torch import Tensor, nn
 
 from kronbit import KFAC, Shampoo
@@ -89,7 +90,11 @@ def gpt2(width: int = 32) -> nn.Module:
 
 
 def trainer(
-    folder: Path, optimizer: tuple[Any, dict[str, Any]], device: str = "cpu", **arguments: Any
+    folder: Path,
+    optimizer: tuple[Any, dict[str, Any]],
+    device: str = "cpu",
+    model: nn.Module | None = None,
+    **arguments: Any,
 ) -> Any:
     pytest.importorskip("accelerate")
     settings = {
@@ -105,9 +110,8 @@ def trainer(
         "use_cpu": device == "cpu",
     }
     args = transformers.TrainingArguments(**{**settings, **arguments})
-    model = gpt2()
     return transformers.Trainer(
-        model=model, args=args, train_dataset=Words(), optimizer_cls_and_kwargs=optimizer
+        model=model or gpt2(), args=args, train_dataset=Words(), optimizer_cls_and_kwargs=optimizer
     )
 
 
@@ -232,11 +236,25 @@ def test_layers_are_watched_without_the_trainers_scale(tmp_path: Path) -> None:
             assert relative_error(own[side]["matrix"], other[side]["matrix"]) < 0.03
 
 
-def test_an_option_that_is_given_twice_is_refused() -> None:
+@pytest.mark.parametrize("as_text", [False, True])
+def test_options_of_groups_may_come_as_text(as_text: bool) -> None:
     from kronbit.integrations.transformers import ShampooFactory
 
-    with pytest.raises(ValueError, match="'bits' is given twice"):
-        ShampooFactory()(gpt2(), lr=1e-3, bits=4, optim_args="bits=8")
+    given = {"weight_decay": "0.1", "skip": "*.wpe.*"}
+    if as_text:
+        given = {"optim_args": "weight_decay=0.1, skip=*.wpe.*"}
+    optimizer = ShampooFactory()(gpt2(), lr=1e-3, **given)
+    found = {(group["weight_decay"], group["precondition"]) for group in optimizer.param_groups}
+    assert found == {(0.1, True), (0.0, True), (0.1, False)}
+
+
+@pytest.mark.parametrize("option", ["bits=8", "weight_decay=0.1"])
+def test_an_option_that_is_given_twice_is_refused(option: str) -> None:
+    from kronbit.integrations.transformers import ShampooFactory
+
+    name = option.split("=")[0]
+    with pytest.raises(ValueError, match=f"'{name}' is given twice"):
+        ShampooFactory()(gpt2(), lr=1e-3, bits=4, weight_decay=0.0, optim_args=option)
 
 
 # --------------------------------------------------------------------------------- Accelerate
@@ -433,8 +451,43 @@ def test_lightning_trains_and_resumes_to_the_bit(
     assert optimizer.diagnostics()["skipped_gradients"] == 0
     kept = tmp_path / "whole" / "epoch=1.ckpt"
     again = fit(tmp_path / "again", manual, device, precision, ckpt_path=kept, weights_only=True)
+    resumed = again.optimizers().optimizer
+    for own in (optimizer, resumed):  # AdamW counts on the host, or it would wait at every step
+        assert all(held["step"].is_cpu for held in own.base.state.values() if "step" in held)
     for p, q in zip(whole.parameters(), again.parameters(), strict=True):
         assert torch.equal(p, q)
+
+
+def test_a_group_may_be_added_through_lightnings_wrapper() -> None:
+    pytest.importorskip("lightning")
+    from lightning.pytorch.core.optimizer import LightningOptimizer
+
+    model = nn.Sequential(nn.Linear(20, 30), nn.Linear(30, 5))
+    optimizer = KFAC(torch.optim.SGD(model[0].parameters(), lr=0.1), model=model, **EVERY)
+    wrapper = LightningOptimizer(optimizer)
+    for t in range(5):
+        model(torch.randn(8, 20)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if t == 0:
+            wrapper.add_param_group({"params": list(model[1].parameters())})
+    assert blocks_of(optimizer.state[model[1].weight])
+
+
+def test_groups_that_are_put_into_the_place_of_others_are_loaded() -> None:
+    """As Lightning's BaseFinetuning does before a resumed run loads its state."""
+    model, twin = (nn.Sequential(nn.Linear(20, 30), nn.Linear(30, 5)) for _ in range(2))
+    optimizer = KFAC(torch.optim.SGD(model[0].parameters(), lr=0.1), model=model, **EVERY)
+    optimizer.add_param_group({"params": list(model[1].parameters())})
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.randn(8, 20)).square().mean().backward()
+        optimizer.step()
+    again = KFAC(torch.optim.SGD(twin[0].parameters(), lr=0.1), model=twin, **EVERY)
+    new = {**again.param_groups[0], "params": list(twin[1].parameters())}
+    again.param_groups = [again.param_groups[0], new]
+    again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert_same_state(again.state_dict()["state"], optimizer.state_dict()["state"])
 
 
 # -------------------------------------------------------------------------------------- Hydra
@@ -500,6 +553,21 @@ def test_low_rank_factors_are_in_proportion(
     assert counts["discarded_roots"] == counts["skipped_gradients"] == counts["ungrafted"] == 0
 
 
+def test_low_rank_factors_resume_to_the_bit_in_the_trainer(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    from kronbit.integrations.transformers import ShampooFactory
+
+    config = peft.LoraConfig(r=4, target_modules=["c_attn"], fan_in_fan_out=True)
+    results = []
+    for resume in (None, str(tmp_path / "checkpoint-3")):
+        made = ShampooFactory, {"lr": 1e-2, **EVERY}
+        own = trainer(tmp_path, made, model=peft.get_peft_model(gpt2(), config))
+        own.train(resume_from_checkpoint=resume)
+        results.append([p for p in own.model.parameters() if p.requires_grad])
+    assert len(results[0]) == 2
+    assert all(map(torch.equal, *results))
+
+
 def test_timm_finds_them_by_name(device: torch.device) -> None:
     optim = pytest.importorskip("timm.optim", exc_type=ImportError)
     importlib.import_module("kronbit.integrations.timm")  # registers them
@@ -562,11 +630,13 @@ def test_the_example_of_accelerate_learns_and_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("accelerate")
-    for more in (["--epochs", "3"], ["--epochs", "1", "--resume"]):
-        run_example(monkeypatch, "accelerate_loop.py", "--out", str(tmp_path), *more)
-    losses = [
-        float(loss) for loss in re.findall(r"epoch \d: loss ([\d.]+)", capsys.readouterr().out)
-    ]
+    out = "--out", str(tmp_path)
+    run_example(monkeypatch, "accelerate_loop.py", *out, "--epochs", "3")
+    told = capsys.readouterr().out
+    # As `accelerate launch` starts it.
+    script = str(EXAMPLES / "accelerate_loop.py")
+    told += run_script_on_ranks(2, script, *out, "--epochs", "1", "--resume")
+    losses = [float(loss) for loss in re.findall(r"epoch \d: loss ([\d.]+)", told)]
     assert len(losses) == 4
     assert losses == sorted(losses, reverse=True)
 
@@ -575,11 +645,12 @@ def test_the_example_of_hydra_learns(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("hydra.utils")
-    run_example(monkeypatch, "hydra_config.py", "optimizer.bits=8", "optimizer.base=nadamw")
+    given = "optimizer.bits=8", "optimizer.base=sgd", "optimizer.lr=0.1"
+    run_example(monkeypatch, "hydra_config.py", *given)
     told = capsys.readouterr().out
     first, last = (float(loss) for loss in re.findall(r"loss ([\d.]+)", told))
     assert last < 0.5 * first
-    assert "Shampoo around NAdam" in told
+    assert "Shampoo around SGD" in told
 
 
 @pytest.mark.parametrize("name", ["shampoo4bit", "caspr4bit"])
@@ -621,6 +692,24 @@ def test_torchtitans_own_optimizers_are_still_known() -> None:
     assert KronbitOptimizers._resolve_optimizer_factory("AdamW") is torch.optim.AdamW
     with pytest.raises(NotImplementedError, match="Adagrad"):
         KronbitOptimizers._resolve_optimizer_factory("Adagrad")
+
+
+def test_torchtitans_config_takes_every_option() -> None:
+    """Of groups, of the whole, of the base; and refuses what nobody knows."""
+    pytest.importorskip("torchtitan")
+    from kronbit.integrations.torchtitan import shampoo4bit
+
+    options = {"bits": 8, "workspace_mb": 64, "base": "sgd", "momentum": 0.9}
+    config = shampoo4bit(lr=0.1, left_to_base="bias", **options)
+    config.implementation = "foreach"
+    (optimizer,) = config.build(model_parts=[nn.Linear(20, 30)])
+    assert isinstance(optimizer.base, torch.optim.SGD)
+    assert optimizer.config.workspace_mb == 64
+    for group in optimizer.param_groups:
+        found = group["lr"], group["momentum"], group["bits"], group["precondition"]
+        assert found == (0.1, 0.9, 8, group["params"][0].ndim == 2)
+    with pytest.raises(TypeError, match="refresh_evry"):
+        shampoo4bit(refresh_evry=10).build(model_parts=[nn.Linear(20, 30)])
 
 
 def test_what_torchtitan_can_do_to_its_own_adamw_only_is_refused() -> None:

@@ -56,6 +56,12 @@ class Entry:
         """The place of something in this entry, for messages."""
         return f"state[{self.key!r}]" + "".join(f"[{key!r}]" for key in keys)
 
+    def has_been_updated(self) -> bool:
+        """Whether every statistic should have been updated once, if gradients were finite."""
+        config = self.config
+        delay = max(config.update_every, config.refresh_every) if config.stagger else 0
+        return self.step >= config.update_every + delay
+
 
 @dataclass(frozen=True)
 class Checkpoint:
@@ -181,12 +187,15 @@ _CUT = (
 
 
 @full_precision()
-def fill(plan: Plan, entries: Mapping[Tensor, Entry]) -> None:
+def fill(plan: Plan, entries: Mapping[Tensor, Entry]) -> set[Tensor]:
     """Copy checkpointed blocks into a new plan.
 
     Args:
         plan: Freshly made.
         entries: The checkpoint's parameters.
+
+    Returns:
+        Parameters with blocks whose statistics are as all statistics start.
 
     Raises:
         ValueError: If a block is missing, left over, or not what its format says; by key.
@@ -209,14 +218,19 @@ def fill(plan: Plan, entries: Mapping[Tensor, Entry]) -> None:
                 layout,
                 entry.path(block.key, side),
             )
-            work.append((factors, block.row, leaves, source))
+            work.append((block.p, factors, block.row, leaves, source))
     for parameter, keys in left_over.items():
         if keys:
             raise ValueError(f"{entries[parameter].path(min(keys))} does not exist here: {_CUT}")
-    for factors, row, leaves, source in work:
+    changed: set[Tensor] = set()
+    for p, factors, row, leaves, source in work:
         views = factors.slot(row)
         for name, value in _converted(leaves, source, factors.format, factors.device).items():
+            start = None if p in changed or is_root(name) else views[name].clone()
             views[name].copy_(value)
+            if start is not None and not torch.equal(start, views[name]):
+                changed.add(p)
+    return {p for p, *_ in work} - changed
 
 
 def _converted(leaves: Leaves, source: Format, target: Format, device: torch.device) -> Leaves:

@@ -101,7 +101,8 @@ class SecondOrder(Around):
         self._check_group(param_group, len(self.param_groups))
         self.base.add_param_group(param_group)
         self._complete_groups()
-        if "_plan" in self.__dict__:  # else it is under construction
+        # Else it is under construction. Lightning's wrapper has our attributes, not our __dict__.
+        if hasattr(self, "_plan"):
             self._adopt(self.param_groups)
             if self._known_ranks is not None:
                 self._known_ranks = self._known_ranks.grown(self)
@@ -322,6 +323,7 @@ class SecondOrder(Around):
         state_dict = dict(state_dict)
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = pre_hook(self, state_dict) or state_dict
+        self._adopt(self.param_groups)  # Lightning's finetuning puts new ones into their place
         configs = [self._config_of(group) for group in self.param_groups]
         loaded = checkpoint.read(state_dict, self.param_groups, configs, self._statistics.name)
         loaded = loaded.without_blocks_of(p for p in loaded.entries if not self._ranks.owns(p))
@@ -334,7 +336,7 @@ class SecondOrder(Around):
             if p in loaded.entries
         )
         with self._ranks.together():
-            checkpoint.fill(plan, loaded.entries)
+            unchanged = checkpoint.fill(plan, loaded.entries)
         base.load()
         self.state = defaultdict(dict)
         self._start_unplanned()
@@ -352,6 +354,9 @@ class SecondOrder(Around):
         if any(entry.blocks for entry in loaded.entries.values()):
             fresh = [row for row in self._rows() if row[1] not in self.state]
             report.warn_of_fresh_starts(fresh, self._statistics.route)
+        if self._ranks.owners is not None:
+            lost = {p for p in unchanged if loaded.entries[p].has_been_updated()}
+            report.warn_of_lost_statistics([name for name, p, _ in self._rows() if p in lost])
         self._expect_statistics()
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)

@@ -121,6 +121,19 @@ def warn_of_fresh_starts(
         )
 
 
+def warn_of_lost_statistics(names: Sequence[str]) -> None:
+    """Warn of sharded parameters whose statistics a checkpoint has lost."""
+    if names:
+        warnings.warn(
+            f"the checkpoint has the statistics of {len(names)} sharded parameter(s), such as "
+            f"{names[0]}, as they were before the first update: a full state dict of torch, or of "
+            "a trainer, keeps only what the first rank owns. Save sharded state dicts "
+            "(SHARDED_STATE_DICT), or by kronbit.consolidate_state_dict; these start fresh",
+            RuntimeWarning,
+            stacklevel=4,
+        )
+
+
 def warn_of_few(
     params: Sequence[Row],
     route: Callable[[Tensor, Config], Blocking | str],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from typing import Any
@@ -9,19 +10,18 @@ from typing import Any
 from torch import Tensor, nn
 
 # How peft, torchtune and kohya's scripts call the factors of a low-rank update.
-_LOW_RANK = "*lora_*"
+_LOW_RANK = re.compile(r"(^|\.)lora_")
 
 
 def param_groups(
     model: nn.Module,
     skip: str | type[nn.Module] | Iterable[str | type[nn.Module]] = (),
-    low_rank_order: int | None = 128,
+    low_rank_order: int | None = None,
 ) -> list[dict[str, Any]]:
     """The named parameters of a model in groups; those to be skipped with ``precondition=False``.
 
     A weight that several modules share is skipped if one of them is: with ``nn.Embedding``, a head
-    that is tied to it goes, too. The factors of LoRA, ``r x n`` and ``m x r``, are a group of their
-    own, with smaller blocks: one of order n would be far larger than they are.
+    that is tied to it goes, too.
 
     Example::
 
@@ -31,8 +31,9 @@ def param_groups(
         model: The model.
         skip: Patterns of parameter names (``*`` and ``?`` stand for anything), and kinds of modules
             all of whose parameters are left to the base optimizer.
-        low_rank_order: ``max_order`` of parameters with ``lora_`` in their names; ``None``: that of
-            all others, as K-FAC and AdaBK, which cut nothing, need it.
+        low_rank_order: ``max_order`` of LoRA's factors, ``r x n`` and ``m x r``, which are a group
+            of their own then: a block of order n is far larger than they are. ``None``: that of all
+            others. (K-FAC and AdaBK cut nothing.)
 
     Returns:
         Up to three groups. Options may be added to them.
@@ -55,7 +56,7 @@ def param_groups(
     for name, p in model.named_parameters():
         if p in skipped:
             left_out.append((name, p))
-        elif low_rank_order is not None and fnmatchcase(name, _LOW_RANK):
+        elif low_rank_order is not None and _LOW_RANK.search(name):
             low_rank.append((name, p))
         else:
             plain.append((name, p))

@@ -175,6 +175,20 @@ class Binding:
         return unknown
 
 
+def _keep_on_host(old: Mapping[str, Any], new: MutableMapping[str, Any], device: Any) -> None:
+    """Put counters back where F reads them without waiting for the device.
+
+    After a resume Lightning moves all of the state to the parameter's device, but for a tensor
+    that is called ``"step"`` in the first place, where ours is not one.
+    """
+    tensors = {name: value for name, value in old.items() if isinstance(value, Tensor)}
+    if any(value.dim() and value.device != device for value in tensors.values()):
+        return  # the parameter itself has moved: F may want its counters there
+    for name, value in tensors.items():
+        if not value.dim() and value.device.type == "cpu" and isinstance(new.get(name), Tensor):
+            new[name] = new[name].cpu()
+
+
 class BaseLink:
     """Keeps ``state[p]["base"]`` and F's own dict one, whichever of the two is replaced."""
 
@@ -201,7 +215,9 @@ class BaseLink:
         state[p].setdefault("step", 0)
         held = state[p].setdefault("base", {})
         if held and held is not self._linked.get(p, held):
-            base_state[p] = held  # replaced in our state: by offloading, a device move, ...
+            # replaced in our state: by offloading, a device move, ...
+            _keep_on_host(self._linked[p], held, p.device)
+            base_state[p] = held
 
     def settled(
         self,

@@ -15,6 +15,7 @@ import typer
 from rich.console import Console
 
 from kronbit.lab.errors import LabError
+from kronbit.lab.training.files import unwritable
 
 Out = Annotated[
     Path | None, typer.Option("--out", help="Folder to write to; by default a new one in runs/.")
@@ -69,7 +70,7 @@ def folder_of(out: Path | None, name: str) -> Iterator[Path]:
     stem = f"{name}-{dt.datetime.now().strftime('%Y%m%d-%H%M%S')}"
     # Another run may have begun in the same second, or the clock was set back.
     names = chain([stem], (f"{stem}-{number}" for number in count(2)))
-    place = next(filter(_taken, map(Path("runs").joinpath, names)))
+    place = next(filter(_claimed, map(Path("runs").joinpath, names)))
     try:
         yield place
     finally:
@@ -77,16 +78,16 @@ def folder_of(out: Path | None, name: str) -> Iterator[Path]:
             place.rmdir()
 
 
-def _taken(place: Path) -> bool:
+def _claimed(place: Path) -> bool:
     """Whether a folder is new, and ours from now on."""
     try:
-        place.mkdir(parents=True)
+        place.parent.mkdir(exist_ok=True)
+    except OSError as error:
+        raise unwritable(place.parent, error) from error
+    try:
+        place.mkdir()
     except FileExistsError:
         return False
-    except OSError as error:
-        raise LabError(
-            f"cannot write to {place}: {error.strerror}; choose another with --out"
-        ) from error
     return True
 
 

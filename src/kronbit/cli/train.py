@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Annotated
 
@@ -88,7 +88,8 @@ def train(
         if recipe is not None or wishes or settings or out is not None:
             raise LabError("--resume takes all settings from the run: give no others")
         one, before = read_member(resume)
-        name, device = one.key, device or before["device"]
+        device = device or before["device"]
+        place: AbstractContextManager[Path] = nullcontext(resume)
         running = Running(
             data or Path(before["data"]),
             compile or before["compile"],
@@ -101,15 +102,13 @@ def train(
         made = find_recipe(recipe).with_settings({**wishes, **parse_settings(settings or ())})
         refuse_meaningless(made)
         refuse_taken(out, resume=False)
-        name = f"{made.name}-{made.optimizer}"
+        place = folder_of(out, f"{made.name}-{made.optimizer}")
         running = Running(data or DATA_FOLDER, compile, cuda_graph, tensorboard)
     world = join_world(parallel, device)
     console = Console(stderr=True)
-    # The first rank's folder is everybody's.
-    place = folder_of(resume or out, name) if world.first else nullcontext(Path())
     try:
         with (
-            place as folder,
+            place if world.first else nullcontext(Path()) as folder,  # the first rank's is all's
             Display(console, world.first) as display,
             Interrupts() as interrupts,
         ):

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from torchtitan.components.optimizer import OptimizersContainer, ParamGroupConfig
 
 import kronbit
+from kronbit.config import GROUP_OPTIONS
 
 
 class KronbitOptimizers(OptimizersContainer):  # type: ignore[misc, type-arg, unused-ignore]
@@ -48,12 +49,15 @@ def shampoo4bit(
     """What stands in the place of torchtitan's ``default_adamw``.
 
     Args:
-        lr: AdamW's learning rate.
+        lr: The base's learning rate.
         left_to_base: A regular expression for names of parameters that are not preconditioned,
             such as ``"tok_embeddings|output"``.
-        **options: Of ``kronbit.Shampoo`` and of AdamW.
+        **options: Of ``kronbit.Shampoo`` and of its base, which is AdamW with torchtitan's defaults
+            unless ``base`` is given. One that neither of them knows is an error when it is built.
     """
-    given = {"lr": lr, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, **options}
+    defaults = {} if "base" in options else {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+    given = {"lr": lr, **defaults, **options}
+    whole = {name: given.pop(name) for name in list(given) if name not in {*GROUP_OPTIONS, "lr"}}
     groups = [ParamGroupConfig(pattern=".*", optimizer_name="Shampoo", optimizer_kwargs=given)]
     if left_to_base is not None:
         kept = {**given, "precondition": False}
@@ -61,4 +65,6 @@ def shampoo4bit(
             0,
             ParamGroupConfig(pattern=left_to_base, optimizer_name="Shampoo", optimizer_kwargs=kept),
         )
-    return KronbitOptimizers.Config(param_groups=groups)
+    return KronbitOptimizers.Config(
+        param_groups=groups, optimizer_factory_kwargs_by_name={"Shampoo": whole}
+    )

@@ -6,7 +6,7 @@ model, so that parameters have names, kinds of modules can be left out, and K-FA
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from torch import nn
@@ -14,6 +14,9 @@ from torch import nn
 import kronbit
 from kronbit.integrations.strings import read_options
 from kronbit.optimizer import SecondOrder
+
+# Of LoRA's factors: smaller blocks learn as well, and there are not too many of them yet.
+LOW_RANK_ORDER = 128
 
 
 class ShampooFactory:
@@ -30,37 +33,37 @@ class ShampooFactory:
         self,
         model: nn.Module,
         *,
-        skip: str | type[nn.Module] | Iterable[str | type[nn.Module]] = (),
-        weight_decay: float = 0.0,
         optim_args: str | Mapping[str, Any] | None = None,
         device_mesh: object = None,
         **options: Any,
     ) -> SecondOrder:
         """Make the optimizer of a model's trainable parameters.
 
+        Two options are of groups. ``skip`` is what is left to the base optimizer, as for
+        ``kronbit.param_groups``. ``weight_decay`` is that of matrices; biases and the parameters of
+        norms, which have fewer than two axes, get none.
+
         Args:
             model: The model.
-            skip: What is left to the base optimizer, as for ``kronbit.param_groups``.
-            weight_decay: Of matrices; biases and the parameters of norms, which have fewer than two
-                axes, get none.
             optim_args: More options, as text (``TrainingArguments.optim_args``).
             device_mesh: What axolotl hands on; not needed, since sharded parameters know theirs.
             **options: Of the optimizer and of its base, such as ``lr``; ``Trainer`` does not hand
-                its ``learning_rate`` on.
+                its ``learning_rate`` and its ``weight_decay`` on.
 
         Raises:
             ValueError: If an option is given twice.
         """
-        more = read_options(optim_args or {})
+        options, more = read_options(options), read_options(optim_args or {})
         twice = sorted(more.keys() & options.keys())
         if twice:
             raise ValueError(f"option {twice[0]!r} is given twice, once of it in optim_args")
-        options = read_options(options) | more
+        options |= more
+        skip, weight_decay = options.pop("skip", ()), options.pop("weight_decay", 0.0)
         # Layers of K-FAC are not cut, and an order that is given is that of all.
         uncut = issubclass(self.optimizer, kronbit.KFAC) or "max_order" in options
-        how: dict[str, Any] = {"low_rank_order": None} if uncut else {}
+        order = None if uncut else LOW_RANK_ORDER
         groups = []
-        for group in kronbit.param_groups(model, skip, **how):
+        for group in kronbit.param_groups(model, skip, order):
             named = [(name, p) for name, p in group["params"] if p.requires_grad]
             for decays in (True, False):
                 own = [(name, p) for name, p in named if (p.ndim >= 2) == decays]

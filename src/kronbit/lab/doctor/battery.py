@@ -72,9 +72,14 @@ def _require_finite(params: Iterable[Tensor]) -> None:
 
 
 def _require_equal(ours: Iterable[Tensor], others: Iterable[Tensor], what: str) -> None:
-    pairs = [(p.detach().float(), q.detach().float()) for p, q in zip(ours, others, strict=True)]
-    largest = max(float((p - q).abs().max()) for p, q in pairs)
+    largest = _distance(ours, others)
     _require(largest == 0, f"{what} differs by up to {largest:.1e}")
+
+
+def _distance(ours: Iterable[Tensor], others: Iterable[Tensor]) -> float:
+    """The largest difference of two elements; NaN if there is one."""
+    pairs = [(p.detach().float(), q.detach().float()) for p, q in zip(ours, others, strict=True)]
+    return float(torch.stack([(p - q).abs().max() for p, q in pairs]).max())
 
 
 # -------------------------------------------------------------------------------------- steps
@@ -300,8 +305,7 @@ def fsdp2(subject: Subject, device: torch.device) -> None:
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.spawn(_rank, (subject, folder), _RANKS)  # type: ignore[attr-defined, no-untyped-call]
         found = torch.load(Path(folder) / "found.pt", weights_only=True)
-    pairs = zip(found, model.parameters(), strict=True)
-    largest = max(float((p - q.detach()).abs().max()) for p, q in pairs)
+    largest = _distance(found, model.parameters())
     _require(largest < 1e-5, f"differs from one process by up to {largest:.1e}")
 
 

@@ -25,9 +25,12 @@ def make_folder(folder: Path) -> None:
         probe.touch()
         probe.unlink()
     except OSError as error:
-        raise LabError(
-            f"cannot write to {folder}: {error.strerror}; choose another with --out"
-        ) from error
+        raise unwritable(folder, error) from error
+
+
+def unwritable(folder: Path, error: OSError) -> LabError:
+    """What is said of a folder that cannot be written to."""
+    return LabError(f"cannot write to {folder}: {error.strerror}; choose another with --out")
 
 
 def write_bytes(path: Path, content: bytes) -> None:

@@ -1,5 +1,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
+# For all that is installed below, and what builds it.
+export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
+export PIP_BUILD_CONSTRAINT := $(PIP_CONSTRAINT)
 
 .PHONY: help demo test docs lint wheel audit clean
 
@@ -13,7 +16,7 @@ help:
 
 .venv/%.stamp: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable ".[$*]"
+	$(BIN)/python -m pip install --quiet --no-compile --editable ".[$*]"
 	test $* != dev || $(BIN)/python -m pip install --quiet --no-compile --no-deps --requirement tests/torchtitan.txt
 	touch $@
 
@@ -35,7 +38,7 @@ wheel: .venv/dev.stamp
 	rm -rf dist .venv-wheel
 	$(BIN)/python -m build --wheel
 	$(PYTHON) -m venv .venv-wheel
-	.venv-wheel/bin/python -m pip install --quiet --no-compile --constraint constraints.txt dist/*.whl
+	.venv-wheel/bin/python -m pip install --quiet --no-compile dist/*.whl
 	.venv-wheel/bin/python tests/markdown.py README.md
 
 audit:

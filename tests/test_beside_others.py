@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, TensorDataset
 
-from kronbit import CASPR, Shampoo
+from kronbit import CASPR, KFAC, Shampoo
 
 EVERY = {"update_every": 1, "refresh_every": 2, "min_quantized_numel": 0}
 
@@ -185,13 +185,19 @@ def test_a_step_changes_nothing_global(device: torch.device) -> None:
         for x in batches(1):
             backward(model, x)
         before = everything()
-        optimizer = Shampoo(model.parameters(), lr=1e-2, **EVERY)
-        for _ in range(3):
-            optimizer.step()
-        twin = Shampoo(model.parameters(), lr=1e-2, **EVERY)
-        twin.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-        optimizer.summary()
-        optimizer.diagnostics()
+        made: list[Callable[[], Any]] = [
+            lambda: Shampoo(model.parameters(), lr=1e-2, **EVERY),
+            lambda: KFAC(model.parameters(), model=model, lr=1e-2, **EVERY),
+        ]
+        for make in made:
+            optimizer, twin = make(), make()
+            for _ in range(3):
+                for x in batches(1):
+                    backward(model, x)
+                optimizer.step()
+            twin.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+            optimizer.summary()
+            optimizer.diagnostics()
         assert everything() == before
     finally:
         torch.set_float32_matmul_precision("highest")

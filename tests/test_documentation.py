@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
 import inspect
 import re
 import shlex
+import textwrap
+from collections import OrderedDict
 from pathlib import Path
+from typing import Any
 
 import markdown
 import pytest
+import torch
+from torch import nn
 
 import kronbit
 from kronbit import cli
@@ -80,6 +87,32 @@ def test_commands_run(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         monkeypatch.setattr(battery, "CHECKS", dict(list(battery.CHECKS.items())[:2]))
     assert words[0] == "kronbit"
     assert cli.run(words[1:]) == 0
+
+
+def docstring_examples() -> list[Any]:
+    """The indented lines below every ``Example::``, by module and name."""
+    found = []
+    for path in sorted((ROOT / "src").rglob("*.py")):
+        module = ".".join(path.relative_to(ROOT / "src").with_suffix("").parts)
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if not isinstance(node, ast.ClassDef | ast.FunctionDef):
+                continue
+            _, here, rest = (ast.get_docstring(node) or "").partition("Example::\n")
+            if here:
+                indented = re.match(r"(?:    .*\n|\n)+", rest + "\n")
+                code = textwrap.dedent(indented[0] if indented else "")
+                found.append(pytest.param(module, code, id=f"{module}.{node.name}"))
+    return found
+
+
+@pytest.mark.parametrize(("module", "code"), docstring_examples())
+def test_examples_of_docstrings_run(module: str, code: str) -> None:
+    """With a model at hand, and what the module itself knows."""
+    parts = {"embedding": nn.Embedding(9, 8), "hidden": nn.Linear(8, 8), "lm_head": nn.Linear(8, 9)}
+    known = {"model": nn.Sequential(OrderedDict(parts)), "kronbit": kronbit, "torch": torch}
+    namespace = vars(kronbit) | vars(importlib.import_module(module)) | known
+    exec(code, namespace)
+    namespace["opt"].step()
 
 
 def test_every_option_is_in_the_docs() -> None:

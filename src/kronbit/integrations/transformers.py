@@ -24,7 +24,9 @@ class ShampooFactory:
 
     Example::
 
-        Trainer(..., optimizer_cls_and_kwargs=(ShampooFactory, {"lr": 1e-3, "skip": "lm_head.*"}))
+        options = {"lr": 1e-3, "skip": "lm_head.*"}
+        # Trainer(..., optimizer_cls_and_kwargs=(ShampooFactory, options)) does this:
+        opt = ShampooFactory()(model, **options)
     """
 
     optimizer: ClassVar[type[SecondOrder]] = kronbit.Shampoo

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from kronbit import Shampoo, first_order
+from kronbit.state import _keep_on_host
 
 EXPECTED = {
     "sgd": (torch.optim.SGD, {"momentum": 0.9}),
@@ -203,3 +204,31 @@ def test_torchao_is_taken_where_bitsandbytes_is_not(monkeypatch: pytest.MonkeyPa
     monkeypatch.setitem(sys.modules, "torchao.optim", module)
     monkeypatch.setattr(importlib.util, "find_spec", {"torchao": object()}.get)
     assert first_order.NAMES["adamw8bit"][0]() is AdamW8bit
+
+
+class Elsewhere(torch.Tensor):
+    """As if it were on another device."""
+
+    def cpu(self) -> torch.Tensor:  # type: ignore[override]
+        return self.as_subclass(torch.Tensor)
+
+
+def test_counters_of_the_base_stay_on_the_host() -> None:
+    """Lightning moves all state after a resume, and F would wait for them at every step."""
+    p = parameter()
+    optimizer = Shampoo([p], base="adamw", lr=1e-2)
+    moved(optimizer, p)
+    held = optimizer.state[p]["base"]
+    optimizer.state[p]["base"] = {**held, "step": held["step"].as_subclass(Elsewhere)}
+    moved(optimizer, p)
+    assert type(optimizer.base.state[p]["step"]) is torch.Tensor
+    assert optimizer.base.state[p]["step"] == 6
+
+
+def test_counters_of_a_parameter_that_has_moved_go_with_it() -> None:
+    """Fused and capturable implementations have them on the parameter's device."""
+    step = torch.tensor(1.0)
+    old = {"exp_avg": torch.empty(2, device="meta"), "step": step}
+    new = {"exp_avg": torch.empty(2), "step": step.as_subclass(Elsewhere)}
+    _keep_on_host(old, new, torch.device("cpu"))
+    assert type(new["step"]) is Elsewhere

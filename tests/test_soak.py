@@ -30,8 +30,13 @@ def test_a_second_run_is_the_first(setup: str, device: torch.device) -> None:
     assert [lap["digest"] for lap in first] == [lap["digest"] for lap in second]
     assert len({lap["digest"] for lap in first}) == LAPS  # and they are not those of the start
     if device.type == "cuda":
-        assert soak.drift(first, "tensors", after=1) < 0.01
-        assert soak.drift(second, "tensors", after=1) < 0.01
+        for laps in (first, second):
+            assert soak.drift([lap["memory"]["tensors"] for lap in laps]) < 0.01
+
+
+def test_drift_is_that_of_the_last_three_quarters() -> None:
+    assert soak.drift([50, 90, 100, 100, 103, 99, 100, 101]) == 0.03
+    assert soak.drift([100, 100, 100, 96]) == 0.04
 
 
 def test_other_bits_have_another_digest() -> None:

@@ -1,7 +1,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 # For all that is installed below, and what builds it.
-export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
+export PIP_CONSTRAINT := constraints.txt
 export PIP_BUILD_CONSTRAINT := $(PIP_CONSTRAINT)
 
 .PHONY: help demo test docs lint wheel audit clean
@@ -42,7 +42,7 @@ wheel: .venv/dev.stamp
 	.venv-wheel/bin/python tests/markdown.py README.md
 
 audit:
-	$(PYTHON) .ci/audit
+	env -u PIP_CONSTRAINT -u PIP_BUILD_CONSTRAINT $(PYTHON) .ci/audit
 
 clean:
 	rm -rf .venv .venv-wheel .venv-audit dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

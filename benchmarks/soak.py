@@ -260,14 +260,19 @@ def side_by_side(options: list[str]) -> dict[str, list[list[dict[str, Any]]]]:
                 runs.append((setup, told, subprocess.Popen(command, stdout=file)))
         found: dict[str, list[list[dict[str, Any]]]] = {setup: [] for setup in SETUPS}
         try:
+            while any(process.poll() is None for _, _, process in runs):
+                if any(process.returncode for _, _, process in runs):
+                    break
+                time.sleep(1)
             for setup, told, process in runs:
-                if process.wait():
+                if process.returncode:
                     raise SystemExit(f"{setup}: exit code {process.returncode}")
                 lines = told.read_text(encoding="utf-8").splitlines()
                 found[setup].append([json.loads(line) for line in lines])
         finally:
             for _, _, process in runs:
                 process.kill()
+                process.wait()
     return found
 
 

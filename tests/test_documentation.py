@@ -115,6 +115,10 @@ def test_examples_of_docstrings_run(module: str, code: str) -> None:
     namespace["opt"].step()
 
 
+def test_docstrings_have_examples() -> None:
+    assert len(docstring_examples()) > 5
+
+
 def test_every_option_is_in_the_docs() -> None:
     text = (ROOT / "docs" / "options.md").read_text(encoding="utf-8")
     assert {name for name in OPTIONS if f"`{name}`" not in text} == set()

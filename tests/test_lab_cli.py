@@ -151,12 +151,14 @@ def test_runs_that_begin_in_the_same_second_have_folders_of_their_own(
     assert list((tmp_path / "runs").iterdir()) == [tmp_path / found[3]]
 
 
-def test_a_folder_of_runs_that_leads_nowhere_is_named(
+def test_a_folder_that_takes_no_runs_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "runs").symlink_to(tmp_path / "unmounted")
-    assert "cannot write to runs" in one_line(capsys, "train", "digits-cnn", *SMALL)
+    for place in (tmp_path / "unmounted", Path("/proc")):
+        (tmp_path / "runs").symlink_to(place)
+        assert "cannot write to runs" in one_line(capsys, "train", "digits-cnn", *SMALL)
+        (tmp_path / "runs").unlink()
 
 
 def on_terminal(columns: int, *arguments: str) -> str:

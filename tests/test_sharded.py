@@ -173,41 +173,66 @@ def accelerated(rank: int) -> None:
     assert optimizer._ranks.owners is not None
 
 
-def whole_file(rank: int) -> list[list[str]]:
-    """What is said when a full state dict is loaded, and when a sharded one is."""
+def made_on(ranks: list[int], **options: Any) -> tuple[nn.Module, Shampoo]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(70, 66), nn.Tanh(), nn.Linear(66, 67))
+    fully_shard(model, mesh=mesh_of(ranks))
+    return model, Shampoo(model.parameters(), **{**OPTIONS, **options})
 
-    def made() -> tuple[nn.Module, Shampoo]:
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(70, 66), nn.Tanh(), nn.Linear(66, 67))
-        fully_shard(model, mesh=mesh_of([0, 1]))
-        return model, Shampoo(model.parameters(), **OPTIONS)
 
-    told = []
-    for full in (True, False):
-        options = StateDictOptions(full_state_dict=full, cpu_offload=True)
-        model, optimizer = made()
-        for _ in range(4):
-            model(torch.ones(3, 70)).square().mean().backward()
-            optimizer.step()
-        saved = get_optimizer_state_dict(model, optimizer, options=options)
-        if full:  # which only the first rank has
-            options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-        twin, again = made()
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            set_optimizer_state_dict(twin, again, saved, options=options)
-        told.append([str(one.message) for one in caught if "statistics" in str(one.message)])
-    return told
+def told_of(full: bool, **options: Any) -> list[str]:
+    """What is said of lost roots when a state dict after four steps is loaded."""
+    how = StateDictOptions(full_state_dict=full, cpu_offload=True)
+    model, optimizer = made_on([0, 1], **options)
+    for _ in range(4):
+        model(torch.ones(3, 70)).square().mean().backward()
+        optimizer.step()
+    saved = get_optimizer_state_dict(model, optimizer, options=how)
+    if full:  # which only the first rank has
+        how = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    twin, again = made_on([0, 1], **options)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        set_optimizer_state_dict(twin, again, saved, options=how)
+    return [str(one.message) for one in caught if "roots" in str(one.message)]
+
+
+def whole_files(rank: int) -> list[list[str]]:
+    late = {"update_every": 1, "refresh_every": 8, "first_refresh": 6}
+    return [told_of(True), told_of(True, update_every=1), told_of(False), told_of(True, **late)]
 
 
 def test_what_a_full_state_dict_has_lost_is_said() -> None:
     """Accelerate's FULL_STATE_DICT, say: torch writes what the first rank owns, and no more."""
-    first, second = run_on_ranks(2, whole_file)
-    assert first == [[], []]
-    (message,), nothing = second
+    first, second = run_on_ranks(2, whole_files)
+    assert first == [[], [], [], []]
+    (message,), (again,), *nothing = second
+    assert message == again
     assert "kronbit.consolidate_state_dict" in message
     assert "SHARDED_STATE_DICT" in message
-    assert nothing == []
+    assert nothing == [[], []]  # of a sharded one, and before the first refresh
+
+
+def wrapped(rank: int) -> None:
+    """Lightning's wrapper calls our methods with itself."""
+    wrapper = pytest.importorskip("lightning.pytorch.core.optimizer").LightningOptimizer
+    results = []
+    for wrap in (lambda own: own, wrapper):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(70, 66), nn.Tanh(), nn.Linear(66, 67))
+        fully_shard(model, mesh=mesh_of([0, 1]))
+        optimizer = Shampoo(model[0].parameters(), **OPTIONS)
+        for t in range(6):
+            if t == 1:
+                wrap(optimizer).add_param_group({"params": list(model[2].parameters())})
+            model(torch.ones(3, 70)).square().mean().backward()
+            optimizer.step()
+        results.append([p.full_tensor() for p in model.parameters()])
+    assert all(map(torch.equal, *results))
+
+
+def test_a_group_may_be_added_through_a_wrapper() -> None:
+    run_on_ranks(2, wrapped)
 
 
 def test_parameters_that_are_sharded_after_the_optimizer_was_made() -> None:

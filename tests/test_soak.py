@@ -13,7 +13,7 @@ from conftest import slow
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 import soak
 
-LAP, LAPS = 44, 3  # each with a refresh, a save and a load
+LAP, LAPS = 44, 4  # each with a refresh, a save and a load
 CASES = [
     pytest.param(setup, marks=() if setup == "Shampoo" else slow, id=setup) for setup in soak.SETUPS
 ]

@@ -56,11 +56,10 @@ class Entry:
         """The place of something in this entry, for messages."""
         return f"state[{self.key!r}]" + "".join(f"[{key!r}]" for key in keys)
 
-    def has_been_updated(self) -> bool:
-        """Whether every statistic should have been updated once, if gradients were finite."""
-        config = self.config
-        delay = max(config.update_every, config.refresh_every) if config.stagger else 0
-        return self.step >= config.update_every + delay
+    def lacks_roots(self) -> bool:
+        """Whether it should be preconditioned by now, but is not."""
+        due = self.step >= self.config.first_preconditioned_step()
+        return bool(self.blocks) and self.product_bits == 0 and due
 
 
 @dataclass(frozen=True)
@@ -187,15 +186,12 @@ _CUT = (
 
 
 @full_precision()
-def fill(plan: Plan, entries: Mapping[Tensor, Entry]) -> set[Tensor]:
+def fill(plan: Plan, entries: Mapping[Tensor, Entry]) -> None:
     """Copy checkpointed blocks into a new plan.
 
     Args:
         plan: Freshly made.
         entries: The checkpoint's parameters.
-
-    Returns:
-        Parameters with blocks whose statistics are as all statistics start.
 
     Raises:
         ValueError: If a block is missing, left over, or not what its format says; by key.
@@ -218,19 +214,14 @@ def fill(plan: Plan, entries: Mapping[Tensor, Entry]) -> set[Tensor]:
                 layout,
                 entry.path(block.key, side),
             )
-            work.append((block.p, factors, block.row, leaves, source))
+            work.append((factors, block.row, leaves, source))
     for parameter, keys in left_over.items():
         if keys:
             raise ValueError(f"{entries[parameter].path(min(keys))} does not exist here: {_CUT}")
-    changed: set[Tensor] = set()
-    for p, factors, row, leaves, source in work:
+    for factors, row, leaves, source in work:
         views = factors.slot(row)
         for name, value in _converted(leaves, source, factors.format, factors.device).items():
-            start = None if p in changed or is_root(name) else views[name].clone()
             views[name].copy_(value)
-            if start is not None and not torch.equal(start, views[name]):
-                changed.add(p)
-    return {p for p, *_ in work} - changed
 
 
 def _converted(leaves: Leaves, source: Format, target: Format, device: torch.device) -> Leaves:

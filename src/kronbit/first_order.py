@@ -18,7 +18,7 @@ from kronbit.config import FORMAT_KEY, OPTIONS
 BaseFactory: TypeAlias = Callable[..., Optimizer]
 
 # How F runs, not what it holds. The meta device knows only the plain way.
-_IMPLEMENTATION = ("fused", "foreach", "capturable")
+IMPLEMENTATION = ("fused", "foreach", "capturable")
 
 
 def _import(path: str, needed_for: str) -> BaseFactory:
@@ -220,7 +220,7 @@ def state_on_meta(
             params.append(nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=True))
             params[-1].grad = torch.empty_like(params[-1])
         twins += params
-        dropped = (*_IMPLEMENTATION, "param_names")
+        dropped = (*IMPLEMENTATION, "param_names")
         plain = {name: value for name, value in group.items() if name not in dropped}
         if isinstance(plain.get("lr"), Tensor):
             plain["lr"] = 1e-3

@@ -105,7 +105,7 @@ class SecondOrder(Around):
         if hasattr(self, "_plan"):
             self._adopt(self.param_groups)
             if self._known_ranks is not None:
-                self._known_ranks = self._known_ranks.grown(self)
+                self._known_ranks.grow(self)
             self._expect_statistics()
 
     def _check_group(self, group: Mapping[str, Any], index: int) -> None:
@@ -323,12 +323,12 @@ class SecondOrder(Around):
         state_dict = dict(state_dict)
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = pre_hook(self, state_dict) or state_dict
-        self._adopt(self.param_groups)  # Lightning's finetuning puts new ones into their place
         configs = [self._config_of(group) for group in self.param_groups]
         loaded = checkpoint.read(state_dict, self.param_groups, configs, self._statistics.name)
         loaded = loaded.without_blocks_of(p for p in loaded.entries if not self._ranks.owns(p))
         base = checkpoint.BaseLoader(self.base, loaded)
         base.check()
+        self._adopt(self.param_groups)  # Lightning's finetuning puts new ones into their place
         plan = self._make_plan(
             (p, self.config.for_group(group))
             for group, own in zip(loaded.groups, self.param_groups, strict=True)
@@ -336,7 +336,7 @@ class SecondOrder(Around):
             if p in loaded.entries
         )
         with self._ranks.together():
-            unchanged = checkpoint.fill(plan, loaded.entries)
+            checkpoint.fill(plan, loaded.entries)
         base.load()
         self.state = defaultdict(dict)
         self._start_unplanned()
@@ -354,9 +354,8 @@ class SecondOrder(Around):
         if any(entry.blocks for entry in loaded.entries.values()):
             fresh = [row for row in self._rows() if row[1] not in self.state]
             report.warn_of_fresh_starts(fresh, self._statistics.route)
-        if self._ranks.owners is not None:
-            lost = {p for p in unchanged if loaded.entries[p].has_been_updated()}
-            report.warn_of_lost_statistics([name for name, p, _ in self._rows() if p in lost])
+        lost = {p for p, entry in loaded.entries.items() if entry.lacks_roots()}
+        report.warn_of_lost_roots([name for name, p, _ in self._rows() if p in lost])
         self._expect_statistics()
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)

@@ -121,14 +121,14 @@ def warn_of_fresh_starts(
         )
 
 
-def warn_of_lost_statistics(names: Sequence[str]) -> None:
-    """Warn of sharded parameters whose statistics a checkpoint has lost."""
+def warn_of_lost_roots(names: Sequence[str]) -> None:
+    """Warn of parameters that should be preconditioned by now, but in the checkpoint are not."""
     if names:
         warnings.warn(
-            f"the checkpoint has the statistics of {len(names)} sharded parameter(s), such as "
-            f"{names[0]}, as they were before the first update: a full state dict of torch, or of "
-            "a trainer, keeps only what the first rank owns. Save sharded state dicts "
-            "(SHARDED_STATE_DICT), or by kronbit.consolidate_state_dict; these start fresh",
+            f"the checkpoint has no roots of {len(names)} parameter(s), such as {names[0]}, "
+            "although their first refresh is past: they start fresh. A full state dict of sharded "
+            "parameters, by torch or by a trainer, keeps only what the first rank owns: save "
+            "sharded ones (SHARDED_STATE_DICT), or by kronbit.consolidate_state_dict",
             RuntimeWarning,
             stacklevel=4,
         )

@@ -175,7 +175,9 @@ class Binding:
         return unknown
 
 
-def _keep_on_host(old: Mapping[str, Any], new: MutableMapping[str, Any], device: Any) -> None:
+def _keep_on_host(
+    old: Mapping[str, Any], new: MutableMapping[str, Any], device: torch.device
+) -> None:
     """Put counters back where F reads them without waiting for the device.
 
     After a resume Lightning moves all of the state to the parameter's device, but for a tensor

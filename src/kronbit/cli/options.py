@@ -88,6 +88,8 @@ def _claimed(place: Path) -> bool:
         place.mkdir()
     except FileExistsError:
         return False
+    except OSError as error:
+        raise unwritable(place, error) from error
     return True
 
 

@@ -89,14 +89,14 @@ class Ranks:
             present = present._replace(grads=grads, dtypes=plain_dtypes(grads))
         return nullcontext(present)
 
-    def grown(self, optimizer: SecondOrder) -> Ranks:
-        """The same with new parameters; who owns a parameter goes on owning it."""
+    def grow(self, optimizer: SecondOrder) -> None:
+        """Take new parameters in; who owns a parameter goes on owning it."""
         found = find_ranks(optimizer)
         if self.owners is not None and found.owners is not None:
             found.owners.keep(self.owners)
         if isinstance(self.exchange, Replicas) and isinstance(found.exchange, Replicas):
             found.exchange = self.exchange
-        return found
+        vars(self).update(vars(found))
 
     def figures(self) -> dict[str, int]:
         """For ``diagnostics``.

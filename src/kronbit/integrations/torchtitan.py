@@ -11,6 +11,7 @@ from torchtitan.components.optimizer import OptimizersContainer, ParamGroupConfi
 
 import kronbit
 from kronbit.config import GROUP_OPTIONS
+from kronbit.first_order import IMPLEMENTATION
 
 
 class KronbitOptimizers(OptimizersContainer):  # type: ignore[misc, type-arg, unused-ignore]
@@ -57,7 +58,9 @@ def shampoo4bit(
     """
     defaults = {} if "base" in options else {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
     given = {"lr": lr, **defaults, **options}
-    whole = {name: given.pop(name) for name in list(given) if name not in {*GROUP_OPTIONS, "lr"}}
+    # The container writes these into groups, where they would hide what the whole is given.
+    of_groups = {*GROUP_OPTIONS, *IMPLEMENTATION, "lr"}
+    whole = {name: given.pop(name) for name in list(given) if name not in of_groups}
     groups = [ParamGroupConfig(pattern=".*", optimizer_name="Shampoo", optimizer_kwargs=given)]
     if left_to_base is not None:
         kept = {**given, "precondition": False}

@@ -6,7 +6,7 @@ model, so that parameters have names, kinds of modules can be left out, and K-FA
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
 
 from torch import nn
@@ -15,7 +15,7 @@ import kronbit
 from kronbit.integrations.strings import read_options
 from kronbit.optimizer import SecondOrder
 
-# Of LoRA's factors: smaller blocks learn as well, and there are not too many of them yet.
+# Of LoRA's factors: blocks that are not far larger than they are.
 LOW_RANK_ORDER = 128
 
 
@@ -35,18 +35,19 @@ class ShampooFactory:
         self,
         model: nn.Module,
         *,
+        skip: str | type[nn.Module] | Iterable[str | type[nn.Module]] | None = None,
+        weight_decay: float | None = None,
         optim_args: str | Mapping[str, Any] | None = None,
         device_mesh: object = None,
         **options: Any,
     ) -> SecondOrder:
         """Make the optimizer of a model's trainable parameters.
 
-        Two options are of groups. ``skip`` is what is left to the base optimizer, as for
-        ``kronbit.param_groups``. ``weight_decay`` is that of matrices; biases and the parameters of
-        norms, which have fewer than two axes, get none.
-
         Args:
             model: The model.
+            skip: What is left to the base optimizer, as for ``kronbit.param_groups``.
+            weight_decay: Of matrices; biases and the parameters of norms, which have fewer than two
+                axes, get none.
             optim_args: More options, as text (``TrainingArguments.optim_args``).
             device_mesh: What axolotl hands on; not needed, since sharded parameters know theirs.
             **options: Of the optimizer and of its base, such as ``lr``; ``Trainer`` does not hand
@@ -55,23 +56,25 @@ class ShampooFactory:
         Raises:
             ValueError: If an option is given twice.
         """
+        own = {"skip": skip, "weight_decay": weight_decay}
+        options |= {name: value for name, value in own.items() if value is not None}
         options, more = read_options(options), read_options(optim_args or {})
         twice = sorted(more.keys() & options.keys())
         if twice:
             raise ValueError(f"option {twice[0]!r} is given twice, once of it in optim_args")
         options |= more
-        skip, weight_decay = options.pop("skip", ()), options.pop("weight_decay", 0.0)
+        skipped, decay = options.pop("skip", None) or (), options.pop("weight_decay", None) or 0.0
         # Layers of K-FAC are not cut, and an order that is given is that of all.
         uncut = issubclass(self.optimizer, kronbit.KFAC) or "max_order" in options
         order = None if uncut else LOW_RANK_ORDER
         groups = []
-        for group in kronbit.param_groups(model, skip, order):
+        for group in kronbit.param_groups(model, skipped, order):
             named = [(name, p) for name, p in group["params"] if p.requires_grad]
             for decays in (True, False):
-                own = [(name, p) for name, p in named if (p.ndim >= 2) == decays]
-                if own:
-                    decay = weight_decay if decays else 0.0
-                    groups.append({**group, "params": own, "weight_decay": decay})
+                params = [(name, p) for name, p in named if (p.ndim >= 2) == decays]
+                if params:
+                    there = {"params": params, "weight_decay": decay if decays else 0.0}
+                    groups.append({**group, **there})
         return self._make(groups, model, options)
 
     def _make(

@@ -126,9 +126,9 @@ def warn_of_lost_roots(names: Sequence[str]) -> None:
     if names:
         warnings.warn(
             f"the checkpoint has no roots of {len(names)} parameter(s), such as {names[0]}, "
-            "although their first refresh is past: they start fresh. A full state dict of sharded "
-            "parameters, by torch or by a trainer, keeps only what the first rank owns: save "
-            "sharded ones (SHARDED_STATE_DICT), or by kronbit.consolidate_state_dict",
+            "although their first refresh should be past: they go on as before it. A full state "
+            "dict of sharded parameters, by torch or by a trainer, keeps only what the first rank "
+            "owns: save sharded ones (SHARDED_STATE_DICT), or by kronbit.consolidate_state_dict",
             RuntimeWarning,
             stacklevel=4,
         )

@@ -96,7 +96,7 @@ class Ranks:
             found.owners.keep(self.owners)
         if isinstance(self.exchange, Replicas) and isinstance(found.exchange, Replicas):
             found.exchange = self.exchange
-        vars(self).update(vars(found))
+        vars(self).update(vars(found))  # in place: a trainer's wrapper cannot set our attributes
 
     def figures(self) -> dict[str, int]:
         """For ``diagnostics``.

@@ -17,8 +17,6 @@ from decimal import ROUND_HALF_UP, Decimal
 from pathlib import Path
 from typing import Any
 
-from soak import drift
-
 from kronbit.lab.quantisation.tables import PRINTED
 from kronbit.lab.report.numbers import MISSING
 
@@ -527,7 +525,7 @@ def soak() -> str:
     head = ["", "steps", "states compared", "the same", *(f"drift: {kind}" for kind in kinds)]
     rows = []
     for name, own in measured("soak_h200.json")["setups"].items():
-        drifts = [f"{100 * drift(own['memory'][kind]):.2f} %" for kind in kinds]
+        drifts = [f"{100 * own['drift'][kind]:.2f} %" for kind in kinds]
         same = "all" if own["equal"] else "not all"
         rows.append([name, f"{own['compared_steps']:,}", f"{own['compared_laps']}", same, *drifts])
     return table(head, rows)

@@ -36,7 +36,7 @@ import kronbit
 from kronbit import CASPR, KFAC, Shampoo
 
 BATCH, CLASSES, SEED = 64, 100, 0
-# Laps that end with a load: the first ones, and some later ones.
+# Laps that end with a load: the first ones, after which memory is compared, and some later ones.
 FIRST_LOADS, LOAD_EVERY = 5, 20
 INTERVAL = 40
 OFTEN = {"update_every": 10, "refresh_every": INTERVAL}
@@ -206,13 +206,10 @@ def memory(device: torch.device) -> dict[str, int]:
     return found
 
 
-def drift(held: Sequence[int]) -> float:
-    """How far memory has gone from where it was after a quarter of the laps, as a share of that.
-
-    In that quarter all that is made once is made, such as workspaces of cuBLAS.
-    """
-    rest = held[len(held) // 4 :]
-    return max(abs(own - rest[0]) for own in rest) / rest[0]
+def drift(held: Sequence[int], after: int = FIRST_LOADS) -> float:
+    """How far memory has gone from where it was after some laps, as a share of that."""
+    rest = held[after:]
+    return max((abs(own - rest[0]) / rest[0] for own in rest), default=0.0)
 
 
 def worker(setup: str, seconds: float, width: int, lap: int) -> None:

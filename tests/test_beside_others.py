@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import PAPER, slow
 from networks import assert_same_state
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, TensorDataset
 
-from kronbit import CASPR, KFAC, Shampoo
+from kronbit import CASPR, KFAC, AdaBK, Shampoo
 
 EVERY = {"update_every": 1, "refresh_every": 2, "min_quantized_numel": 0}
 
@@ -102,6 +103,29 @@ def test_two_optimizers_of_one_model_are_one(make: Any) -> None:
         for optimizer in halves:
             optimizer.step()
     assert_equal(list(twin.parameters()), whole)
+
+
+@pytest.mark.filterwarnings("ignore:.*duplicate parameters")
+@pytest.mark.parametrize("keep", [False, True])
+def test_a_matrix_that_is_listed_twice_has_one_state(keep: bool) -> None:
+    """Tied weights: torch only warns, and F takes two steps with the one G̃."""
+    tied, twin = network(), network()
+    first, bias, *rest = tied.parameters()
+    plain_sgd: Any = {"base": torch.optim.SGD, "lr": 1e-2, **EVERY}
+    optimizer = Shampoo([first, bias, first, *rest], keep_gradients=keep, **plain_sgd)
+    plain = Shampoo(twin.parameters(), **plain_sgd)
+    for x in batches(4):
+        backward(tied, x)
+        backward(twin, x)
+        optimizer.step()
+        plain.step()
+        grad = twin[0].weight.grad
+        assert grad is not None
+        twin[0].weight.data.add_(grad, alpha=-1e-2)  # F's second one
+    assert_equal(list(tied.parameters()), list(twin.parameters()))
+    again = Shampoo([first, bias, first, *rest], **plain_sgd)
+    again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert_same_state(again.state_dict()["state"], optimizer.state_dict()["state"])
 
 
 def in_threads(*work: Callable[[], None]) -> None:
@@ -201,6 +225,62 @@ def test_a_step_changes_nothing_global(device: torch.device) -> None:
         assert everything() == before
     finally:
         torch.set_float32_matmul_precision("highest")
+
+
+def made_shampoo(model: nn.Module) -> torch.optim.Optimizer:
+    return Shampoo(model.parameters(), "sgd", lr=1e-2, **EVERY)
+
+
+def made_caspr(model: nn.Module) -> torch.optim.Optimizer:
+    return CASPR(model.parameters(), "sgd", lr=1e-2, **PAPER, **EVERY)
+
+
+def made_kfac(model: nn.Module) -> torch.optim.Optimizer:
+    return KFAC(model.parameters(), base="sgd", model=model, lr=1e-2, **EVERY)
+
+
+def made_adabk(model: nn.Module) -> torch.optim.Optimizer:
+    return AdaBK(model.parameters(), base="sgd", model=model, lr=1e-2, **EVERY)
+
+
+def with_default(dtype: torch.dtype, make: Any, device: torch.device) -> tuple[Any, Any]:
+    """The state and the products after three steps in float32 under some default dtype."""
+    model, steps = network().to(device), list(batches(3))
+    torch.set_default_dtype(dtype)
+    try:
+        optimizer: Any = make(model)
+        for x in steps:
+            backward(model, x)
+            optimizer.step()
+        assert torch.get_default_dtype() == dtype
+        return optimizer.state_dict()["state"], optimizer.diagnostics()["products"]
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("make", [made_shampoo, made_caspr, made_kfac, made_adabk])
+def test_a_default_dtype_changes_nothing(
+    make: Any, default: torch.dtype, device: torch.device
+) -> None:
+    (state, _), (expected, _) = (
+        with_default(dtype, make, device) for dtype in (default, torch.float32)
+    )
+    assert_same_state(state, expected)
+
+
+@pytest.mark.bf16_products
+@pytest.mark.parametrize(
+    "default", [torch.bfloat16, pytest.param(torch.float64, marks=slow)], ids=str
+)
+@pytest.mark.parametrize("make", [pytest.param(made_shampoo, marks=slow), made_caspr])
+def test_a_default_dtype_changes_nothing_for_kernels(
+    make: Any, default: torch.dtype, kernels: torch.device
+) -> None:
+    found, expected = (with_default(dtype, make, kernels) for dtype in (default, torch.float32))
+    assert_same_state(found[0], expected[0])
+    assert found[1] == expected[1]
+    assert found[1]  # some products were taken
 
 
 class RoundingSGD(torch.optim.Optimizer):

@@ -343,21 +343,6 @@ def test_reduced_precision_settings_do_not_change_the_run() -> None:
     assert same(*results)
 
 
-def test_default_dtype_and_rng_are_not_touched() -> None:
-    torch.set_default_dtype(torch.float64)
-    try:
-        p = nn.Parameter(torch.ones(64, 66, dtype=torch.float32))
-        optimizer = Shampoo([p], base="sgd", lr=0.1, update_every=1, refresh_every=1)
-        p.grad = torch.randn(64, 66, dtype=torch.float32)
-        state = torch.get_rng_state()
-        optimizer.step()
-        assert torch.equal(torch.get_rng_state(), state)
-        leaves = optimizer.state[p]["block_0"]["left"].values()
-        assert {leaf.dtype for leaf in leaves} == {torch.float32, torch.uint8}
-    finally:
-        torch.set_default_dtype(torch.float32)
-
-
 def test_first_refresh_brings_the_first_preconditioned_step_forward() -> None:
     p = nn.Parameter(torch.zeros(64, 66))
     optimizer = Shampoo(torch.optim.SGD([p], lr=0.0), first_refresh=3)

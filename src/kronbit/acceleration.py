@@ -40,7 +40,7 @@ def _trial(device: torch.device) -> str | None:
 
     try:
         addresses = AddressTable(1, device)
-        gradient = torch.zeros(1, device=device)
+        gradient = torch.zeros(1, dtype=torch.float32, device=device)
         addresses.fill([gradient])
         skipped = torch.zeros((), dtype=torch.int64, device=device)
         norms = KernelNorms([1], device)

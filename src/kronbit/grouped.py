@@ -65,12 +65,12 @@ class GroupedProducts:
         self._buffers = Integers(Buffer.LENGTH, self._device)
         self._scales = torch.empty_like(ratios)
         # Of the programs of products.
-        self._squares = torch.zeros(tables.squares, device=self._device)
+        self._squares = torch.zeros(tables.squares, dtype=torch.float32, device=self._device)
         # What scratch is seen from, as either type of numbers.
         anchor = torch.zeros(64, dtype=torch.bfloat16, device=self._device)
         self._anchors = {True: anchor, False: anchor.view(torch.float16)}
         # Of both roots of each block.
-        self._units = torch.ones(2 * len(tables.lines), device=self._device)
+        self._units = torch.ones(2 * len(tables.lines), dtype=torch.float32, device=self._device)
 
     @property
     def _own(self) -> Preconditioner:
@@ -93,7 +93,7 @@ class GroupedProducts:
         """
         tables = self._tables
         scratch = self._empty(self.scratch_bytes, torch.uint8)
-        sums = torch.zeros(tables.squares, 3, device=self._device)
+        sums = torch.zeros(tables.squares, 3, dtype=torch.float32, device=self._device)
         for chunk in (chunk for wave in tables.waves for chunk in wave.chunks):
             # Room for Ĝ of one chunk alone: the held stack seems to begin before it.
             held = self._empty(sum(map(held_size, chunk.blocks)), half.held)

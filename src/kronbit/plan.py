@@ -70,6 +70,8 @@ class Plan:
         self._rows = first_rows if options.blocks == "local" else lambda p: ""
         self._route = route
         for p, config in params:
+            if p in self.places:
+                continue  # listed twice, of which torch only warns
             there = members.setdefault(p.device, [])
             dtypes.setdefault(p.device, set()).add(p.dtype)
             blocking = route(p, config)

@@ -274,8 +274,8 @@ def encode(
     """
     k, n, _ = X.shape
     codes = torch.empty(k, n, packed_length(n, bits), dtype=torch.uint8, device=X.device)
-    scales = torch.empty(k, n, block_count(n, block_size), device=X.device)
-    apart = torch.empty(k, n, device=X.device) if diagonal else None
+    scales = torch.empty(k, n, block_count(n, block_size), dtype=torch.float32, device=X.device)
+    apart = torch.empty(k, n, dtype=torch.float32, device=X.device) if diagonal else None
     per_word, word_bytes = WORD[bits]
     launch(
         _encode_kernel,

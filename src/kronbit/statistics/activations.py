@@ -58,7 +58,7 @@ class Collected:
     def nothing(cls, layer: Layer, device: torch.device) -> Collected:
         """Before the first row."""
         E, outputs, inputs = layer.sides
-        X, Y = (torch.zeros(E, n, n, device=device) for n in (inputs, outputs))
+        X, Y = (torch.zeros(E, n, n, dtype=torch.float32, device=device) for n in (inputs, outputs))
         return cls(X, Y)
 
 
@@ -285,7 +285,7 @@ def _of_batch(
 ) -> Tensor:
     """M of a batch. Of gradients that are not finite, nobody takes it."""
     n, rows = order_of(parts), sum(part.rows.stop - part.rows.start for part in parts)
-    M = torch.zeros(rows, n, n, device=finite.device)
+    M = torch.zeros(rows, n, n, dtype=torch.float32, device=finite.device)
     first = 0
     for part in parts:
         own = part.factors.order

@@ -517,7 +517,7 @@ REFUSED = [
     (eva, without("state"), "'state' is missing: this is not a state dict of EVA"),
     (mfac, without("common"), "'common' is missing: this is not a state dict of MFAC"),
     (mfac, without("base"), "'base' is missing"),
-    (mfac, without("base", "state"), r"base\['state'\] is missing"),
+    (mfac, without("base", "state"), r"base\.state is missing"),
     (eva, shortened("param_groups"), "checkpoint has 0 param groups, the optimizer has 1"),
     (eva, shortened("param_groups", 0, "params"), r"groups\[0\] has 3 parameters in the checkp"),
     (mfac, shortened("base", "param_groups", 0, "params"), r"base.param_groups\[0\] has 3 para"),

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import copy
 import io
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 from typing import Any
 
@@ -329,7 +331,7 @@ def damage(state: dict[str, Any], kind: str) -> str:
         return r"state\[77\] belongs to no parameter"
     if kind == "no groups":
         del state["param_groups"]
-        return "'param_groups' is missing: this is not a state dict"
+        return "param_groups is missing: this is not a state dict"
     if kind == "no params":
         del groups[0]["params"]
         return r"param_groups\[0\]\['params'\] is missing"
@@ -399,11 +401,19 @@ def damage(state: dict[str, Any], kind: str) -> str:
     ],
 )
 def test_what_does_not_fit_is_refused_and_nothing_changes(kind: str, fresh: bool) -> None:
+    state = written()
+    message = damage(state, kind)
+    assert_refused(state, message, fresh)
+
+
+def written() -> Any:
     model = network()
     optimizer = Shampoo(model.parameters(), lr=1e-2, max_order=70, **PAPER, **FAST)
     run(model, optimizer, 4)
-    state = copy.deepcopy(saved(optimizer))
-    message = damage(state, kind)
+    return copy.deepcopy(saved(optimizer))
+
+
+def assert_refused(state: Any, message: str, fresh: bool = False) -> None:
     twin = network()
     other = Shampoo(twin.parameters(), lr=3e-2, max_order=70, **PAPER, **FAST)
     reference_model = network()
@@ -418,6 +428,71 @@ def test_what_does_not_fit_is_refused_and_nothing_changes(kind: str, fresh: bool
     run(reference_model, reference, 4, first=4)
     for p, q in zip(twin.parameters(), reference_model.parameters(), strict=True):
         assert torch.equal(p, q)
+
+
+# Where, in what was written; what is there instead; and what the message says of it.
+OUT_OF_PLACE: list[tuple[tuple[Any, ...], Any, str]] = [
+    (("state",), None, "state is NoneType; expected a dict"),
+    (("state",), [1], "state is list; expected a dict"),
+    (("state", 0), torch.ones(3), r"state\[0\] is Tensor; expected a dict"),
+    (("param_groups",), None, "param_groups is NoneType; expected a list"),
+    (("param_groups", 0), "x", r"param_groups\[0\] is str; expected a dict"),
+    (("param_groups", 0, "params"), None, r"\['params'\] must be a list of numbers or names"),
+    (("param_groups", 0, "params", 0), [0], r"\['params'\] must be a list of numbers or names"),
+    (("param_groups", 0, "lr"), float("nan"), r"\['lr'\] must be a number; got nan"),
+    (("param_groups", 0, "lr"), torch.tensor(torch.nan), r"\['lr'\] must be a number; got tensor"),
+    (("param_groups", 0, "lr"), "x", r"\['lr'\] must be a number, as 0.03 is; got 'x'"),
+    (("param_groups", 0, "betas"), 3, r"\['betas'\] must be a sequence, as \(0.9.* got 3"),
+    (("param_groups", 0, "betas"), (0.9, float("nan")), r"\['betas'\] must be a number; got \("),
+    (("state", 0, "product_bits"), torch.ones(2), r"\['product_bits'\] must be one of"),
+    (("state", 0, "product_bits"), "24", r"\['product_bits'\] must be one of"),
+    (("state", 0, "block_0"), None, r"\['block_0'\] is NoneType; expected a dict"),
+    (("state", 0, "block_0", "top"), {}, r"\['block_0'\]\['top'\] is unknown"),
+    (("state", 0, "base", "exp_avg"), None, r"\['exp_avg'\] is NoneType; expected a tensor"),
+    (("state", 0, "base", "exp_avg"), "a", r"\['exp_avg'\] is str; expected a tensor"),
+    (("state", 0, "base", "step"), None, r"\['step'\] is NoneType; expected a tensor"),
+    (("state", 0, "base", "step"), torch.tensor(-5.0), r"\['step'\] holds negative values"),
+    (("state", 0, "base", "step"), -5, r"\['step'\] holds negative values"),
+    (("state", 0, "base", "step"), float("nan"), r"\['step'\] holds non-finite values"),
+]
+
+
+@pytest.mark.parametrize(("place", "value", "message"), OUT_OF_PLACE)
+def test_what_is_out_of_place_is_refused(place: tuple[Any, ...], value: Any, message: str) -> None:
+    state = written()
+    *way, last = place
+    reduce(getitem, way, state)[last] = value
+    assert_refused(state, message)
+
+
+@pytest.mark.parametrize("side", ["base", "block_0"])
+@pytest.mark.parametrize("change", [lambda t: t.to("meta"), Tensor.to_sparse])
+def test_tensors_without_numbers_are_refused(change: Any, side: str) -> None:
+    state = written()
+    held = state["state"][0][side]
+    held = held if side == "base" else held["left"]
+    held.update({name: change(value) for name, value in held.items()})
+    assert_refused(state, ": no numbers")
+
+
+@pytest.mark.parametrize("name", ["exp_avg_sq", "max_exp_avg_sq"])
+def test_a_square_that_is_negative_is_refused(name: str) -> None:
+    """One bit of a file may do that, and the next step would make weights NaN."""
+    p = nn.Parameter(torch.randn(66, 40))
+    optimizer = Shampoo([p], lr=1e-2, amsgrad=True, **FAST)
+    p.grad = torch.randn(66, 40)
+    optimizer.step()
+    state = copy.deepcopy(optimizer.state_dict())
+    state["state"][0]["base"][name][3, 5] *= -1
+    with pytest.raises(ValueError, match=rf"state\[0\]\['base'\]\['{name}'\] holds negative"):
+        optimizer.load_state_dict(state)
+
+
+@pytest.mark.parametrize("state", [None, 5, [1]])
+def test_only_a_dict_is_a_state_dict(state: Any) -> None:
+    p = nn.Parameter(torch.randn(66, 40))
+    with pytest.raises(ValueError, match="a state dict is a dict; got "):
+        Shampoo([p], lr=1e-2).load_state_dict(state)
 
 
 @pytest.mark.parametrize("stepped", [False, True])

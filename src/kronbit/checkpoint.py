@@ -6,14 +6,12 @@ become floats, and float32 scales under bf16 parameters would be rounded. So loa
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from kronbit.config import (
     FORMAT,
@@ -24,12 +22,12 @@ from kronbit.config import (
     Format,
 )
 from kronbit.factors import Leaves, is_root, make_method
-from kronbit.first_order import state_on_meta
 from kronbit.kernel_products import WAYS
 from kronbit.migration import up_to_date
+from kronbit.outline import check, plain
 from kronbit.plan import Plan
 from kronbit.precision import full_precision
-from kronbit.state import blocks_of, checked_leaves, is_finite
+from kronbit.state import blocks_of, checked_leaves
 
 
 @dataclass(frozen=True)
@@ -99,17 +97,12 @@ def read(
     Raises:
         ValueError: If groups or entries do not match; by key.
     """
-    for key in ("state", "param_groups"):
-        if key not in state_dict:
-            raise ValueError(f"{key!r} is missing: this is not a state dict of an optimizer")
+    check(state_dict, groups)
     state, saved = state_dict["state"], state_dict["param_groups"]
-    _check_groups(saved, groups)
-    of_base_alone = bool(state) and not any(
-        isinstance(entry, Mapping) and "base" in entry for entry in state.values()
-    )
+    of_base_alone = bool(state) and not any("base" in entry for entry in state.values())
     if not of_base_alone:
         saved = up_to_date(saved, bool(state))
-        if any(isinstance(entry, Mapping) and blocks_of(entry) for entry in state.values()):
+        if any(map(blocks_of, state.values())):
             _check_statistics(saved, statistics)
     merged, entries = [], {}
     for old, group, config in zip(saved, groups, configs, strict=True):
@@ -120,31 +113,13 @@ def read(
         written = Config().for_group(old)
         for key, p in zip(old["params"], group["params"], strict=True):
             # reading optimizer.state[p] of a parameter without state leaves an empty entry
-            if key not in state or state[key] == {}:
+            if not state.get(key):
                 continue
             if of_base_alone:
                 entries[p] = Entry(key, 0, None, state[key], {}, written)
             else:
                 entries[p] = _read_entry(key, state[key], written)
-    keys = {key for group in saved for key in group["params"]}
-    for key in state.keys() - keys:
-        raise ValueError(f"state[{key!r}] belongs to no parameter of the checkpoint's param_groups")
     return Checkpoint(merged, entries)
-
-
-def _check_groups(saved: Any, groups: Sequence[Mapping[str, Any]]) -> None:
-    if len(saved) != len(groups):
-        raise ValueError(
-            f"the checkpoint has {len(saved)} param groups, the optimizer has {len(groups)}"
-        )
-    for index, (old, group) in enumerate(zip(saved, groups, strict=True)):
-        if "params" not in old:
-            raise ValueError(f"param_groups[{index}]['params'] is missing")
-        if len(old["params"]) != len(group["params"]):
-            raise ValueError(
-                f"param_groups[{index}] has {len(old['params'])} parameters in the checkpoint and "
-                f"{len(group['params'])} in the optimizer"
-            )
 
 
 def _check_statistics(saved: Sequence[Mapping[str, Any]], expected: str) -> None:
@@ -158,22 +133,18 @@ def _check_statistics(saved: Sequence[Mapping[str, Any]], expected: str) -> None
             )
 
 
-def _read_entry(key: Any, value: Any, config: Config) -> Entry:
+def _read_entry(key: Any, value: Mapping[str, Any], config: Config) -> Entry:
     label = f"state[{key!r}]"
-    if not isinstance(value, Mapping):
-        raise ValueError(f"{label} is {type(value).__name__}; expected a dict")
     for name in ("step", "base"):
         if name not in value:
             raise ValueError(f"{label}[{name!r}] is missing")
-    step = value["step"]
-    step = step.item() if isinstance(step, Tensor) and step.numel() == 1 else step
+    step = plain(value["step"])
     if isinstance(step, bool) or not isinstance(step, (int, float)) or step < 0 or step % 1:
         raise ValueError(f"{label}['step'] must be a whole number >= 0; got {step!r}")
     if not isinstance(value["base"], Mapping):
         raise ValueError(f"{label}['base'] is {type(value['base']).__name__}; expected a dict")
-    product = value.get("product_bits")
-    product = product.item() if isinstance(product, Tensor) and product.numel() == 1 else product
-    if product not in (None, 0, *WAYS):
+    product = plain(value.get("product_bits"))
+    if not isinstance(product, (int, float, type(None))) or product not in (None, 0, *WAYS):
         raise ValueError(f"{label}['product_bits'] must be one of {(0, *WAYS)}; got {product!r}")
     product = None if product is None else int(product)
     return Entry(key, int(step), product, value["base"], blocks_of(value), config)
@@ -205,15 +176,15 @@ def fill(plan: Plan, entries: Mapping[Tensor, Entry]) -> None:
         if block.key not in entry.blocks:
             raise ValueError(f"{entry.path(block.key)} is missing: {_CUT}")
         left_over[block.p].discard(block.key)
+        held = entry.blocks[block.key]
+        if not isinstance(held, Mapping):
+            raise ValueError(f"{entry.path(block.key)} is {type(held).__name__}; expected a dict")
+        for side in held.keys() - block.sides.keys():
+            raise ValueError(f"{entry.path(block.key, side)} is unknown")
         for side, factors in block.sides.items():
             source = entry.config.format(factors.order)
             layout = make_method(source).layout(factors.order)
-            held = entry.blocks[block.key]
-            leaves = checked_leaves(
-                held.get(side) if isinstance(held, Mapping) else None,
-                layout,
-                entry.path(block.key, side),
-            )
+            leaves = checked_leaves(held.get(side), layout, entry.path(block.key, side))
             work.append((factors, block.row, leaves, source))
     for parameter, keys in left_over.items():
         if keys:
@@ -252,81 +223,3 @@ def _power(root: Tensor, exponent: float) -> Tensor:
     lam, V = torch.linalg.eigh(root.double())
     found: Tensor = ((V * lam.clamp(min=0).unsqueeze(-2) ** exponent) @ V.mT).float()
     return found
-
-
-class BaseLoader:
-    """Loads F's part of a checkpoint through F's own ``load_state_dict``, checked and exact.
-
-    What F should hold is learned from a step on the meta device, where F can take one.
-
-    Args:
-        base: F.
-        checkpoint: The checkpoint.
-    """
-
-    def __init__(self, base: Optimizer, checkpoint: Checkpoint) -> None:
-        self._base, self._checkpoint = base, checkpoint
-        own = [p for group in base.param_groups for p in group["params"]]
-        groups = [
-            {**group, "params": old["params"]}
-            for group, old in zip(checkpoint.groups, base.param_groups, strict=True)
-        ]
-        try:
-            states = state_on_meta(type(base), groups)
-        except Exception:  # it does not run there: then nothing can be checked
-            states = {}
-        self._expected = {p: states.get(i, {}) for i, p in enumerate(own)}
-
-    def check(self) -> None:
-        """Refuse a state that F could not work with: a tensor is missing, of a wrong shape, NaN."""
-        for p, entry in self._checkpoint.entries.items():
-            for name, value in entry.base.items():
-                if type(value) is Tensor and not is_finite(value):
-                    raise ValueError(f"{entry.path('base', name)} holds non-finite values")
-            for name, expected in self._expected[p].items() if entry.base else ():
-                if name not in entry.base:
-                    raise ValueError(
-                        f"{entry.path('base', name)} is missing: {type(self._base).__name__} needs "
-                        "it; was the checkpoint written around another base?"
-                    )
-                value = entry.base[name]
-                tensors = isinstance(value, Tensor) and isinstance(expected, Tensor)
-                if tensors and value.shape != expected.shape:
-                    raise ValueError(
-                        f"{entry.path('base', name)} has shape {tuple(value.shape)}; expected "
-                        f"{tuple(expected.shape)}"
-                    )
-
-    def load(self) -> None:
-        """Let F load; undo its cast to the parameter's dtype where F itself holds another."""
-        state = {e.key: dict(e.base) for e in self._checkpoint.entries.values() if e.base}
-        with _restored_on_error(self._base):
-            self._base.load_state_dict({"state": state, "param_groups": self._checkpoint.groups})
-            for p, entry in self._checkpoint.entries.items():
-                if entry.base:
-                    self._undo_cast(entry, self._expected[p], self._base.state[p])
-
-    def _undo_cast(
-        self, entry: Entry, expected: Mapping[str, Any], state: MutableMapping[str, Any]
-    ) -> None:
-        for name, value in entry.base.items():
-            loaded, own = state.get(name), expected.get(name)
-            if type(value) is not Tensor or type(loaded) is not Tensor:
-                continue
-            if isinstance(own, Tensor):
-                dtype = own.dtype
-            else:  # unknown: counters and products keep their dtype, moments take the parameter's
-                dtype = value.dtype if value.dim() == 0 else loaded.dtype
-            if loaded.dtype != dtype:
-                state[name] = value.to(device=loaded.device, dtype=dtype, copy=True)
-
-
-@contextmanager
-def _restored_on_error(base: Optimizer) -> Iterator[None]:
-    before = dict(base.__dict__)
-    try:
-        yield
-    except BaseException:
-        base.__dict__.clear()
-        base.__dict__.update(before)
-        raise

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from kronbit import checkpoint, first_order, memory, report
+from kronbit import checkpoint, first_order, memory, outline, report
 from kronbit.around import Around
+from kronbit.base_loader import BaseLoader
 from kronbit.blocking import Blocking
 from kronbit.config import (
     FORMAT,
@@ -320,13 +321,13 @@ class SecondOrder(Around):
             ValueError: If the checkpoint does not fit; the message names the key, and nothing has
                 been changed.
         """
-        state_dict = dict(state_dict)
+        state_dict = outline.copied(state_dict)
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = pre_hook(self, state_dict) or state_dict
         configs = [self._config_of(group) for group in self.param_groups]
         loaded = checkpoint.read(state_dict, self.param_groups, configs, self._statistics.name)
         loaded = loaded.without_blocks_of(p for p in loaded.entries if not self._ranks.owns(p))
-        base = checkpoint.BaseLoader(self.base, loaded)
+        base = BaseLoader(self.base, loaded)
         base.check()
         self._adopt(self.param_groups)  # Lightning's finetuning puts new ones into their place
         plan = self._make_plan(

@@ -48,12 +48,19 @@ def checked_leaves(values: Any, layout: Layout, where: str) -> Leaves:
             raise ValueError(f"{where}[{name!r}] is {kind}; expected a tensor of {dtype}")
         if tuple(value.shape) != shape:
             raise ValueError(f"{where}[{name!r}] has shape {tuple(value.shape)}; expected {shape}")
+        if not is_there(value):
+            raise ValueError(f"{where}[{name!r}] is {value.layout} on {value.device}: no numbers")
         if not is_finite(value):
             raise ValueError(f"{where}[{name!r}] holds non-finite values")
         if name.endswith(("scales", "eigenvalues")) and bool((value < 0).any()):
             raise ValueError(f"{where}[{name!r}] holds negative values")
         leaves[name] = value
     return leaves
+
+
+def is_there(value: Tensor) -> bool:
+    """Whether a tensor has all of its numbers: on the meta device there are none."""
+    return value.layout == torch.strided and not value.is_meta
 
 
 def is_finite(value: Tensor) -> bool:

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from kronbit import first_order
+from kronbit import first_order, outline
 from kronbit.around import Around
-from kronbit.checkpoint import BaseLoader, Checkpoint, Entry
+from kronbit.base_loader import BaseLoader
+from kronbit.checkpoint import Checkpoint, Entry
 from kronbit.config import Config
 from kronbit.distributed.placements import refuse
 from kronbit.factors import Layout, Leaves
@@ -188,7 +189,7 @@ class Rewriter(Around, ABC):
             ValueError: If the checkpoint does not fit; the message names the key, and nothing has
                 been changed.
         """
-        state_dict = dict(state_dict)
+        state_dict = outline.copied(state_dict)
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = pre_hook(self, state_dict) or state_dict
         for key in ("state", "param_groups", "common", "base"):
@@ -272,9 +273,6 @@ def _base_loader(base: Optimizer, state_dict: Any) -> BaseLoader:
     """What loads F's part, its outline checked."""
     if not isinstance(state_dict, Mapping):
         raise ValueError(f"base is {type(state_dict).__name__}; expected a state dict")
-    for key in ("state", "param_groups"):
-        if key not in state_dict:
-            raise ValueError(f"base[{key!r}] is missing: this is not a state dict of an optimizer")
     entries: dict[Tensor, Entry] = {
         p: _EntryOfBase(key, 0, None, held, {}, Config())
         for p, (key, held) in _by_parameter(state_dict, base.param_groups, "base.").items()
@@ -290,27 +288,15 @@ def _by_parameter(
     state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], prefix: str
 ) -> dict[Tensor, tuple[Any, Any]]:
     """Parameter -> (its key in a state dict, what is held there); those without are left out."""
+    outline.check(state_dict, groups, prefix)
     state, saved = state_dict["state"], state_dict["param_groups"]
-    if len(saved) != len(groups):
-        raise ValueError(
-            f"{prefix}param_groups: the checkpoint has {len(saved)} param groups, the optimizer "
-            f"has {len(groups)}"
-        )
-    found: dict[Tensor, tuple[Any, Any]] = {}
-    known: set[Any] = set()
-    for index, (old, group) in enumerate(zip(saved, groups, strict=True)):
-        keys, own = old.get("params", ()), group["params"]
-        if len(keys) != len(own):
-            raise ValueError(
-                f"{prefix}param_groups[{index}] has {len(keys)} parameters in the checkpoint and "
-                f"{len(own)} in the optimizer"
-            )
-        known.update(keys)
-        # Reading optimizer.state[p] of a parameter without state leaves an empty entry.
-        found |= {p: (key, state[key]) for key, p in zip(keys, own, strict=True) if state.get(key)}
-    for key in state.keys() - known:
-        raise ValueError(f"{prefix}state[{key!r}] belongs to no parameter of the checkpoint's own")
-    return found
+    # Reading optimizer.state[p] of a parameter without state leaves an empty entry.
+    return {
+        p: (key, state[key])
+        for old, group in zip(saved, groups, strict=True)
+        for key, p in zip(old["params"], group["params"], strict=True)
+        if state.get(key)
+    }
 
 
 def _copied(leaves: Leaves, device: torch.device) -> Leaves:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import random
 from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
@@ -60,6 +61,10 @@ def grads(model: nn.Module) -> list[Tensor]:
 
 def weights(model: nn.Module) -> list[Tensor]:
     return [p.detach().clone() for p in model.parameters()]
+
+
+def note_of(error: BaseException) -> str:
+    return "".join(getattr(error, "__notes__", ()))
 
 
 def assert_whole(state: Any, before: Any, after: Any) -> None:
@@ -127,9 +132,9 @@ def test_a_step_can_be_taken_again(way: str, make: Any, count: int) -> None:
             interrupt(optimizer)
         assert all(map(torch.equal, grads(model), own))
         assert_whole(optimizer.state_dict()["state"], before, after)
-        base_began = "the base optimizer had begun" in "".join(
-            getattr(caught.value, "__notes__", ())
-        ) or not all(map(torch.equal, weights(model), old))
+        base_began = "had begun" in note_of(caught.value) or not all(
+            map(torch.equal, weights(model), old)
+        )
         optimizer.step()
         assert all(torch.isfinite(p).all() for p in model.parameters())
         if not base_began:
@@ -137,6 +142,46 @@ def test_a_step_can_be_taken_again(way: str, make: Any, count: int) -> None:
             assert_same_state(optimizer.state_dict()["state"], after)
             assert optimizer.state_dict()["state"][0]["step"] == 4
     assert through > count
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_a_step_counts_or_it_does_not(keep: bool) -> None:
+    """Ctrl-C at every line from F on: the note says which it is, and either way a run goes on."""
+    for _ in range(2):  # the first one also does what is done once in a process
+        model, reference = start("default", keep_gradients=keep)
+        with interrupted_at(0) as lines:
+            reference.step()
+    third = copy.deepcopy(weights(model))
+    backward(model, 4)
+    reference.step()
+    fourth = weights(model)
+    found = set()
+    for nth in itertools.count(lines[0] - 90):
+        model, optimizer = start("default", keep_gradients=keep)
+        own, old = grads(model), weights(model)
+        try:
+            with interrupted_at(nth):
+                optimizer.step()
+            break  # that was one line too far
+        except KeyboardInterrupt as error:
+            note = note_of(error)
+        through = "The step is through, and counts: do not take it again" in note
+        assert optimizer.state_dict()["state"][0]["step"] == 3 + through
+        found.add((through, "had begun" in note))
+        if through:
+            assert all(map(torch.equal, weights(model), third))
+            assert not keep or all(map(torch.equal, grads(model), own))
+        elif "had begun" not in note:
+            assert "no weight has changed" in note
+            assert all(map(torch.equal, weights(model), old))
+            backward(model, 3)
+            optimizer.step()
+        else:
+            continue
+        backward(model, 4)
+        optimizer.step()
+        assert all(map(torch.equal, weights(model), fourth))
+    assert found == {(True, False), (False, False), (False, True)}
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -168,8 +213,7 @@ def test_statistics_of_layers_are_taken_again() -> None:
         old = weights(model)
         with pytest.raises(error) as caught:
             interrupt(optimizer)
-        notes = "".join(getattr(caught.value, "__notes__", ()))
-        if "had begun" not in notes and all(map(torch.equal, weights(model), old)):
+        if "had begun" not in note_of(caught.value) and all(map(torch.equal, weights(model), old)):
             through += 1
             optimizer.step()
             assert_same_state(optimizer.state_dict()["state"], reference.state_dict()["state"])
@@ -212,8 +256,8 @@ def test_gradients_that_are_computed_anew_give_the_same_step() -> None:
         old = weights(model)
         with NthOperation(operations.count - back), pytest.raises(torch.OutOfMemoryError) as caught:
             optimizer.step()
-        note = "".join(getattr(caught.value, "__notes__", ("had begun",)))
-        if "had begun" in note:
+        note = note_of(caught.value)
+        if "had begun" in note or "is through" in note:
             continue
         found.append(note)
         assert "compute them anew" in found[-1]

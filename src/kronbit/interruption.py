@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     from kronbit.work import Present
 
 _AGAIN = (
-    "step() can be called again (several ranks: load the last checkpoint instead); what it has "
-    "updated of the second-order state is not updated twice"
+    "Once its cause is gone, step() can be called again (several ranks: load the last checkpoint "
+    "instead); what it has updated of the second-order state is not updated twice"
 )
 
 
@@ -22,11 +22,14 @@ class Stage:
     Args:
         keep_gradients: Whether F is given copies.
         zeroes: Whether gradients that are not finite become zero where they are measured.
+
+    Attributes:
+        through: Whether it counts: weights, F's state and ours are new.
     """
 
     def __init__(self, keep_gradients: bool, zeroes: bool) -> None:
         self._keep, self._zeroes = keep_gradients, zeroes
-        self._rewriting = self._in_base = False
+        self._rewriting = self._in_base = self.through = False
 
     def rewrites_gradients(self) -> None:
         """From now on gradients may be G̃."""
@@ -36,8 +39,14 @@ class Stage:
         """From now on weights and F's state may be new."""
         self._in_base = True
 
+    def is_through(self) -> None:
+        """From now on the step counts."""
+        self.through = True
+
     def __str__(self) -> str:
         """What the user has to know, and to do."""
+        if self.through:
+            return "The step is through, and counts: do not take it again."
         weights, again = "no weight has changed", _AGAIN
         if self._in_base:
             weights = "the base optimizer had begun, so some weights may have changed"
@@ -49,7 +58,7 @@ class Stage:
             return f"In this step, {weights}, and gradients are as they were{but}. {again}."
         return (
             f"In this step, {weights}, but gradients may be preconditioned already: compute them "
-            f"anew (keep_gradients=True would have kept them). Then {again}."
+            f"anew (keep_gradients=True would have kept them). {again}."
         )
 
 
@@ -87,13 +96,28 @@ def handed_over(present: Present, keep: bool) -> Iterator[Present]:
         for p, grad in zip(present.params, present.grads, strict=True):
             p.grad = grad
 
-    try:
+    with ended_by(put_back):
         copies = [grad.clone() for grad in present.grads]
         for p, copy in zip(present.params, copies, strict=True):
             p.grad = copy
         yield present._replace(grads=copies)
-    finally:
-        to_the_end(put_back)
+
+
+@contextmanager
+def ended_by(action: Callable[[], None]) -> Iterator[None]:
+    """Do something at the end, be it Ctrl-C, and be that in the midst of doing it.
+
+    Args:
+        action: Doing it twice is as good as once.
+    """
+    try:
+        try:
+            yield
+        finally:
+            action()
+    except BaseException:
+        action()
+        raise
 
 
 def to_the_end(action: Callable[[], None]) -> None:
@@ -102,8 +126,5 @@ def to_the_end(action: Callable[[], None]) -> None:
     Args:
         action: Doing it twice is as good as once.
     """
-    try:
-        action()
-    except BaseException:
-        action()
-        raise
+    with ended_by(action):
+        pass

@@ -168,16 +168,16 @@ class SecondOrder(Around):
                         preconditioner.precondition(work.measured)
             # W, s ← F(W, s, G̃)
             stage.steps_base()
-            with itinerary.counted():
+            with itinerary.counted(stage):
                 self.base.step()
-        # The GPU is still busy: what can wait was kept for now.
-        self._binding.look_closer()
-        if not self._base_link.unchanged(itinerary.entries, self.base.state):
-            self._join_base_states()
-        for guard in self._guards.values():
-            guard.warn_once()
-        self._expect_statistics()
-        return loss
+            # The GPU is still busy: what can wait was kept for now.
+            self._binding.look_closer()
+            if not self._base_link.unchanged(itinerary.entries, self.base.state):
+                self._join_base_states()
+            for guard in self._guards.values():
+                guard.warn_once()
+            self._expect_statistics()
+            return loss
 
     def _present(self) -> Present:
         """The parameters that have a gradient, and their options."""

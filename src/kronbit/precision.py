@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 
 import torch
+
+from kronbit.interruption import ended_by
 
 # Where a float32 matrix product may be lowered (cuBLAS, and oneDNN on the CPU), with the setting
 # that it inherits while its own is "none".
@@ -29,18 +31,24 @@ def full_precision() -> Iterator[None]:
     if getattr(_here, "inside", False):  # to look at every setting takes a while
         yield
         return
-    with ExitStack() as stack:
+    autocast = [device for device in _AUTOCAST_DEVICES if torch.is_autocast_enabled(device)]
+    lowered = []
+    for backend, parent in _BACKENDS:
+        precision = backend.fp32_precision
+        if precision in ("tf32", "bf16"):
+            lowered.append((backend, "none" if parent.fp32_precision == precision else precision))
+
+    def restore() -> None:
+        for backend, own in lowered:
+            backend.fp32_precision = own
+        for device in autocast:
+            torch.set_autocast_enabled(device, True)
+        _here.inside = False
+
+    with ended_by(restore):
         _here.inside = True
-        stack.callback(setattr, _here, "inside", False)
-        for device in _AUTOCAST_DEVICES:
-            if torch.is_autocast_enabled(device):
-                stack.enter_context(torch.autocast(device, enabled=False))
-        for backend, parent in _BACKENDS:
-            precision = backend.fp32_precision
-            if precision in ("tf32", "bf16"):
-                inherited = parent.fp32_precision == precision
-                stack.callback(
-                    setattr, backend, "fp32_precision", "none" if inherited else precision
-                )
-                backend.fp32_precision = "ieee"
+        for device in autocast:
+            torch.set_autocast_enabled(device, False)
+        for backend, _ in lowered:
+            backend.fp32_precision = "ieee"
         yield

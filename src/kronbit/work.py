@@ -16,7 +16,7 @@ from torch import Tensor
 from kronbit.config import FIRST_TURN, Config, Turn
 from kronbit.gradients import plain_dtypes
 from kronbit.groups import Due
-from kronbit.interruption import to_the_end
+from kronbit.interruption import Stage, ended_by
 from kronbit.nonfinite import Measured, NonfiniteGuard
 from kronbit.plan import Plan
 from kronbit.preconditioner import Preconditioner
@@ -142,22 +142,22 @@ class Itinerary:
         return any(found)
 
     @contextmanager
-    def counted(self) -> Iterator[None]:
+    def counted(self, stage: Stage) -> Iterator[None]:
         """Inside, the step counts, as hooks of F expect; afterwards it is through, if F is."""
         steps = list(map(_STEP, self.entries))
 
-        def undo() -> None:
+        def finish() -> None:
+            if stage.through:
+                self._settle()
+                return
             for entry, step in zip(self.entries, steps, strict=True):
                 entry["step"] = step
 
-        try:
+        with ended_by(finish):
             for entry in self.entries:
                 entry["step"] += 1
             yield
-        except BaseException:
-            to_the_end(undo)
-            raise
-        to_the_end(self._settle)
+            stage.is_through()
 
     def _settle(self) -> None:
         for errand in self.errands.values():

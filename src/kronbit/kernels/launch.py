@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from triton.runtime import JITFunction, driver
 
+from kronbit.interruption import ended_by
 from kronbit.kernels.loading import load
 
 _THREADS = 16
@@ -80,11 +81,13 @@ def compile_together(work: Callable[[], object]) -> None:
             garbage.
     """
     waiting: dict[tuple[Any, ...], tuple[torch.device, Callable[[], Any]]] = {}
-    _here.waiting = waiting
-    try:
+
+    def launch_again() -> None:
+        _here.waiting = None
+
+    with ended_by(launch_again):
+        _here.waiting = waiting
         work()
-    finally:
-        del _here.waiting
     with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1)) as threads:
         for done in [threads.submit(_compile, *call) for call in waiting.values()]:
             done.result()

@@ -12,6 +12,7 @@ import torch
 from conftest import PAPER, slow
 from networks import assert_same_state
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounter
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -324,3 +325,43 @@ def test_a_compiled_model_trains_as_it_does_eagerly() -> None:
     found = trained(torch.compile(model, backend="aot_eager"), optimizer)
     for p, q in zip(found, trained(twin, plain), strict=True):
         assert torch.allclose(p, q, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("base", ["sgd", "adamw"])
+def test_a_compiled_loop_steps_eagerly(base: str) -> None:
+    model, twin = network(), network()
+    optimizer, plain = (Shampoo(own.parameters(), base, lr=1e-2, **EVERY) for own in (model, twin))
+    graphs = CompileCounter()
+
+    @torch.compile(backend=graphs)
+    def take(x: Tensor) -> None:
+        (x + 1).sum()  # something to compile
+        optimizer.step()
+
+    for x in batches(4):
+        for own in (model, twin):
+            backward(own, x)
+        take(x)
+        plain.step()
+    assert_same_state(optimizer.state_dict()["state"], plain.state_dict()["state"])
+    assert_equal(list(model.parameters()), list(twin.parameters()))
+    assert optimizer.diagnostics()["products"] == plain.diagnostics()["products"] != {}
+    assert graphs.frame_count == 1  # of the loop, and nothing of the step
+
+
+def test_a_closure_may_be_compiled() -> None:
+    model, twin = network(), network()
+    optimizer, plain = (Shampoo(own.parameters(), lr=1e-2, **EVERY) for own in (model, twin))
+    graphs = CompileCounter()
+    compiled = torch.compile(model, backend=graphs)
+    for x in batches(4):
+
+        def closure(x: Tensor = x) -> float:
+            backward(compiled, x)
+            return 0.0
+
+        optimizer.step(closure)
+        backward(twin, x)
+        plain.step()
+    assert graphs.frame_count >= 1
+    assert_equal(list(model.parameters()), list(twin.parameters()))

@@ -81,14 +81,14 @@ def explained(config: Config) -> Iterator[Stage]:
 
 
 @contextmanager
-def handed_over(present: Present, keep: bool) -> Iterator[Present]:
+def handed_over(present: Present, config: Config) -> Iterator[Present]:
     """Show gradients that may be written to.
 
     Args:
         present: The parameters, with their gradients.
-        keep: Whether copies are put in the gradients' place, until the end.
+        config: With ``keep_gradients``, copies are put in the gradients' place, until the end.
     """
-    if not keep:
+    if not config.keep_gradients:
         yield present
         return
 

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 # The count of non-finite gradients is sent to the host at one step in so many.
 _SENT_EVERY = 16
-# warn_once <- step <- torch's two wrappers <- the user
-_TO_THE_USER = 5
+# warn_once <- step <- torch's four wrappers <- the user
+_TO_THE_USER = 7
 
 
 def elements(grad: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, overload
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
 from kronbit import checkpoint, first_order, memory, outline, report
@@ -126,6 +127,7 @@ class SecondOrder(Around):
     @overload
     def step(self, closure: Callable[[], float]) -> float: ...
 
+    @_disable_dynamo  # what is around it may be compiled; what the host decides cannot be
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """One step of the algorithm, then one of F.
@@ -145,8 +147,7 @@ class SecondOrder(Around):
                 loss = closure()
         present = self._present()
         self._join_ranks()
-        keep = self.config.keep_gradients
-        with explained(self.config) as stage, handed_over(present, keep) as present:
+        with explained(self.config) as stage, handed_over(present, self.config) as present:
             with self._ranks.whole(present, self.state) as whole:
                 itinerary, whole = self._prepare(whole)
                 with self._statistics.matrices(itinerary, whole.grads) as matrices:
@@ -233,8 +234,7 @@ class SecondOrder(Around):
 
     def _replanned(self, present: Collection[Tensor]) -> Plan:
         """Lay all state out anew. What the state holds is copied over; the rest starts fresh."""
-        present = set(present)
-        first = self._plan is None
+        present, first = set(present), self._plan is None
         self._past_counts.update(report.fallback_counts(self._plan))
         self._plan = None  # until all of the new one is bound
         plan = self._make_plan(

@@ -365,3 +365,33 @@ def test_a_closure_may_be_compiled() -> None:
         plain.step()
     assert graphs.frame_count >= 1
     assert_equal(list(model.parameters()), list(twin.parameters()))
+
+
+def test_warnings_point_at_the_line_of_the_users() -> None:
+    model = network()
+    vectors = nn.ParameterList([torch.randn(2**21)])
+    cases: list[Callable[[], Any]] = [
+        lambda: stepped(Shampoo(vectors.parameters(), lr=1e-2), vectors),
+        lambda: stepped(KFAC(model.parameters(), model=model, lr=1e-2, **EVERY), model),
+        lambda: loaded_in_part(model),
+    ]
+    for case, words in zip(cases, ("are preconditioned", "not called", "start fresh"), strict=True):
+        with pytest.warns(RuntimeWarning, match=words) as caught:
+            case()
+        assert {warning.filename for warning in caught} == {__file__}
+
+
+def stepped(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    """With gradients that come from nowhere."""
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+
+
+def loaded_in_part(model: nn.Module) -> None:
+    optimizer = Shampoo(model.parameters(), lr=1e-2, **EVERY)
+    backward(model, next(batches(1)))
+    optimizer.step()
+    state = copy.deepcopy(optimizer.state_dict())
+    del state["state"][2]
+    optimizer.load_state_dict(state)

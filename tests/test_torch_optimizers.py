@@ -31,7 +31,7 @@ with warnings.catch_warnings(), mock.patch("torch.backends.disable_global_flags"
         optim_db,
     )
 
-from kronbit import CASPR, Shampoo
+from kronbit import CASPR, KFAC, AdaBK, Shampoo
 
 # Those that take their own gradients, or only some parameters, are no bases.
 NO_BASES = {"LBFGS", "SparseAdam", "Muon"}
@@ -40,8 +40,23 @@ BASES = sorted(INFOS.keys() - NO_BASES)
 EVERY = {"update_every": 1, "refresh_every": 2, "min_quantized_numel": 0}
 
 
+OTHERS = [CASPR, KFAC, AdaBK]
+
+
+def each_of_ours() -> list[Any]:
+    """Every optimizer around every base; on a CPU, some stand for all but Shampoo."""
+    found = [pytest.param(Shampoo, name, id=f"Shampoo-{name}") for name in BASES]
+    for kind, name in itertools.product(OTHERS, BASES):
+        marks = () if name in ("AdamW", "SGD") else slow
+        found.append(pytest.param(kind, name, id=f"{kind.__name__}-{name}", marks=marks))
+    return found
+
+
 def cases() -> list[Any]:
-    """Every base with every set of options that torch tests it with; some are for GPUs alone."""
+    """Every base with every set of options that torch tests it with; some are for GPUs alone.
+
+    Our other optimizers with every base, as it comes.
+    """
     found = []
     for device, name in itertools.product(("cpu", "cuda"), BASES):
         for number, given in enumerate(INFOS[name].optim_inputs_func(device=device)):
@@ -52,91 +67,103 @@ def cases() -> list[Any]:
             else:
                 marks = slow if number > 1 else ()
             label = f"{device}-{name}-{number}-{given.desc}"
-            found.append(pytest.param(device, name, given.kwargs, id=label, marks=marks))
+            found.append(pytest.param(device, name, given.kwargs, Shampoo, id=label, marks=marks))
+    for device, (kind, name) in itertools.product(
+        ("cpu", "cuda"), itertools.product(OTHERS, BASES)
+    ):
+        marks = pytest.mark.gpu if device == "cuda" else () if name == "AdamW" else slow
+        label = f"{device}-{kind.__name__}-{name}"
+        found.append(pytest.param(device, name, {}, kind, id=label, marks=marks))
     return found
 
 
-def make(name: str, params: Any, options: dict[str, Any], kind: Any = Shampoo) -> Any:
-    return kind(params, base=INFOS[name].optim_cls, **options, **EVERY)
+def make(name: str, model: Any, options: dict[str, Any], kind: Any = Shampoo) -> Any:
+    """Of a model, or of parameters or groups."""
+    params = model.parameters() if isinstance(model, nn.Module) else model
+    own = {"model": model} if kind in (KFAC, AdaBK) else {}
+    return kind(params, base=INFOS[name].optim_cls, **own, **options, **EVERY)
 
 
 def layer(
     noncontiguous: bool = False, device: str | torch.device = "cpu"
-) -> tuple[list[nn.Parameter], Tensor]:
-    """A weight, a bias and an input."""
+) -> tuple[nn.Linear, Tensor]:
+    """A weight and a bias, and inputs."""
     torch.manual_seed(0)
-    weight = torch.randn(10, 7) if not noncontiguous else torch.randn(10, 7, 2).to(device)[..., 0]
-    bias = torch.randn(10) if not noncontiguous else torch.randn(10, 2).to(device)[..., 0]
-    params = [nn.Parameter(weight.to(device)), nn.Parameter(bias.to(device))]
-    assert params[0].is_contiguous() != noncontiguous
-    return params, torch.randn(7).to(device)
+    model = nn.Linear(7, 10).to(device)
+    if noncontiguous:
+        model.weight = nn.Parameter(torch.randn(10, 7, 2).to(device)[..., 0])
+        model.bias = nn.Parameter(torch.randn(10, 2).to(device)[..., 0])
+    assert model.weight.is_contiguous() != noncontiguous
+    return model, torch.randn(3, 7).to(device)
 
 
-def backward(params: list[nn.Parameter], x: Tensor) -> Tensor:
-    for p in params:
-        p.grad = None
-    loss = (params[0].mv(x) + params[1]).square().sum()
+def backward(model: nn.Module, x: Tensor) -> Tensor:
+    model.zero_grad()
+    loss: Tensor = model(x).square().sum()
     loss.backward()
     return loss
 
 
+def weights(model: nn.Module) -> list[Tensor]:
+    return [p.detach().clone() for p in model.parameters()]
+
+
 @pytest.mark.parametrize("noncontiguous", [False, True])
-@pytest.mark.parametrize(("device", "name", "options"), cases())
+@pytest.mark.parametrize(("device", "name", "options", "kind"), cases())
 def test_it_goes_into_the_right_direction(
-    device: str, name: str, options: dict[str, Any], noncontiguous: bool
+    device: str, name: str, options: dict[str, Any], kind: Any, noncontiguous: bool
 ) -> None:
-    params, x = layer(noncontiguous, device)
-    optimizer = make(name, params, options)
-    start = float(backward(params, x))
+    model, x = layer(noncontiguous, device)
+    optimizer = make(name, model, options, kind)
+    start = float(backward(model, x))
     for _ in range(20):
         # Torch's tests call it with a closure.
-        loss = optimizer.step(lambda: backward(params, x))
+        loss = optimizer.step(lambda: backward(model, x))
         assert isinstance(loss, Tensor)
-    end = float(backward(params, x))
+    end = float(backward(model, x))
     assert (end > start) if options.get("maximize") else (end < start)
 
 
-@pytest.mark.parametrize("kind", [Shampoo, pytest.param(CASPR, marks=slow)])
-@pytest.mark.parametrize("name", BASES)
-def test_with_schedulers_too(name: str, kind: Any) -> None:
+@pytest.mark.parametrize(("kind", "name"), each_of_ours())
+def test_with_schedulers_too(kind: Any, name: str) -> None:
     for schedulers in INFOS[name].scheduler_inputs:
-        params, x = layer()
-        optimizer = make(name, params, {}, kind)
+        model, x = layer()
+        optimizer = make(name, model, {}, kind)
         own = [scheduler(optimizer) for scheduler in schedulers]
-        start = float(backward(params, x))
+        start = float(backward(model, x))
         for _ in range(20):
-            loss = backward(params, x)
+            loss = backward(model, x)
             optimizer.step()
             for scheduler in own:
                 by_loss = isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
                 scheduler.step(*([float(loss.detach())] if by_loss else []))
-        assert float(backward(params, x)) < start
+        assert float(backward(model, x)) < start
 
 
 @pytest.mark.parametrize("name", BASES)
 def test_a_group_has_a_learning_rate_of_its_own(name: str) -> None:
-    params, x = layer()
-    before = [p.detach().clone() for p in params]
-    groups = [{"params": [params[0]], "lr": 0.0}, {"params": [params[1]]}]
+    model, x = layer()
+    before = weights(model)
+    groups = [{"params": [model.weight], "lr": 0.0}, {"params": [model.bias]}]
     optimizer = make(name, groups, {"lr": 0.01, "weight_decay": 0.0} if name != "Rprop" else {})
     for _ in range(3):
-        backward(params, x)
+        backward(model, x)
         optimizer.step()
-    assert torch.equal(params[0], before[0]) or name in ("Adafactor", "Rprop")
-    assert not torch.equal(params[1], before[1])
+    assert torch.equal(model.weight, before[0]) or name in ("Adafactor", "Rprop")
+    assert not torch.equal(model.bias, before[1])
 
 
 @pytest.mark.parametrize("name", [name for name in BASES if INFOS[name].has_capturable_arg])
 def test_a_learning_rate_may_be_a_tensor(name: str) -> None:
     results = []
     for lr in (torch.tensor(0.01), 0.01):
-        params, x = layer()
+        model, x = layer()
         # The two round differently, which may move a code.
-        optimizer = make(name, params, {"lr": lr, "foreach": False, "bits": 32})
+        optimizer = make(name, model, {"lr": lr, "foreach": False, "bits": 32})
         for _ in range(4):
-            backward(params, x)
+            backward(model, x)
             optimizer.step()
-        results.append([p.detach() for p in params])
+        results.append(weights(model))
     for p, q in zip(*results, strict=True):
         torch.testing.assert_close(p, q)
 
@@ -152,13 +179,13 @@ def test_implementations_of_the_base_agree(name: str, device: torch.device) -> N
         ways += [{"capturable": True}, {"capturable": True, "foreach": True}]
     results = []
     for way in ({"foreach": False}, *ways):
-        params, x = layer(device=device)
+        model, x = layer(device=device)
         # They round differently, which may move a code.
-        optimizer = make(name, params, {**way, "bits": 32})
+        optimizer = make(name, model, {**way, "bits": 32})
         for _ in range(4):
-            backward(params, x)
+            backward(model, x)
             optimizer.step()
-        results.append([p.detach() for p in params])
+        results.append(weights(model))
     for other in results[1:]:
         for p, q in zip(results[0], other, strict=True):
             torch.testing.assert_close(p, q)
@@ -171,7 +198,7 @@ def test_implementations_of_the_base_agree(name: str, device: torch.device) -> N
 )
 def test_torchs_bad_inputs_are_refused(case: Any) -> None:
     given = case.optimizer_error_input
-    params = layer()[0] if given.params is None else given.params
+    params = layer()[0].parameters() if given.params is None else given.params
     if case.error_type is UserWarning:
         with pytest.warns(UserWarning, match=case.error_regex):
             make("AdamW", params, given.kwargs)
@@ -195,26 +222,29 @@ def test_complex_matrices_are_refused_by_name() -> None:
     assert torch.isfinite(torch.view_as_real(p)).all()
 
 
-@pytest.mark.parametrize(("device", "name", "options"), cases())
-def test_parameters_without_gradients_stay(device: str, name: str, options: dict[str, Any]) -> None:
-    params, _ = layer(device=device)
-    before = [p.detach().clone() for p in params]
-    optimizer = make(name, params, options)
+@pytest.mark.parametrize(("device", "name", "options", "kind"), cases())
+def test_parameters_without_gradients_stay(
+    device: str, name: str, options: dict[str, Any], kind: Any
+) -> None:
+    model, _ = layer(device=device)
+    before = weights(model)
+    optimizer = make(name, model, options, kind)
     optimizer.step()
-    for p, q in zip(params, before, strict=True):
+    for p, q in zip(model.parameters(), before, strict=True):
         assert torch.equal(p, q)
     # The state is laid out, as torch.distributed.checkpoint wants it, and nothing has happened.
     assert all(entry["step"] == 0 for entry in optimizer.state.values())
 
 
-@pytest.mark.parametrize(("device", "name", "options"), cases())
+@pytest.mark.parametrize(("device", "name", "options", "kind"), cases())
 def test_gradients_are_never_written_to_if_they_are_kept(
-    device: str, name: str, options: dict[str, Any]
+    device: str, name: str, options: dict[str, Any], kind: Any
 ) -> None:
-    params, x = layer(device=device)
-    optimizer = make(name, params, {**options, "keep_gradients": True})
+    model, x = layer(device=device)
+    params = list(model.parameters())
+    optimizer = make(name, model, {**options, "keep_gradients": True}, kind)
     for _ in range(3):
-        backward(params, x)
+        backward(model, x)
         before = [p.grad.clone() for p in params if p.grad is not None]
         optimizer.step()
         for p, grad in zip(params, before, strict=True):
@@ -222,41 +252,43 @@ def test_gradients_are_never_written_to_if_they_are_kept(
             assert torch.equal(p.grad, grad)
 
 
-def copied(optimizer: Any, params: list[nn.Parameter], way: str, folder: Path) -> tuple[Any, Any]:
+def copied(optimizer: Any, model: nn.Module, way: str, folder: Path) -> tuple[Any, nn.Module]:
     if way == "deepcopy":
-        twins, again = copy.deepcopy((params, optimizer))
-        return again, twins
+        twin, again = copy.deepcopy((model, optimizer))
+        return again, twin
     if way == "pickle":
-        twins, again = pickle.loads(pickle.dumps((params, optimizer)))
-        return again, twins
+        twin, again = pickle.loads(pickle.dumps((model, optimizer)))
+        return again, twin
     torch.save(optimizer.state_dict(), folder / "state.pt")
-    twins = [nn.Parameter(p.detach().clone()) for p in params]
-    again = type(optimizer)(twins, base=type(optimizer.base), lr=0.5, **EVERY)
+    twin = layer()[0]
+    twin.load_state_dict(model.state_dict())
+    again = make(type(optimizer.base).__name__, twin, {"lr": 0.5}, type(optimizer))
     again.load_state_dict(torch.load(folder / "state.pt", weights_only=True))
-    return again, twins
+    return again, twin
 
 
 @pytest.mark.parametrize("way", ["deepcopy", "pickle", "saved"])
-@pytest.mark.parametrize("name", BASES)
-def test_copies_go_on_to_the_bit(name: str, way: str, tmp_path: Path) -> None:
-    params, x = layer()
-    optimizer = make(name, params, {})
+@pytest.mark.parametrize(("kind", "name"), each_of_ours())
+def test_copies_go_on_to_the_bit(kind: Any, name: str, way: str, tmp_path: Path) -> None:
+    model, x = layer()
+    optimizer = make(name, model, {}, kind)
     for _ in range(3):
-        backward(params, x)
+        backward(model, x)
         optimizer.step()
-    again, twins = copied(optimizer, params, way, tmp_path)
+    again, twin = copied(optimizer, model, way, tmp_path)
     assert again.param_groups[0].keys() == optimizer.param_groups[0].keys()
     for _ in range(3):
-        for own, stepping in ((params, optimizer), (twins, again)):
+        for own, stepping in ((model, optimizer), (twin, again)):
             backward(own, x)
             stepping.step()
-    for p, q in zip(params, twins, strict=True):
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
         assert torch.equal(p, q)
 
 
-def test_hooks_are_called_in_order() -> None:
-    params, x = layer()
-    optimizer = make("AdamW", params, {})
+@pytest.mark.parametrize("kind", [Shampoo, *OTHERS])
+def test_hooks_are_called_in_order(kind: Any) -> None:
+    model, x = layer()
+    optimizer = make("AdamW", model, {}, kind)
     told: list[str] = []
 
     def tell(word: str) -> Any:
@@ -273,7 +305,7 @@ def test_hooks_are_called_in_order() -> None:
         optimizer.register_load_state_dict_post_hook(tell("loaded")),
     ]
     try:
-        backward(params, x)
+        backward(model, x)
         optimizer.step()
         # Its base is an optimizer as well, and has the global ones, too.
         assert told[:2] == ["global before", "before"]
@@ -289,10 +321,11 @@ def test_hooks_are_called_in_order() -> None:
     assert not told
 
 
-def test_a_hook_may_replace_what_is_saved_and_loaded() -> None:
-    params, x = layer()
-    optimizer = make("AdamW", params, {"lr": 0.1})
-    backward(params, x)
+@pytest.mark.parametrize("kind", [Shampoo, *OTHERS])
+def test_a_hook_may_replace_what_is_saved_and_loaded(kind: Any) -> None:
+    model, x = layer()
+    optimizer = make("AdamW", model, {"lr": 0.1}, kind)
+    backward(model, x)
     optimizer.step()
 
     def with_rate(_: Any, state: dict[str, Any]) -> dict[str, Any]:
@@ -307,11 +340,11 @@ def test_a_hook_may_replace_what_is_saved_and_loaded() -> None:
     assert optimizer.param_groups[0]["lr"] == 0.25
 
 
-@pytest.mark.parametrize("name", BASES)
-def test_the_state_dict_is_always_the_same(name: str) -> None:
-    params, x = layer()
-    optimizer = make(name, params, {})
-    backward(params, x)
+@pytest.mark.parametrize(("kind", "name"), each_of_ours())
+def test_the_state_dict_is_always_the_same(kind: Any, name: str) -> None:
+    model, x = layer()
+    optimizer = make(name, model, {}, kind)
+    backward(model, x)
     optimizer.step()
     first, second = optimizer.state_dict(), optimizer.state_dict()
     assert repr(first) == repr(second)

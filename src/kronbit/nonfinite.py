@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -12,6 +11,7 @@ from torch import Tensor
 from kronbit.acceleration import has_kernels
 from kronbit.config import Config
 from kronbit.replay import Replay
+from kronbit.warning import warn
 
 if TYPE_CHECKING:
     from kronbit.addresses import AddressTable
@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
 # The count of non-finite gradients is sent to the host at one step in so many.
 _SENT_EVERY = 16
-# warn_once <- step <- torch's four wrappers <- the user
-_TO_THE_USER = 7
 
 
 def elements(grad: Tensor) -> Tensor:
@@ -164,11 +162,9 @@ class NonfiniteGuard:
         seen = self._arrived()
         if seen:
             self._warned = True
-            warnings.warn(
+            warn(
                 f"{seen} non-finite gradient(s) so far: kept out of the statistics; see "
-                "diagnostics()['skipped_gradients'] and the option 'nonfinite'",
-                RuntimeWarning,
-                stacklevel=_TO_THE_USER,
+                "diagnostics()['skipped_gradients'] and the option 'nonfinite'"
             )
 
     def _arrived(self) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import math
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -23,6 +22,7 @@ from kronbit.groups import Group
 from kronbit.memory import state_bytes
 from kronbit.nonfinite import NonfiniteGuard
 from kronbit.plan import Plan
+from kronbit.warning import warn
 
 if TYPE_CHECKING:
     from kronbit.distributed.ranks import Ranks
@@ -113,24 +113,20 @@ def warn_of_fresh_starts(
         name for name, p, own in params if p.requires_grad and isinstance(route(p, own), Blocking)
     ]
     if fresh:
-        warnings.warn(
+        warn(
             f"the checkpoint has no state of {len(fresh)} preconditioned parameter(s), such as "
-            f"{fresh[0]}: they start fresh",
-            RuntimeWarning,
-            stacklevel=4,
+            f"{fresh[0]}: they start fresh"
         )
 
 
 def warn_of_lost_roots(names: Sequence[str]) -> None:
     """Warn of parameters that should be preconditioned by now, but in the checkpoint are not."""
     if names:
-        warnings.warn(
+        warn(
             f"the checkpoint has no roots of {len(names)} parameter(s), such as {names[0]}, "
             "although their first refresh should be past: they go on as before it. A full state "
             "dict of sharded parameters, by torch or by a trainer, keeps only what the first rank "
-            "owns: save sharded ones (SHARDED_STATE_DICT), or by kronbit.consolidate_state_dict",
-            RuntimeWarning,
-            stacklevel=4,
+            "owns: save sharded ones (SHARDED_STATE_DICT), or by kronbit.consolidate_state_dict"
         )
 
 
@@ -154,12 +150,10 @@ def warn_of_few(
                 "matrices, use fully_shard (FSDP2) or DistributedDataParallel. "
             )
     if 2 * preconditioned < possible:
-        warnings.warn(
+        warn(
             f"only {100 * preconditioned / possible:.1f} % of {possible:,} elements are "
             f"preconditioned. {flat}precondition=False says what is meant to be left to the base. "
-            f"{summary()}",
-            RuntimeWarning,
-            stacklevel=5,
+            f"{summary()}"
         )
 
 

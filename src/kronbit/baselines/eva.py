@@ -6,7 +6,6 @@ activation checkpointing has no backward pass, and does not count twice.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -25,6 +24,7 @@ from kronbit.first_order import BaseFactory
 from kronbit.statistics.activations import find_layers
 from kronbit.statistics.hooks import given_up, hooked
 from kronbit.statistics.layers import Layer
+from kronbit.warning import warn
 
 # Bytes of a piece of the inputs: they are read once, and not copied, so there is only one.
 _ALL_AT_ONCE = 2**62
@@ -206,12 +206,10 @@ class EVA(Rewriter):
 
     def _note_missed(self, layers: list[Layer]) -> None:
         if not self._missed and not self._closed:
-            warnings.warn(
+            warn(
                 f"{len(layers)} layer(s), {layers[0].name!r} first, have a gradient, but were not "
                 "called in training mode since the last step: their means stay as they are. "
-                "Compiled models do not call hooks",
-                RuntimeWarning,
-                stacklevel=6,  # <- rewrite <- step <- torch's two wrappers <- the user
+                "Compiled models do not call hooks"
             )
         self._missed += len(layers)
 

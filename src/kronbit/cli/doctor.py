@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -37,11 +39,11 @@ def doctor(
     from kronbit.lab.training.world import find_device
 
     where = find_device(device)
+    sys.path.append(str(Path.cwd()))  # where a package of the user's may be
     try:
         subject = subject_of(optimizer, read_options(options))
     except ValueError as error:
         raise LabError(f"--options: {error}") from None
-    subject.find()
     environment, console = describe(where), Console()
     if not as_json:
         table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)

@@ -6,7 +6,6 @@ updates and refreshes; ordinary steps send nothing.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -18,6 +17,7 @@ from torch import Tensor
 from kronbit.batches import Part, due_parts
 from kronbit.distributed.dividing import divide
 from kronbit.distributed.transport import digest, gather
+from kronbit.warning import warn
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -140,11 +140,9 @@ class Replicas:
                 "before the step, as DistributedDataParallel does, or give process_group=False"
             )
         if len(gradients) > 1 and not self.apart:
-            warnings.warn(
+            warn(
                 f"gradients differ between the {self.ranks} ranks, so each of them does all of its "
-                "updates and refreshes itself; process_group=False says that this is meant",
-                RuntimeWarning,
-                stacklevel=2,
+                "updates and refreshes itself; process_group=False says that this is meant"
             )
         return len(gradients) == 1
 

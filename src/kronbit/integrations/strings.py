@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from typing import Any
 
 _WORDS = {"true": True, "false": False, "none": None, "null": None}
-# A comma between options; those inside of brackets belong to a value.
-_SEPARATOR = re.compile(r",(?![^(\[]*[)\]])")
+# What is between commas; those inside of quotes and brackets belong to a value.
+_PART = re.compile(r"""(?:'[^']*'|"[^"]*"|\((?:[^()]|\([^()]*\))*\)|\[[^\]]*\]|[^,])+""")
 
 
 def read_options(given: str | Mapping[str, Any]) -> dict[str, Any]:
@@ -28,7 +28,7 @@ def read_options(given: str | Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(given, Mapping):
         return {name: _value(value) for name, value in given.items()}
     found: dict[str, Any] = {}
-    for part in filter(None, (part.strip() for part in _SEPARATOR.split(given))):
+    for part in filter(None, (part.strip() for part in _PART.findall(given))):
         name, equals, value = (word.strip() for word in part.partition("="))
         if not (name.isidentifier() and equals and value):
             raise ValueError(f"options must be like bits=4,update_every=10; got {part!r}")

@@ -8,7 +8,6 @@ is computed once more for activation checkpointing has no backward pass, and doe
 from __future__ import annotations
 
 import math
-import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -31,6 +30,7 @@ from kronbit.products import multiply, operand
 from kronbit.statistics.base import Source
 from kronbit.statistics.hooks import Kept, given_up, hooked
 from kronbit.statistics.layers import Layer, kind_of, pieces_of
+from kronbit.warning import warn
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -261,12 +261,10 @@ class ActivationStatistics:
 
     def _note_missed(self, layers: Sequence[Layer]) -> None:
         if not self._counts["missed_statistics"]:
-            warnings.warn(
+            warn(
                 f"{len(layers)} layer(s), {layers[0].name!r} first, have a gradient, but were not "
                 "called in training mode since the last step: their statistics stay as they are. "
-                "Compiled models do not call hooks",
-                RuntimeWarning,
-                stacklevel=6,  # <- source <- step <- torch's two wrappers <- the user
+                "Compiled models do not call hooks"
             )
         self._counts["missed_statistics"] += len(layers)
 

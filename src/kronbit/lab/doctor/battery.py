@@ -88,7 +88,7 @@ def _distance(ours: Iterable[Tensor], others: Iterable[Tensor]) -> float:
 def closure(subject: Subject, device: torch.device) -> None:
     """A closure is called once, with gradients enabled, and its loss is returned."""
     model = _model(device)
-    optimizer = subject.make(model.parameters())
+    optimizer = subject.make(model)
     losses = []
 
     def evaluate() -> Any:
@@ -109,7 +109,7 @@ def bf16_parameters(subject: Subject, device: torch.device) -> None:
     """Parameters in bf16 train, and stay in bf16."""
     model = _model(device, torch.bfloat16)
     before = _copy(model.parameters())
-    _train(model, subject.make(model.parameters()), range(6))
+    _train(model, subject.make(model), range(6))
     _require_finite(model.parameters())
     for p, q in zip(model.parameters(), before, strict=True):
         _require(p.dtype == torch.bfloat16, f"a parameter has become {p.dtype}")
@@ -119,7 +119,7 @@ def bf16_parameters(subject: Subject, device: torch.device) -> None:
 def any_shape(subject: Subject, device: torch.device) -> None:
     """Scalars, vectors, convolutions, stacks of matrices and empty parameters."""
     shapes = [(), (7,), (4, 3, 3, 3), (2, 5, 6), (0,), (0, 4)]
-    params = [nn.Parameter(torch.ones(shape, device=device)) for shape in shapes]
+    params = nn.ParameterList(torch.ones(shape, device=device) for shape in shapes)
     before = _copy(params)
     optimizer = subject.make(params)
     for seed in range(4):
@@ -139,7 +139,7 @@ def any_shape(subject: Subject, device: torch.device) -> None:
 def learning_rate_as_float(subject: Subject, device: torch.device) -> None:
     """A learning rate that is written into the groups, as schedulers do, counts."""
     model = _model(device)
-    optimizer = subject.make(model.parameters())
+    optimizer = subject.make(model)
     _train(model, optimizer, range(2))
     for group in optimizer.param_groups:
         group["lr"] = 0.0
@@ -151,7 +151,7 @@ def learning_rate_as_float(subject: Subject, device: torch.device) -> None:
 def neutral_first_step(subject: Subject, device: torch.device) -> None:
     """A step with zero gradients and lr=0, by which checkpointing makes state, does no harm."""
     model = _model(device)
-    optimizer = subject.make(model.parameters())
+    optimizer = subject.make(model)
     before, rates = _copy(model.parameters()), [group["lr"] for group in optimizer.param_groups]
     for p in model.parameters():
         p.grad = torch.zeros_like(p)
@@ -168,7 +168,7 @@ def neutral_first_step(subject: Subject, device: torch.device) -> None:
 def nan_gradient(subject: Subject, device: torch.device) -> None:
     """One NaN in one gradient, and training goes on with finite parameters."""
     model = _model(device)
-    optimizer = subject.make(model.parameters())
+    optimizer = subject.make(model)
     for seed in range(6):
         optimizer.zero_grad()
         _backward(model, seed)
@@ -184,7 +184,7 @@ def later_group(subject: Subject, device: torch.device) -> None:
     """A group that is added after a step trains, as in progressive unfreezing."""
     model = _model(device)
     assert isinstance(model, nn.Sequential)
-    optimizer = subject.make(model[2].parameters())
+    optimizer = subject.make(model, model[2].parameters())
     _train(model, optimizer, range(2))
     before = _copy(model[0].parameters())
     optimizer.add_param_group({"params": list(model[0].parameters())})
@@ -205,10 +205,10 @@ def _resume(
 ) -> None:
     """Five steps, a copy of all that there is, and five steps of both."""
     model = _model(device, dtype)
-    optimizer = subject.make(model.parameters())
+    optimizer = subject.make(model)
     _train(model, optimizer, range(5))
     twin = _model(device, dtype)
-    again = subject.make(twin.parameters())
+    again = subject.make(twin)
     twin.load_state_dict(model.state_dict())
     through(model, optimizer, twin, again)
     for own, stepping in ((model, optimizer), (twin, again)):
@@ -245,7 +245,7 @@ def weights_only(subject: Subject, device: torch.device) -> None:
 def pickled(subject: Subject, device: torch.device) -> None:
     """A pickled optimizer goes on, with its parameters."""
     model = _model(device)
-    optimizer = subject.make(model.parameters())
+    optimizer = subject.make(model)
     _train(model, optimizer, range(5))
     twin, again = pickle.loads(pickle.dumps((model, optimizer)))
     for own, stepping in ((model, optimizer), (twin, again)):
@@ -287,7 +287,7 @@ def _rank(rank: int, subject: Subject, folder: str) -> None:
     cpu = torch.device("cpu")
     model = _model(cpu)
     fully_shard(model, mesh=init_device_mesh("cpu", (_RANKS,)))
-    _train(model, subject.make(model.parameters()), range(6))
+    _train(model, subject.make(model), range(6))
     whole = [p.full_tensor() if isinstance(p, DTensor) else p for p in model.parameters()]
     if rank == 0:
         torch.save([p.detach() for p in whole], Path(folder) / "found.pt")
@@ -299,7 +299,7 @@ def fsdp2(subject: Subject, device: torch.device) -> None:
     model, threads = _model(torch.device("cpu")), torch.get_num_threads()
     torch.set_num_threads(1)  # as on the ranks: sums have an order
     try:
-        _train(model, subject.make(model.parameters()), range(6))
+        _train(model, subject.make(model), range(6))
     finally:
         torch.set_num_threads(threads)
     with tempfile.TemporaryDirectory() as folder:

@@ -18,6 +18,7 @@ INTEGRATIONS = {
     "lightning": "LightningModule",
     "peft": "LoRA",
     "timm": "kronbit.integrations.timm",
+    "torchtitan": "kronbit.integrations.torchtitan",
     "hydra-core": "_target_",
     "bitsandbytes": "base='adamw8bit'",
     "torchao": "base='adamw8bit'",

@@ -5,11 +5,14 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from inspect import signature
 from typing import Any
 
+from torch import nn
 from torch.optim import Optimizer
 
 from kronbit.lab.errors import LabError
+from kronbit.optimizer import SecondOrder
 
 
 @dataclass(frozen=True)
@@ -36,21 +39,30 @@ class Subject:
         except (ImportError, AttributeError, ValueError) as error:
             raise LabError(f"cannot import {self.path!r}: {error}") from None
 
-    def make(self, params: Iterable[Any]) -> Optimizer:
-        """An optimizer of some parameters."""
-        made: Optimizer = self.find()(params, **self.options)
+    def make(self, model: nn.Module, params: Iterable[Any] | None = None) -> Optimizer:
+        """An optimizer of a model's parameters, or of some of them."""
+        kind = self.find()
+        own: dict[str, Any] = {"model": model} if "model" in signature(kind).parameters else {}
+        made: Optimizer = kind(
+            model.parameters() if params is None else params, **own, **self.options
+        )
         return made
 
 
 # Second order is in use from the second step on.
-OURS = {"lr": 1e-2, "update_every": 1, "refresh_every": 2}
+OFTEN = {"lr": 1e-2, "update_every": 1, "refresh_every": 2}
 
 
 def subject_of(path: str, options: Mapping[str, Any]) -> Subject:
-    """Ours with short intervals, others with what is given.
+    """Ours, and what is made of them, with short intervals; others with what is given.
 
     Args:
         path: Of the class.
         options: That were asked for.
+
+    Raises:
+        LabError: If there is no such class.
     """
-    return Subject(path, {**(OURS if path.startswith("kronbit.") else {}), **options})
+    found = Subject(path, options).find()
+    ours = isinstance(found, type) and issubclass(found, SecondOrder)
+    return Subject(path, {**(OFTEN if ours else {}), **options})

@@ -1,0 +1,30 @@
+"""Warnings that point at the user's own line."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import warnings
+from pathlib import Path
+from types import FrameType
+
+import torch
+
+_INSIDE = (
+    f"{Path(__file__).parent}/",
+    f"{Path(torch.__file__).parent}/",
+    contextlib.__file__,  # what is decorated by a context manager is called from there
+)
+
+
+def warn(message: str) -> None:
+    """Warn at the innermost line that is neither ours nor torch's.
+
+    Args:
+        message: What is the matter.
+    """
+    frame: FrameType | None = sys._getframe()
+    level = 1
+    while frame is not None and frame.f_code.co_filename.startswith(_INSIDE):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, RuntimeWarning, stacklevel=level)

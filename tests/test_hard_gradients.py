@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from networks import assert_same_state
 from torch import Tensor, nn
 
-from kronbit import CASPR, Shampoo
+from kronbit import CASPR, KFAC, AdaBK, Shampoo
 
 SHAPES = [(24, 20), (70, 66), (7,), (6, 5, 3, 3)]
 KINDS = [
@@ -108,6 +108,46 @@ def any_gradient_in_any_parameter_at_any_step(
 @hypothesis.given(steps, methods, st.sampled_from([Shampoo, CASPR]))
 def test_any_gradient(walk: list[tuple[int, str]], method: tuple[str, int], make: Any) -> None:
     any_gradient_in_any_parameter_at_any_step(walk, method, make)
+
+
+# What comes into a layer: as a factor of ordinary inputs, or instead of them.
+INPUTS = {"ordinary": 1.0, "zero": 0.0, "denormal": 1e-40, "huge": 1e30, "inf": math.inf}
+INPUTS |= {"nan": math.nan}
+
+
+@examples(10)
+@hypothesis.given(
+    st.lists(st.tuples(st.sampled_from([*INPUTS]), st.sampled_from(KINDS)), min_size=2, max_size=6),
+    st.sampled_from([KFAC, AdaBK]),
+)
+def test_any_input_and_gradient_of_a_layer(walk: list[tuple[str, str]], make: Any) -> None:
+    """A layer gets hard inputs and gradients; another one never notices."""
+
+    def build() -> tuple[nn.ModuleList, Any]:
+        torch.manual_seed(0)
+        model = nn.ModuleList([nn.Linear(20, 24), nn.Linear(12, 9)])
+        base = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        known = {"update_every": 1, "refresh_every": 2, "min_quantized_numel": 0}
+        return model, make(base, model=model, **known)
+
+    (model, optimizer), (twin, peaceful) = build(), build()
+    for t, (given, kind) in enumerate(walk):
+        generator = torch.Generator().manual_seed(t)
+        x, y = torch.randn(8, 20, generator=generator), torch.randn(8, 12, generator=generator)
+        for own, scale in ((model, INPUTS[given]), (twin, 1.0)):
+            own.zero_grad()
+            sum(
+                layer(z).square().mean() for layer, z in zip(own, (scale * x, y), strict=True)
+            ).backward()
+        if kind != "ordinary":
+            model[0].weight.grad = gradient(kind, (24, 20), t)
+        optimizer.step()
+        peaceful.step()
+        assert all(torch.isfinite(p).all() for p in model.parameters()), t
+        assert all(map(torch.equal, model[1].parameters(), twin[1].parameters())), t
+    _, again = build()
+    again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert_same_state(again.state_dict()["state"], optimizer.state_dict()["state"])
 
 
 @slow

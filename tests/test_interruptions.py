@@ -15,7 +15,7 @@ from faults import NthOperation, interrupted_at
 from networks import assert_same_state, tensors
 from torch import Tensor, nn
 
-from kronbit import CASPR, KFAC, Shampoo
+from kronbit import CASPR, KFAC, AdaBK, Shampoo
 from kronbit.plan import Plan
 from kronbit.preconditioner import Preconditioner
 from kronbit.progress import Progress
@@ -39,7 +39,7 @@ def start(
     own: dict[str, Any] = {"max_order": 48, "min_quantized_numel": 0}
     own |= {"update_every": 2, "refresh_every": 4}
     base = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    own |= {"model": model} if make is KFAC else {}
+    own |= {"model": model} if make in (KFAC, AdaBK) else {}
     optimizer = make(base, **{**own, **WAYS[way], **options})
     for t in range(steps):
         backward(model, t)
@@ -202,14 +202,15 @@ def test_what_is_being_written_is_written(way: str) -> None:
         assert_same_state(optimizer.state_dict()["state"], after)
 
 
-def test_statistics_of_layers_are_taken_again() -> None:
-    """K-FAC's inputs and output gradients are still there for the second try."""
+@pytest.mark.parametrize("make", [KFAC, AdaBK])
+def test_statistics_of_layers_are_taken_again(make: Any) -> None:
+    """The layers' inputs and output gradients are still there for the second try."""
     options = {"keep_gradients": True}
-    _, reference = start("default", KFAC, **options)
+    _, reference = start("default", make, **options)
     reference.step()
     through = 0
-    for interrupt, error in interruptions(6, "default", KFAC, **options):
-        model, optimizer = start("default", KFAC, **options)
+    for interrupt, error in interruptions(6, "default", make, **options):
+        model, optimizer = start("default", make, **options)
         old = weights(model)
         with pytest.raises(error) as caught:
             interrupt(optimizer)

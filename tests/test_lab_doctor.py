@@ -3,31 +3,71 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch.optim import SGD
 
-from kronbit import cli
+from kronbit import Shampoo, cli
 from kronbit.lab.doctor.battery import CHECKS, examine
 from kronbit.lab.doctor.subject import Subject, subject_of
 
 CPU = torch.device("cpu")
 
 
+FSDP2 = "FSDP2 on two ranks is one process"
+
+
+def assert_well(name: str, check: str, device: torch.device) -> None:
+    problem = examine(subject_of(f"kronbit.{name}", {}), device, check).problem
+    if check == FSDP2 and name in ("KFAC", "AdaBK"):
+        assert "only Shampoo and CASPR take parameters that are sharded" in problem
+    else:
+        assert problem == ""
+
+
+@pytest.mark.parametrize("name", ["Shampoo", "KFAC"])
 @pytest.mark.parametrize("check", CHECKS)
-def test_all_is_well_with_ours(check: str) -> None:
-    assert examine(subject_of("kronbit.Shampoo", {}), CPU, check).problem == ""
+def test_all_is_well_with_ours(check: str, name: str) -> None:
+    assert_well(name, check, CPU)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["Shampoo", "CASPR"])
+@pytest.mark.parametrize("name", ["Shampoo", "CASPR", "KFAC", "AdaBK"])
 @pytest.mark.parametrize("check", CHECKS)
 def test_all_is_well_with_ours_on_a_gpu(check: str, name: str) -> None:
-    found = examine(subject_of(f"kronbit.{name}", {}), torch.device("cuda"), check)
-    assert found.problem == ""
+    assert_well(name, check, torch.device("cuda"))
+
+
+class LosesRoots(Shampoo):
+    """What a user may have made of ours, and broken."""
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        fresh = {
+            key: {"step": entry["step"], "base": entry["base"]}
+            for key, entry in state_dict["state"].items()
+        }
+        for group in self.param_groups:
+            group["precondition"] = False
+        super().load_state_dict({**state_dict, "state": fresh})
+
+
+def test_second_order_is_in_use_in_what_is_made_of_ours() -> None:
+    subject = subject_of(f"{LosesRoots.__module__}.LosesRoots", {})
+    assert "differs by up to" in examine(subject, CPU, "resume to the bit").problem
+
+
+def test_a_package_in_the_folder_is_found(
+    few_checks: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "package_of_a_user.py").write_text("from kronbit import CASPR as Mine\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    assert cli.run(["doctor", "-o", "package_of_a_user.Mine", "--device", "cpu"]) == 0
 
 
 class NoClosure(SGD):

@@ -155,6 +155,7 @@ def test_nothing_is_ever_unpickled_as_it_comes() -> None:
             assert "weights_only=True" in call[:200].split("\n\n")[0], path
         if path.name != "battery.py":  # it pickles and reads an optimizer of its own
             assert "pickle.load" not in text, path
+        assert "allow_pickle=True" not in text, path
     assert calls >= 3
 
 

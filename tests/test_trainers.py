@@ -52,6 +52,8 @@ def on_gpu(*values: Any, id: str) -> Any:
         ("stagger=True, cuda_graph=false", {"stagger": True, "cuda_graph": False}),
         ("first_refresh=None,method=cholesky", {"first_refresh": None, "method": "cholesky"}),
         ("base='sgd'", {"base": "sgd"}),
+        ("skip='head,norm', bits=8", {"skip": "head,norm", "bits": 8}),
+        ("pairs=(1,(2,3)),bits=8", {"pairs": (1, (2, 3)), "bits": 8}),
         ("", {}),
         ({"bits": "4", "lr": 0.1, "method": "eigen"}, {"bits": 4, "lr": 0.1, "method": "eigen"}),
     ],
@@ -60,7 +62,9 @@ def test_text_becomes_values(text: Any, found: dict[str, Any]) -> None:
     assert read_options(text) == found
 
 
-@pytest.mark.parametrize("text", ["bits", "bits=", "=4", "bits=4,bits=8", "4=bits", "bits 4"])
+@pytest.mark.parametrize(
+    "text", ["bits", "bits=", "=4", "bits=4,bits=8", "4=bits", "bits 4", "betas=(0.9,1"]
+)
 def test_bad_text_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"got|twice"):
         read_options(text)

@@ -135,8 +135,8 @@ def walk(setup: str, device: torch.device, width: int, lap: int) -> Iterator[dic
     model = network(width).to(device)
     optimizer: Any = make(model)
     passes = Passes(model, device, captured)
-    # cuBLAS takes its workspace (32 MiB) at a stream's first product: CASPR's own products are done
-    # by kernels, until one is left to torch because a gradient is missing. Not a leak: taken here.
+    # cuBLAS takes its workspace (32 MiB) at a stream's first product, and keeps it. Kernels may do
+    # all products for thousands of steps, until one in float32 is left to torch.
     one = torch.ones(1, 1, 1, device=device)
     torch.bmm(one, one)
     params = list(model.parameters())

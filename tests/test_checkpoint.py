@@ -452,8 +452,8 @@ OUT_OF_PLACE: list[tuple[tuple[Any, ...], Any, str]] = [
     (("state", 0, "base", "exp_avg"), "a", r"\['exp_avg'\] is str; expected a tensor"),
     (("state", 0, "base", "step"), None, r"\['step'\] is NoneType; expected a tensor"),
     (("state", 0, "base", "step"), torch.tensor(-5.0), r"\['step'\] holds negative values"),
-    (("state", 0, "base", "step"), -5, r"\['step'\] holds negative values"),
-    (("state", 0, "base", "step"), float("nan"), r"\['step'\] holds non-finite values"),
+    (("state", 0, "base", "step"), -5, r"\['step'\] must be a number >= 0; got -5"),
+    (("state", 0, "base", "step"), float("nan"), r"\['step'\] must be a number >= 0; got nan"),
 ]
 
 
@@ -486,6 +486,30 @@ def test_a_square_that_is_negative_is_refused(name: str) -> None:
     state["state"][0]["base"][name][3, 5] *= -1
     with pytest.raises(ValueError, match=rf"state\[0\]\['base'\]\['{name}'\] holds negative"):
         optimizer.load_state_dict(state)
+
+
+class OfSomebodyElse(torch.optim.Optimizer):
+    """Its names mean other things than torch's."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in (p for group in self.param_groups for p in group["params"]):
+            self.state[p].setdefault("sum", torch.zeros_like(p)).sub_(p.grad.abs())
+            self.state[p].update(step=-1, least=float("inf"), note=None)
+
+
+def test_names_of_other_bases_are_theirs() -> None:
+    p = nn.Parameter(torch.randn(66, 40))
+    optimizer = Shampoo([p], OfSomebodyElse, lr=1e-2, **FAST)
+    p.grad = torch.randn(66, 40)
+    optimizer.step()
+    again = Shampoo([p], OfSomebodyElse, lr=1e-2, **FAST)
+    again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert again.state[p]["base"]["least"] == float("inf")
+    assert_same_state(again.state_dict()["state"], optimizer.state_dict()["state"])
 
 
 @pytest.mark.parametrize("state", [None, 5, [1]])

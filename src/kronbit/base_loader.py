@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -32,6 +32,8 @@ class BaseLoader:
 
     def __init__(self, base: Optimizer, checkpoint: Checkpoint) -> None:
         self._base, self._checkpoint = base, checkpoint
+        kinds = [kind for kind in type(base).__mro__ if kind is not Optimizer]
+        self._of_torch = any(kind.__module__.startswith("torch.optim.") for kind in kinds)
         own = [p for group in base.param_groups for p in group["params"]]
         groups = [
             {**group, "params": old["params"]}
@@ -47,7 +49,8 @@ class BaseLoader:
         """Refuse a state that F could not work with: a tensor is missing, of a wrong shape, NaN."""
         for p, entry in self._checkpoint.entries.items():
             for name, value in entry.base.items():
-                _check_numbers(entry.path("base", str(name)), name, value)
+                never_negative = self._of_torch and name in _NEVER_NEGATIVE
+                _check_numbers(entry.path("base", str(name)), value, never_negative)
             for name, expected in self._expected[p].items() if entry.base else ():
                 if name not in entry.base:
                     raise ValueError(
@@ -98,18 +101,16 @@ class BaseLoader:
                 state[name] = value.to(device=loaded.device, dtype=dtype, copy=True)
 
 
-def _check_numbers(where: str, name: Any, value: Any) -> None:
-    if not isinstance(value, (Tensor, int, float)):
-        return
-    numbers = torch.as_tensor(value) if not isinstance(value, Tensor) else value
-    if type(numbers) is not Tensor:
-        return  # of a shard, which ranks would have to look at together
-    if not is_there(numbers):
-        raise ValueError(f"{where} is {numbers.layout} on {numbers.device}: no numbers")
-    if not is_finite(numbers):
-        raise ValueError(f"{where} holds non-finite values")
-    if name in _NEVER_NEGATIVE and bool((numbers < 0).any()):
-        raise ValueError(f"{where} holds negative values")
+def _check_numbers(where: str, value: Any, never_negative: bool) -> None:
+    if type(value) is Tensor:  # not of a shard, which ranks would have to look at together
+        if not is_there(value):
+            raise ValueError(f"{where} is {value.layout} on {value.device}: no numbers")
+        if not is_finite(value):
+            raise ValueError(f"{where} holds non-finite values")
+        if never_negative and bool((value < 0).any()):
+            raise ValueError(f"{where} holds negative values")
+    elif never_negative and isinstance(value, (int, float)) and not 0 <= value < math.inf:
+        raise ValueError(f"{where} must be a number >= 0; got {value!r}")
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, TensorDataset
 
 from kronbit import CASPR, KFAC, AdaBK, Shampoo
+from kronbit.baselines import EVA
 
 EVERY = {"update_every": 1, "refresh_every": 2, "min_quantized_numel": 0}
 
@@ -127,6 +128,22 @@ def test_a_matrix_that_is_listed_twice_has_one_state(keep: bool) -> None:
     again = Shampoo([first, bias, first, *rest], **plain_sgd)
     again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     assert_same_state(again.state_dict()["state"], optimizer.state_dict()["state"])
+
+
+@pytest.mark.filterwarnings("ignore:.*duplicate parameters")
+def test_eva_takes_what_is_listed_twice() -> None:
+    model, twin = network(), network()
+    params = [*model.parameters(), model[0].weight]
+    optimizer = EVA(params, torch.optim.SGD, model=model, lr=0.0)
+    plain = EVA(twin.parameters(), torch.optim.SGD, model=twin, lr=0.0)
+    for x in batches(3):
+        for own, stepping in ((model, optimizer), (twin, plain)):
+            backward(own, x)
+            stepping.step()
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        assert p.grad is not None
+        assert q.grad is not None
+        assert torch.equal(p.grad, q.grad)
 
 
 def in_threads(*work: Callable[[], None]) -> None:

@@ -7,6 +7,7 @@ from operator import getitem
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -440,6 +441,12 @@ OUT_OF_PLACE: list[tuple[tuple[Any, ...], Any, str]] = [
     (("param_groups", 0, "params"), None, r"\['params'\] must be a list of numbers or names"),
     (("param_groups", 0, "params", 0), [0], r"\['params'\] must be a list of numbers or names"),
     (("param_groups", 0, "lr"), float("nan"), r"\['lr'\] must be a number; got nan"),
+    (("param_groups", 0, "lr"), float("inf"), r"\['lr'\] must be a finite number; got inf"),
+    (("param_groups", 0, "lr"), None, r"\['lr'\] must be a finite number; got None"),
+    (("param_groups", 0, "lr"), torch.ones(3), r"\['lr'\] must be a finite number; got tensor"),
+    (("param_groups", 0, "betas"), (0.9,), r"\['betas'\] must have the length of \(0.9"),
+    (("param_groups", 0, "update_every"), 2.5, r"param_groups\[0\]: update_every must"),
+    (("param_groups", 0, "first_refresh"), "x", r"param_groups\[0\]: first_refresh must"),
     (("param_groups", 0, "lr"), torch.tensor(torch.nan), r"\['lr'\] must be a number; got tensor"),
     (("param_groups", 0, "lr"), "x", r"\['lr'\] must be a number, as 0.03 is; got 'x'"),
     (("param_groups", 0, "betas"), 3, r"\['betas'\] must be a sequence, as \(0.9.* got 3"),
@@ -465,14 +472,66 @@ def test_what_is_out_of_place_is_refused(place: tuple[Any, ...], value: Any, mes
     assert_refused(state, message)
 
 
-@pytest.mark.parametrize("side", ["base", "block_0"])
-@pytest.mark.parametrize("change", [lambda t: t.to("meta"), Tensor.to_sparse])
-def test_tensors_without_numbers_are_refused(change: Any, side: str) -> None:
+@pytest.mark.parametrize(
+    ("side", "change", "message"),
+    [
+        ("base", lambda t: t.to("meta"), "is on the meta device: it has no numbers"),
+        ("block_0", lambda t: t.to("meta"), "is on the meta device; expected plain numbers"),
+        ("block_0", Tensor.to_sparse, "is torch.sparse_coo; expected plain numbers"),
+    ],
+)
+def test_tensors_without_numbers_are_refused(side: str, change: Any, message: str) -> None:
     state = written()
     held = state["state"][0][side]
     held = held if side == "base" else held["left"]
     held.update({name: change(value) for name, value in held.items()})
-    assert_refused(state, ": no numbers")
+    assert_refused(state, message)
+
+
+@pytest.mark.parametrize("kind", ["complex", "sparse", "numpy", "none"])
+def test_what_torch_takes_is_taken(kind: str) -> None:
+    """Complex vectors, sparse momentum, numbers of numpy, a momentum that has not begun."""
+    p = nn.Parameter(torch.randn(66, 40))
+    q = nn.Parameter(torch.randn(5, dtype=torch.complex64 if kind == "complex" else None))
+    table = nn.Parameter(torch.randn(9, 4))
+    base = torch.optim.AdamW if kind in ("complex", "numpy") else torch.optim.SGD
+    more: Any = {} if base is torch.optim.AdamW else {"momentum": 0.9}
+
+    def made() -> Any:
+        rest = {"params": [q, table], "precondition": False}
+        return Shampoo([{"params": [p]}, rest], base, lr=1e-2, **more, **FAST)
+
+    def grads() -> None:
+        p.grad, q.grad, table.grad = torch.randn_like(p), torch.randn_like(q), torch.ones(9, 4)
+        if kind == "sparse":
+            table.grad = table.grad.to_sparse(1)
+
+    optimizer = made()
+    grads()
+    optimizer.step()
+    state = copy.deepcopy(optimizer.state_dict())
+    entry = state["state"][0]
+    if kind == "numpy":
+        entry["base"]["step"] = np.float32(1.0)
+        entry["step"], entry["product_bits"] = np.int64(1), np.int64(0)
+    elif kind == "none":
+        entry["base"]["momentum_buffer"] = None
+    again = made()
+    again.load_state_dict(state)
+    assert again.state[p]["step"] == 1
+    grads()
+    again.step()
+
+
+@pytest.mark.parametrize("names", [["a"], 5])
+def test_names_that_are_too_few_are_refused_before_anything_changes(names: Any) -> None:
+    p = nn.Parameter(torch.randn(66, 40))
+    optimizer = Shampoo([("weight", p), ("bias", nn.Parameter(torch.randn(3)))], lr=1e-2, **FAST)
+    state = copy.deepcopy(optimizer.state_dict())
+    state["param_groups"][0].update(param_names=names, lr=0.7)
+    with pytest.raises(ValueError, match=r"param_groups\[0\]\['param_names'\] must be as many"):
+        optimizer.load_state_dict(state)
+    assert optimizer.param_groups[0]["lr"] == 1e-2
 
 
 @pytest.mark.parametrize("name", ["exp_avg_sq", "max_exp_avg_sq"])

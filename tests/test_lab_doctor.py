@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.optim import SGD
 
-from kronbit import Shampoo, cli
+from kronbit import KFAC, Shampoo, cli
 from kronbit.lab.doctor.battery import CHECKS, examine
 from kronbit.lab.doctor.subject import Subject, subject_of
 
@@ -54,6 +54,16 @@ class LosesRoots(Shampoo):
         for group in self.param_groups:
             group["precondition"] = False
         super().load_state_dict({**state_dict, "state": fresh})
+
+
+class Mine(KFAC):
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+
+
+def test_what_is_made_of_k_fac_gets_the_model() -> None:
+    subject = subject_of(f"{Mine.__module__}.Mine", {})
+    assert examine(subject, CPU, "resume to the bit").problem == ""
 
 
 def test_second_order_is_in_use_in_what_is_made_of_ours() -> None:

@@ -7,17 +7,22 @@ from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from kronbit.checkpoint import Checkpoint, Entry
 from kronbit.first_order import state_on_meta
-from kronbit.state import is_finite, is_there
+from kronbit.nonfinite import elements
+from kronbit.outline import plain
+from kronbit.state import FLOATS, is_finite
 
 # What torch's optimizers call their counters, and their sums and means of squares.
 _NEVER_NEGATIVE = frozenset(
     ("step", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "square_avg", "acc_delta", "sum")
 )
+
+_COMPARED = frozenset((*FLOATS, torch.int32, torch.int64))
 
 
 class BaseLoader:
@@ -32,8 +37,7 @@ class BaseLoader:
 
     def __init__(self, base: Optimizer, checkpoint: Checkpoint) -> None:
         self._base, self._checkpoint = base, checkpoint
-        kinds = [kind for kind in type(base).__mro__ if kind is not Optimizer]
-        self._of_torch = any(kind.__module__.startswith("torch.optim.") for kind in kinds)
+        self._of_torch = type(base).__module__.startswith("torch.optim.")
         own = [p for group in base.param_groups for p in group["params"]]
         groups = [
             {**group, "params": old["params"]}
@@ -61,12 +65,9 @@ class BaseLoader:
                 if not isinstance(expected, Tensor):
                     continue
                 if not isinstance(value, Tensor):
-                    # torch's own counters have been plain numbers, and still may be
-                    if (
-                        expected.dim()
-                        or isinstance(value, bool)
-                        or not isinstance(value, (int, float))
-                    ):
+                    # Counters may be plain numbers; torch's SGD begins a momentum that is None.
+                    counter = not expected.dim() and isinstance(plain(value), (int, float))
+                    if not counter and (name, value) != ("momentum_buffer", None):
                         raise ValueError(
                             f"{entry.path('base', name)} is {type(value).__name__}; expected a "
                             "tensor"
@@ -103,13 +104,14 @@ class BaseLoader:
 
 def _check_numbers(where: str, value: Any, never_negative: bool) -> None:
     if type(value) is Tensor:  # not of a shard, which ranks would have to look at together
-        if not is_there(value):
-            raise ValueError(f"{where} is {value.layout} on {value.device}: no numbers")
-        if not is_finite(value):
+        if value.is_meta:
+            raise ValueError(f"{where} is on the meta device: it has no numbers")
+        numbers = elements(value)
+        if not is_finite(numbers):
             raise ValueError(f"{where} holds non-finite values")
-        if never_negative and bool((value < 0).any()):
+        if never_negative and numbers.dtype in _COMPARED and bool((numbers < 0).any()):
             raise ValueError(f"{where} holds negative values")
-    elif never_negative and isinstance(value, (int, float)) and not 0 <= value < math.inf:
+    elif never_negative and isinstance(plain(value), (int, float)) and not 0 <= value < math.inf:
         raise ValueError(f"{where} must be a number >= 0; got {value!r}")
 
 

@@ -105,12 +105,15 @@ def read(
         if any(map(blocks_of, state.values())):
             _check_statistics(saved, statistics)
     merged, entries = [], {}
-    for old, group, config in zip(saved, groups, configs, strict=True):
+    for index, (old, group, config) in enumerate(zip(saved, groups, configs, strict=True)):
         # The checkpoint's numbers, as in every torch optimizer, but our own way of storing.
         own = {name: getattr(config, name) for name in STRUCTURAL_OPTIONS}
         rest = {name: value for name, value in group.items() if name != "params"}
         merged.append({**rest, **old, **own, FORMAT_KEY: FORMAT, STATISTICS_KEY: statistics})
-        written = Config().for_group(old)
+        try:
+            written = Config().for_group(old)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"param_groups[{index}]: {error}") from error
         for key, p in zip(old["params"], group["params"], strict=True):
             # reading optimizer.state[p] of a parameter without state leaves an empty entry
             if not state.get(key):

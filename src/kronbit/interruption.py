@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from kronbit.config import Config
     from kronbit.work import Present
 
@@ -92,27 +94,39 @@ def handed_over(present: Present, config: Config) -> Iterator[Present]:
         yield present
         return
 
+    pairs: list[tuple[Tensor, Tensor, Tensor]] = []
+
     def put_back() -> None:
-        for p, grad in zip(present.params, present.grads, strict=True):
-            p.grad = grad
+        for p, copy, grad in pairs:
+            if p.grad is copy:
+                p.grad = grad
 
-    with ended_by(put_back):
-        copies = [grad.clone() for grad in present.grads]
-        for p, copy in zip(present.params, copies, strict=True):
-            p.grad = copy
-        yield present._replace(grads=copies)
+    try:
+        try:
+            copies = [grad.clone() for grad in present.grads]
+            pairs += zip(present.params, copies, present.grads, strict=True)
+            for p, copy, _ in pairs:
+                p.grad = copy
+            yield present._replace(grads=copies)
+        finally:
+            put_back()
+    except BaseException:
+        put_back()  # again, as it may have been interrupted itself
+        raise
 
 
-@contextmanager
-def ended_by(action: Callable[[], None]) -> Iterator[None]:
-    """Do something at the end, be it Ctrl-C, and be that in the midst of doing it.
+def ended_by(action: Callable[[], None], body: Callable[[], object]) -> None:
+    """Do something, and something else at its end, wherever Ctrl-C comes.
+
+    A context manager would not do: it may come on the way to its end, and then that is not reached.
 
     Args:
-        action: Doing it twice is as good as once.
+        action: Done at the end; doing it twice is as good as once.
+        body: What is done before.
     """
     try:
         try:
-            yield
+            body()
         finally:
             action()
     except BaseException:
@@ -126,5 +140,8 @@ def to_the_end(action: Callable[[], None]) -> None:
     Args:
         action: Doing it twice is as good as once.
     """
-    with ended_by(action):
-        pass
+    try:
+        action()
+    except BaseException:
+        action()
+        raise

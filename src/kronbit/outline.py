@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
+from numbers import Real
 from typing import Any
 
 from torch import Tensor
+
+from kronbit.config import GROUP_OPTIONS
 
 # What may not be taken for another; of anything else, anything may.
 _KINDS: dict[str, tuple[type, ...]] = {
@@ -71,21 +74,31 @@ def _check_group(old: Any, group: Mapping[str, Any], where: str) -> None:
     if "params" not in old:
         raise ValueError(f"{where}['params'] is missing")
     keys = old["params"]
-    if not isinstance(keys, (list, tuple)) or not all(isinstance(key, (int, str)) for key in keys):
+    if not isinstance(keys, (list, tuple)) or not all(isinstance(key, Hashable) for key in keys):
         raise ValueError(f"{where}['params'] must be a list of numbers or names; got {keys!r}")
+    names = old.get("param_names", keys)
+    if not isinstance(names, (list, tuple)) or len(names) != len(keys):
+        raise ValueError(f"{where}['param_names'] must be as many names; got {names!r}")
     if len(keys) != len(group["params"]):
         raise ValueError(
             f"{where} has {len(keys)} parameters in the checkpoint and {len(group['params'])} in "
             "the optimizer"
         )
-    for name, value in old.items():
-        _check_option(f"{where}[{name!r}]", value, group.get(name))
+    # Ours are looked at where they are read.
+    for name in (old.keys() & group.keys()) - {"params", "param_names", *GROUP_OPTIONS}:
+        _check_option(f"{where}[{name!r}]", old[name], group[name])
+    if "lr" in old and isinstance(plain(group.get("lr")), (int, float)):
+        lr = plain(old["lr"])
+        if not isinstance(lr, (int, float)) or not math.isfinite(lr):
+            raise ValueError(f"{where}['lr'] must be a finite number; got {old['lr']!r}")
 
 
 def _check_option(where: str, value: Any, own: Any) -> None:
     kind, expected = _kind(value), _kind(own)
     if kind and expected and kind != expected:
         raise ValueError(f"{where} must be a {expected}, as {own!r} is; got {value!r}")
+    if kind == expected == "sequence" and len(value) != len(own):
+        raise ValueError(f"{where} must have the length of {own!r}; got {value!r}")
     for number in map(plain, value if kind == "sequence" else [value]):
         if isinstance(number, float) and math.isnan(number):
             raise ValueError(f"{where} must be a number; got {value!r}")
@@ -97,6 +110,8 @@ def _kind(value: Any) -> str | None:
 
 
 def plain(value: Any) -> Any:
-    """The number in a tensor of one element; anything else as it is."""
-    one = isinstance(value, Tensor) and value.numel() == 1 and not value.is_meta
-    return value.item() if one else value
+    """The number in a tensor of one element, or of another package; anything else as it is."""
+    if isinstance(value, Tensor) and value.numel() == 1 and not value.is_meta:
+        return value.item()
+    other = isinstance(value, Real) and not isinstance(value, (int, float))
+    return float(value) if other else value

@@ -13,8 +13,6 @@ from contextlib import contextmanager
 
 import torch
 
-from kronbit.interruption import ended_by
-
 # Where a float32 matrix product may be lowered (cuBLAS, and oneDNN on the CPU), with the setting
 # that it inherits while its own is "none".
 _BACKENDS = (
@@ -28,10 +26,10 @@ _here = threading.local()
 @contextmanager
 def full_precision() -> Iterator[None]:
     """Run float32 matrix products as IEEE float32, outside autocast; restores every setting."""
-    if getattr(_here, "inside", False):  # to look at every setting takes a while
+    autocast = [device for device in _AUTOCAST_DEVICES if torch.is_autocast_enabled(device)]
+    if getattr(_here, "inside", False) and not autocast:  # to look at the rest takes a while
         yield
         return
-    autocast = [device for device in _AUTOCAST_DEVICES if torch.is_autocast_enabled(device)]
     lowered = []
     for backend, parent in _BACKENDS:
         precision = backend.fp32_precision
@@ -45,10 +43,16 @@ def full_precision() -> Iterator[None]:
             torch.set_autocast_enabled(device, True)
         _here.inside = False
 
-    with ended_by(restore):
-        _here.inside = True
-        for device in autocast:
-            torch.set_autocast_enabled(device, False)
-        for backend, _ in lowered:
-            backend.fp32_precision = "ieee"
-        yield
+    try:
+        try:
+            _here.inside = True
+            for device in autocast:
+                torch.set_autocast_enabled(device, False)
+            for backend, _ in lowered:
+                backend.fp32_precision = "ieee"
+            yield
+        finally:
+            restore()
+    except BaseException:
+        restore()  # again, as it may have been interrupted itself
+        raise

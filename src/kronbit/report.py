@@ -44,12 +44,13 @@ def parameter_name(group: Mapping[str, Any], index: int, number: int) -> str:
 def rows(
     groups: Iterable[Mapping[str, Any]], config_of: Callable[[Mapping[str, Any]], Config]
 ) -> list[Row]:
-    """All parameters of param groups."""
-    return [
-        (parameter_name(group, index, number), p, config_of(group))
+    """All parameters of param groups, each once."""
+    found = {
+        p: (parameter_name(group, index, number), p, config_of(group))
         for index, group in enumerate(groups)
         for number, p in enumerate(group["params"])
-    ]
+    }
+    return list(found.values())
 
 
 def summary(

@@ -22,6 +22,9 @@ def blocks_of(entry: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in entry.items() if key not in OWN_KEYS}
 
 
+FLOATS = frozenset((torch.float32, torch.bfloat16, torch.float16, torch.float64))
+
+
 def checked_leaves(values: Any, layout: Layout, where: str) -> Leaves:
     """The tensors of one side of a block, if they are what the layout says.
 
@@ -48,8 +51,9 @@ def checked_leaves(values: Any, layout: Layout, where: str) -> Leaves:
             raise ValueError(f"{where}[{name!r}] is {kind}; expected a tensor of {dtype}")
         if tuple(value.shape) != shape:
             raise ValueError(f"{where}[{name!r}] has shape {tuple(value.shape)}; expected {shape}")
-        if not is_there(value):
-            raise ValueError(f"{where}[{name!r}] is {value.layout} on {value.device}: no numbers")
+        if value.is_meta or value.layout != torch.strided:
+            what = "on the meta device" if value.is_meta else value.layout
+            raise ValueError(f"{where}[{name!r}] is {what}; expected plain numbers")
         if not is_finite(value):
             raise ValueError(f"{where}[{name!r}] holds non-finite values")
         if name.endswith(("scales", "eigenvalues")) and bool((value < 0).any()):
@@ -58,14 +62,9 @@ def checked_leaves(values: Any, layout: Layout, where: str) -> Leaves:
     return leaves
 
 
-def is_there(value: Tensor) -> bool:
-    """Whether a tensor has all of its numbers: on the meta device there are none."""
-    return value.layout == torch.strided and not value.is_meta
-
-
 def is_finite(value: Tensor) -> bool:
     """Whether there is neither NaN nor infinity in a tensor. Waits for the device."""
-    if value.dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+    if value.dtype not in FLOATS:
         return True
     largest = torch.linalg.vector_norm(value.flatten(), ord=torch.inf) if value.numel() else 0.0
     return bool(largest < torch.inf)

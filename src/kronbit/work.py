@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import compress
 from operator import attrgetter, is_, itemgetter
@@ -141,23 +140,24 @@ class Itinerary:
         found = [errand.find_turns() for errand in self.errands.values()]
         return any(found)
 
-    @contextmanager
-    def counted(self, stage: Stage) -> Iterator[None]:
-        """Inside, the step counts, as hooks of F expect; afterwards it is through, if F is."""
+    def count(self, step: Callable[[], object], stage: Stage) -> None:
+        """Take F's step. Inside, it counts, as hooks of F expect; afterwards, if F is through."""
         steps = list(map(_STEP, self.entries))
+
+        def count_and_step() -> None:
+            for entry in self.entries:
+                entry["step"] += 1
+            step()
+            stage.is_through()
 
         def finish() -> None:
             if stage.through:
                 self._settle()
                 return
-            for entry, step in zip(self.entries, steps, strict=True):
-                entry["step"] = step
+            for entry, before in zip(self.entries, steps, strict=True):
+                entry["step"] = before
 
-        with ended_by(finish):
-            for entry in self.entries:
-                entry["step"] += 1
-            yield
-            stage.is_through()
+        ended_by(finish, count_and_step)
 
     def _settle(self) -> None:
         for errand in self.errands.values():

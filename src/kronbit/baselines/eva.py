@@ -182,9 +182,8 @@ class EVA(Rewriter):
 
     def rewrite(self) -> None:
         """ā, b̄ ← β ā + (1 - β) mean(x), β b̄ + (1 - β) mean(y); G ← G̃."""
-        layers = [
-            self._layers[p] for p in self._params() if p.grad is not None and p in self._layers
-        ]
+        there = [p for p in self._params() if p.grad is not None and p in self._layers]
+        layers = list(dict.fromkeys(self._layers[p] for p in there))
         self._prepare(p for layer in layers for p in (layer.weight, layer.bias) if p is not None)
         collected, self._collected = self._collected, {}
         if not layers:

@@ -11,6 +11,7 @@ from typing import Any, overload
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
 from kronbit import first_order, outline
@@ -101,6 +102,7 @@ class Rewriter(Around, ABC):
     @overload
     def step(self, closure: Callable[[], float]) -> float: ...
 
+    @_disable_dynamo  # as ours
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Rewrite the gradients, then one step of F; ``p.grad`` holds G̃ afterwards, not G.

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import ast
-import re
 from collections.abc import Mapping
 from typing import Any
 
 _WORDS = {"true": True, "false": False, "none": None, "null": None}
-# What is between commas; those inside of quotes and brackets belong to a value.
-_PART = re.compile(r"""(?:'[^']*'|"[^"]*"|\((?:[^()]|\([^()]*\))*\)|\[[^\]]*\]|[^,])+""")
 
 
 def read_options(given: str | Mapping[str, Any]) -> dict[str, Any]:
@@ -28,7 +25,7 @@ def read_options(given: str | Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(given, Mapping):
         return {name: _value(value) for name, value in given.items()}
     found: dict[str, Any] = {}
-    for part in filter(None, (part.strip() for part in _PART.findall(given))):
+    for part in filter(None, map(str.strip, _parts(given))):
         name, equals, value = (word.strip() for word in part.partition("="))
         if not (name.isidentifier() and equals and value):
             raise ValueError(f"options must be like bits=4,update_every=10; got {part!r}")
@@ -36,6 +33,24 @@ def read_options(given: str | Mapping[str, Any]) -> dict[str, Any]:
             raise ValueError(f"option {name!r} is given twice: {given!r}")
         found[name] = _value(value)
     return found
+
+
+def _parts(text: str) -> list[str]:
+    """What is between commas; those inside of brackets, or of a value in quotes, belong to it."""
+    parts, depth, quote = [""], 0, ""
+    for character in text:
+        if quote:
+            quote = "" if character == quote else quote
+        elif character in "\"'" and parts[-1].rstrip()[-1:] in ("=", "(", "[", "{", ","):
+            quote = character
+        elif character == "," and depth == 0:
+            parts.append("")
+            continue
+        depth += 0 if quote else (character in "([{") - (character in ")]}")
+        parts[-1] += character
+    if depth or quote:
+        raise ValueError(f"brackets and quotes must be closed; got {text!r}")
+    return parts
 
 
 def _value(value: Any) -> Any:

@@ -85,9 +85,11 @@ def compile_together(work: Callable[[], object]) -> None:
     def launch_again() -> None:
         _here.waiting = None
 
-    with ended_by(launch_again):
+    def collect() -> None:
         _here.waiting = waiting
         work()
+
+    ended_by(launch_again, collect)
     with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1)) as threads:
         for done in [threads.submit(_compile, *call) for call in waiting.values()]:
             done.result()

@@ -36,17 +36,23 @@ class Subject:
         module, _, name = self.path.rpartition(".")
         try:
             return getattr(importlib.import_module(module), name)
-        except (ImportError, AttributeError, ValueError) as error:
+        except Exception as error:  # of a package of the user's: anything
             raise LabError(f"cannot import {self.path!r}: {error}") from None
 
     def make(self, model: nn.Module, params: Iterable[Any] | None = None) -> Optimizer:
         """An optimizer of a model's parameters, or of some of them."""
         kind = self.find()
-        own: dict[str, Any] = {"model": model} if "model" in signature(kind).parameters else {}
+        own: dict[str, Any] = {"model": model} if _takes_model(kind) else {}
         made: Optimizer = kind(
             model.parameters() if params is None else params, **own, **self.options
         )
         return made
+
+
+def _takes_model(kind: Any) -> bool:
+    """Whether it, or what it is made of, has an argument of that name."""
+    makers = kind.__mro__[:-1] if isinstance(kind, type) else [kind]
+    return any("model" in signature(make).parameters for make in makers)
 
 
 # Second order is in use from the second step on.

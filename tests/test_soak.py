@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
+import io
 import itertools
 import sys
 from pathlib import Path
@@ -52,3 +55,29 @@ def test_other_bits_have_another_digest() -> None:
     optimizer.state[model.weight]["block_0"]["right"]["codes"].view(-1)[-1] ^= 1
     known.add(soak.digest(model, optimizer))
     assert len(known) == 3
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks Linux")
+def test_saving_and_loading_leaves_nothing_behind() -> None:
+    """What is held once malloc has given back what is free; a leak would be 30 checkpoints."""
+    libc = ctypes.CDLL(None)
+    if not hasattr(libc, "malloc_trim"):
+        pytest.skip("malloc cannot be asked to give back memory")
+    model = soak.network(128)
+    optimizer = soak.caspr(model)
+    held = []
+    for number in range(35):
+        for p in model.parameters():
+            p.grad = torch.randn_like(p)
+        optimizer.step()
+        file = io.BytesIO()
+        torch.save(optimizer.state_dict(), file)
+        size = file.tell()
+        file.seek(0)
+        optimizer.load_state_dict(torch.load(file, weights_only=True))
+        del file
+        if number in (4, 34):
+            gc.collect()
+            libc.malloc_trim(0)
+            held.append(soak.memory(torch.device("cpu"))["host"])
+    assert held[1] - held[0] < 5 * size

@@ -38,12 +38,12 @@ class NthOperation(TorchDispatchMode):
 
 
 @contextmanager
-def interrupted_at(nth: int) -> Iterator[list[int]]:
-    """Ctrl-C at the nth line of ours; 0: counts them only."""
+def interrupted_at(nth: int, where: str = SOURCES) -> Iterator[list[int]]:
+    """Ctrl-C at the nth line of ours, or of other sources; 0: counts them only."""
     count = [0]
 
     def trace(frame: FrameType, event: str, _: Any) -> Any:
-        if not frame.f_code.co_filename.startswith(SOURCES):
+        if not frame.f_code.co_filename.startswith(where):
             return None
         if event == "line":
             count[0] += 1

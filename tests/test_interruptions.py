@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 import random
@@ -182,6 +183,48 @@ def test_a_step_counts_or_it_does_not(keep: bool) -> None:
         optimizer.step()
         assert all(map(torch.equal, weights(model), fourth))
     assert found == {(True, False), (False, False), (False, True)}
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_a_step_is_counted_right_while_python_ends_it(keep: bool) -> None:
+    """Ctrl-C in Python's own code around ``with``, where no line of ours can answer it.
+
+    Looked at while the error is still being handled: nothing of the step may come after that.
+    """
+    model, reference = start("default", keep_gradients=keep)
+    with interrupted_at(0, contextlib.__file__) as lines:
+        reference.step()
+    third = weights(model)
+    counts = set()
+    for nth in [*range(1, lines[0], 17), *range(max(1, lines[0] - 40), lines[0] + 1)]:
+        model, optimizer = start("default", keep_gradients=keep)
+        before = copy.deepcopy(optimizer.state_dict()["state"])
+        try:
+            with interrupted_at(nth, contextlib.__file__):
+                optimizer.step()
+            continue
+        except KeyboardInterrupt:
+            step = optimizer.state_dict()["state"][0]["step"]
+            counts.add(step)
+            assert (step == 4) == all(map(torch.equal, weights(model), third))
+            assert_whole(optimizer.state_dict()["state"], before, reference.state_dict()["state"])
+            found = copy.deepcopy(optimizer.state_dict()["state"])
+        assert_same_state(optimizer.state_dict()["state"], found)
+    assert counts == {3, 4}
+
+
+def test_kept_gradients_come_back_whatever_the_base_does_to_them() -> None:
+    model, optimizer = start("default", keep_gradients=True)
+    own: Any = optimizer
+
+    def replace(*_: Any) -> None:
+        for p in model.parameters():
+            p.grad = torch.zeros_like(p)
+
+    own.base.register_step_pre_hook(replace)
+    before = grads(model)
+    optimizer.step()
+    assert all(map(torch.equal, grads(model), before))
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -7,8 +7,6 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from kronbit.config import Config
     from kronbit.work import Present
 
@@ -41,7 +39,7 @@ class Stage:
         """From now on weights and F's state may be new."""
         self._in_base = True
 
-    def is_through(self) -> None:
+    def counts(self) -> None:
         """From now on the step counts."""
         self.through = True
 
@@ -94,31 +92,39 @@ def handed_over(present: Present, config: Config) -> Iterator[Present]:
         yield present
         return
 
-    pairs: list[tuple[Tensor, Tensor, Tensor]] = []
-
     def put_back() -> None:
-        for p, copy, grad in pairs:
-            if p.grad is copy:
-                p.grad = grad
+        for p, grad in zip(present.params, present.grads, strict=True):
+            p.grad = grad
 
+    with ending(put_back):
+        copies = [grad.clone() for grad in present.grads]
+        for p, copy in zip(present.params, copies, strict=True):
+            p.grad = copy
+        yield present._replace(grads=copies)
+
+
+@contextmanager
+def ending(action: Callable[[], None]) -> Iterator[None]:
+    """Do something at the end, even if Ctrl-C comes while it is being done.
+
+    If Ctrl-C meets Python on the way from here to there, it is done late: where that would do harm,
+    use ``ended_by``.
+
+    Args:
+        action: Doing it twice is as good as once.
+    """
     try:
         try:
-            copies = [grad.clone() for grad in present.grads]
-            pairs += zip(present.params, copies, present.grads, strict=True)
-            for p, copy, _ in pairs:
-                p.grad = copy
-            yield present._replace(grads=copies)
+            yield
         finally:
-            put_back()
+            action()
     except BaseException:
-        put_back()  # again, as it may have been interrupted itself
+        action()
         raise
 
 
 def ended_by(action: Callable[[], None], body: Callable[[], object]) -> None:
-    """Do something, and something else at its end, wherever Ctrl-C comes.
-
-    A context manager would not do: it may come on the way to its end, and then that is not reached.
+    """Do something, and something else at its end, at once, wherever Ctrl-C comes.
 
     Args:
         action: Done at the end; doing it twice is as good as once.

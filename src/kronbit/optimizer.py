@@ -169,7 +169,7 @@ class SecondOrder(Around):
                         preconditioner.precondition(work.measured)
             # W, s ← F(W, s, G̃)
             stage.steps_base()
-            itinerary.count(self.base.step, stage)
+            itinerary.take(self.base.step, stage)
             # The GPU is still busy: what can wait was kept for now.
             self._binding.look_closer()
             if not self._base_link.unchanged(itinerary.entries, self.base.state):

@@ -13,6 +13,8 @@ from contextlib import contextmanager
 
 import torch
 
+from kronbit.interruption import ending
+
 # Where a float32 matrix product may be lowered (cuBLAS, and oneDNN on the CPU), with the setting
 # that it inherits while its own is "none".
 _BACKENDS = (
@@ -43,16 +45,10 @@ def full_precision() -> Iterator[None]:
             torch.set_autocast_enabled(device, True)
         _here.inside = False
 
-    try:
-        try:
-            _here.inside = True
-            for device in autocast:
-                torch.set_autocast_enabled(device, False)
-            for backend, _ in lowered:
-                backend.fp32_precision = "ieee"
-            yield
-        finally:
-            restore()
-    except BaseException:
-        restore()  # again, as it may have been interrupted itself
-        raise
+    with ending(restore):
+        _here.inside = True
+        for device in autocast:
+            torch.set_autocast_enabled(device, False)
+        for backend, _ in lowered:
+            backend.fp32_precision = "ieee"
+        yield

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import warnings
 from pathlib import Path
@@ -11,8 +12,8 @@ from types import FrameType
 import torch
 
 _INSIDE = (
-    f"{Path(__file__).parent}/",
-    f"{Path(torch.__file__).parent}/",
+    f"{Path(__file__).parent}{os.sep}",
+    f"{Path(torch.__file__).parent}{os.sep}",
     contextlib.__file__,  # what is decorated by a context manager is called from there
 )
 

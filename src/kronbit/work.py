@@ -140,7 +140,7 @@ class Itinerary:
         found = [errand.find_turns() for errand in self.errands.values()]
         return any(found)
 
-    def count(self, step: Callable[[], object], stage: Stage) -> None:
+    def take(self, step: Callable[[], object], stage: Stage) -> None:
         """Take F's step. Inside, it counts, as hooks of F expect; afterwards, if F is through."""
         steps = list(map(_STEP, self.entries))
 
@@ -148,7 +148,7 @@ class Itinerary:
             for entry in self.entries:
                 entry["step"] += 1
             step()
-            stage.is_through()
+            stage.counts()
 
         def finish() -> None:
             if stage.through:

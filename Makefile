@@ -39,7 +39,7 @@ wheel: .venv/dev.stamp
 	$(BIN)/python -m build --wheel
 	$(PYTHON) -m venv .venv-wheel
 	.venv-wheel/bin/python -m pip install --quiet --no-compile dist/*.whl
-	.venv-wheel/bin/python tests/markdown.py README.md
+	.venv-wheel/bin/python tests/support/markdown.py README.md
 
 audit:
 	env -u PIP_CONSTRAINT -u PIP_BUILD_CONSTRAINT $(PYTHON) .ci/audit

@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from kronbit import rules
-from kronbit.first_order import BaseFactory
+from kronbit.base import BaseFactory
 from kronbit.optimizer import SecondOrder
 from kronbit.rules import Algorithm
 from kronbit.statistics.activations import ActivationStatistics

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from kronbit.algorithms import KFAC, Shampoo
-from kronbit.blocking import Blocking
+from kronbit.base import BaseFactory, resolve, state_on_meta
+from kronbit.blocks.blocking import Blocking
 from kronbit.config import Config, take_options
-from kronbit.first_order import BaseFactory, resolve, state_on_meta
-from kronbit.memory import held_bytes, state_bytes
 from kronbit.optimizer import SecondOrder
+from kronbit.reporting.memory import held_bytes, state_bytes
 from kronbit.statistics import GradientStatistics
 from kronbit.statistics.activations import ActivationStatistics
 

@@ -11,30 +11,35 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
-from kronbit import checkpoint, first_order, memory, outline, report
-from kronbit.around import Around
-from kronbit.base_loader import BaseLoader
-from kronbit.blocking import Blocking
+from kronbit.base import Around, BaseFactory, resolve
+from kronbit.blocks.blocking import Blocking
+from kronbit.blocks.gradients import Present, inspect, plain_dtypes
 from kronbit.config import (
     FORMAT,
     FORMAT_KEY,
     GROUP_OPTIONS,
     STATISTICS_KEY,
     Config,
+    GroupConfigs,
     take_options,
 )
-from kronbit.distributed.ranks import Ranks, find_ranks
-from kronbit.first_order import BaseFactory
-from kronbit.gradients import inspect, plain_dtypes
-from kronbit.group_configs import GroupConfigs, check_group
-from kronbit.interruption import explained, handed_over
-from kronbit.nonfinite import NonfiniteGuard
-from kronbit.plan import Plan
-from kronbit.replay import refuse_capture
+from kronbit.distributed.ranks import Ranks, agreement_lines, find_ranks
+from kronbit.kernels.graphs import refuse_capture
+from kronbit.reporting.diagnostics import diagnostics, fallback_counts
+from kronbit.reporting.memory import account
+from kronbit.reporting.summary import Row, rows, summary
+from kronbit.reporting.warnings import warn_of_few, warn_of_fresh_starts, warn_of_lost_roots
+from kronbit.routing import check_group
 from kronbit.rules import Algorithm
-from kronbit.state import BaseLink, Binding, blocks_of
+from kronbit.state.base_state import BaseLoader
+from kronbit.state.binding import BaseLink, Binding, blocks_of
+from kronbit.state.loading import fill, read
+from kronbit.state.outline import copied
 from kronbit.statistics import GradientStatistics, Statistics
-from kronbit.work import Itinerary, Present, Work, measure, refuse_nonfinite, updated_next
+from kronbit.step.failures import explained, handed_over
+from kronbit.step.nonfinite import NonfiniteGuard
+from kronbit.step.plan import Plan
+from kronbit.step.step import Itinerary, Work, measure, refuse_nonfinite, updated_next
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -64,7 +69,7 @@ class SecondOrder(Around):
         self._process_group = process_group
         self._known_ranks: Ranks | None = None
         self._agreed = False
-        self.base = first_order.resolve(params, base, options)
+        self.base = resolve(params, base, options)
         self._statistics = self._make_statistics()
         self._adopt(self.base.param_groups)
         self._group_defaults = {
@@ -107,7 +112,7 @@ class SecondOrder(Around):
         if hasattr(self, "_plan"):
             self._adopt(self.param_groups)
             if self._known_ranks is not None:
-                self._known_ranks.grow(self)
+                self._known_ranks.grow(self._find_ranks())
             self._expect_statistics()
 
     def _check_group(self, group: Mapping[str, Any], index: int) -> None:
@@ -150,7 +155,9 @@ class SecondOrder(Around):
         with explained(self.config) as stage, handed_over(present, self.config) as present:
             with self._ranks.whole(present, self.state) as whole:
                 itinerary, whole = self._prepare(whole)
-                with self._statistics.matrices(itinerary, whole.grads) as matrices:
+                with self._statistics.matrices(
+                    itinerary.params, itinerary.plan.places, whole.grads
+                ) as matrices:
                     dtypes = whole.dtypes if matrices is whole.grads else plain_dtypes(matrices)
                     for work in self._measured(itinerary, matrices, dtypes):
                         preconditioner = work.preconditioner
@@ -198,7 +205,7 @@ class SecondOrder(Around):
                 self._check_group(group, index)
             self._adopt(self.param_groups)
             self._known_ranks = None
-        self._ranks.agree(self)
+        self._ranks.agree(lambda: agreement_lines(self, self.base, self.config, self.state))
         self._agreed = True
 
     def _config_of(self, group: Mapping[str, Any]) -> Config:
@@ -234,7 +241,7 @@ class SecondOrder(Around):
     def _replanned(self, present: Collection[Tensor]) -> Plan:
         """Lay all state out anew. What the state holds is copied over; the rest starts fresh."""
         present, first = set(present), self._plan is None
-        self._past_counts.update(report.fallback_counts(self._plan))
+        self._past_counts.update(fallback_counts(self._plan))
         self._plan = None  # until all of the new one is bound
         plan = self._make_plan(
             (p, self._config_of(group))
@@ -247,7 +254,7 @@ class SecondOrder(Around):
                 self._start_state(p)  # on all ranks, or on none
         plan.find_refreshed(self._binding.bind(plan, self.state), self.state)
         if first:
-            report.warn_of_few(self._rows(), self._statistics.route, self.summary)
+            warn_of_few(self._rows(), self._statistics.route, self.summary)
         return plan
 
     def _make_plan(self, params: Iterable[tuple[Tensor, Config]]) -> Plan:
@@ -262,8 +269,12 @@ class SecondOrder(Around):
     def _ranks(self) -> Ranks:
         """The other ranks, looked for once."""
         if self._known_ranks is None:
-            self._known_ranks = find_ranks(self)
+            self._known_ranks = self._find_ranks()
         return self._known_ranks
+
+    def _find_ranks(self) -> Ranks:
+        parameters = [(p, config) for _, p, config in self._rows()]
+        return find_ranks(parameters, self.config, self._process_group, self._statistics.route)
 
     def _measured(
         self, itinerary: Itinerary, grads: list[Tensor], dtypes: set[torch.dtype] | None
@@ -297,9 +308,9 @@ class SecondOrder(Around):
         """
         if self.config.shard_state:
             self._ranks.refuse_partial_state()
-        return self._own_state_dict()
+        return self._local_state_dict()
 
-    def _own_state_dict(self) -> dict[str, Any]:
+    def _local_state_dict(self) -> dict[str, Any]:
         """What this rank has."""
         self._complete_groups()
         self._join_base_states()
@@ -320,11 +331,11 @@ class SecondOrder(Around):
             ValueError: If the checkpoint does not fit; the message names the key, and nothing has
                 been changed.
         """
-        state_dict = outline.copied(state_dict)
+        state_dict = copied(state_dict)
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = pre_hook(self, state_dict) or state_dict
         configs = [self._config_of(group) for group in self.param_groups]
-        loaded = checkpoint.read(state_dict, self.param_groups, configs, self._statistics.name)
+        loaded = read(state_dict, self.param_groups, configs, self._statistics.name)
         loaded = loaded.without_blocks_of(p for p in loaded.entries if not self._ranks.owns(p))
         base = BaseLoader(self.base, loaded)
         base.check()
@@ -336,7 +347,7 @@ class SecondOrder(Around):
             if p in loaded.entries
         )
         with self._ranks.together():
-            checkpoint.fill(plan, loaded.entries)
+            fill(plan, loaded.entries)
         base.load()
         self.state = defaultdict(dict)
         self._start_unplanned()
@@ -353,9 +364,9 @@ class SecondOrder(Around):
             self._plan = plan
         if any(entry.blocks for entry in loaded.entries.values()):
             fresh = [row for row in self._rows() if row[1] not in self.state]
-            report.warn_of_fresh_starts(fresh, self._statistics.route)
+            warn_of_fresh_starts(fresh, self._statistics.route)
         lost = {p for p, entry in loaded.entries.items() if entry.lacks_roots()}
-        report.warn_of_lost_roots([name for name, p, _ in self._rows() if p in lost])
+        warn_of_lost_roots([name for name, p, _ in self._rows() if p in lost])
         self._expect_statistics()
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
@@ -379,16 +390,16 @@ class SecondOrder(Around):
 
     def memory(self) -> dict[str, int]:
         """Bytes held now, by kind: ``{"statistics", "roots", "base", "total"}``."""
-        return memory.account(self.state, self.base.state)
+        return account(self.state, self.base.state)
 
     def summary(self) -> str:
         """A table: parameter, shape, blocks, method, bits, bytes, or why it is left to F."""
         rows, route = self._rows(), self._statistics.route
-        return report.summary(type(self).__name__, rows, route, self.base, self.config)
+        return summary(type(self).__name__, rows, route, self.base, self.config)
 
-    def _rows(self) -> list[report.Row]:
+    def _rows(self) -> list[Row]:
         """All parameters with their names and options."""
-        return report.rows(self.param_groups, self._config_of)
+        return rows(self.param_groups, self._config_of)
 
     def diagnostics(self) -> dict[str, Any]:
         """Counters of every fallback, and figures per group. Waits for the device.
@@ -396,4 +407,4 @@ class SecondOrder(Around):
         The counters run from construction, or from the last ``load_state_dict``.
         """
         counts = self._statistics.counts(), self._past_counts
-        return report.diagnostics(self._plan, self._guards, self._known_ranks, *counts)
+        return diagnostics(self._plan, self._guards, self._known_ranks, *counts)

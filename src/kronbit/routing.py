@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import Tensor, nn
+
+from kronbit.base import tensors_of
+from kronbit.config import Config
+from kronbit.distributed.sharding import refuse
+from kronbit.messages import parameter_name
+from kronbit.statistics.base import Statistics
 
 # How peft, torchtune and kohya's scripts call the factors of a low-rank update.
 _LOW_RANK = re.compile(r"(^|\.)lora_")
@@ -78,3 +84,34 @@ def _matching(model: nn.Module, what: str | type[nn.Module]) -> Iterable[Tensor]
         kinds = (module for module in model.modules() if isinstance(module, what))
         return (p for module in kinds for p in module.parameters())
     raise TypeError(f"skip takes patterns of names and kinds of modules; got {what!r}")
+
+
+def check_group(
+    group: Mapping[str, Any],
+    earlier: Sequence[Mapping[str, Any]],
+    config: Config,
+    statistics: Statistics,
+) -> None:
+    """Refuse bad options, and options that do not suit the group's parameters.
+
+    Args:
+        group: The group, of which options may be missing.
+        earlier: Those before it.
+        config: The optimizer's own options.
+        statistics: They know how a parameter is cut.
+
+    Raises:
+        TypeError: If it is not a dict.
+        ValueError: If an option or a parameter is refused; by name.
+    """
+    if not isinstance(group, Mapping):
+        raise TypeError(f"a param group must be a dict; got {type(group).__name__}")
+    own = config.for_group(group)
+    known = [p for g in earlier if config.for_group(g).precondition for p in g["params"]]
+    for number, p in enumerate(tensors_of(group)):
+        if isinstance(p, Tensor):
+            if own.precondition:
+                name = parameter_name(group, len(earlier), number)
+                refuse(name, p, statistics.takes_shards, known)
+                known.append(p)
+            statistics.route(p, own)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor
 
-from kronbit.products import multiply
+from kronbit.linalg.products import multiply
 
 _GRAFT_FLOOR = 1e-12
 

@@ -18,13 +18,13 @@ from torch.nn import functional
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from kronbit.base import BaseFactory
 from kronbit.baselines.rewriter import Rewriter, check_damping, graft, is_number, wide
 from kronbit.factors import Layout
-from kronbit.first_order import BaseFactory
+from kronbit.messages import warn
 from kronbit.statistics.activations import find_layers
 from kronbit.statistics.hooks import given_up, hooked
 from kronbit.statistics.layers import Layer
-from kronbit.warning import warn
 
 # Bytes of a piece of the inputs: they are read once, and not copied, so there is only one.
 _ALL_AT_ONCE = 2**62

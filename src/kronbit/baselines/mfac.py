@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from kronbit.base import BaseFactory
 from kronbit.baselines.rewriter import Rewriter, check_damping, graft, wide
 from kronbit.factors import Layout
-from kronbit.first_order import BaseFactory
 
 # Elements of a stack of gradients that are looked at together: a copy of them is made where they
 # are kept in 16 bits, and sums of so many are still exact enough in float32.

@@ -14,20 +14,18 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
-from kronbit import first_order, outline
-from kronbit.around import Around
-from kronbit.base_loader import BaseLoader
-from kronbit.checkpoint import Checkpoint, Entry
+from kronbit.base import Around, BaseFactory, resolve, tensors_of
+from kronbit.blocks.gradients import elements, overlaps_itself
 from kronbit.config import Config
-from kronbit.distributed.placements import refuse
+from kronbit.distributed.sharding import refuse
 from kronbit.factors import Layout, Leaves
-from kronbit.first_order import BaseFactory
-from kronbit.gradients import overlaps_itself
-from kronbit.nonfinite import elements
-from kronbit.precision import full_precision
-from kronbit.report import parameter_name
+from kronbit.linalg.precision import full_precision
+from kronbit.messages import parameter_name
 from kronbit.rules import graft_scale
-from kronbit.state import checked_leaves
+from kronbit.state.base_state import BaseLoader
+from kronbit.state.binding import checked_leaves
+from kronbit.state.loading import Checkpoint, Entry
+from kronbit.state.outline import check, copied
 
 
 class Rewriter(Around, ABC):
@@ -52,7 +50,7 @@ class Rewriter(Around, ABC):
         base: str | BaseFactory | Optimizer | None = None,
         **options: Any,
     ) -> None:
-        self.base = first_order.resolve(params, base, options)
+        self.base = resolve(params, base, options)
         if isinstance(self.base, Rewriter):
             raise TypeError(
                 f"{type(self.base).__name__} rewrites gradients already, and that is done once: "
@@ -93,7 +91,7 @@ class Rewriter(Around, ABC):
         self.base.add_param_group(param_group)
 
     def _check_group(self, group: Mapping[str, Any], index: int) -> None:
-        for number, p in enumerate(first_order.tensors_of(group)):
+        for number, p in enumerate(tensors_of(group)):
             refuse(parameter_name(group, index, number), p, shards=False)
 
     @overload
@@ -191,7 +189,7 @@ class Rewriter(Around, ABC):
             ValueError: If the checkpoint does not fit; the message names the key, and nothing has
                 been changed.
         """
-        state_dict = outline.copied(state_dict)
+        state_dict = copied(state_dict)
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = pre_hook(self, state_dict) or state_dict
         for key in ("state", "param_groups", "common", "base"):
@@ -290,7 +288,7 @@ def _by_parameter(
     state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], prefix: str
 ) -> dict[Tensor, tuple[Any, Any]]:
     """Parameter -> (its key in a state dict, what is held there); those without are left out."""
-    outline.check(state_dict, groups, prefix)
+    check(state_dict, groups, prefix)
     state, saved = state_dict["state"], state_dict["param_groups"]
     # Reading optimizer.state[p] of a parameter without state leaves an empty entry.
     return {

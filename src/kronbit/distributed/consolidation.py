@@ -4,18 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from kronbit.distributed.placements import is_distributed
+from kronbit.config import Config
+from kronbit.distributed.ranks import Ranks
+from kronbit.distributed.sharding import is_distributed
 
-if TYPE_CHECKING:
-    from kronbit.optimizer import SecondOrder
+
+class ShardedOptimizer(Protocol):
+    """The part of a second-order optimizer that consolidation needs."""
+
+    config: Config
+    param_groups: list[dict[str, Any]]
+
+    @property
+    def _ranks(self) -> Ranks:
+        """The other ranks."""
+
+    def _local_state_dict(self) -> dict[str, Any]:
+        """The state that this rank holds."""
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load the whole state."""
 
 
-def consolidate_state_dict(optimizer: SecondOrder) -> dict[str, Any]:
+def consolidate_state_dict(optimizer: ShardedOptimizer) -> dict[str, Any]:
     """The state of all ranks as one state dict, as a single process would have it.
 
     All ranks that step together must call it. One parameter at a time is put together.
@@ -37,7 +53,7 @@ def consolidate_state_dict(optimizer: SecondOrder) -> dict[str, Any]:
             "single process; use torch.distributed.checkpoint, and as many ranks to load it"
         )
     owners = optimizer._ranks.owners
-    own = optimizer._own_state_dict()
+    own = optimizer._local_state_dict()
     state: dict[Any, dict[str, Any]] = own["state"]
     params = [p for group in optimizer.param_groups for p in group["params"]]
     first = optimizer._ranks.first
@@ -53,7 +69,7 @@ def consolidate_state_dict(optimizer: SecondOrder) -> dict[str, Any]:
     return own if first else {}
 
 
-def load_consolidated(optimizer: SecondOrder, state_dict: Mapping[str, Any]) -> None:
+def load_consolidated(optimizer: ShardedOptimizer, state_dict: Mapping[str, Any]) -> None:
     """Load what ``consolidate_state_dict`` returned, on any number of ranks.
 
     Args:

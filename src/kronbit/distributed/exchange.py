@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Protocol
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from kronbit.batches import Part
-    from kronbit.groups import Due
-    from kronbit.preconditioner import Preconditioner
+    from kronbit.blocks.batches import Part
+    from kronbit.blocks.groups import DeviceStacks, Due
 
 
 class Exchange(Protocol):
@@ -26,7 +25,7 @@ class Exchange(Protocol):
 
     def shared(
         self,
-        preconditioner: Preconditioner,
+        stacks: DeviceStacks,
         due: Mapping[int, Due],
         norms: Tensor,
         wanted: Callable[[str], bool],
@@ -34,7 +33,7 @@ class Exchange(Protocol):
         """Inside, ranks do their own rows; afterwards, every rank has all of them.
 
         Args:
-            preconditioner: The state.
+            stacks: The state.
             due: Members that are due, with their options and blocks.
             norms: Of the members' gradients: they tell whether ranks hold the same state.
             wanted: Names of the tensors that are written.
@@ -52,7 +51,7 @@ class Alone:
 
     def shared(
         self,
-        preconditioner: Preconditioner,
+        stacks: DeviceStacks,
         due: Mapping[int, Due],
         norms: Tensor,
         wanted: Callable[[str], bool],

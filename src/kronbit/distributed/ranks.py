@@ -2,35 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.optim import Optimizer
 
-from kronbit.blocking import Blocking
-from kronbit.config import GLOBAL_OPTIONS, GROUP_OPTIONS
+from kronbit.blocks.blocking import Blocking
+from kronbit.blocks.gradients import plain_dtypes
+from kronbit.config import GLOBAL_OPTIONS, GROUP_OPTIONS, Config
 from kronbit.distributed.exchange import Alone, Exchange
-from kronbit.distributed.ownership import Owners
-from kronbit.distributed.placements import (
+from kronbit.distributed.owners import Owners
+from kronbit.distributed.replicas import Replicas
+from kronbit.distributed.sharding import (
     is_distributed,
     local_gradients,
     placement_of,
     travels_on,
 )
-from kronbit.distributed.replicated import Replicas
-from kronbit.gradients import plain_dtypes
-from kronbit.report import parameter_name
+from kronbit.messages import parameter_name
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from kronbit.config import Config
-    from kronbit.optimizer import SecondOrder
-    from kronbit.work import Present
+    from kronbit.blocks.gradients import Present
 
 
 class Ranks:
@@ -89,14 +88,17 @@ class Ranks:
             present = present._replace(grads=grads, dtypes=plain_dtypes(grads))
         return nullcontext(present)
 
-    def grow(self, optimizer: SecondOrder) -> None:
-        """Take new parameters in; who owns a parameter goes on owning it."""
-        found = find_ranks(optimizer)
-        if self.owners is not None and found.owners is not None:
-            found.owners.keep(self.owners)
-        if isinstance(self.exchange, Replicas) and isinstance(found.exchange, Replicas):
-            found.exchange = self.exchange
-        vars(self).update(vars(found))  # in place: a trainer's wrapper cannot set our attributes
+    def grow(self, larger: Ranks) -> None:
+        """Take new parameters in; the owner of a parameter goes on owning it.
+
+        Args:
+            larger: The result of ``find_ranks`` with the new parameters.
+        """
+        if self.owners is not None and larger.owners is not None:
+            larger.owners.keep(self.owners)
+        if isinstance(self.exchange, Replicas) and isinstance(larger.exchange, Replicas):
+            larger.exchange = self.exchange
+        vars(self).update(vars(larger))  # in place: a trainer's wrapper cannot set our attributes
 
     def figures(self) -> dict[str, int]:
         """For ``diagnostics``.
@@ -135,15 +137,18 @@ class Ranks:
         """Let all owners know if one of them fails inside; see ``Owners.together``."""
         return nullcontext() if self.owners is None else self.owners.together()
 
-    def agree(self, optimizer: SecondOrder) -> None:
+    def agree(self, agreement_lines: Callable[[], list[str]]) -> None:
         """Compare what ranks are about to do, before their first step.
+
+        Args:
+            agreement_lines: Returns the lines that all ranks must have in common.
 
         Raises:
             RuntimeError: On every rank, if they differ.
         """
         if self._agreed:
             return
-        lines = told(optimizer)
+        lines = agreement_lines()
         found: list[list[str]] = [[] for _ in range(dist.get_world_size(self._group))]
         on_gpu = self._device is not None and self._device.type == "cuda"
         with torch.cuda.device(self._device) if on_gpu else nullcontext():
@@ -159,10 +164,18 @@ class Ranks:
         self._agreed = True
 
 
-def told(optimizer: SecondOrder) -> list[str]:
-    """What ranks that step together must have in common, line by line."""
-    lines = [type(optimizer).__name__, f"base {type(optimizer.base).__name__}"]
-    config = optimizer.config
+def agreement_lines(
+    optimizer: Optimizer, base: Optimizer, config: Config, state: Mapping[Tensor, Any]
+) -> list[str]:
+    """Return, line by line, what ranks that step together must have in common.
+
+    Args:
+        optimizer: The second-order optimizer.
+        base: F.
+        config: The optimizer's options.
+        state: The optimizer's state, with the number of steps of each parameter.
+    """
+    lines = [type(optimizer).__name__, f"base {type(base).__name__}"]
     lines += [f"{name}={getattr(config, name)!r}" for name in sorted(GLOBAL_OPTIONS)]
     for index, group in enumerate(optimizer.param_groups):
         own = config.for_group(group)
@@ -171,25 +184,34 @@ def told(optimizer: SecondOrder) -> list[str]:
             f"{parameter_name(group, index, number)} of shape {tuple(p.shape)} and {p.dtype}"
             for number, p in enumerate(group["params"])
         ]
-    steps = {entry.get("step", 0) for entry in optimizer.state.values()}
+    steps = {entry.get("step", 0) for entry in state.values()}
     return [*lines, f"parameters after {sorted(steps) or [0]} steps"]
 
 
-def find_ranks(optimizer: SecondOrder) -> Ranks:
+def find_ranks(
+    parameters: Sequence[tuple[Tensor, Config]],
+    config: Config,
+    process_group: ProcessGroup | Literal[False] | None,
+    route: Callable[[Tensor, Config], Blocking | str],
+) -> Ranks:
     """Look for other ranks.
+
+    Args:
+        parameters: All parameters with their options.
+        config: The optimizer's options.
+        process_group: As given to the optimizer.
+        route: How a parameter is cut, or why it is left to F.
 
     Raises:
         ValueError: If ranks cannot talk to each other, or options do not go with them.
     """
-    config, process_group = optimizer.config, optimizer._process_group
-    route, rows = optimizer._statistics.route, optimizer._rows()
-    cut = [(p, way) for _, p, own in rows if isinstance(way := route(p, own), Blocking)]
-    localises = any(is_distributed(p) for _, p, _ in rows)
+    cut = [(p, way) for p, own in parameters if isinstance(way := route(p, own), Blocking)]
+    localises = any(is_distributed(p) for p, _ in parameters)
     # Whatever this rank has of them: the others must come to the same conclusion.
-    sharded = {p: place for _, p, own in rows if own.precondition and (place := placement_of(p))}
+    sharded = {p: place for p, own in parameters if own.precondition and (place := placement_of(p))}
     if not (cut or sharded) or not (dist.is_available() and dist.is_initialized()):
         return Ranks(Alone(), localises=localises)
-    device, workspace = rows[0][1].device, int(config.workspace_mb * 2**20)
+    device, workspace = parameters[0][0].device, int(config.workspace_mb * 2**20)
     if sharded:
         placement = next(iter(sharded.values()))  # all are on one mesh
         group, copies = placement.group(), placement.copies()
@@ -199,7 +221,7 @@ def find_ranks(optimizer: SecondOrder) -> Ranks:
             exchange = Replicas(copies, _route(copies, device), True)
         if config.blocks == "local":
             return Ranks(exchange, None, group, localises, travels)
-        _refuse_stagger(own for _, _, own in rows)
+        _refuse_stagger(own for _, own in parameters)
         spreads = config.nonfinite != "raise"
         owners = Owners(group, travels, workspace, placement, spreads)
         owners.share_out([(p, way) for p, way in cut if p in sharded])
@@ -213,7 +235,7 @@ def find_ranks(optimizer: SecondOrder) -> Ranks:
         return Ranks(Alone(), localises=localises)
     travels = _route(everybody, device)
     if config.shard_state:
-        _refuse_stagger(own for _, _, own in rows)
+        _refuse_stagger(own for _, own in parameters)
         owners = Owners(everybody, travels, workspace)
         owners.share_out(cut)
         return Ranks(Alone(), owners, everybody, device=travels)

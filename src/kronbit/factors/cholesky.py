@@ -12,10 +12,10 @@ from kronbit.config import Config, Format
 from kronbit.factors.dense import condition
 from kronbit.factors.layout import Layout, Leaves, decay_weights
 from kronbit.factors.storage import root_storage, statistic_storage
-from kronbit.linalg import Attempt, cholesky_
-from kronbit.products import multiply, operand
-from kronbit.recipes import room
-from kronbit.roots import converged_inverse_root
+from kronbit.linalg.orthogonal import Attempt, cholesky_
+from kronbit.linalg.polynomials import room
+from kronbit.linalg.products import multiply, operand
+from kronbit.linalg.roots import converged_inverse_root
 
 # Of the mean of A's diagonal, one after the other, where A is singular but for rounding.
 _JITTERS = tuple(10.0**exponent for exponent in range(-7, -1))

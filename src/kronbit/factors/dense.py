@@ -11,7 +11,8 @@ from torch import Tensor
 from kronbit.config import Config, Format
 from kronbit.factors.layout import Layout, Leaves, decay_weights
 from kronbit.factors.storage import root_storage, statistic_storage
-from kronbit.linalg import Attempt, inverse_root
+from kronbit.linalg.orthogonal import Attempt
+from kronbit.linalg.roots import inverse_root
 
 
 class Square(NamedTuple):

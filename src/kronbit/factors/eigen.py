@@ -12,15 +12,15 @@ from kronbit.config import Config, Format
 from kronbit.factors.dense import condition
 from kronbit.factors.layout import Layout, Leaves, decay_weights
 from kronbit.factors.storage import root_storage, statistic_storage
-from kronbit.linalg import (
+from kronbit.linalg.orthogonal import (
     Attempt,
     bjorck,
-    inverse_root,
     orthogonality_error,
     rectified,
     subspace_iteration,
 )
-from kronbit.products import Operand, column_dots, compose, multiply, operand, scale_rows
+from kronbit.linalg.products import Operand, column_dots, compose, multiply, operand, scale_rows
+from kronbit.linalg.roots import inverse_root
 
 _TO_THE_END = 4  # Björck steps after which 4-bit eigenvectors are orthogonal to float32
 

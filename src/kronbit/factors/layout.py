@@ -8,7 +8,7 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from kronbit.products import Operand, operand
+from kronbit.linalg.products import Operand, operand
 
 # The tensors of a stack by name. Every one has the rows of the stack as its first axis.
 Leaves: TypeAlias = dict[str, Tensor]

@@ -10,15 +10,15 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from kronbit.acceleration import has_kernels
 from kronbit.config import Config, Format
 from kronbit.factors.cholesky import Cholesky
 from kronbit.factors.dense import Dense
 from kronbit.factors.eigen import Eigen
 from kronbit.factors.layout import Layout, Leaves, is_root
 from kronbit.factors.storage import MatrixStorage
-from kronbit.interruption import to_the_end
-from kronbit.linalg import FIRST_ATTEMPT, Attempt
+from kronbit.interruptions import to_the_end
+from kronbit.kernels.guard import has_kernels
+from kronbit.linalg.orthogonal import FIRST_ATTEMPT, Attempt
 
 
 class Method(Protocol):

@@ -8,10 +8,10 @@ from typing import Protocol
 from torch import Tensor
 
 from kronbit.config import Format
-from kronbit.factors.compact import CompactStorage
+from kronbit.factors.compact_storage import CompactStorage
 from kronbit.factors.layout import Layout, Leaves, Shape
-from kronbit.factors.rows import RowStorage
-from kronbit.products import Operand
+from kronbit.factors.paper_storage import RowStorage
+from kronbit.linalg.products import Operand
 from kronbit.quantization import Quantizer
 
 

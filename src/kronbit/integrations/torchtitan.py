@@ -10,8 +10,8 @@ from torch.optim import Optimizer
 from torchtitan.components.optimizer import OptimizersContainer, ParamGroupConfig
 
 import kronbit
+from kronbit.base import IMPLEMENTATION
 from kronbit.config import GROUP_OPTIONS
-from kronbit.first_order import IMPLEMENTATION
 
 
 class KronbitOptimizers(OptimizersContainer):  # type: ignore[misc, type-arg, unused-ignore]

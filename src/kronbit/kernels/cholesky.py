@@ -24,8 +24,8 @@ from kronbit.kernels.elimination import (
     transpose_kernel,
     wanted,
 )
+from kronbit.kernels.graphs import Replay
 from kronbit.kernels.launch import launch
-from kronbit.replay import Replay
 
 _TILE = 32
 _BLOCK = 8  # tiles that are inverted one after the other; larger blocks are joined

@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kronbit.kernels.launch import launch
+from kronbit.kernels.quantization import block_scale, code_at, nearest_code, store_packed
 from kronbit.quantization.mappings import codebook, thresholds
 from kronbit.quantization.reference import (
     SCALE_BITS,
@@ -21,7 +22,6 @@ from kronbit.quantization.reference import (
     block_count,
     packed_length,
 )
-from kronbit.quantization.triton import block_scale, code_at, nearest_code, store_packed
 
 _PER_TOP: tl.constexpr = tl.constexpr(SCALES_PER_TOP)
 _BY_ROWS = 16

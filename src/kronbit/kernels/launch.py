@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from triton.runtime import JITFunction, driver
 
-from kronbit.interruption import ended_by
+from kronbit.interruptions import ended_by
 from kronbit.kernels.loading import load
 
 _THREADS = 16

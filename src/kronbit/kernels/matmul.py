@@ -221,7 +221,7 @@ def multiply(
     only: Tensor | None = None,
     triangular: bool = False,
 ) -> Tensor:
-    """Multiply and add as ``kronbit.products.multiply`` does, on operands that have been split.
+    """Multiply and add as ``linalg.products.multiply``, on split operands.
 
     With ``only``, bool (k,), the other matrices' results stay undefined.
     """
@@ -246,7 +246,7 @@ def compose(
     bound: Tensor | None = None,
     only: Tensor | None = None,
 ) -> Split:
-    """Multiply and add as ``kronbit.products.compose`` does, on operands that have been split.
+    """Multiply and add as ``linalg.products.compose``, on split operands.
 
     With ``only``, bool (k,), the other matrices' results stay undefined.
     """
@@ -305,7 +305,7 @@ def _launch(
 
 
 def correction(Q: Split) -> tuple[Split, Tensor]:
-    """What ``kronbit.products.correction`` gives, but the squares by tiles."""
+    """What ``kronbit.linalg.products.correction`` gives, but the squares by tiles."""
     assert not Q.transposed, "the kernel goes down the columns of Q"
     k, n = len(Q.hi), Q.columns
     out = empty_split(k, n, n, Q.hi.device)

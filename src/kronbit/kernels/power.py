@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kronbit.acceleration import processors
+from kronbit.kernels.guard import processors
 from kronbit.kernels.launch import launch
 from kronbit.kernels.taking_turns import take, tell, wait_for
 
@@ -164,7 +164,7 @@ def _ridge_kernel(
 
 
 def norms(A: Tensor, least: int) -> tuple[Tensor, Tensor]:
-    """What ``kronbit.products.norms`` gives."""
+    """What ``kronbit.linalg.products.norms`` gives."""
     k, n, _ = A.shape
     parts = torch.empty(k, -(-n // _ROWS), dtype=torch.float64, device=A.device)
     launch(_squares_kernel, (parts.shape[1], k), A, parts, n, ROWS=_ROWS, COLUMNS=_COLUMNS)
@@ -175,7 +175,7 @@ def norms(A: Tensor, least: int) -> tuple[Tensor, Tensor]:
 
 
 def power_iteration(A: Tensor, factors: Tensor, steps: int, unscaled: int) -> Tensor:
-    """What ``kronbit.linalg.power_iteration`` gives.
+    """What ``kronbit.linalg.orthogonal.power_iteration`` gives.
 
     Args:
         A: The matrices, contiguous (k, n, n).
@@ -203,7 +203,7 @@ def add_ridge_(
     least: float,
     orders: Tensor | None,
 ) -> None:
-    """What ``kronbit.products.add_ridge_`` does."""
+    """What ``kronbit.linalg.products.add_ridge_`` does."""
     k, n, _ = A.shape
     mixed = orders is not None
     arguments = A, largest, norm, s, orders if mixed else A, n, ridge, least

@@ -23,7 +23,7 @@ from kronbit.kernels.lines import (
     root_unit,
     scratch,
 )
-from kronbit.quantization.triton import restore
+from kronbit.kernels.quantization import restore
 
 # A program restores so many elements of a root in tiles, and as many again mirrored.
 _ELEMENTS = 4 * 64 * 64

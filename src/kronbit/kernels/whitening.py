@@ -15,7 +15,7 @@ from kronbit.kernels.split import Split, measured_split, normalise_columns, take
 def whitened(
     X: Tensor, room: Tensor | None, least: float, limit: float, chain: Chain | None
 ) -> Split:
-    """What ``kronbit.linalg`` asks for, without waiting for the device.
+    """What ``kronbit.linalg.orthogonal`` asks for, without waiting for the device.
 
     Which matrices need a second pass is known there alone: it is launched for all of them, and
     programs that have nothing to do end at once.

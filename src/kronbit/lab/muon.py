@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from kronbit.first_order import resolve
+from kronbit.base import resolve
 from kronbit.lab.errors import LabError
 
 

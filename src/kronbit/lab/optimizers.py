@@ -11,9 +11,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from kronbit.algorithms import CASPR, KFAC, AdaBK, Shampoo
+from kronbit.base import resolve
 from kronbit.baselines import EVA, MFAC
 from kronbit.config import Config
-from kronbit.first_order import resolve
 from kronbit.lab.errors import LabError
 from kronbit.lab.models import build
 from kronbit.lab.muon import MuonBesideBase

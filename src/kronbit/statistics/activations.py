@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,21 +21,20 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.hooks import RemovableHandle
 
-from kronbit.batches import Part, order_of
-from kronbit.blocking import Blocking, route
+from kronbit.blocks.batches import Part, order_of
+from kronbit.blocks.blocking import Blocking, route
+from kronbit.blocks.groups import Due
 from kronbit.config import Config
-from kronbit.groups import Due
-from kronbit.precision import full_precision
-from kronbit.products import multiply, operand
-from kronbit.statistics.base import Source
+from kronbit.linalg.precision import full_precision
+from kronbit.linalg.products import multiply, operand
+from kronbit.messages import warn
+from kronbit.statistics.base import DevicePart, Source
 from kronbit.statistics.hooks import Kept, given_up, hooked
 from kronbit.statistics.layers import Layer, kind_of, pieces_of
-from kronbit.warning import warn
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from kronbit.work import Itinerary, Work
 
 SHARED = ("expand", "reduce")
 
@@ -155,12 +154,14 @@ class ActivationStatistics:
         return found
 
     @contextmanager
-    def matrices(self, itinerary: Itinerary, grads: list[Tensor]) -> Iterator[list[Tensor]]:
+    def matrices(
+        self, params: Sequence[Tensor], planned: Container[Tensor], grads: list[Tensor]
+    ) -> Iterator[list[Tensor]]:
         """The gradients, of preconditioned layers with a bias that of [W | b]."""
         layers = {
             i: self._layers[p]
-            for i, p in enumerate(itinerary.params)
-            if p in itinerary.plan.places and self._layers[p].bias is not None
+            for i, p in enumerate(params)
+            if p in planned and self._layers[p].bias is not None
         }
         joined = list(grads)
         for i, layer in layers.items():
@@ -228,15 +229,15 @@ class ActivationStatistics:
 
     # --------------------------------------------------------------------------------- updating
 
-    def source(self, work: Work, due: Mapping[int, Due]) -> Source:
+    def source(self, part: DevicePart, due: Mapping[int, Due]) -> Source:
         """The mean squares of what was collected; a layer without any keeps its statistics."""
-        layers = {i: self._layers[work.param(i)] for i in due}
+        layers = {i: self._layers[part.param(i)] for i in due}
         self._share(list(layers.values()))
         there = {i: layer for i, layer in layers.items() if layer in self._collected}
         if len(there) < len(layers):
             self._note_missed([layer for layer in layers.values() if layer not in self._collected])
         sums = {i: self._sums(layer) for i, layer in there.items()}
-        return Source({i: due[i] for i in there}, partial(_of_batch, sums, work.measured.finite))
+        return Source({i: due[i] for i in there}, partial(_of_batch, sums, part.measured.finite))
 
     def _share(self, layers: Sequence[Layer]) -> None:
         """Add up what all ranks have collected: all of them take part, whatever they have seen."""

@@ -2,18 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from kronbit.batches import Part
-    from kronbit.blocking import Blocking
+    from kronbit.blocks.batches import Part
+    from kronbit.blocks.blocking import Blocking
+    from kronbit.blocks.groups import DeviceStacks, Due
     from kronbit.config import Config
-    from kronbit.groups import Due
-    from kronbit.work import Itinerary, Work
+    from kronbit.gpu.norms import Measured
+
+
+class DevicePart(Protocol):
+    """The part of a step that one device does."""
+
+    @property
+    def stacks(self) -> DeviceStacks:
+        """The state of the device's members."""
+
+    @property
+    def measured(self) -> Measured:
+        """The members' gradients."""
+
+    def param(self, member: int) -> Tensor:
+        """The parameter of a member that has a gradient."""
 
 
 class Source(NamedTuple):
@@ -44,20 +59,21 @@ class Statistics(Protocol):
         """How a parameter is cut, or why it is left to the base optimizer."""
 
     def matrices(
-        self, itinerary: Itinerary, grads: list[Tensor]
+        self, params: Sequence[Tensor], planned: Container[Tensor], grads: list[Tensor]
     ) -> AbstractContextManager[list[Tensor]]:
         """The gradients as they are preconditioned; what stands there in the end is written back.
 
         Args:
-            itinerary: The parameters of the step.
+            params: The parameters of the step.
+            planned: Those that are preconditioned.
             grads: Their gradients, one each.
         """
 
-    def source(self, work: Work, due: Mapping[int, Due]) -> Source:
+    def source(self, part: DevicePart, due: Mapping[int, Due]) -> Source:
         """What an update takes.
 
         Args:
-            work: The step's.
+            part: The device's part of the step.
             due: Members to update, with their options and blocks.
         """
 

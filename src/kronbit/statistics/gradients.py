@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -11,20 +11,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from kronbit.batches import Part, order_of
-from kronbit.blocking import Blocking, route
+from kronbit.blocks.batches import Part, order_of
+from kronbit.blocks.blocking import Blocking, route
+from kronbit.blocks.gradients import GradientBlocks
+from kronbit.blocks.groups import DeviceStacks, Due
 from kronbit.config import Config
-from kronbit.distributed.placements import local
-from kronbit.gradients import GradientBlocks
-from kronbit.groups import Due
-from kronbit.nonfinite import Measured
-from kronbit.products import multiply, operand
-from kronbit.statistics.base import Source
+from kronbit.distributed.sharding import local
+from kronbit.gpu.norms import Measured
+from kronbit.linalg.products import multiply, operand
+from kronbit.statistics.base import DevicePart, Source
 
 if TYPE_CHECKING:
-    from kronbit.outer_products import OuterProducts
-    from kronbit.preconditioner import Preconditioner
-    from kronbit.work import Itinerary, Work
+    from kronbit.gpu.outer_products import OuterProducts
 
 
 class GradientStatistics:
@@ -35,12 +33,12 @@ class GradientStatistics:
     takes_shards = True
 
     def __init__(self) -> None:
-        self._tables: weakref.WeakKeyDictionary[Preconditioner, OuterProducts] = (
+        self._tables: weakref.WeakKeyDictionary[DeviceStacks, OuterProducts] = (
             weakref.WeakKeyDictionary()
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        # Tables belong to preconditioners, which are not copied.
+        # Tables belong to stacks, which are not copied.
         return {name: value for name, value in self.__dict__.items() if name != "_tables"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -54,26 +52,26 @@ class GradientStatistics:
         return route(tuple(local(p).shape if config.blocks == "local" else p.shape), config)
 
     def matrices(
-        self, itinerary: Itinerary, grads: list[Tensor]
+        self, params: Sequence[Tensor], planned: Container[Tensor], grads: list[Tensor]
     ) -> AbstractContextManager[list[Tensor]]:
         """The gradients themselves."""
         return nullcontext(grads)
 
-    def source(self, work: Work, due: Mapping[int, Due]) -> Source:
+    def source(self, part: DevicePart, due: Mapping[int, Due]) -> Source:
         """What an update takes."""
-        return Source(due, self.outer_products(work.preconditioner, work.measured, due))
+        return Source(due, self.outer_products(part.stacks, part.measured, due))
 
     def outer_products(
-        self, preconditioner: Preconditioner, measured: Measured, due: Mapping[int, Due]
+        self, stacks: DeviceStacks, measured: Measured, due: Mapping[int, Due]
     ) -> Callable[[Sequence[Part]], Tensor]:
         """What finds M of a batch: by kernels, if they can read all gradients that are due."""
-        addresses, members = measured.addresses, preconditioner.members
+        addresses, members = measured.addresses, stacks.members
         if addresses is not None and all(map(addresses.values.__getitem__, due)):
-            from kronbit.outer_products import OuterProducts
+            from kronbit.gpu.outer_products import OuterProducts
 
-            if preconditioner not in self._tables:
-                self._tables[preconditioner] = OuterProducts(members, preconditioner.device)
-            return partial(self._tables[preconditioner].of, addresses.tensor, measured.finite)
+            if stacks not in self._tables:
+                self._tables[stacks] = OuterProducts(members, stacks.device)
+            return partial(self._tables[stacks].of, addresses.tensor, measured.finite)
         return partial(_by_torch, GradientBlocks(members, measured.grads), measured.finite)
 
     def expect(self, params: Iterable[Tensor]) -> None:

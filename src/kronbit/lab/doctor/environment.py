@@ -8,7 +8,7 @@ import platform
 import torch
 
 import kronbit
-from kronbit import acceleration
+from kronbit.kernels import guard
 
 # Distributions that kronbit works with, by what they are for.
 INTEGRATIONS = {
@@ -29,7 +29,7 @@ INTEGRATIONS = {
 def describe(device: torch.device) -> list[tuple[str, str]]:
     """Versions, the device, whether kernels run there, and packages that are found."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor()
-    why_not = acceleration.why_not(device)
+    why_not = guard.why_not(device)
     rows = [
         ("kronbit", kronbit.__version__),
         ("Python", platform.python_version()),

@@ -9,8 +9,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from kronbit.algorithms import CASPR, KFAC, AdaBK, Shampoo
-from kronbit.batches import NEWTON, PRECONDITION, UPDATE
-from kronbit.blocking import Blocking
+from kronbit.blocks.batches import NEWTON, PRECONDITION, UPDATE
+from kronbit.blocks.blocking import Blocking
 from kronbit.config import EIGEN_OPTIONS, OPTIONS, Config, take_options
 from kronbit.estimate import estimate_memory
 from kronbit.lab.errors import LabError

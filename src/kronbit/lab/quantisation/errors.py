@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kronbit.config import Config
 from kronbit.factors import Batch, Factors
-from kronbit.linalg import bjorck
+from kronbit.linalg.orthogonal import bjorck
 from kronbit.quantization import Quantizer
 
 MAPPINGS = ("linear2", "dt")

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kronbit import checkpoint
 from kronbit.config import FORMAT_KEY, STATISTICS_KEY, Config
 from kronbit.factors import Factors, make_method
 from kronbit.lab.errors import LabError
@@ -25,9 +24,10 @@ from kronbit.lab.quantisation.errors import (
     synthetic_matrix,
 )
 from kronbit.lab.training.checkpoints import checkpoints
-from kronbit.precision import full_precision
-from kronbit.report import parameter_name
-from kronbit.state import checked_leaves
+from kronbit.linalg.precision import full_precision
+from kronbit.messages import parameter_name
+from kronbit.state import loading
+from kronbit.state.binding import checked_leaves
 
 # One of them is in the state of every method, and its last axis is as long as the order.
 _AS_LONG_AS_ORDER = ("eigenvalues", "diagonal", "matrix", "factor")
@@ -263,7 +263,7 @@ def read_preconditioners(
     }
     try:
         statistics = groups[0].get(STATISTICS_KEY, "gradients")
-        entries = checkpoint.read(state_dict, own, [Config()] * len(own), statistics).entries
+        entries = loading.read(state_dict, own, [Config()] * len(own), statistics).entries
         if not any(entry.blocks for entry in entries.values()):
             raise LabError(f"{label} {_NOTHING}")
         for p, entry in entries.items():

@@ -44,8 +44,8 @@ from kronbit.lab.training.world import (
     shard,
     whole_state,
 )
-from kronbit.memory import held_bytes
 from kronbit.optimizer import SecondOrder
+from kronbit.reporting.memory import held_bytes
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _PATIENCE = 2  # lines without a finite loss

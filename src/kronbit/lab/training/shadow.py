@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from kronbit.blocking import Block, Blocking
+from kronbit.blocks.blocking import Block, Blocking
 from kronbit.config import Config
-from kronbit.distributed.placements import is_distributed
+from kronbit.distributed.sharding import is_distributed
 from kronbit.factors.layout import decay_weights
 from kronbit.lab.errors import LabError
 from kronbit.lab.quantisation.errors import Deviation, Statistic, deviations

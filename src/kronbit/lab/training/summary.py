@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
 
-from kronbit.around import Around
-from kronbit.memory import held_bytes
+from kronbit.base import Around
 from kronbit.optimizer import SecondOrder
+from kronbit.reporting.memory import held_bytes
 
 if TYPE_CHECKING:
     from kronbit.lab.training.loop import Training

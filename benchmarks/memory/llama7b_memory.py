@@ -1,0 +1,143 @@
+r"""LLaMA2-7B on one GPU of 80 GB: which second-order states fit, at which batch.
+
+Usage::
+
+    python benchmarks/memory/llama7b_memory.py --output result.json \
+        [--batches 64 128 256] [--layers 32]
+
+The paper's memory table: bf16, sequences of 256, gradient checkpointing, 8-bit AdamW (bitsandbytes
+or torchao) alone and under Shampoo with blocks of order 2048. Every optimizer is a process of its
+own, whose allocator may take 81,920 MiB. It goes through the batches until one does not fit, with
+ordinary steps, an update with a refresh, and ordinary steps with roots at each. Random weights and
+tokens. Needs a CUDA device, transformers, and one of the two packages.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+import kronbit
+from kronbit import Shampoo
+from kronbit.base import resolve
+
+LIMIT_MIB, LENGTH, VOCABULARY = 81_920, 256, 32_000
+EVERY = {"update_every": 3, "refresh_every": 3, "max_order": 2048}
+COMPACT: dict[str, Any] = {"bits": 4, "storage": "compact"}
+OPTIMIZERS: dict[str, dict[str, Any] | None] = {
+    "8-bit adamw": None,
+    "+ 32-bit shampoo": {"bits": 32},
+    "+ 4-bit shampoo (paper)": {"bits": 4, "method": "eigen", "storage": "paper"},
+    "+ 4-bit shampoo, compact": {**COMPACT, "method": "eigen"},
+    "+ 4-bit shampoo, cholesky, compact": {**COMPACT, "method": "cholesky"},
+}
+
+
+def make_model(layers: int) -> torch.nn.Module:
+    """LLaMA2-7B with as many layers, in bf16."""
+    config = transformers.LlamaConfig(num_hidden_layers=layers, use_cache=False)
+    with torch.device("cuda"):
+        torch.set_default_dtype(torch.bfloat16)
+        model = transformers.LlamaForCausalLM(config)
+        torch.set_default_dtype(torch.float32)
+    model.gradient_checkpointing_enable()
+    return model.train()
+
+
+def make_optimizer(model: torch.nn.Module, name: str) -> torch.optim.Optimizer:
+    options = OPTIMIZERS[name]
+    if options is None:
+        return resolve(model.parameters(), "adamw8bit", {"lr": 1e-5})
+    return Shampoo(model.parameters(), base="adamw8bit", lr=1e-5, **EVERY, **options)
+
+
+def four_steps(model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: int) -> Any:
+    """Peaks and seconds of four steps at a batch, at least one of them an update and refresh."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    found: dict[str, Any] = {"fits": True, "seconds": []}
+    try:
+        for _ in range(4):
+            tokens = torch.randint(VOCABULARY, (batch, LENGTH), device="cuda")
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            model(input_ids=tokens, labels=tokens).loss.backward()
+            torch.cuda.synchronize()
+            before = time.perf_counter()
+            optimizer.step()
+            torch.cuda.synchronize()
+            found["seconds"].append((before - start, time.perf_counter() - before))
+            optimizer.zero_grad()
+    except torch.OutOfMemoryError as error:
+        found |= {"fits": False, "refused": str(error).split(". ")[0]}
+    found["peak_allocated_mib"] = torch.cuda.max_memory_allocated() / 2**20
+    found["peak_reserved_mib"] = torch.cuda.max_memory_reserved() / 2**20
+    return found
+
+
+def run(name: str, batches: list[int], layers: int) -> None:
+    """All batches of one optimizer, a line of JSON each."""
+    total = torch.cuda.get_device_properties(0).total_memory / 2**20
+    torch.cuda.set_per_process_memory_fraction(min(1.0, LIMIT_MIB / total))
+    torch.manual_seed(0)
+    model = make_model(layers)
+    optimizer = make_optimizer(model, name)
+    for batch in batches:
+        found = four_steps(model, optimizer, batch)
+        if found["fits"] and isinstance(optimizer, Shampoo):
+            found["memory"] = optimizer.memory()
+        print(json.dumps([batch, found]), flush=True)
+        if not found["fits"]:
+            return  # a larger one will not, either
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--output", type=Path)
+    parser.add_argument("--batches", type=int, nargs="+", default=[2, 64, 128, 256])
+    parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument(
+        "--optimizers", nargs="+", choices=list(OPTIMIZERS), default=list(OPTIMIZERS)
+    )
+    parser.add_argument("--here", action="store_true", help="one optimizer, in this process")
+    arguments = parser.parse_args()
+    if arguments.here:
+        run(arguments.optimizers[0], arguments.batches, arguments.layers)
+        return
+    report: dict[str, Any] = {
+        "device": torch.cuda.get_device_name(),
+        "versions": {
+            module.__name__: module.__version__ for module in (torch, transformers, kronbit)
+        },
+        "limit_mib": LIMIT_MIB,
+        "length": LENGTH,
+        "layers": arguments.layers,
+        "runs": {},
+    }
+    for name in arguments.optimizers:
+        own = [sys.executable, __file__, "--here", "--layers", str(arguments.layers)]
+        own += ["--optimizers", name, "--batches", *map(str, arguments.batches)]
+        done = subprocess.run(own, stdout=subprocess.PIPE, text=True, check=False)
+        for line in done.stdout.splitlines():
+            if line.startswith("["):
+                batch, found = json.loads(line)
+                report["runs"].setdefault(name, {})[batch] = found
+                print(f"{name}, batch {batch}: {found}", flush=True)
+        if done.returncode:
+            print(f"{name}: ended with {done.returncode}", flush=True)
+        if arguments.output is not None:
+            arguments.output.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,136 @@
+r"""What ranks send, and how much of the work each of them does, on gloo ranks of one machine.
+
+Usage::
+
+    python benchmarks/speed/distributed.py --output result.json [--ranks 1 2 4] \
+        [--layers 8] [--width 512]
+
+A stack of linear layers with random gradients, on CPUs. Every way in which ranks can share: as
+replicas (as under DistributedDataParallel), with ``shard_state=True``, sharded by rows (FSDP2), and
+each rank with its own rows (``blocks="local"``). Ranks of one machine share its cores, so seconds
+are those of the processor (``time.process_time``), one thread each: of updates and refreshes,
+against a single process that does all of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+import kronbit
+from kronbit import Shampoo
+from kronbit.step.preconditioner import Preconditioner
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
+from support.ranks import run_on_ranks
+
+WAYS: dict[str, dict[str, Any]] = {
+    "replicas": {},
+    "shard_state": {"shard_state": True},
+    "fsdp2": {},
+    "fsdp2, blocks='local'": {"blocks": "local"},
+}
+CYCLES, EVERY = 3, 4  # refreshes, and steps from one to the next; an update comes two steps before
+
+
+def sent(optimizer: Shampoo) -> dict[str, int]:
+    figures = optimizer.diagnostics()["ranks"]
+    return {name: figures.get(name, 0) for name in ("received_bytes", "gradient_bytes")}
+
+
+def measure(rank: int, way: str, layers: int, width: int) -> dict[str, Any]:
+    torch.manual_seed(0)
+    model: nn.Module = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layers)))
+    if way.startswith("fsdp2"):
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        for layer in model.children():
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    group = {} if way.startswith("fsdp2") else {"process_group": dist.group.WORLD}
+    every = {"update_every": EVERY // 2, "refresh_every": EVERY}
+    optimizer = Shampoo(model.parameters(), lr=1e-3, **WAYS[way], **group, **every)
+    spent: dict[str, list[float]] = {"_update_own": [], "_refresh_own": []}
+    for name, own in spent.items():
+        plain = getattr(Preconditioner, name)
+
+        def timed(*args: Any, plain: Any = plain, own: list[float] = own) -> None:
+            start = time.process_time()
+            plain(*args)
+            own.append(time.process_time() - start)
+
+        setattr(Preconditioner, name, timed)
+    by_step: list[dict[str, int]] = []
+    before = sent(optimizer)
+    for t in range(1, CYCLES * EVERY + 1):
+        for p in model.parameters():
+            grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(t))
+            if isinstance(p, DTensor):
+                p.grad = distribute_tensor(grad, p.device_mesh, p.placements, src_data_rank=None)
+            else:
+                p.grad = grad
+        optimizer.step()
+        after = sent(optimizer)
+        by_step.append({name: after[name] - before[name] for name in after})
+        before = after
+    last = by_step[-EVERY:]
+    held = optimizer.memory()
+    return {
+        "update_s": statistics.median(spent["_update_own"][1:] or [0.0]),
+        "refresh_s": statistics.median(spent["_refresh_own"][1:] or [0.0]),
+        "bytes_of_gradients_per_step": last[0]["gradient_bytes"],
+        "bytes_received_ordinary": last[0]["received_bytes"],
+        "bytes_received_update": last[1]["received_bytes"],
+        "bytes_received_update_and_refresh": last[3]["received_bytes"],
+        "second_order_state_bytes": held["statistics"] + held["roots"],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--width", type=int, default=512)
+    arguments = parser.parse_args()
+    report: dict[str, Any] = {
+        "machine": {"processor": platform.machine(), "cores": os.cpu_count()},
+        "versions": {"torch": torch.__version__, "kronbit": kronbit.__version__},
+        "layers": arguments.layers,
+        "width": arguments.width,
+        "ways": {},
+    }
+    for way in WAYS:
+        alone = None
+        for ranks in arguments.ranks:
+            found = run_on_ranks(ranks, measure, way, arguments.layers, arguments.width)
+            most = {name: max(own[name] for own in found) for name in found[0]}
+            alone = alone or most
+            ratios = [
+                most[name] / alone[name] if alone[name] else None
+                for name in ("update_s", "refresh_s")
+            ]
+            report["ways"].setdefault(way, {})[ranks] = {
+                "by_rank": found,
+                "slowest_over_one_process": dict(zip(("update", "refresh"), ratios, strict=True)),
+            }
+            arguments.output.write_text(json.dumps(report, indent=1) + "\n")
+            told = " ".join(f"{name} {value:,.4g}" for name, value in most.items())
+            print(f"{way}, {ranks} ranks: {told} ratios {ratios}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,203 @@
+"""Draw the figures of trainings in docs/results from the raw files in results.
+
+Usage::
+
+    python benchmarks/training/result_figures.py
+
+Needs matplotlib. Tables come from ``result_pages.py``, figures of single matrices from
+``kronbit errors --out``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import matplotlib as mpl
+
+mpl.use("Agg")
+from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
+from result_pages import (
+    GRIDS,
+    LONG,
+    ROOT,
+    Run,
+    best_of,
+    by_optimizer,
+    choice_runs,
+    mean,
+    over_time_runs,
+    rate_text,
+    state_bytes,
+)
+
+from kronbit.lab.report.drawing import KNOWN, STYLE
+
+FOLDER = ROOT / "docs" / "results"
+_MIB = 2**20
+_MUON = ("#a64d79", "-")
+_LONGER = (KNOWN["base"][0], (0, (1.2, 1.2)))
+_LOOKS: Mapping[str, tuple[str, Any]] = {
+    "AdamW": KNOWN["base"],
+    "SGDM": KNOWN["base"],
+    "AdamW, 1.5 x as long": _LONGER,
+    "SGDM, 1.5 x as long": _LONGER,
+    "Muon": _MUON,
+    "+ 32-bit Shampoo": KNOWN["shampoo-32"],
+    "+ 4-bit Shampoo (naive)": KNOWN["shampoo-4-naive"],
+    "+ 4-bit Shampoo (paper)": KNOWN["shampoo-4-paper"],
+    "+ 4-bit Shampoo": KNOWN["shampoo-4"],
+}
+_KEPT = {  # how statistics and roots are kept, by what the table calls it
+    "naive, paper": KNOWN["shampoo-4-naive"],
+    "eigen, paper": KNOWN["shampoo-4-paper"],
+    "eigen, compact": ("#3b6ea8", (0, (1.2, 1.2))),
+    "cholesky, compact": KNOWN["shampoo-4"],
+}
+
+
+Row: TypeAlias = tuple[str, Sequence[Run]]  # an optimizer, and its seeds
+
+
+def best_runs(network: str) -> list[Row]:
+    """The best learning rate of every optimizer, best first."""
+    found = by_optimizer(*GRIDS[network]).items()
+    return _best_first([(label, [best_of(runs)]) for label, runs in found])
+
+
+def long_runs(network: str) -> list[Row]:
+    """The longer trainings, best first."""
+    return _best_first(list(by_optimizer(LONG[network]).items()))
+
+
+def _best_first(rows: Sequence[Row]) -> list[Row]:
+    return sorted(rows, key=lambda row: -mean(run["accuracy"] for run in row[1]))
+
+
+def steps_panel(axes: Axes, rows: Sequence[Row]) -> None:
+    """Accuracy in the course of training; of several seeds the mean, and all of them around it."""
+    for label, runs in rows:
+        colour, style = _LOOKS[label]
+        steps = [step / 1000 for step in runs[0]["curve"]["step"]]
+        every = zip(*(run["curve"]["accuracy"] for run in runs), strict=True)
+        seeds = [[100 * value for value in own] for own in every]
+        named = f"{label}, lr {rate_text(runs[0]['lr'])}"
+        axes.plot(steps, list(map(mean, seeds)), color=colour, linestyle=style, label=named)
+        axes.fill_between(
+            steps, list(map(min, seeds)), list(map(max, seeds)), color=colour, alpha=0.2, lw=0
+        )
+    axes.set_xlabel("thousand steps")
+    axes.set_ylim(0, None)
+    axes.legend(fontsize=8)
+
+
+def memory_panel(axes: Axes, rows: Sequence[Row]) -> None:
+    """What each reached, against the state of its optimizer."""
+    for label, runs in rows:
+        size, accuracy = state_bytes(runs[0]) / _MIB, 100 * mean(run["accuracy"] for run in runs)
+        axes.plot(size, accuracy, "o", color=_LOOKS[label][0], markersize=7)
+        right = size > 500
+        axes.annotate(
+            label,
+            (size, accuracy),
+            xytext=(-7 if right else 7, 0),
+            textcoords="offset points",
+            ha="right" if right else "left",
+            va={"+ 4-bit Shampoo (paper)": "center", "+ 4-bit Shampoo (naive)": "top"}.get(
+                label, "bottom"
+            ),
+            fontsize=8,
+        )
+    axes.set_xlim(0, None)
+    axes.margins(y=0.12)
+    axes.set_xlabel("state of the optimizer, first and second order, MiB")
+
+
+def cifar100(panel: Callable[[Axes, Sequence[Row]], None], longer: bool) -> Any:
+    """Both networks side by side, their shorter or longer trainings."""
+    figure, every = plt.subplots(1, 2, figsize=(9, 3.9), layout="constrained")
+    trained = "30 epochs of CIFAR-100, two seeds" if longer else "10 epochs of CIFAR-100"
+    for axes, network in zip(every, LONG, strict=True):
+        panel(axes, long_runs(network) if longer else best_runs(network))
+        axes.set_title(f"{network}, {trained}", fontsize=9.5, loc="left")
+        axes.yaxis.set_major_formatter("{x:g} %")
+    every[0].set_ylabel("test accuracy")
+    return figure
+
+
+def over_time() -> Any:
+    """Errors of roots along a training, by damping."""
+    figure, every = plt.subplots(2, 2, figsize=(9, 5.2), layout="constrained", sharex=True)
+    for damping, way, run in over_time_runs():
+        column = ("1e-6", "1e-4").index(damping)
+        colour, style = _KEPT[way]
+        for axes, key in zip(every[:, column], ("nre", "angle"), strict=True):
+            found = run["errors"]
+            axes.plot(found["step"], found[key], color=colour, linestyle=style, label=way)
+            axes.set_ylim(0, None)
+    for axes, damping in zip(every[0], ("10⁻⁶", "10⁻⁴"), strict=True):
+        axes.set_title(f"ε = {damping}", fontsize=9.5, loc="left")
+    every[0, 0].legend(fontsize=8)
+    every[0, 0].set_ylabel("relative error (NRE)")
+    every[1, 0].set_ylabel("angle in degrees")
+    for axes in every[1]:
+        axes.set_xlabel("step")
+    return figure
+
+
+def choices() -> Any:
+    """A small GPT's loss by what was chosen: intervals, order, bits."""
+    figure, every = plt.subplots(1, 3, figsize=(9, 3.3), layout="constrained", sharey=True)
+    adamw = mean(run["loss"] for run in choice_runs("T1, T2")["never (AdamW)"])
+    intervals = [(int(value.split(", ")[0]), runs) for value, runs in _numbers("T1, T2")]
+    orders = [(min(512, int(value.split()[0])), runs) for value, runs in _numbers("`max_order`")]
+    for axes, rows in zip(every, (intervals, orders), strict=False):
+        axes.plot(*zip(*((x, mean(r["loss"] for r in runs)) for x, runs in rows), strict=True), "-")
+        for x, runs in rows:
+            axes.plot([x] * len(runs), [run["loss"] for run in runs], "o", color="0.5", ms=3)
+        axes.set_xscale("log")
+        axes.set_xticks([x for x, _ in rows], [str(x) for x, _ in rows])
+        axes.minorticks_off()
+    for value, runs in choice_runs("statistics, roots").items():
+        size, loss = _second_order(runs[0]) / _MIB, mean(run["loss"] for run in runs)
+        every[2].plot(size, loss, "o")
+        text = value.replace("`", "").replace(", as in the paper", "")
+        every[2].annotate(text, (size, loss), (4, 3), textcoords="offset points", fontsize=7)
+    every[2].set_xscale("log")
+    every[2].set_xlim(0.6, 45)
+    every[2].minorticks_off()
+    every[2].set_xticks([1, 2, 5, 10, 20], ["1", "2", "5", "10", "20"])
+    for axes, label in zip(
+        every, ("T1, steps", "largest order of a block", "second-order state, MiB"), strict=True
+    ):
+        axes.axhline(adamw, color=KNOWN["base"][0], linestyle=":", linewidth=1)
+        axes.set_xlabel(label)
+    every[0].annotate("AdamW", (2, adamw), (0, 3), textcoords="offset points", fontsize=8)
+    every[0].set_ylabel("validation loss")
+    return figure
+
+
+def _numbers(name: str) -> list[tuple[str, list[Run]]]:
+    return [(value, runs) for value, runs in choice_runs(name).items() if value[0].isdigit()]
+
+
+def _second_order(run: Run) -> int:
+    return int(run["memory"]["statistics"] + run["memory"]["roots"])
+
+
+def main() -> None:
+    with mpl.rc_context(STYLE):
+        figures = {
+            "cifar100.png": cifar100(steps_panel, longer=True),
+            "cifar100_10_epochs.png": cifar100(steps_panel, longer=False),
+            "cifar100_memory.png": cifar100(memory_panel, longer=True),
+            "over_time.png": over_time(),
+            "choosing.png": choices(),
+        }
+        for name, figure in figures.items():
+            figure.savefig(FOLDER / name, dpi=150)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,580 @@
+"""Fill the tables of docs/results and of the README from the raw files in results.
+
+Usage::
+
+    python benchmarks/training/result_pages.py
+
+A table stands between ``<!-- table: NAME -->`` and ``<!-- end -->``; ``TABLES`` says what of. The
+tests look whether pages and files agree.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from decimal import ROUND_HALF_UP, Decimal
+from pathlib import Path
+from typing import Any
+
+from kronbit.lab.quantisation.tables import PRINTED
+from kronbit.lab.report.numbers import MISSING
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "results"
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md")))
+_MARKED = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+_MIB = 2**20
+# The files of trainings with every learning rate.
+GRIDS = {
+    "Swin-Tiny": ("cifar100-swin-tiny-10-epochs",),
+    "ResNet-34": (
+        "cifar100-resnet34-10-epochs",
+        "cifar100-resnet34-high-rates",
+        "cifar100-resnet34-highest-rates",
+    ),
+}
+# Those with two seeds, and short ones that had the GPU for themselves.
+LONG = {"Swin-Tiny": "cifar100-swin-tiny-30-epochs", "ResNet-34": "cifar100-resnet34-30-epochs"}
+TIMES = {"Swin-Tiny": "cifar100-swin-tiny-times", "ResNet-34": "cifar100-resnet34-times"}
+_LONGER = ", 1.5 x as long"
+
+Run = Mapping[str, Any]
+
+
+def read(name: str, folder: Path = RESULTS) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / name).read_text(encoding="utf-8"))
+    return found
+
+
+def measured(name: str) -> dict[str, Any]:
+    """What a benchmark has written."""
+    (path,) = RESULTS.glob(f"*/{name}")
+    return read(path.name, path.parent)
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+# ------------------------------------------------------------------------------------- trainings
+
+
+def optimizer_of(run: Run) -> str:
+    """Its label without the learning rate, which is a column."""
+    words = [word for word in run["label"].split(", ") if not word.startswith("lr=")]
+    return ", ".join(words)
+
+
+def rate_text(lr: float) -> str:
+    """A learning rate, as one writes it: 0.1, 2.5e-4."""
+    if lr >= 0.01:
+        return f"{lr:g}"
+    digits, exponent = f"{lr:e}".split("e")
+    return f"{float(digits):g}e{int(exponent)}"
+
+
+def state_text(run: Run) -> str:
+    """Second-order state."""
+    held = run["memory"]["statistics"] + run["memory"]["roots"]
+    return f"{held / _MIB:.1f} MiB" if held else MISSING
+
+
+def state_bytes(run: Run) -> int:
+    """All that the optimizer keeps, of first and of second order."""
+    return sum(int(run["memory"][part]) for part in ("base", "statistics", "roots"))
+
+
+def score_text(run: Run) -> str:
+    """Accuracy, if there is one, and loss."""
+    if run.get("diverged"):
+        return "diverged"
+    if run["accuracy"] is None:
+        return f"{run['loss']:.3f}"
+    return f"{percent(run['accuracy'])} ({run['loss']:.3f})"
+
+
+def is_better(run: Run, than: Run) -> bool:
+    if run.get("diverged") or than.get("diverged"):
+        return not run.get("diverged")
+    if run["accuracy"] is None:
+        return bool(run["loss"] < than["loss"])
+    return bool(run["accuracy"] > than["accuracy"])
+
+
+_ORDER = (
+    "AdamW",
+    "SGDM",
+    f"AdamW{_LONGER}",
+    f"SGDM{_LONGER}",
+    "+ 32-bit Shampoo",
+    "+ 4-bit Shampoo (naive)",
+    "+ 4-bit Shampoo (paper)",
+    "+ 4-bit Shampoo",
+    "Muon",
+)
+
+
+def by_optimizer(*files: str) -> dict[str, list[Run]]:
+    """The runs of every optimizer: the paper's rows first, and then what users would pick."""
+    runs = [run for name in files for run in read(f"{name}/summary.json")["runs"]]
+    names = sorted({optimizer_of(run) for run in runs}, key=_ORDER.index)
+    return {name: [run for run in runs if optimizer_of(run) == name] for name in names}
+
+
+def mean(values: Iterable[float]) -> float:
+    found = list(values)
+    return sum(found) / len(found)
+
+
+def best_of(runs: Sequence[Run]) -> Run:
+    best = runs[0]
+    for run in runs:
+        best = run if is_better(run, best) else best
+    return best
+
+
+def grid(network: str) -> str:
+    """Learning rates side by side, optimizers below each other; the best of each in bold."""
+    found = by_optimizer(*GRIDS[network])
+    rates = sorted({run["lr"] for runs in found.values() for run in runs})
+    rows = []
+    for optimizer, runs in found.items():
+        best, cells = best_of(runs), dict.fromkeys(rates, "")
+        for run in runs:
+            text = score_text(run)
+            cells[run["lr"]] = f"**{text}**" if run is best else text
+        rows.append([optimizer, *cells.values(), state_text(best)])
+    return table(
+        ["optimizer", *(f"lr {rate_text(lr)}" for lr in rates), "second-order state"], rows
+    )
+
+
+def front() -> str:
+    """The longer trainings of both networks; their rows are the same but for the base's name."""
+    networks = [by_optimizer(name) for name in LONG.values()]
+    rows = []
+    for labels in zip(*networks, strict=True):
+        name = labels[0]
+        if len(set(labels)) > 1:
+            bases = " and ".join(label.removesuffix(_LONGER) for label in labels)
+            name = f"{bases} alone" + (_LONGER if name.endswith(_LONGER) else "")
+        cells = (_front_cells(own[label]) for own, label in zip(networks, labels, strict=True))
+        rows.append([name, *(cell for pair in cells for cell in pair)])
+    head = [f"{network}{what}" for network in LONG for what in ("", ": state")]
+    return table(["optimizer", *head], rows)
+
+
+def _front_cells(runs: Sequence[Run]) -> list[str]:
+    base, held = runs[0]["memory"]["base"], state_bytes(runs[0])
+    state = " + ".join(f"{part / _MIB:.0f}" for part in (base, held - base) if part)
+    return [percent(mean(run["accuracy"] for run in runs)), f"{state} MiB"]
+
+
+def percent(value: float) -> str:
+    """With one digit; 64.55 is 64.6, although no float is exactly that."""
+    exact = Decimal(f"{100 * value:.6f}")
+    return f"{exact.quantize(Decimal('0.1'), ROUND_HALF_UP)} %"
+
+
+def steps_to(run: Run, target: float) -> int | None:
+    """The first evaluation that has an accuracy."""
+    reached = zip(run["curve"]["step"], run["curve"]["accuracy"], strict=True)
+    return next((step for step, accuracy in reached if accuracy >= target), None)
+
+
+def steps_to_base(network: str) -> str:
+    """Where the best run of each first has the accuracy that the base's best ends with."""
+    found = {label: best_of(runs) for label, runs in by_optimizer(*GRIDS[network]).items()}
+    base, target = next((label, run["accuracy"]) for label, run in found.items())
+    rows = []
+    for label, run in found.items():
+        if label != base:
+            step = steps_to(run, target)
+            cells = ["never", ""] if step is None else [f"{step:,}", f"{run['steps'] / step:.2f} x"]
+            rows.append([label, *cells])
+    return table(["optimizer", f"steps to {base}'s {percent(target)}", "fewer"], rows)
+
+
+def step_times(network: str) -> dict[str, float]:
+    """Milliseconds of a step, by optimizer."""
+    return {label: runs[0]["steady_ms"] for label, runs in by_optimizer(TIMES[network]).items()}
+
+
+def longer(network: str) -> str:
+    """Everything of the trainings with two seeds."""
+    times = step_times(network)
+    rows = []
+    for label, runs in by_optimizer(LONG[network]).items():
+        accuracies = [run["accuracy"] for run in runs]
+        own = times.get(label.removesuffix(_LONGER))
+        steps = runs[0]["steps"]
+        rows.append(
+            [
+                label,
+                f"{steps:,}",
+                f"{percent(mean(accuracies))} ({', '.join(map(percent, accuracies))})",
+                f"{mean(run['loss'] for run in runs):.3f}",
+                f"{mean(run['train_loss'] for run in runs):.3f}",
+                state_text(runs[0]),
+                f"{max(run['memory']['peak'] for run in runs) / _MIB:,.0f} MiB",
+                *([MISSING] * 2 if own is None else [f"{own:.2f}", f"{own * steps / 1000:.0f} s"]),
+            ]
+        )
+    head = ["optimizer", "steps", "accuracy", "loss", "training loss", "second-order state"]
+    return table([*head, "peak memory", "ms per step", "time"], rows)
+
+
+def time_to_target(network: str) -> str:
+    """Steps and seconds to what the base ends with after 1.5 times as many epochs, by seed."""
+    times, found = step_times(network), by_optimizer(LONG[network])
+    (base, longest) = next((label, runs) for label, runs in found.items() if _LONGER in label)
+    first = base.removesuffix(_LONGER)
+    targets = {run["seed"]: run["accuracy"] for run in longest}
+    # The base, too, counts up to where it first has it.
+    slowest = mean(steps_to(run, run["accuracy"]) or run["steps"] for run in longest)
+    rows = []
+    for label, runs in found.items():
+        if label == first:
+            continue
+        steps = [steps_to(run, targets[run["seed"]]) for run in runs]
+        reached = [step for step in steps if step is not None]
+        if len(reached) < len(runs):
+            rows.append([label, "never", "", "", ""])
+            continue
+        fewer, own = slowest / mean(reached), times.get(label.removesuffix(_LONGER))
+        row = [label, " and ".join(f"{step:,}" for step in reached)]
+        row.append("" if label == base else f"{fewer:.2f} x")
+        row.append(MISSING if own is None else f"{own * mean(reached) / 1000:.0f} s")
+        less = "" if label == base or own is None else f"{fewer * times[first] / own:.2f} x"
+        rows.append([*row, less])
+    target = percent(mean(run["accuracy"] for run in longest))
+    return table(["optimizer", f"steps to {first}'s {target}", "fewer", "time", "less"], rows)
+
+
+# ----------------------------------------------------------------------------- quantisation errors
+
+
+def error_text(nre: float, angle: float) -> str:
+    return f"{nre:.4f}, {angle:.2f}°"
+
+
+def static(name: str, bits: int) -> str:
+    """Every way to keep a matrix; of several matrices, the means."""
+    content = read(f"quantisation-error/{name}.json")
+    found: dict[tuple[str, Any], dict[tuple[str, str], list[Mapping[str, float]]]] = {}
+    for matrix in content["matrices"]:
+        for row in matrix["rows"]:
+            if row["bits"] == bits:
+                cells = found.setdefault((row["way"], row["rectified"]), {})
+                for part in ("whole", "off_diagonal"):
+                    cells.setdefault((row["mapping"], part), []).append(row[part])
+    printed = _PRINTED_OF_SYNTHETIC if content["synthetic"] else _PRINTED_OF_SWIN
+    columns = [(m, part) for m in ("linear2", "dt") for part in ("whole", "off_diagonal")]
+    rows = []
+    for (way, rectified), cells in found.items():
+        label = f"{way}, rectified" if rectified else way
+        row = [label]
+        for mapping, part in columns:
+            own = printed.get((bits, mapping, way, rectified), (None, None))
+            beside = own[part == "off_diagonal"]
+            text = error_text(*_means(cells[mapping, part]))
+            row.append(text + (f" ({error_text(*beside)})" if beside else ""))
+        rows.append(row)
+    names = {"whole": "", "off_diagonal": " without the diagonal"}
+    return table(["quantised", *(f"{m}{names[part]}" for m, part in columns)], rows)
+
+
+def _means(found: Sequence[Mapping[str, float]]) -> tuple[float, float]:
+    nre, angle = (mean(one[key] for one in found) for key in ("nre", "angle"))
+    return nre, angle
+
+
+# What the paper prints for its real preconditioner A1, of a Swin-Tiny as well: by bits, mapping and
+# what is quantised, (NRE, angle) in A^(-1/4), and the same without the diagonal.
+_PRINTED_OF_SWIN: dict[tuple[int, str, str, bool | None], tuple[Any, Any]] = {
+    (4, "dt", "A", None): ((0.6241, 17.319), (0.9549, 59.360)),
+    (4, "dt", "U", False): ((0.0709, 4.0426), (0.2328, 13.287)),
+    (4, "dt", "U", True): ((0.0455, 2.5615), (0.1480, 8.4365)),
+    (4, "dt", "B", None): ((0.0398, 2.2802), (0.1314, 7.5513)),
+    (4, "dt", "A, B", None): ((0.6243, 17.364), (0.9561, 59.825)),
+    (4, "dt", "U, B", False): ((0.0811, 4.6296), (0.2666, 15.281)),
+    (4, "dt", "U, B", True): ((0.0604, 3.4230), (0.1977, 11.322)),
+    (4, "linear2", "A", None): ((0.6243, 17.293), (0.9547, 58.336)),
+    (4, "linear2", "U", False): ((0.0543, 3.1066), (0.1786, 10.213)),
+    (4, "linear2", "U", True): ((0.0343, 1.9456), (0.1122, 6.4096)),
+    (4, "linear2", "B", None): ((0.0315, 1.8050), (0.1041, 5.9554)),
+    (4, "linear2", "A, B", None): ((0.6243, 17.301), (0.9548, 58.601)),
+    (4, "linear2", "U, B", False): ((0.0626, 3.5833), (0.2063, 11.778)),
+    (4, "linear2", "U, B", True): ((0.0466, 2.6494), (0.1530, 8.7337)),
+    (8, "dt", "A", None): ((0.2192, 8.3014), (0.5001, 23.644)),
+    (8, "dt", "U", False): ((0.0060, 0.3421), (0.0197, 1.1273)),
+    (8, "dt", "U", True): ((0.0037, 0.2140), (0.0123, 0.7022)),
+    (8, "dt", "B", None): ((0.0029, 0.1655), (0.0097, 0.5553)),
+    (8, "dt", "A, B", None): ((0.2193, 8.3051), (0.5003, 23.649)),
+    (8, "dt", "U, B", False): ((0.0067, 0.3810), (0.0219, 1.2577)),
+    (8, "dt", "U, B", True): ((0.0047, 0.2712), (0.0156, 0.8955)),
+    (8, "linear2", "A", None): ((0.2164, 7.9751), (0.4875, 21.447)),
+    (8, "linear2", "U", False): ((0.0037, 0.2121), (0.0122, 0.6994)),
+    (8, "linear2", "U", True): ((0.0023, 0.1312), (0.0076, 0.4343)),
+    (8, "linear2", "B", None): ((0.0021, 0.1203), (0.0070, 0.4035)),
+    (8, "linear2", "A, B", None): ((0.2164, 7.9755), (0.4875, 21.448)),
+    (8, "linear2", "U, B", False): ((0.0043, 0.2439), (0.0141, 0.8079)),
+    (8, "linear2", "U, B", True): ((0.0031, 0.1791), (0.0104, 0.5935)),
+}
+# Its table of the synthetic matrix is known to ``kronbit errors``.
+_PRINTED_OF_SYNTHETIC = {
+    key: tuple(own and (own.nre, own.angle) for own in pair) for key, pair in PRINTED.items()
+}
+
+_WAYS = {
+    "shampoo-4-naive": "naive, paper",
+    "shampoo-4-paper": "eigen, paper",
+    "shampoo-4": "cholesky, compact",
+}
+
+
+def over_time_runs() -> list[tuple[str, str, Run]]:
+    """(damping, how statistics and roots are kept, the run), in the tables' order."""
+    found = []
+    for run in read("quantisation-error-over-time/summary.json")["runs"]:
+        variant = run["variant"]
+        damping = "1e-4" if "damping=1e-4" in variant else "1e-6"
+        way = "eigen, compact" if "method=eigen" in variant else _WAYS[variant.split("-lr=")[0]]
+        found.append((damping, way, run))
+    order = [*_WAYS.values(), "eigen, compact"]
+    return sorted(found, key=lambda own: (own[0], order.index(own[1])))
+
+
+def over_time() -> str:
+    """Errors of watched roots at refreshes, by damping and way."""
+    rows = []
+    for damping, way, run in over_time_runs():
+        found = run["errors"]
+        pairs = zip(found["nre"], found["angle"], strict=True)
+        accuracy = percent(run["accuracy"])
+        rows.append([damping, way, *(f"{nre:.3f}, {angle:.1f}°" for nre, angle in pairs), accuracy])
+    return table(["ε", "kept", *(f"step {step}" for step in found["step"]), "accuracy"], rows)
+
+
+# ------------------------------------------------------------------------------------------ theory
+
+
+def theory() -> dict[str, Any]:
+    return measured("theory_cpu.json")
+
+
+def lemma_1() -> str:
+    """α and β, and errors of powers beside the lemma's bounds; in bold what is beyond them."""
+    rows = []
+    for own in theory()["lemma_1"]:
+        row = [f"{own['mapping']}, {own['bits']} bits, {own['bjorck_steps']}"]
+        row += [f"{own['alpha']:.4f}", f"{own['beta']:.4f}", f"{own['mean_squared_length']:.3f}"]
+        powers = [own["powers"][s] for s in ("-0.25", "-1.0", "-8.0")]
+        row += [_marked(one["nre"], one["nre"] > own["nre_bound"]) for one in powers]
+        row += [f"{own['nre_bound']:.4f}"]
+        row += [f"{own['nre_sharp_bound']:.4f}" if own["orthogonal"] else ""]
+        row += [_marked(one["cosine"], one["cosine"] < own["cosine_bound"]) for one in powers]
+        rows.append([*row, f"{own['cosine_bound']:.4f}"])
+    head = ["mapping, bits, steps", "α", "β", "length²", "NRE, s = -1/4", "s = -1", "s = -8", "2α"]
+    return table([*head, "sharp", "cosine, s = -1/4", "s = -1", "s = -8", "(1 - β)²"], rows)
+
+
+def _marked(value: float, mark: bool) -> str:
+    return f"**{value:.4f}**" if mark else f"{value:.4f}"
+
+
+def regret(name: str) -> str:
+    """Every way to keep L and R, at both rates."""
+    (problem,) = (own for own in theory()["regret"] if own["name"].startswith(name))
+    rows = []
+    for way, both in problem["ways"].items():
+        row = [f"{way} (default)" if way == "cholesky, compact" else way]
+        for key, text in (("regret", "{:.1f}"), ("first_link", "{:.0f}"), ("bound", "{:.1e}")):
+            row.append(", ".join(text.format(own[key]).replace("e+0", "e") for own in both))
+        row.append(", ".join(f"{own['slack']:,.0f}" for own in both))
+        shares = [both[0][f"{side}_error_trace_over_exact"] for side in ("left", "right")]
+        rows.append([*row, ", ".join(f"{share:.2f}" for share in shares)])
+    head = ["L and R", "regret at η₁, η₁/4", "first link", "bound", "slack"]
+    return table([*head, "error / exact at η₁, L and R"], rows)
+
+
+# ---------------------------------------------------------------------------- why Muon is ahead
+
+
+_SPECTRA_AT = 6e-3  # the learning rate that suits most rows
+
+
+def whitened_momentum() -> str:
+    """Losses of every way to make a step, means over seeds; the best learning rate in bold."""
+    by_row: dict[str, list[Run]] = {}
+    for run in measured("whitened_momentum_cpu.json")["runs"]:
+        by_row.setdefault(run["optimizer"], []).append(run)
+    by_row["SOAP, all matrices"] = read("pydoc-gpt-soap/summary.json")["runs"]
+    rates = sorted({run["lr"] for runs in by_row.values() for run in runs})
+    rows = []
+    for optimizer, runs in by_row.items():
+        at = [[run for run in runs if run["lr"] == lr] for lr in rates]
+        means = [mean(run["loss"] for run in own) for own in at]
+        best = means.index(min(means))
+        texts = [f"**{loss:.3f}**" if i == best else f"{loss:.3f}" for i, loss in enumerate(means)]
+        peaks = [run.get("peak") for run in at[rates.index(_SPECTRA_AT)]]
+        rows.append([optimizer, *texts, MISSING if None in peaks else f"{mean(peaks):.1f}"])
+    head = ["hidden matrices get", *(f"lr {rate_text(lr)}" for lr in rates)]
+    return table([*head, f"peak of the spectrum at {rate_text(_SPECTRA_AT)}"], rows)
+
+
+# ------------------------------------------------------------------------------------- choosing
+
+# What was changed, by variant; the default, of which everything else was left as it is, in between.
+_FOUR = "shampoo-4"
+CHOICES: Mapping[str, Mapping[str, str]] = {
+    "T1, T2": {
+        "2, 12": f"{_FOUR}-update_every=2-refresh_every=12",
+        "5, 20": f"{_FOUR}-update_every=5-refresh_every=20",
+        "10, 50": _FOUR,
+        "30, 100": f"{_FOUR}-update_every=30-refresh_every=100",
+        "100, 300": f"{_FOUR}-update_every=100-refresh_every=300",
+        "never (AdamW)": "base",
+    },
+    "`max_order`": {
+        "32": f"{_FOUR}-max_order=32",
+        "64": f"{_FOUR}-max_order=64",
+        "128": f"{_FOUR}-max_order=128",
+        "256": f"{_FOUR}-max_order=256",
+        "1200 (nothing is cut)": _FOUR,
+    },
+    "statistics, roots": {
+        "3 bits": f"{_FOUR}-bits=3",
+        "4 bits": _FOUR,
+        "6 and 4 bits": f"{_FOUR}-bits=6-root_bits=4",
+        "8 bits": f"{_FOUR}-bits=8",
+        "32 bits": "shampoo-32",
+        "4 bits, `eigen`, as in the paper": "shampoo-4-paper",
+        "4 bits, `naive`": "shampoo-4-naive",
+    },
+    "`start`": {
+        "0": f"{_FOUR}-start=0",
+        "ε I, that is 1e-6 I": _FOUR,
+        "1e-4": f"{_FOUR}-start=1e-4",
+    },
+    "`damping`": {
+        "1e-8": f"{_FOUR}-damping=1e-8",
+        "1e-6": _FOUR,
+        "1e-4": f"{_FOUR}-damping=1e-4",
+        "1e-2": f"{_FOUR}-damping=1e-2",
+    },
+}
+
+
+def choice_runs(name: str) -> dict[str, list[Run]]:
+    """The runs of each value of something that was changed."""
+    runs = read("pydoc-gpt-choosing/summary.json")["runs"]
+    return {
+        value: [run for run in runs if run["variant"] == variant]
+        for value, variant in CHOICES[name].items()
+    }
+
+
+def choosing(name: str) -> str:
+    """Losses of both seeds, and the state."""
+    rows = []
+    for value, runs in choice_runs(name).items():
+        losses = [run["loss"] for run in runs]
+        texts = ", ".join(f"{loss:.3f}" for loss in losses)
+        rows.append([value, texts, f"{mean(losses):.3f}", state_text(runs[0])])
+    return table([name, "validation loss by seed", "mean", "second-order state"], rows)
+
+
+# ----------------------------------------------------------------------------- compatibility
+
+
+def compatibility() -> str:
+    """What ``kronbit doctor`` found, by optimizer."""
+    found = measured("compatibility_cpu.json")["optimizers"]
+    checks = next(iter(found.values()))["checks"]
+    rows = [
+        [check, *(_outcome(own["checks"][check]) for own in found.values())] for check in checks
+    ]
+    return table(["", *(f"{name} {own['version']}" for name, own in found.items())], rows)
+
+
+def _outcome(problem: str) -> str:
+    """Short enough for a column: the kind of an error, or what was seen."""
+    first, _, rest = problem.partition(": ")
+    kind = rest.partition(": ")[0] if first == "ProcessRaisedException" else first
+    return kind if rest and " " not in kind else problem
+
+
+# ------------------------------------------------------------------------- adapters, long runs
+
+
+def lora() -> str:
+    """Losses of both seeds after adapting by LoRA, and the state."""
+    rows = []
+    for name, own in measured("lora_cpu.json")["rows"].items():
+        losses, held = own["losses"], own["second_order_bytes"]
+        texts = ", ".join(f"{loss:.3f}" for loss in losses)
+        rows.append([name, texts, f"{mean(losses):.3f}", f"{held / 1024:.0f} KiB" if held else ""])
+    return table(["", "validation loss by seed", "mean", "second-order state"], rows)
+
+
+def soak() -> str:
+    """How long runs went, whether they were the same twice, and how memory moved."""
+    kinds = ("tensors", "peak", "reserved", "host")
+    head = ["", "steps", "states compared", "the same", *(f"drift: {kind}" for kind in kinds)]
+    rows = []
+    for name, own in measured("soak_h200.json")["setups"].items():
+        drifts = [f"{100 * own['drift'][kind]:.2f} %" for kind in kinds]
+        same = "all" if own["equal"] else "not all"
+        rows.append([name, f"{own['compared_steps']:,}", f"{own['compared_laps']}", same, *drifts])
+    return table(head, rows)
+
+
+TABLES: Mapping[str, Callable[[], str]] = {
+    "lora": lora,
+    "soak": soak,
+    "choosing-intervals": lambda: choosing("T1, T2"),
+    "choosing-order": lambda: choosing("`max_order`"),
+    "choosing-bits": lambda: choosing("statistics, roots"),
+    "choosing-start": lambda: choosing("`start`"),
+    "choosing-damping": lambda: choosing("`damping`"),
+    "compatibility": compatibility,
+    "front": front,
+    "swin-30-epochs": lambda: longer("Swin-Tiny"),
+    "swin-time-to-target": lambda: time_to_target("Swin-Tiny"),
+    "resnet34-30-epochs": lambda: longer("ResNet-34"),
+    "resnet34-time-to-target": lambda: time_to_target("ResNet-34"),
+    "swin-10-epochs": lambda: grid("Swin-Tiny"),
+    "swin-steps": lambda: steps_to_base("Swin-Tiny"),
+    "resnet34-steps": lambda: steps_to_base("ResNet-34"),
+    "resnet34-10-epochs": lambda: grid("ResNet-34"),
+    "synthetic-4": lambda: static("synthetic", 4),
+    "synthetic-8": lambda: static("synthetic", 8),
+    "synthetic-3": lambda: static("synthetic", 3),
+    "swin-errors-4": lambda: static("swin-tiny", 4),
+    "swin-errors-8": lambda: static("swin-tiny", 8),
+    "swin-errors-3": lambda: static("swin-tiny", 3),
+    "over-time": over_time,
+    "lemma-1": lemma_1,
+    "regret-small": lambda: regret("linear 4x4"),
+    "regret-linear": lambda: regret("linear 64x80"),
+    "regret-least-squares": lambda: regret("least squares"),
+    "regret-logistic": lambda: regret("logistic"),
+    "whitened-momentum": whitened_momentum,
+}
+
+
+def filled(text: str) -> str:
+    """A page with its tables made anew."""
+    return _MARKED.sub(lambda found: found[1] + "\n" + TABLES[found[2]]() + "\n" + found[3], text)
+
+
+def main() -> None:
+    for path in PAGES:
+        path.write_text(filled(path.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,263 @@
+"""F: the first-order optimizer that gets the preconditioned gradient, by name, class or path."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.util
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from kronbit.config import FORMAT_KEY, OPTIONS
+
+BaseFactory: TypeAlias = Callable[..., Optimizer]
+
+# How F runs, not what it holds. The meta device knows only the plain way.
+IMPLEMENTATION = ("fused", "foreach", "capturable")
+
+
+def _import(path: str, needed_for: str) -> BaseFactory:
+    """The object at ``package.module.name``."""
+    module, _, name = path.replace(":", ".").rpartition(".")
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ImportError(f"{needed_for}: cannot import {path!r}: {error}") from error
+    if not callable(found):
+        raise TypeError(f"{needed_for}: {path!r} is not a class; got {found!r}")
+    return found  # type: ignore[no-any-return]
+
+
+def _adamw8bit() -> BaseFactory:
+    reasons = []
+    for package in ("bitsandbytes", "torchao"):
+        if importlib.util.find_spec(package) is None:
+            reasons.append(f"{package} is not installed (pip install {package})")
+            continue
+        try:
+            return _import(f"{package}.optim.AdamW8bit", "base='adamw8bit'")
+        except Exception as error:  # a broken installation raises anything
+            reasons.append(f"{package} cannot be imported ({error})")
+    raise ImportError(f"base='adamw8bit' needs bitsandbytes or torchao: {'; '.join(reasons)}")
+
+
+def _schedulefree(name: str) -> BaseFactory:
+    if importlib.util.find_spec("schedulefree") is None:
+        raise ImportError("schedule-free bases need a package: pip install schedulefree")
+    return _import(f"schedulefree.{name}", "a schedule-free base")
+
+
+# Name -> (how to get the class, what it is built with unless told otherwise).
+NAMES: Mapping[str, tuple[Callable[[], BaseFactory], Mapping[str, Any]]] = {
+    "sgd": (lambda: torch.optim.SGD, {"momentum": 0.9}),
+    "adam": (lambda: torch.optim.Adam, {}),
+    "adamw": (lambda: torch.optim.AdamW, {}),
+    "nadamw": (lambda: torch.optim.NAdam, {"decoupled_weight_decay": True}),
+    "adagrad": (lambda: torch.optim.Adagrad, {}),
+    "rmsprop": (lambda: torch.optim.RMSprop, {}),
+    "adamw8bit": (_adamw8bit, {}),
+    "schedulefree-adamw": (lambda: _schedulefree("AdamWScheduleFree"), {}),
+    "schedulefree-sgd": (lambda: _schedulefree("SGDScheduleFree"), {}),
+}
+
+
+def resolve(
+    params: Optimizer | Iterable[Any] | None,
+    base: str | BaseFactory | Optimizer | None,
+    options: Mapping[str, Any],
+) -> Optimizer:
+    """F: the optimizer that was given, or one built of ``base``, by default AdamW.
+
+    Args:
+        params: An optimizer, or parameters, param groups or named parameters.
+        base: An optimizer (of the same parameters, if those are given), or what to build.
+        options: Keywords that are not ours.
+
+    Raises:
+        TypeError: If the arguments contradict each other, or F cannot work on given gradients.
+        ValueError: If a name is unknown.
+        ImportError: If a package is missing.
+    """
+    if isinstance(params, Optimizer):
+        if base is not None:
+            raise TypeError(f"got an optimizer and base={base!r}: give one of them")
+        params, base = None, params
+    if isinstance(base, Optimizer):
+        if options:
+            name = next(iter(options))
+            raise TypeError(
+                f"kronbit has no option {name!r}{_nearest(name, OPTIONS)} (options of the base "
+                f"belong in the constructor of {type(base).__name__})"
+            )
+        if params is not None and not _same_parameters(params, base):
+            raise TypeError(
+                f"base={type(base).__name__} optimizes other parameters than those given: "
+                "leave the parameters out"
+            )
+        optimizer = base
+    elif params is None:
+        raise TypeError("give parameters, or an optimizer that has them")
+    else:
+        optimizer = _build("adamw" if base is None else base, params, options)
+    _check(optimizer)
+    return optimizer
+
+
+def tensors_of(group: Mapping[str, Any]) -> list[Any]:
+    """The parameters of a group as a user may give it: one or several, named or not."""
+    params = group["params"]
+    items = [params] if isinstance(params, Tensor) else params
+    return [item[1] if isinstance(item, tuple) else item for item in items]
+
+
+def _same_parameters(params: Iterable[Any], optimizer: Optimizer) -> bool:
+    given = list(params)
+    groups = given if given and isinstance(given[0], dict) else [{"params": given}]
+    tensors = [p for group in groups for p in tensors_of(group)]
+    own = [p for group in optimizer.param_groups for p in group["params"]]
+    return {id(p) for p in tensors} == {id(p) for p in own}
+
+
+def _check(optimizer: Optimizer) -> None:
+    """Refuse an F that cannot work underneath."""
+    name = type(optimizer).__name__
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise TypeError(
+            "LBFGS evaluates the closure itself, several times per step, and would not see the "
+            "preconditioned gradient: use another base"
+        )
+    if any(FORMAT_KEY in group for group in optimizer.param_groups):
+        raise TypeError(
+            f"{name} is wrapped in a kronbit optimizer already, and gradients are preconditioned "
+            f"once: build a new {name}"
+        )
+    clash = sorted(set(OPTIONS) & optimizer.defaults.keys())
+    if clash:
+        raise TypeError(
+            f"{name} keeps an option {clash[0]!r} of its own in the param groups, where kronbit "
+            "has one of that name: the two cannot be told apart"
+        )
+
+
+def _build(base: str | BaseFactory, params: Iterable[Any], options: Mapping[str, Any]) -> Optimizer:
+    """Build F of a name, an import path such as ``"torch.optim.RAdam"``, or a class."""
+    defaults: Mapping[str, Any] = {}
+    if isinstance(base, str) and base.lower() in NAMES:
+        find, defaults = NAMES[base.lower()]
+        factory = find()
+    elif isinstance(base, str):
+        if not {".", ":"} & set(base):
+            raise ValueError(
+                f"base must be one of {', '.join(NAMES)}, an import path such as "
+                f"'torch.optim.RAdam', a class or an optimizer; got {base!r}{_nearest(base, NAMES)}"
+            )
+        factory = _import(base, f"base={base!r}")
+    elif callable(base):
+        factory = base
+    else:
+        raise TypeError(
+            f"base must be a name, an import path, a class or an optimizer; got {base!r}"
+        )
+    if inspect.isclass(factory) and not issubclass(factory, Optimizer):
+        raise TypeError(f"base={base!r} is not a torch.optim.Optimizer")
+    _check_keywords(factory, options)
+    optimizer = factory(params, **{**defaults, **options})
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"base={base!r} does not make a torch.optim.Optimizer; got {optimizer!r}")
+    return optimizer
+
+
+def _check_keywords(factory: BaseFactory, options: Mapping[str, Any]) -> None:
+    """Refuse keywords that neither we nor F know, by name."""
+    known = inspect.signature(factory).parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values()):
+        return
+    for name in options:
+        if name not in known:
+            label = getattr(factory, "__name__", repr(factory))
+            hint = _nearest(name, [*OPTIONS, *known])
+            raise TypeError(f"neither kronbit nor {label} has an option {name!r}{hint}")
+
+
+def _nearest(name: str, names: Iterable[str]) -> str:
+    found = difflib.get_close_matches(name, list(names), n=1)
+    return f"; did you mean {found[0]!r}?" if found else ""
+
+
+def _step_unheard(optimizer: Optimizer) -> None:
+    """A step that hooks on all optimizers do not hear of: it is no step of anybody's training."""
+    step: Any = type(optimizer).step
+    if getattr(step, "hooked", False):  # by torch, around what the class has
+        step = step.__wrapped__
+    step(optimizer)
+
+
+def state_on_meta(
+    factory: BaseFactory, groups: Sequence[Mapping[str, Any]]
+) -> dict[int, dict[str, Any]]:
+    """What F will hold of each parameter: it takes a step on the meta device, without memory.
+
+    Args:
+        factory: F's class.
+        groups: Param groups with F's options; parameters may be on any device.
+
+    Returns:
+        The parameters' states by their number in all groups.
+
+    Raises:
+        Exception: Whatever F raises where it cannot run on the meta device.
+    """
+    twins: list[Tensor] = []
+    meta_groups = []
+    for group in groups:
+        params = []
+        for p in group["params"]:
+            params.append(nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=True))
+            params[-1].grad = torch.empty_like(params[-1])
+        twins += params
+        dropped = (*IMPLEMENTATION, "param_names")
+        plain = {name: value for name, value in group.items() if name not in dropped}
+        if isinstance(plain.get("lr"), Tensor):
+            plain["lr"] = 1e-3
+        meta_groups.append({**plain, "params": params})
+    optimizer = factory(meta_groups)
+    if hasattr(optimizer, "train"):  # schedule-free
+        optimizer.train()
+    _step_unheard(optimizer)
+    return {i: dict(optimizer.state.get(p, {})) for i, p in enumerate(twins)}
+
+
+class Around(Optimizer):
+    """An optimizer around a first-order one, F, which takes the step.
+
+    Attributes:
+        base: F; ``param_groups`` is F's own list.
+    """
+
+    base: Optimizer
+
+    # The attribute of torch's optimizers, here F's: schedulers, scalers and trainers may read it,
+    # write to it and replace it on either of the two.
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """F's own list of param groups."""
+        return self.base.param_groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self.base.param_groups = groups
+
+    def train(self) -> None:
+        """Pass through to a schedule-free F; nothing to do for others."""
+        if hasattr(self.base, "train"):
+            self.base.train()
+
+    def eval(self) -> None:
+        """Pass through to a schedule-free F; nothing to do for others."""
+        if hasattr(self.base, "eval"):
+            self.base.eval()

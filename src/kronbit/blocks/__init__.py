@@ -1,0 +1,1 @@
+"""How a parameter becomes blocks, and blocks become stacks."""

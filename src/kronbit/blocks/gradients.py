@@ -1,0 +1,192 @@
+"""Gradients as stacks of blocks, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import compress
+from operator import attrgetter
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kronbit.blocks.groups import Group, Member
+from kronbit.config import Config
+
+_REAL = {torch.float32, torch.bfloat16, torch.float16, torch.float64}
+_CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}  # by the number of axes
+
+
+def plain_dtypes(grads: Sequence[Tensor]) -> set[torch.dtype] | None:
+    """The dtypes of gradients that are as gradients are; ``None`` if one needs a closer look.
+
+    Asked at every step for every parameter: two passes in C instead of one in Python, unless there
+    are convolutions in channels-last order.
+    """
+    dtypes = set(map(attrgetter("dtype"), grads))
+    try:
+        plain = dtypes <= _REAL and (
+            all(map(Tensor.is_contiguous, grads)) or all(map(_is_dense, grads))
+        )
+    except RuntimeError:  # a sparse one does not say, or says that it is not
+        plain = False
+    return dtypes if plain else None
+
+
+def _is_dense(grad: Tensor) -> bool:
+    """Whether a gradient is in order or in channels-last order, without gaps."""
+    if grad.is_contiguous():
+        return True
+    last = _CHANNELS_LAST.get(grad.dim())
+    return last is not None and grad.is_contiguous(memory_format=last)
+
+
+def problem(grad: Tensor) -> str | None:
+    """Why a gradient cannot be preconditioned, and what to do; ``None`` if it can."""
+    if grad.layout != torch.strided:
+        return (
+            f"is sparse ({grad.layout}): build the embedding with sparse=False, or put the "
+            "parameter into a group with precondition=False and use a base that takes sparse "
+            "gradients, such as SGD or Adagrad"
+        )
+    if grad.is_complex():
+        return (
+            f"is complex ({grad.dtype}): optimize torch.view_as_real of the parameter, or put it "
+            "into a group with precondition=False"
+        )
+    return None
+
+
+def overlaps_itself(grad: Tensor) -> bool:
+    """Whether elements share memory, as those of an expanded tensor do: not to be written to."""
+    return any(
+        stride == 0 and size > 1 for size, stride in zip(grad.shape, grad.stride(), strict=True)
+    )
+
+
+def inspect(p: Tensor, preconditioned: bool, name: Callable[[Tensor], str]) -> None:
+    """Refuse a gradient that cannot be preconditioned; copy one that cannot be written to."""
+    assert p.grad is not None
+    fault = problem(p.grad)
+    if fault is not None and preconditioned:
+        raise RuntimeError(f"the gradient of {name(p)} {fault}")
+    if fault is None and overlaps_itself(p.grad):
+        p.grad = p.grad.clone(memory_format=torch.contiguous_format)
+
+
+class GradientBlocks:
+    """Reads and writes blocks of the gradients of one step.
+
+    A gradient that is not laid out as a matrix (a channels-last convolution, where there are no
+    kernels) is copied for each reading; writing goes to a copy, too, which ``flush`` writes back.
+
+    Args:
+        members: The parameters.
+        grads: Their gradients; ``None`` where there is none.
+    """
+
+    def __init__(self, members: Sequence[Member], grads: Sequence[Tensor | None]) -> None:
+        self._members, self._grads = members, grads
+        self._written: dict[int, Tensor] = {}
+
+    def gather(self, group: Group, rows: slice) -> Tensor:
+        """G: the blocks of some rows as a new float32 stack (rows, m, n)."""
+        shape = (rows.stop - rows.start, *group.shape)
+        stack = torch.empty(shape, dtype=torch.float32, device=group.owner.device)
+        for span, box, place, dims in group.pieces(rows):
+            view = span.grid.view(self._matrices(span.member))[box]
+            stack[place].view(*dims, *group.shape).copy_(view)
+        return stack
+
+    def scatter(self, group: Group, rows: slice, stack: Tensor) -> None:
+        """Write a stack back into the gradients, in their dtype."""
+        for span, box, place, dims in group.pieces(rows):
+            view = span.grid.view(self._matrices(span.member, to_write=True))[box]
+            values = stack[place].view(*dims, *group.shape)
+            if view.dtype == torch.float16:
+                # The norm is that of G, but one element may exceed what G's had: saturate.
+                values = values.clamp(-65504.0, 65504.0)
+            view.copy_(values)
+
+    def flush(self) -> None:
+        """Write what was scattered to gradients that are not matrices in memory."""
+        for member, copy in self._written.items():
+            grad = self._grad(member)
+            grad.copy_(copy.view(grad.shape))
+        self._written.clear()
+
+    def _grad(self, member: int) -> Tensor:
+        grad = self._grads[member]
+        assert grad is not None, "rows of a parameter without gradient are never asked for"
+        return grad
+
+    def _matrices(self, member: int, to_write: bool = False) -> Tensor:
+        """A gradient as (E, M, N)."""
+        if member in self._written:
+            return self._written[member]
+        grad, shape = self._grad(member), self._members[member].blocking.matrices
+        try:
+            return grad.view(shape)
+        except RuntimeError:  # its strides do not allow that view
+            copy = grad.reshape(shape)
+            if to_write:
+                self._written[member] = copy
+            return copy
+
+
+def elements(grad: Tensor) -> Tensor:
+    """A real strided view of the numbers that a gradient stores, be it sparse or complex."""
+    if grad.layout == torch.sparse_coo:
+        grad = grad._values()
+    elif grad.layout != torch.strided:
+        grad = grad.values()
+    return torch.view_as_real(grad) if grad.is_complex() else grad
+
+
+class Present(NamedTuple):
+    """The parameters that have a gradient at a step.
+
+    Attributes:
+        params: The parameters.
+        configs: Their options.
+        grads: Their gradients.
+        dtypes: What ``plain_dtypes`` says of the gradients.
+    """
+
+    params: list[Tensor]
+    configs: list[Config]
+    grads: list[Tensor]
+    dtypes: set[torch.dtype] | None
+
+    @classmethod
+    def of(
+        cls,
+        groups: Iterable[Mapping[str, Any]],
+        config_of: Callable[[Mapping[str, Any]], Config],
+    ) -> Present:
+        """Look through param groups."""
+        params: list[Tensor] = []
+        configs: list[Config] = []
+        grads: list[Any] = []
+        for group in groups:
+            own = group["params"]
+            params += own
+            grads += [p.grad for p in own]
+            configs += [config_of(group)] * len(own)
+        try:
+            dtypes = plain_dtypes(grads)
+        except AttributeError:  # some have none
+            there = [grad is not None for grad in grads]
+            params, configs, grads = (
+                list(compress(own, there)) for own in (params, configs, grads)
+            )
+            dtypes = plain_dtypes(grads)
+        return cls(params, configs, grads, dtypes)
+
+    def once(self) -> Present:
+        """Without repetitions: torch only warns of parameters that are listed twice."""
+        if len(set(map(id, self.params))) == len(self.params):
+            return self
+        rows = {id(row[0]): row for row in zip(self.params, self.configs, self.grads, strict=True)}
+        params, configs, grads = zip(*rows.values(), strict=True)
+        return Present(list(params), list(configs), list(grads), self.dtypes)

@@ -1,0 +1,145 @@
+"""How parameters lie on ranks: what can be put together again, and what cannot."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, NamedTuple, TypeGuard
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor
+
+    from kronbit.blocks.gradients import Present
+
+
+def is_distributed(p: Tensor) -> TypeGuard[DTensor]:
+    """Whether a tensor is a DTensor."""
+    module = sys.modules.get("torch.distributed.tensor")  # who has one has imported it
+    return module is not None and isinstance(p, module.DTensor)
+
+
+class Placement(NamedTuple):
+    """The mesh of a parameter whose rows lie on several ranks.
+
+    Attributes:
+        mesh: The ranks.
+        dim: The axis of the mesh along which rows are shared out.
+    """
+
+    mesh: DeviceMesh
+    dim: int
+
+    def group(self) -> ProcessGroup:
+        """The ranks that have a part of the rows each."""
+        return self.mesh.get_group(self.dim)
+
+    def copies(self) -> ProcessGroup | None:
+        """The ranks that have the same rows as this one, if there are others."""
+        others = [i for i in range(self.mesh.ndim) if i != self.dim and self.mesh.size(i) > 1]
+        return self.mesh.get_group(others[0]) if others else None
+
+
+def refuse(name: str, p: Tensor, shards: bool, known: Iterable[Tensor] = ()) -> None:
+    """Refuse a parameter whose matrix cannot be put together.
+
+    Args:
+        name: What it is called, for the message.
+        p: The parameter.
+        shards: Whether rows that are on several ranks can be.
+        known: Others that have been found good.
+
+    Raises:
+        TypeError: With the name, and what to do.
+    """
+    if hasattr(p, "ds_id") or hasattr(p, "ds_tensor"):
+        raise TypeError(
+            f"{name} is partitioned by DeepSpeed's ZeRO, which hides its shape: use fully_shard "
+            "(FSDP2), or DistributedDataParallel"
+        )
+    if getattr(p, "_is_flat_param", False):
+        raise TypeError(
+            f"{name} is a FlatParameter of FSDP 1, which joins matrices to one vector: use "
+            "fully_shard (FSDP2)"
+        )
+    if is_distributed(p):
+        if not shards:
+            raise TypeError(
+                f"{name} is a DTensor, of which this rank holds a part: only Shampoo and CASPR "
+                "take parameters that are sharded; use one of them, or DistributedDataParallel"
+            )
+        fault = _fault(p)
+        if fault is not None:
+            raise TypeError(
+                f"{name} is a DTensor {fault}: shard parameters by fully_shard along their first "
+                "axis only, or put this one into a group with precondition=False"
+            )
+        own, others = placement_of(p), filter(None, map(placement_of, known))
+        if own is not None and next(others, own) != own:
+            raise TypeError(
+                f"{name} is sharded over another mesh, {own.mesh}, than parameters before it: "
+                "build an optimizer for each mesh"
+            )
+
+
+def _fault(p: DTensor) -> str | None:
+    """Why the rows of a DTensor cannot be put together."""
+    shards = [placement for placement in p.placements if not placement.is_replicate()]
+    if len(shards) > 1:
+        return f"with placements {p.placements} on several axes of a mesh"
+    if any(placement != torch.distributed.tensor.Shard(0) for placement in shards):
+        return f"with placement {shards[0]}, not Shard(0)"
+    if sum(size > 1 for size in p.device_mesh.shape) > 2:
+        return f"on a mesh of {p.device_mesh.ndim} axes"
+    return None
+
+
+def placement_of(p: Tensor) -> Placement | None:
+    """Where the rows of a parameter are; ``None``: all here."""
+    if not is_distributed(p):
+        return None
+    sharded = [i for i, placement in enumerate(p.placements) if placement.is_shard()]
+    return Placement(p.device_mesh, sharded[0]) if sharded else None
+
+
+def local(tensor: Tensor) -> Tensor:
+    """What is here of a tensor: the same memory."""
+    return tensor._local_tensor if is_distributed(tensor) else tensor
+
+
+def local_gradients(present: Present) -> list[Tensor]:
+    """What is here of a step's gradients. Those that lie otherwise than parameters are moved."""
+    for i, (p, grad) in enumerate(zip(present.params, present.grads, strict=True)):
+        if is_distributed(p) and is_distributed(grad) and grad.placements != p.placements:
+            moved = grad.redistribute(placements=p.placements)
+            p.grad = present.grads[i] = moved
+    return list(map(local, present.grads))
+
+
+def rows_on(rank: int, ranks: int, rows: int) -> slice:
+    """The rows that a rank has of ``Shard(0)``: equal numbers, but for the last ranks."""
+    each = -(-rows // ranks)
+    return slice(min(rank * each, rows), min((rank + 1) * each, rows))
+
+
+def first_rows(p: Tensor) -> str:
+    """What tells the rows of a parameter that this rank has from those of others; for keys."""
+    placement = placement_of(p)
+    if placement is None:
+        return ""
+    rank, ranks = placement.mesh.get_local_rank(placement.dim), placement.mesh.size(placement.dim)
+    return f"rows_{rows_on(rank, ranks, p.shape[0]).start}_"
+
+
+def travels_on(group: ProcessGroup, device: torch.device) -> torch.device | None:
+    """Where a group's ranks can send tensors that are on a device; ``None`` if nowhere."""
+    backends = dict(item.split(":") for item in dist.get_backend_config(group).split(","))
+    own = backends.get(device.type)
+    if own is not None and (own != "gloo" or device.type == "cpu"):
+        return device
+    return torch.device("cpu") if "cpu" in backends else None

@@ -1,0 +1,111 @@
+"""Norms of many gradients by two launches, and zeros for those that are not finite by another."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kronbit.gpu.addresses import AddressTable, to_device
+from kronbit.kernels.gradients import norms_kernel, squares_kernel, zero_kernel
+from kronbit.kernels.launch import launch
+
+_BLOCK, _ROUNDS = 2048, 8
+_SUMMED = 256  # pieces of a gradient that are summed up at once
+
+
+class KernelNorms:
+    """Gradients of given sizes on one device.
+
+    Args:
+        sizes: Elements of each gradient. One whose address is 0 counts as zero.
+        device: Where they are.
+
+    Attributes:
+        sizes: As given.
+        norms: ‖G‖_F of each in float32, as last measured.
+        finite: bool, whether each of them is finite.
+    """
+
+    def __init__(self, sizes: Sequence[int], device: torch.device) -> None:
+        self.sizes = sizes
+        piece = _BLOCK * _ROUNDS
+        tiles = array("q")
+        for i, size in enumerate(sizes):
+            for start in range(0, size, piece):
+                tiles.extend((i, start, min(start + piece, size)))
+        self._programs = len(tiles) // 3
+        self._tiles = to_device(tiles or array("q", (0, 0, 0)), device, 3)
+        ends = accumulate((-(-size // piece) for size in sizes), initial=0)
+        self._ends = to_device(array("q", ends), device)
+        self._squares = torch.zeros(max(1, self._programs), dtype=torch.float32, device=device)
+        self.norms = torch.zeros(len(sizes), dtype=torch.float32, device=device)
+        self._finite = torch.ones(len(sizes), dtype=torch.uint8, device=device)
+        self.finite = self._finite.view(torch.bool)
+
+    def measure(self, addresses: Tensor, skipped: Tensor, count: bool) -> None:
+        """Find norms and finiteness, the same bits every time.
+
+        Args:
+            addresses: Where the gradients are.
+            skipped: int64, takes the number of those that are not finite.
+            count: Whether it does.
+        """
+        if not self._programs:
+            return
+        launch(
+            squares_kernel,
+            (self._programs,),
+            self._tiles,
+            addresses,
+            self._squares,
+            BLOCK=_BLOCK,
+            ROUNDS=_ROUNDS,
+        )
+        launch(
+            norms_kernel,
+            (len(self.sizes),),
+            self._ends,
+            self._squares,
+            self.norms,
+            self._finite,
+            skipped,
+            COUNT=count,
+            BLOCK=_SUMMED,
+        )
+
+    def zero_nonfinite(self, addresses: Tensor) -> None:
+        """Zero the gradients that are not finite; the others keep their bits."""
+        if self._programs:
+            launch(
+                zero_kernel,
+                (self._programs,),
+                self._tiles,
+                addresses,
+                self._finite,
+                BLOCK=_BLOCK,
+                ROUNDS=_ROUNDS,
+            )
+
+
+class Measured(NamedTuple):
+    """The gradients of a step, until its end.
+
+    Attributes:
+        grads: The gradients; ``None`` where there is none.
+        norms: ‖G‖_F of each in float32; 0 where there is none. Not finite where G is not, or where
+            the sum of squares overflows float32.
+        finite: bool, whether each norm is finite.
+        addresses: Where those are that the kernels can take; ``None`` where there are no kernels.
+        by_kernels: Whether kernels have measured them: then they can take all of them.
+    """
+
+    grads: Sequence[Tensor | None]
+    norms: Tensor
+    finite: Tensor
+    addresses: AddressTable | None
+    by_kernels: bool

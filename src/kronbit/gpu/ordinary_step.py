@@ -1,0 +1,264 @@
+"""The ordinary step on a GPU: Ĝ and G̃ of all parameters by a few launches, as one CUDA graph."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+from itertools import groupby
+
+import torch
+from torch import Tensor
+
+from kronbit.blocks.groups import DeviceStacks
+from kronbit.gpu.addresses import AddressTable, Integers
+from kronbit.gpu.cutting import Precision, held_size
+from kronbit.gpu.lanes import Lanes
+from kronbit.gpu.tables import Chunk, TableWave, make_tables
+from kronbit.kernels.grouped import graft_kernel, pass_kernel
+from kronbit.kernels.launch import launch
+from kronbit.kernels.lines import STRIP, Buffer, Field
+from kronbit.kernels.roots import roots_kernel, tiles_per_program
+from kronbit.kernels.strips import gather_kernel, scatter_kernel
+from kronbit.quantization import codebook
+from kronbit.quantization.reference import SCALE_BITS, SCALE_MAPPING
+
+_COLUMNS = 256  # of a strip that are copied at once
+_DECODED = 128  # or decoded
+
+
+class GroupedProducts:
+    """Preconditions the members of one device, or some of them.
+
+    Addresses, below, are those of the members' gradients in order (``AddressTable``); more may
+    follow. A member whose address is 0 is passed over.
+
+    Args:
+        stacks: Members, blocks and factors.
+        wanted: The members that will be asked for.
+        precision: How products are taken.
+        channels_last: Whose gradients are in that order.
+
+    Attributes:
+        scratch_bytes: What a step needs as scratch; a multiple of what alignment asks for.
+        held_bytes: What it needs to hold Ĝ.
+    """
+
+    def __init__(
+        self,
+        stacks: DeviceStacks,
+        wanted: Collection[int],
+        precision: Precision,
+        channels_last: Collection[int] = (),
+    ) -> None:
+        self._stacks, self._precision, self._device = stacks, precision, stacks.device
+        self._tables = tables = make_tables(stacks, wanted, precision, channels_last)
+        self.scratch_bytes = tables.scratch * torch.bfloat16.itemsize
+        self.held_bytes = tables.held * precision.held.itemsize
+        self._buffers = Integers(Buffer.LENGTH, self._device)
+        self._scales = torch.empty_like(stacks.graft_ratio)
+        # Of the programs of products.
+        self._squares = torch.zeros(tables.squares, dtype=torch.float32, device=self._device)
+        # What scratch is seen from, as either type of numbers.
+        anchor = torch.zeros(64, dtype=torch.bfloat16, device=self._device)
+        self._anchors = {True: anchor, False: anchor.view(torch.float16)}
+        # Of both roots of each block.
+        self._units = torch.ones(2 * len(tables.lines), dtype=torch.float32, device=self._device)
+
+    def place(self, scratch: int, held: int, norms: Tensor) -> None:
+        """Note at which addresses a step finds its buffers, and ‖G‖_F of each gradient."""
+        self._buffers.write([self._from_anchor(scratch), held, norms.data_ptr()])
+
+    def compare(self, addresses: AddressTable, norms: Tensor, half: Precision) -> Tensor:
+        """(members, 3): ⟨a, b⟩, ⟨a, a⟩ and ⟨b, b⟩, where a is Ĝ taken so, and b is another.
+
+        Args:
+            addresses: Where the gradients are.
+            norms: ‖G‖_F of each.
+            half: How the other Ĝ is taken.
+        """
+        tables = self._tables
+        scratch = self._empty(self.scratch_bytes, torch.uint8)
+        sums = torch.zeros(tables.squares, 3, dtype=torch.float32, device=self._device)
+        for chunk in (chunk for wave in tables.waves for chunk in wave.chunks):
+            # Room for Ĝ of one chunk alone: the held stack seems to begin before it.
+            held = self._empty(sum(map(held_size, chunk.blocks)), half.held)
+            begin = held.data_ptr() - tables.offsets[chunk.blocks[0]] * held.element_size()
+            self.place(scratch.data_ptr(), begin, norms)
+            self._products(chunk, addresses, half, self._squares)
+            self._products(chunk, addresses, self._precision, sums, compare=True)
+            del held
+        found = sums.new_zeros(len(self._scales), 3)
+        members, starts, stops = tables.members.long().unbind(1)
+        by_member = torch.segment_reduce(sums, "sum", lengths=stops - starts, unsafe=True)
+        return found.index_copy_(0, members, by_member)
+
+    def _empty(self, size: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(size, dtype=dtype, device=self._device)
+
+    def _from_anchor(self, scratch: int) -> int:
+        """Elements from the anchor to the scratch; both are aligned to much more than that."""
+        return (scratch - self._anchors[True].data_ptr()) // self._anchors[True].itemsize
+
+    def step(self, addresses: AddressTable) -> None:
+        """Launch what writes G̃ = Ĝ ‖G‖ / ‖Ĝ‖ over the gradients. Allocates nothing."""
+        lanes = Lanes(self._device)
+        before: TableWave | None = None
+        for wave in self._tables.waves:
+            # Who has the same part of the held stack is grafted first.
+            shared = before is not None and (wave.alone or before.alone)
+            lanes.wait_for_grafting(1 if shared else 2)
+            before = wave
+            for chunk in wave.chunks:
+                with lanes.of(chunk.lane):
+                    self._products(chunk, addresses, self._precision, self._squares)
+            with lanes.grafting():
+                self._graft(wave, addresses)
+                self._write(wave, addresses)
+        lanes.join()
+
+    def _graft(self, wave: TableWave, addresses: AddressTable) -> None:
+        """‖G‖ / ‖Ĝ‖ of a wave's members."""
+        launch(
+            graft_kernel,
+            (len(wave.members),),
+            self._tables.members,
+            wave.members.start,
+            addresses.tensor,
+            self._buffers.tensor,
+            self._squares,
+            self._scales,
+            self._stacks.graft_ratio,
+            self._stacks.ungrafted,
+            BLOCK=256,
+        )
+
+    def _write(self, wave: TableWave, addresses: AddressTable) -> None:
+        """G̃ of a wave over the gradients."""
+        if wave.fits:
+            for wide, some in groupby(wave.chunks, lambda chunk: chunk.wide):
+                strips = [chunk.strips for chunk in some]
+                self._scatter(range(strips[0].start, strips[-1].stop), wide, addresses)
+            return
+        for chunk in wave.chunks:
+            self._products(chunk, addresses, self._precision, self._squares)
+            self._scatter(chunk.strips, chunk.wide, addresses)
+
+    def _scatter(self, strips: range, wide: bool, addresses: AddressTable) -> None:
+        """G̃ of some rows over the gradients."""
+        launch(
+            scatter_kernel,
+            (len(strips),),
+            self._tables.strips,
+            strips.start,
+            self._tables.lines,
+            addresses.tensor,
+            self._buffers.tensor,
+            self._scales,
+            PRECISE=self._precision.precise,
+            WIDE=wide and addresses.aligned,
+            ROWS=STRIP,
+            COLUMNS=_COLUMNS,
+        )
+
+    def _products(
+        self,
+        chunk: Chunk,
+        addresses: AddressTable,
+        precision: Precision,
+        sums: Tensor,
+        compare: bool = False,
+    ) -> None:
+        """Ĝ of a chunk's blocks into the held stack, and sums over what each program computes."""
+        if not chunk.wide:
+            precision = replace(precision, direct=False)
+        self._restore(chunk, addresses, precision)
+        if not precision.direct:
+            self._gather(chunk, addresses, precision)
+        self._passes(chunk, addresses, precision, sums, compare)
+
+    def _restore(self, chunk: Chunk, addresses: AddressTable, precision: Precision) -> None:
+        """Roots of a chunk's blocks into the scratch."""
+        for kind, programs in chunk.roots:
+            quantizer = kind.quantizer
+            coded = quantizer.bits < 32
+            launch(
+                roots_kernel,
+                (len(programs),),
+                programs,
+                self._tables.lines,
+                addresses.tensor,
+                self._buffers.tensor,
+                self._anchors[precision.precise],
+                self._units,
+                codebook(quantizer.mapping, quantizer.bits, self._device)
+                if coded
+                else self._squares,
+                codebook(SCALE_MAPPING, SCALE_BITS, self._device),
+                PRECISE=precision.precise,
+                DIRECT=precision.direct,
+                BITS=quantizer.bits,
+                WORDS=kind.words,
+                COMPACT=kind.compact,
+                TILE=kind.tile,
+                TILES=tiles_per_program(kind.tile),
+                BLOCK=quantizer.block_size,
+                ROWS=STRIP,
+                COLUMNS=_DECODED,
+            )
+
+    def _gather(self, chunk: Chunk, addresses: AddressTable, precision: Precision) -> None:
+        """X ← G of a chunk's blocks."""
+        launch(
+            gather_kernel,
+            (len(chunk.strips),),
+            self._tables.strips,
+            chunk.strips.start,
+            self._tables.lines,
+            addresses.tensor,
+            self._buffers.tensor,
+            self._anchors[precision.precise],
+            PRECISE=precision.precise,
+            WIDE=chunk.wide and addresses.aligned,
+            ROWS=STRIP,
+            COLUMNS=_COLUMNS,
+        )
+
+    def _passes(
+        self,
+        chunk: Chunk,
+        addresses: AddressTable,
+        precision: Precision,
+        sums: Tensor,
+        compare: bool,
+    ) -> None:
+        """Ĝ of a chunk's blocks from X."""
+        shape = self._tables.shape
+        source, target = int(Field.X), int(Field.Y)
+        for number, by in enumerate(self._stacks.rule, 1):
+            last = number == len(self._stacks.rule)
+            launch(
+                pass_kernel,
+                (len(chunk.tiles),),
+                chunk.tiles,
+                self._tables.lines,
+                addresses.tensor,
+                self._buffers.tensor,
+                self._anchors[precision.precise],
+                self._units,
+                sums,
+                chunk.square,
+                SOURCE=source,
+                TARGET=target,
+                BY_LEFT=by.left,
+                BY_RIGHT=by.right,
+                PRECISE=precision.precise,
+                DIRECT=precision.direct and number == 1,
+                LAST=last,
+                COMPARE=last and compare,
+                TILE_M=shape.tile[0],
+                TILE_N=shape.tile[1],
+                DEPTH=shape.depth,
+                num_warps=shape.warps,
+                num_stages=shape.stages,
+            )
+            source, target = target, source

@@ -1,0 +1,106 @@
+"""G Gᵀ and Gᵀ G of a batch of blocks by kernels, from gradients that lie anywhere."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kronbit.blocks.batches import Part, order_of
+from kronbit.blocks.groups import Member
+from kronbit.gpu.addresses import to_device
+from kronbit.kernels import outer as kernels
+from kronbit.kernels.launch import launch
+from kronbit.kernels.lines import block_head
+from kronbit.kernels.matmul import PRODUCT, tiles
+from kronbit.kernels.outer import TILE
+from kronbit.kernels.split import padded
+
+_REMEMBERED = 256
+
+
+@dataclass(frozen=True)
+class _Lines:
+    """The table of a batch.
+
+    Attributes:
+        lines: A line of integers per row.
+        size: Elements of all copies.
+        tiles: Programs that the largest block needs.
+    """
+
+    lines: Tensor
+    size: int
+    tiles: int
+
+
+class OuterProducts:
+    """Statistics of the members of one device.
+
+    Args:
+        members: The parameters.
+        device: Where they are.
+    """
+
+    def __init__(self, members: Sequence[Member], device: torch.device) -> None:
+        self._members, self._device = members, device
+        self._tables: dict[tuple[tuple[int, bool, int, int], ...], _Lines] = {}
+
+    def of(self, addresses: Tensor, finite: Tensor, parts: Sequence[Part]) -> Tensor:
+        """M of a batch; zero beyond a row's order, and where the gradient is not finite.
+
+        Args:
+            addresses: Where the members' gradients are.
+            finite: bool (members,): whose gradient is finite.
+            parts: The rows.
+        """
+        n = order_of(parts)
+        table = self._lines(parts)
+        k = len(table.lines)
+        hi, lo = (
+            torch.empty(table.size, dtype=torch.float16, device=self._device) for _ in range(2)
+        )
+        unit = torch.empty(k, dtype=torch.float32, device=self._device)
+        largest = torch.zeros(k, dtype=torch.int32, device=self._device)
+        read = (table.lines, addresses, finite, largest)
+        launch(kernels.largest_kernel, (table.tiles, k), *read, TILE=TILE)
+        launch(kernels.copy_kernel, (table.tiles, k), *read, hi, lo, unit, TILE=TILE)
+        M = torch.empty(k, n, n, dtype=torch.float32, device=self._device)
+        launch(
+            kernels.outer_kernel,
+            (tiles(n) ** 2, k),
+            table.lines,
+            hi,
+            lo,
+            unit,
+            M,
+            n,
+            **PRODUCT,
+        )
+        return M
+
+    def _lines(self, parts: Sequence[Part]) -> _Lines:
+        key = tuple((id(p.group), p.right, p.rows.start, p.rows.stop) for p in parts)
+        if key not in self._tables:
+            if len(self._tables) == _REMEMBERED:
+                self._tables.pop(next(iter(self._tables)))
+            self._tables[key] = self._make_lines(parts)
+        return self._tables[key]
+
+    def _make_lines(self, parts: Sequence[Part]) -> _Lines:
+        lines = array("q")
+        size = largest = 0
+        for part in parts:
+            m, n = part.group.shape
+            for row, member, _, first, stride, taps in part.group.places(self._members):
+                if not part.rows.start <= row < part.rows.stop:
+                    continue
+                lines.extend(block_head(member, (m, n), first, stride, taps))
+                # RIGHT, PLACE, DEPTH
+                lines.extend((int(part.right), size, padded(m if part.right else n)))
+                size += padded(m) * padded(n)
+            largest = max(largest, padded(m) // TILE * (padded(n) // TILE))
+        return _Lines(to_device(lines, self._device, kernels.COUNT), size, largest)

@@ -1,0 +1,260 @@
+"""A polynomial of products in two launches: of all lines but the last, and, once checked, of that.
+
+Programs take tiles in the order of lines, matrices and tiles, and wait until the lines before are
+done for their own matrix alone. So no processor waits for the last tiles of a line, as it does
+between launches.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cache, lru_cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kronbit.kernels.compact import tile_at
+from kronbit.kernels.guard import processors
+from kronbit.kernels.launch import launch
+from kronbit.kernels.matmul import PRODUCT, accumulate, tiles
+from kronbit.kernels.polynomial import Polynomial
+from kronbit.kernels.split import UNIT, padded, split_quotients, store_parts
+from kronbit.kernels.taking_turns import take, tell, wait_for
+
+# Of a line: out, A, B and C; alpha times the units of A and B, beta, the unit of C, the diagonal,
+# and the inverse of the unit of out. Parts hold a matrix divided by its unit.
+_WHERE: tl.constexpr = tl.constexpr(4)
+_NUMBERS: tl.constexpr = tl.constexpr(5)
+_ROWS, _COLUMNS = 8, 256  # of a matrix, per program that looks through it
+_PRODUCT = {name: value for name, value in PRODUCT.items() if name != "SUPER"}
+
+
+@triton.jit
+def _parts_of(parts, last, place, matrix, k, size, PLACES: tl.constexpr):
+    """Where a matrix of a place is: its larger parts; behind those of all k, the smaller ones."""
+    first = parts + place * 2 * k * size
+    if place == PLACES - 1:
+        first = last
+    return first + matrix * size
+
+
+@triton.jit(do_not_specialize=["k", "n", "padded_n", "first", "lines", "tolerance"])
+def _evaluate_kernel(
+    parts,
+    out,
+    places,
+    numbers,
+    orders,
+    scale,
+    done,
+    k,
+    n,
+    padded_n,
+    first,
+    lines,
+    tolerance,
+    MIXED: tl.constexpr,
+    LAST: tl.constexpr,
+    PLACES: tl.constexpr,
+    TILE: tl.constexpr,
+    DEPTH: tl.constexpr,
+    PAD: tl.constexpr,
+):
+    """Some lines of a polynomial, from the first one on; or the last one alone, in float32."""
+    # Counters: what has been done of each matrix, how far it is from I, and which tiles are taken.
+    taken, farthest = done + 2 * k, done + k
+    last = out.to(tl.pointer_type(tl.float16), bitcast=True)
+    padded_n = padded_n // PAD * PAD  # it is a multiple; so written, the compiler knows, too
+    size = padded_n.to(tl.int64) * padded_n
+    lo = k * size  # behind the larger parts
+    side = tl.cdiv(n, TILE)
+    most = side * (side + 1) // 2
+    own = take(taken + LAST)
+    while own < lines * k * most:
+        line = own // (k * most)
+        matrix = own % (k * most) // most
+        i, j = tile_at(own % most)
+        order = n
+        if MIXED:
+            order = tl.load(orders + matrix)
+        at, by = places + (first + line) * _WHERE, numbers + (first + line) * _NUMBERS
+        to, a, b, c = tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3)
+        alpha, beta, unit_of_c = tl.load(by), tl.load(by + 1), tl.load(by + 2)
+        diagonal, inverse_unit = tl.load(by + 3), tl.load(by + 4)
+        height = tl.cdiv(order, TILE)
+        if i < height:
+            if not LAST:
+                wait_for(done + matrix, line * (height * (height + 1) // 2))
+            a_hi = _parts_of(parts, last, a, matrix, k, size, PLACES)
+            b_hi = _parts_of(parts, last, b, matrix, k, size, PLACES)
+            row, column = i * TILE + tl.arange(0, TILE), j * TILE + tl.arange(0, TILE)
+            depth = tl.arange(0, DEPTH)
+            # Rows beyond the padding wrap around: what they give is never stored.
+            a_line = tl.max_contiguous(tl.multiple_of(row % padded_n, PAD), PAD)
+            b_line = tl.max_contiguous(tl.multiple_of(column % padded_n, PAD), PAD)
+            value = accumulate(
+                a_hi,
+                a_hi + lo,
+                a_line[:, None] * padded_n + depth[None, :],
+                DEPTH,
+                b_hi,
+                b_hi + lo,
+                depth[:, None] * padded_n + b_line[None, :],
+                DEPTH * padded_n,
+                tl.cdiv(order, PAD) * PAD,
+                TILE,
+                DEPTH,
+            )
+            value *= alpha
+            if LAST:
+                far = tl.load(farthest + matrix).to(tl.float32, bitcast=True)
+                value *= tl.where(far < tolerance, tl.load(scale + matrix), float("nan"))
+                if i == j:  # to the bit, as all other tiles are
+                    value = tl.where(row[:, None] >= column[None, :], value, tl.trans(value))
+                result = out + matrix.to(tl.int64) * n * n
+                inside = (row < order)[:, None] & (column < order)[None, :]
+                tl.store(result + row[:, None] * n + column[None, :], value, mask=inside)
+                if i != j:
+                    inside = (column < order)[:, None] & (row < order)[None, :]
+                    place = column[:, None] * n + row[None, :]
+                    tl.store(result + place, tl.trans(value), mask=inside)
+            else:
+                within = (row < padded_n)[:, None] & (column < padded_n)[None, :]
+                place = row[:, None] * padded_n + column[None, :]
+                if c >= 0:
+                    c_hi = _parts_of(parts, last, c, matrix, k, size, PLACES)
+                    added = tl.load(c_hi + place, mask=within, other=0.0).to(tl.float32)
+                    added += tl.load(c_hi + lo + place, mask=within, other=0.0).to(tl.float32)
+                    value += (beta * unit_of_c) * added
+                on = (row[:, None] == column[None, :]) & (row < order)[:, None]
+                value += tl.where(on, diagonal, 0.0)
+                if i == j:
+                    value = tl.where(row[:, None] >= column[None, :], value, tl.trans(value))
+                value *= inverse_unit
+                hi = _parts_of(parts, last, to, matrix, k, size, PLACES)
+                store_parts(hi, hi + lo, place, value, within)
+                if i != j:
+                    within = (column < padded_n)[:, None] & (row < padded_n)[None, :]
+                    place = column[:, None] * padded_n + row[None, :]
+                    store_parts(hi, hi + lo, place, tl.trans(value), within)
+                tell(done + matrix)
+        own = take(taken + LAST)
+
+
+@triton.jit(do_not_specialize=["k", "n", "padded_n", "line"])
+def _check_kernel(
+    parts,
+    out,
+    places,
+    numbers,
+    orders,
+    done,
+    k,
+    n,
+    padded_n,
+    line,
+    MIXED: tl.constexpr,
+    PLACES: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """How far C of a line is from I, by the larger parts, as the bits of a float32."""
+    matrix = tl.program_id(1)
+    order = n
+    if MIXED:
+        order = tl.load(orders + matrix)
+    place, unit = tl.load(places + line * _WHERE + 3), tl.load(numbers + line * _NUMBERS + 2)
+    last = out.to(tl.pointer_type(tl.float16), bitcast=True)
+    size = padded_n.to(tl.int64) * padded_n
+    hi = _parts_of(parts, last, place, matrix, k, size, PLACES)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
+    seen = tl.zeros((ROWS, COLUMNS), dtype=tl.int32)
+    for start in range(0, order, COLUMNS):
+        column = start + tl.arange(0, COLUMNS)[None, :]
+        inside = (row < order) & (column < order)
+        value = tl.load(hi + row * padded_n + column, mask=inside, other=0.0).to(tl.float32) * unit
+        value = tl.where(inside & (row == column), value - 1.0, value)
+        # As integers, magnitudes sort as they do, and NaN is the largest.
+        seen = tl.maximum(seen, value.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
+    tl.atomic_max(done + k + matrix, tl.max(seen))
+
+
+def room(k: int, n: int, device: torch.device) -> Tensor:
+    """Room for matrices (k, n, n) in float32, and, in the end, for their parts."""
+    whole = torch.empty(k * padded(n) ** 2, dtype=torch.float32, device=device)
+    return whole[: k * n**2].view(k, n, n)
+
+
+def evaluate(
+    polynomial: Polynomial, A: Tensor, s: Tensor, scale: Tensor, orders: Tensor | None = None
+) -> Tensor:
+    """What ``linalg.polynomials.evaluate`` gives."""
+    k, n, _ = A.shape
+    side = padded(n)
+    count = 1 + max(map(max, _places(polynomial)))
+    parts = torch.empty(count - 1, 2, k, side, side, dtype=torch.float16, device=A.device)
+    split_quotients(A, s, parts[0])
+    if A.storage_offset() != 0 or A.untyped_storage().nbytes() != 4 * k * side**2:
+        A = room(k, n, A.device)
+    counters = torch.zeros(2 * k + 2, dtype=torch.int32, device=A.device)
+    tables = *_tables(polynomial, A.device), counters if orders is None else orders
+    programs = min(processors(A.device), k * tiles(n) * (tiles(n) + 1) // 2)
+    before, constants = len(polynomial.products) - 1, {"PLACES": count, "MIXED": orders is not None}
+    numbers = k, n, side
+
+    def products(first: int, lines: int, last: bool) -> None:
+        own = first, lines, polynomial.tolerance
+        arguments = parts, A, *tables, scale, counters, *numbers, *own
+        launch(_evaluate_kernel, (programs,), *arguments, LAST=last, **constants, **_PRODUCT)
+
+    products(0, before, last=False)
+    grid = -(-n // _ROWS), k
+    arguments = parts, A, *tables, counters, *numbers, polynomial.checked - 1
+    launch(_check_kernel, grid, *arguments, ROWS=_ROWS, COLUMNS=_COLUMNS, **constants)
+    products(before, 1, last=True)
+    return A
+
+
+@cache
+def _places(polynomial: Polynomial) -> tuple[tuple[int, ...], ...]:
+    """Where each line finds and leaves its matrices (out, A, B, C), in as few places as can be.
+
+    No line writes where it reads. The first matrix is in place 0, and the result in the last one.
+    """
+    last_uses = polynomial.last_uses()
+    last_uses[polynomial.products[polynomial.checked - 1].C or 0] = len(
+        polynomial.products
+    )  # when it is checked
+    at, free, count = {0: 0}, list[int](), 1
+    found = []
+    for number, line in enumerate(polynomial.products, 1):
+        chosen = max(free, default=0)
+        if chosen == 0 and (not free or number == len(polynomial.products)):
+            chosen = count
+            count += 1
+        else:
+            free.remove(chosen)
+        at[number] = chosen
+        C = -1 if line.C is None else at[line.C]
+        found.append((chosen, at[line.A], at[line.B], C))
+        free += [at[operand] for operand in line.operands() if last_uses[operand] == number]
+    names = {chosen: count - 1, count - 1: chosen}
+    return tuple(tuple(names.get(place, place) for place in line) for line in found)
+
+
+@lru_cache(maxsize=64)
+def _tables(polynomial: Polynomial, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The lines of a polynomial, as the kernel reads them."""
+    units = [UNIT]
+    numbers = []
+    for line in polynomial.products:
+        units.append(2.0 ** math.floor(math.log2(line.bound)) * UNIT)
+        alpha = line.alpha * units[line.A] * units[line.B]
+        unit_of_c = 0.0 if line.C is None else units[line.C]
+        numbers.append((alpha, line.beta, unit_of_c, line.diagonal, 1 / units[-1]))
+    return (
+        torch.tensor(_places(polynomial), dtype=torch.int64, device=device),
+        torch.tensor(numbers, dtype=torch.float32, device=device),
+    )

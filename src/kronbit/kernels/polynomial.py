@@ -1,0 +1,57 @@
+"""A polynomial of a symmetric matrix as data: the products that compute it, in order.
+
+Torch and the kernels both read it, so this module does not need Triton.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Product(NamedTuple):
+    """One product: alpha A B + beta C + diagonal I.
+
+    Attributes:
+        A: Left operand: the number of the product that gives it, from 1 on; 0 is the first matrix.
+        B: Right operand.
+        C: What is added, or nothing.
+        alpha: Factor of the product.
+        beta: Factor of C.
+        diagonal: Added to the diagonal.
+        bound: No element of the result is larger by far.
+    """
+
+    A: int
+    B: int
+    C: int | None = None
+    alpha: float = 1.0
+    beta: float = 1.0
+    diagonal: float = 0.0
+    bound: float = 1.0
+
+    def operands(self) -> set[int]:
+        """What it reads."""
+        return {self.A, self.B} | ({self.C} if self.C is not None else set())
+
+
+class Polynomial(NamedTuple):
+    """Products that begin with one matrix.
+
+    All results are polynomials of it: they are symmetric, and half of each need not be computed.
+
+    Attributes:
+        products: The products. The last one, which adds nothing, gives the result; those of all
+            others are used.
+        checked: The product that adds a C which must be close to I. No later one reads it.
+        tolerance: No element of C - I may be larger.
+    """
+
+    products: tuple[Product, ...]
+    checked: int
+    tolerance: float
+
+    def last_uses(self) -> dict[int, int]:
+        """By the number of a matrix: the last product that reads it."""
+        return {
+            number: i for i, product in enumerate(self.products, 1) for number in product.operands()
+        }

@@ -1,0 +1,1 @@
+"""Pure batched math on stacks of matrices: products, orthogonal factors, inverse roots."""

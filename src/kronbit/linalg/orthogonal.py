@@ -1,0 +1,279 @@
+"""Batched linear algebra of the factors: (k, n, n) stacks, full float32."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from kronbit.kernels.guard import has_kernels
+from kronbit.linalg.precision import full_precision
+from kronbit.linalg.products import (
+    Operand,
+    compose,
+    correction,
+    multiply,
+    normalise_columns,
+    operand,
+)
+
+if TYPE_CHECKING:
+    from kronbit.kernels.cholesky import Chain
+
+# X -> an orthonormal basis of its columns, and of which matrices it can be trusted.
+QR: TypeAlias = Callable[[Tensor], tuple[Tensor, Tensor]]
+
+
+class Attempt(NamedTuple):
+    """At an update: the first one takes what is fastest, the next ones what is more robust.
+
+    Attributes:
+        number: From 0 on.
+        chain: What launches the kernels' factorisations of the first one.
+    """
+
+    number: int = 0
+    chain: Chain | None = None
+
+    def qr(self) -> QR:
+        """Which QR it takes."""
+        if self.number == 0:
+            return partial(cholesky_qr, chain=self.chain)
+        return (shifted_cholesky_qr, householder_qr)[self.number - 1]
+
+
+FIRST_ATTEMPT = Attempt()
+
+# ‖QᵀQ - I‖, of which a correction leaves its square.
+_CORRECTABLE = 5e-3
+# Of the trace of XᵀX, in which smaller pivots would be rounding errors.
+_ROUNDING = 3e-7
+# R⁻¹ is smaller than that, relative to what the least pivot gives: then Q is correctable.
+_ONE_PASS = 0.7
+_SHIFTED_PASSES = 3
+
+
+def _nonzero(divisor: Tensor) -> Tensor:
+    """The divisor with 1 for 0: zero stays zero under it, and NaN and infinity stay visible."""
+    return torch.where(divisor == 0, 1.0, divisor)
+
+
+@full_precision()
+def rectified(V: Operand, steps: int) -> Operand:
+    """Rectify the orthogonality of V: ``steps`` times V ← 1.5 V - 0.5 V Vᵀ V (Björck).
+
+    The formula is the same for Vᵀ, so it does not matter whether eigenvectors are rows or columns.
+
+    Args:
+        V: (k, n, n), nearly orthogonal, by rows.
+        steps: t1 or t2 of the paper.
+
+    Returns:
+        The rectified stack (``V`` itself when ``steps`` is 0).
+    """
+    for _ in range(steps):
+        V = compose(compose(V, V.mT, symmetric=True), V, C=V, alpha=-0.5, beta=1.5)
+    return V
+
+
+def bjorck(V: Tensor, steps: int) -> Tensor:
+    """``rectified`` for a float32 stack."""
+    return rectified(operand(V.float().contiguous(), bound=1.0), steps).float()
+
+
+@full_precision()
+def orthogonality_error(Q: Tensor) -> Tensor:
+    """The largest |Qᵀ Q - I| of each matrix, (k,)."""
+    q = operand(Q.float(), bound=1.0)
+    gram = multiply(q.mT, q, symmetric=True)
+    gram.diagonal(dim1=-2, dim2=-1).sub_(1)
+    error: Tensor = torch.linalg.vector_norm(gram, ord=torch.inf, dim=(-2, -1))
+    return error
+
+
+def cholesky_(A: Tensor, chain: Chain | None = None) -> tuple[Tensor, Tensor]:
+    """The lower triangular C with A = C Cᵀ.
+
+    Args:
+        A: (k, n, n), symmetric, float32, contiguous; given away: it may be overwritten.
+        chain: What launches the kernels' factorisations, if that is done more than once.
+
+    Returns:
+        C: (k, n, n), zero above the diagonal.
+        good: bool (k,): False where a pivot was not positive. That C is worthless.
+    """
+    if has_kernels(A.device):
+        from kronbit.kernels.cholesky import factor_
+
+        good = factor_(A, chain)
+        return A, good
+    C, info = torch.linalg.cholesky_ex(A)
+    return C, info == 0
+
+
+def thousands(order: int) -> int:
+    """An order, rounded up to a multiple of 1024: orders may share a batch if that is the same."""
+    return 1024 * -(-order // 1024)
+
+
+def least_pivot(order: int) -> float:
+    """Of XᵀX with a diagonal of ones: rounding errors are smaller pivots.
+
+    By the thousand: what comes of a matrix must not depend on those that it shares a batch with.
+    For small orders that is more than needed; a good column that is put off costs a second pass.
+    """
+    return _ROUNDING * thousands(order)
+
+
+def _whitened(X: Tensor, room: Tensor | None, chain: Chain | None) -> Operand:
+    """X R⁻¹ with Rᵀ R = Xᵀ X, of X with columns of length 1; NaN, where that fails.
+
+    Rounding errors grow with the condition, and pivots near zero are nothing else. Such columns are
+    put off: they are made orthogonal to the others, but not to each other. What that leaves is
+    better conditioned, and a second pass does the rest. A large R⁻¹ tells who needs it.
+
+    Args:
+        X: (k, m, n), contiguous, given away.
+        room: (k, n, n) that may be overwritten; it may be X itself.
+        chain: What launches the kernels' factorisations, if there are kernels.
+    """
+    least = least_pivot(X.shape[-1])
+    limit = _ONE_PASS / math.sqrt(least)
+    if has_kernels(X.device):
+        from kronbit.kernels.whitening import whitened
+
+        return whitened(X, room, least, limit, chain)
+    largest = _whiten_once_(X, least)
+    for row, enough in enumerate((largest <= limit).tolist()):  # False for NaN
+        if not enough:
+            alone = X[row : row + 1].clone()
+            _whiten_once_(alone, least)
+            X[row : row + 1] = alone
+    return X
+
+
+def _better_conditioned(X: Tensor, room: Tensor | None) -> Tensor:
+    """X R⁻¹ with Rᵀ R = Xᵀ X + shift I: that never fails, and gains two or three digits.
+
+    Args:
+        X: (k, m, n), contiguous, given away.
+        room: (k, n, n) that may be overwritten; it may be X itself.
+    """
+    shift = least_pivot(X.shape[-1])
+    if has_kernels(X.device):
+        from kronbit.kernels.whitening import shifted
+
+        return shifted(X, room, shift)
+    _whiten_once_(X, shift, always=True)
+    return X
+
+
+def _whiten_once_(X: Tensor, shift: float, always: bool = False) -> Tensor:
+    """One pass by torch; returns the largest elements of R⁻¹, infinity where there was a shift.
+
+    Unless ``always``, there is one where torch finds a pivot that is not positive: it does not let
+    us put off single columns.
+    """
+    normalise_columns(X)
+    S = multiply(X.mT, X, symmetric=True)
+    lower, info = torch.linalg.cholesky_ex(S)
+    failed = torch.ones_like(info, dtype=torch.bool) if always else info != 0
+    for row, bad in enumerate(failed.tolist()):
+        if bad:
+            again = S[row].clone()
+            again.diagonal().add_(shift)
+            lower[row], info = torch.linalg.cholesky_ex(again)
+            lower[row].masked_fill_(info != 0, torch.nan)
+    del S
+    eye = torch.eye(X.shape[-1], dtype=X.dtype, device=X.device)
+    W = torch.linalg.solve_triangular(lower.mT, eye.expand_as(lower), upper=True)
+    del lower
+    X.copy_(multiply(X, W))
+    largest: Tensor = torch.linalg.vector_norm(W, ord=torch.inf, dim=(-2, -1))
+    return largest.masked_fill_(failed, torch.inf)
+
+
+def _corrected(Q: Operand, room: Tensor | None) -> tuple[Tensor, Tensor]:
+    """A nearly orthonormal Q corrected twice, and of which matrices that can be trusted."""
+    W, _ = correction(Q)
+    Q = compose(Q, W)
+    W, squares = correction(Q)
+    # A comparison with NaN is False, so a broken matrix counts as bad.
+    return multiply(Q, W, out=room), squares.sum(-1) <= _CORRECTABLE**2
+
+
+def cholesky_qr(X: Tensor, chain: Chain | None = None) -> tuple[Tensor, Tensor]:
+    """QR(X) by Cholesky-QR on normalised columns, corrected twice: all matrix products.
+
+    Args:
+        X: (k, m, n) with m >= n, float32; given away: it may be overwritten.
+        chain: What launches the kernels' factorisations, if that is done more than once.
+
+    Returns:
+        Q: (k, m, n), with R's diagonal non-negative.
+        good: bool (k,): False where X is too ill-conditioned for it: Cholesky failed, or Q was not
+            orthogonal enough for the corrections. That Q is worthless.
+    """
+    with full_precision():
+        X = X.contiguous()
+        room = _room(X)
+        return _corrected(_whitened(X, room, chain), room)
+
+
+def shifted_cholesky_qr(X: Tensor) -> tuple[Tensor, Tensor]:
+    """``cholesky_qr`` after passes with shifts, for matrices that are singular but for rounding."""
+    with full_precision():
+        for _ in range(_SHIFTED_PASSES):
+            X = X.contiguous()
+            X = _better_conditioned(X, _room(X))
+        return cholesky_qr(X)
+
+
+def _room(X: Tensor) -> Tensor | None:
+    """X itself, where products can be written over it: kernels work on copies."""
+    return X if X.shape[-2] == X.shape[-1] and has_kernels(X.device) else None
+
+
+def householder_qr(X: Tensor) -> tuple[Tensor, Tensor]:
+    """QR(X) by Householder, with the signs that Cholesky-QR gives: R has diagonal >= 0.
+
+    Args:
+        X: (k, m, n) with m >= n, float32; given away: it is overwritten.
+
+    Returns:
+        Q: (k, m, n).
+        good: bool (k,), True.
+    """
+    X /= _nonzero(torch.linalg.vector_norm(X, dim=-2, keepdim=True))
+    good = torch.ones(X.shape[:1], dtype=torch.bool, device=X.device)
+    # One by one: CUDA's batched QR of a singular matrix is not orthogonal.
+    return torch.stack([_signed_q(*torch.linalg.qr(x)) for x in X]), good
+
+
+def _signed_q(Q: Tensor, R: Tensor) -> Tensor:
+    return Q * torch.where(R.diagonal() < 0, -1.0, 1.0).to(Q.dtype)
+
+
+def subspace_iteration(A: Operand, AV: Tensor, steps: int, qr: QR) -> tuple[Tensor, Tensor]:
+    """The paper's randomized SVD: ``steps`` times P ← QR(A P), from P = V.
+
+    Args:
+        A: (k, n, n), symmetric.
+        AV: A V with V the start, eigenvectors of an earlier A as columns; given away.
+        steps: Number of QR iterations, at least 1.
+        qr: ``cholesky_qr`` or a more robust one.
+
+    Returns:
+        P: (k, n, n), approximate eigenvectors of A as columns.
+        good: bool (k,): whether every QR could be trusted.
+    """
+    with full_precision():
+        P, good = qr(AV)
+        for _ in range(steps - 1):
+            P, again = qr(multiply(A, operand(P, bound=1.0)))
+            good = good & again
+    return P, good

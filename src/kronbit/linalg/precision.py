@@ -1,0 +1,54 @@
+"""Full float32 arithmetic around factor math, whatever the user's settings are.
+
+TF32 keeps 10 bits of mantissa. The eigenvalues of a preconditioner span six orders of magnitude
+and more, so a product in TF32 (or in bf16, under autocast) buries the small ones, which are those
+that the inverse root makes large.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from kronbit.interruptions import ending
+
+# Where a float32 matrix product may be lowered (cuBLAS, and oneDNN on the CPU), with the setting
+# that it inherits while its own is "none".
+_BACKENDS = (
+    (torch.backends.cuda.matmul, torch.backends.cudnn),
+    (torch.backends.mkldnn.matmul, torch.backends.mkldnn),  # type: ignore[attr-defined]
+)
+_AUTOCAST_DEVICES = ("cpu", "cuda")
+_here = threading.local()
+
+
+@contextmanager
+def full_precision() -> Iterator[None]:
+    """Run float32 matrix products as IEEE float32, outside autocast; restores every setting."""
+    autocast = [device for device in _AUTOCAST_DEVICES if torch.is_autocast_enabled(device)]
+    if getattr(_here, "inside", False) and not autocast:  # to look at the rest takes a while
+        yield
+        return
+    lowered = []
+    for backend, parent in _BACKENDS:
+        precision = backend.fp32_precision
+        if precision in ("tf32", "bf16"):
+            lowered.append((backend, "none" if parent.fp32_precision == precision else precision))
+
+    def restore() -> None:
+        for backend, own in lowered:
+            backend.fp32_precision = own
+        for device in autocast:
+            torch.set_autocast_enabled(device, True)
+        _here.inside = False
+
+    with ending(restore):
+        _here.inside = True
+        for device in autocast:
+            torch.set_autocast_enabled(device, False)
+        for backend, _ in lowered:
+            backend.fp32_precision = "ieee"
+        yield

@@ -1,0 +1,251 @@
+"""Inverse roots to convergence, by products alone: no eigenvalues, nothing that waits."""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from kronbit.kernels.guard import has_kernels
+from kronbit.kernels.polynomial import Polynomial, Product
+from kronbit.linalg.orthogonal import _nonzero, thousands
+from kronbit.linalg.polynomials import evaluate
+from kronbit.linalg.precision import full_precision
+from kronbit.linalg.products import add_ridge_, multiply, norms, operand
+
+# Below these, relative to λmax and ‖A‖_F, rounding errors could make a float32 matrix indefinite.
+LEAST_RIDGE, _LEAST_OF_NORM = 5e-7, 1.5e-7
+_ENOUGH = 5e-5  # that far from 1, relative errors of a root are rounding errors
+_CONVERGING = 0.3  # no element of M - I is larger before the last step
+_MARGIN = 0.5  # what power iteration finds of λmax, at the least
+# Polynomials are steep at the upper end of their interval: rounding errors must not lie beyond it.
+_ROOM = 1e-3
+_EXCHANGES = 30
+
+
+@cache
+def minimax_steps(p: int, least: float) -> tuple[tuple[float, float, float], ...]:
+    """The steps T = a I + b M + c M² that bring M with eigenvalues in [least, 1] nearest to I.
+
+    In r = λ^(1/p), a step is r ← r (a + b r^p + c r^2p). Of all of that form, the best is nowhere
+    farther from 1 on the interval that r is in; so the next interval is the narrowest. Each gains
+    what Newton gains in several steps.
+
+    Args:
+        p: 2 or 4.
+        least: The smallest eigenvalue relative to the largest.
+
+    Returns:
+        (a, b, c) of each step.
+    """
+    u, v = least ** (1 / p), 1.0
+    steps = []
+    while v - u > 2 * _ENOUGH:
+        a, b, c, error = _best_step(p, u, v * (1 + _ROOM))
+        steps.append((a, b, c))
+        u, v = 1 - error, 1 + error
+    return tuple(steps)
+
+
+def steps_of(order: int, p: int, damping: float) -> tuple[tuple[float, float, float], ...]:
+    """The steps for any matrix of an order, divided by up to twice its Frobenius norm."""
+    ridge = max(damping, LEAST_RIDGE)
+    # No eigenvalue is larger than the norm, and λmax is not smaller than a √n-th of it. By the
+    # thousand: what comes of a matrix must not depend on those that it shares a batch with.
+    least = max(_MARGIN * ridge / math.sqrt(thousands(order)), _LEAST_OF_NORM)
+    return minimax_steps(p, least / 2 / 2 ** _doublings(ridge))
+
+
+def _doublings(ridge: float) -> int:
+    """By how many powers of two the largest eigenvalue grows with a ridge, if that shows."""
+    return math.ceil(math.log2(1 + ridge)) if ridge > _ROOM else 0
+
+
+def _best_step(p: int, u: float, v: float) -> tuple[float, float, float, float]:
+    """(a, b, c) and the error E of the best step on [u, v], by Remez's exchange.
+
+    It is 1 - E, 1 + E, 1 - E, 1 + E at u, at its two extremes, and at v.
+    """
+    places = [u, u + (v - u) / 4, v - (v - u) / 4, v]
+    ones = torch.ones(4, dtype=torch.float64)
+    for _ in range(_EXCHANGES):
+        rows = [[r, r ** (p + 1), r ** (2 * p + 1), (-1) ** i] for i, r in enumerate(places)]
+        a, b, c, error = torch.linalg.solve(torch.tensor(rows, dtype=torch.float64), ones).tolist()
+        # Where the derivative a + (p + 1) b y + (2 p + 1) c y² is zero, y = r^p.
+        middle, half = -(p + 1) * b, math.sqrt(((p + 1) * b) ** 2 - 4 * (2 * p + 1) * a * c)
+        extremes = ((middle + side) / (2 * (2 * p + 1) * c) for side in (-half, half))
+        places[1:3] = (y ** (1 / p) for y in extremes)
+    return a, b, c, error
+
+
+@full_precision()
+def converged_inverse_root(
+    A: Tensor, p: int, damping: float, orders: Tensor | None = None
+) -> Tensor:
+    """(A + λmax ε I)^(-1/p) by a coupled iteration whose steps are the best there are.
+
+    From M = A / s, where s is a power of two above ‖A‖_F, and H = I: T = a I + b M + c M²,
+    H ← H T and M ← T^(p/2) M T^(p/2), until M is I. All of them are polynomials of A, so that every
+    product is symmetric, and half of it need not be computed.
+
+    Args:
+        A: (k, n, n), symmetric and positive semi-definite; given away with its storage.
+        p: 1, 2 or 4.
+        damping: ε, relative to the largest eigenvalue of each matrix; at least ``LEAST_RIDGE``, and
+            what rounding needs.
+        orders: int32 (k,), of matrices that were enlarged with zeros; ``None``: none was.
+
+    Returns:
+        (k, n, n), undefined beyond the orders. A zero matrix has no inverse root; it gives the
+        identity. NaN where the iteration has not converged, as for a matrix that is far from
+        positive semi-definite.
+    """
+    if p not in (1, 2, 4):
+        raise ValueError(f"p must be 1, 2 or 4; got {p!r}")
+    n = A.shape[-1]
+    ridge = max(damping, LEAST_RIDGE)
+    norm, s = norms(A)  # no eigenvalue of A is larger; s is a power of two: dividing is exact
+    inverse = 1 / s
+    add_ridge_(A, power_iteration(A, inverse), norm, s, ridge, _LEAST_OF_NORM, orders)
+    if _doublings(ridge):
+        s *= 2.0 ** _doublings(ridge)
+        inverse = 1 / s
+    scale = inverse
+    for _ in range(p.bit_length() - 1):
+        scale = scale.sqrt()
+    H = evaluate(_iteration(p, steps_of(n, max(p, 2), damping)), A, s, scale, orders)
+    H.diagonal(dim1=-2, dim2=-1).masked_fill_((norm == 0).unsqueeze(-1), 1.0)
+    return H
+
+
+@cache
+def _iteration(p: int, steps: tuple[tuple[float, float, float], ...]) -> Polynomial:
+    """The products of the coupled iteration from M = A / s; the inverse is its root's square."""
+    assert len(steps) > 1, "H is a product"
+    products: list[Product] = []
+
+    def product(A: int, B: int, C: int | None = None, **numbers: float) -> int:
+        products.append(Product(A, B, C, **numbers))
+        return len(products)
+
+    q, grown = max(p, 2), 1.0
+    M, H = 0, -1
+    for a, b, c in steps[:-1]:
+        T = product(M, M, M, alpha=c, beta=b, diagonal=a, bound=a)
+        grown *= a
+        H = T if H < 0 else product(H, T, bound=grown)  # it begins as I
+        if q == 4:
+            T = product(T, T, bound=a * a)
+        # No eigenvalue is above 2^q now.
+        M = product(T, product(M, T, bound=2**q), bound=2**q)
+    a, b, c = steps[-1]
+    T = product(M, M, M, alpha=c, beta=b, diagonal=a)
+    checked = T
+    if p == 1:
+        H = T = product(H, T, bound=grown)
+    product(H, T)
+    return Polynomial(tuple(products), checked, _CONVERGING)
+
+
+@full_precision()
+def power_iteration(A: Tensor, factors: Tensor | None = None, steps: int = 10) -> Tensor:
+    """λmax of positive semi-definite matrices.
+
+    The start is the unit vector of the largest diagonal element: deterministic, and never
+    orthogonal to the leading eigenvectors, since its Rayleigh quotient is at least trace / n.
+
+    Args:
+        A: (k, n, n), float32, contiguous.
+        factors: (k,), of the matrices. Under them, neither the largest element nor the norm of any
+            is far from 1.
+        steps: Number of iterations, a multiple of 10.
+
+    Returns:
+        (k,), zero for a zero matrix.
+    """
+    if steps % (2 * _UNSCALED):
+        raise ValueError(f"steps must be a multiple of {2 * _UNSCALED}; got {steps}")
+    if factors is None:
+        factors = torch.ones(len(A), dtype=A.dtype, device=A.device)
+    if has_kernels(A.device):
+        from kronbit.kernels import power
+
+        return power.power_iteration(A, factors, steps, _UNSCALED)
+    start = A.diagonal(dim1=-2, dim2=-1).argmax(-1, keepdim=True)
+    # Twice the vector: torch multiplies one with a single matrix in another way than with several,
+    # but what comes of a matrix must not depend on those that it shares a batch with.
+    x = A.new_zeros(*A.shape[:-1], 2).scatter_(-2, start.unsqueeze(-1).expand(-1, 1, 2), 1.0)
+    for step in range(1, steps + 1):
+        x = torch.bmm(A, x) * factors[:, None, None]
+        if step % _UNSCALED == 0:
+            x /= _nonzero(torch.linalg.vector_norm(x, dim=-2, keepdim=True))
+    y = torch.bmm(A, x) * factors[:, None, None]
+    x, y = x[..., 0], y[..., 0]
+    return (x * y).sum(-1).abs_() / _nonzero((x * x).sum(-1))
+
+
+@full_precision()
+def inverse_root(A: Tensor, p: int, damping: float, steps: int) -> Tensor:
+    """(A + λmax ε I)^(-1/p) by the coupled Newton (Schur-Newton) iteration.
+
+    From M = z A, H = z^(1/p) I with z = (1 + p) / (2 ‖A‖_F): T = ((p + 1) I - M) / p, H ← H T,
+    M ← Tᵖ M, until M is I. The count is fixed; a matrix that has converged, or whose error grew
+    by a fifth, is frozen at its last good root. Ten steps gain at most ((p + 1) / p)^10: at high
+    condition they are not converged, and act like a larger damping.
+
+    Args:
+        A: (k, n, n), positive semi-definite. Never written to.
+        p: 1, 2 or 4.
+        damping: ε, relative to the largest eigenvalue of each matrix.
+        steps: Number of iterations.
+
+    Returns:
+        (k, n, n). A zero matrix has no inverse root; it gives the identity.
+    """
+    if p not in (1, 2, 4):
+        raise ValueError(f"p must be 1, 2 or 4; got {p!r}")
+    A = A.float()
+    # Work on A scaled to largest element 1, so that neither squares nor z leave float32's range.
+    scale = torch.linalg.vector_norm(A, ord=torch.inf, dim=(-2, -1), keepdim=True)
+    divisor = _nonzero(scale)
+    M = A / divisor
+    ridge = damping * power_iteration(M)
+    M.diagonal(dim1=-2, dim2=-1).add_(ridge.unsqueeze(-1))
+    norm = torch.linalg.vector_norm(M, dim=(-2, -1), keepdim=True)
+    z = (1 + p) / (2 * _nonzero(norm))
+    M *= z
+    eye = torch.eye(A.shape[-1], dtype=A.dtype, device=A.device)
+    H = z ** (1 / p) * eye
+    error = torch.linalg.vector_norm(M - eye, ord=torch.inf, dim=(-2, -1), keepdim=True)
+    active = error > _NEWTON_TOLERANCE
+    for _ in range(steps):
+        T = M * (-1 / p)
+        T.diagonal(dim1=-2, dim2=-1).add_((p + 1) / p)
+        t = operand(T)
+        # Not symmetric products: a naively quantised A is not quite symmetric.
+        H_next = multiply(operand(H), t)
+        power = p
+        while power > 1:
+            t = operand(multiply(t, t))
+            power //= 2
+        M_next = multiply(t, operand(M))
+        error_next = torch.linalg.vector_norm(
+            M_next - eye, ord=torch.inf, dim=(-2, -1), keepdim=True
+        )
+        active = active & (error_next <= _NEWTON_GROWTH * error)
+        H = torch.where(active, H_next, H)
+        M = torch.where(active, M_next, M)
+        error = torch.where(active, error_next, error)
+        active = active & (error > _NEWTON_TOLERANCE)
+    return torch.where(scale == 0, eye, H * divisor ** (-1 / p))
+
+
+_UNSCALED = 5  # steps of a power iteration between which a vector may grow or shrink
+
+
+_NEWTON_TOLERANCE = 1e-6
+
+
+_NEWTON_GROWTH = 1.2

@@ -1,0 +1,1 @@
+"""What an optimizer says of itself."""

@@ -1,0 +1,71 @@
+"""Exact accounting of the state: what is held, and what a layout will hold."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from kronbit.blocks.blocking import Blocking
+from kronbit.config import Config
+from kronbit.distributed.sharding import local
+from kronbit.factors import is_root, make_method
+from kronbit.state.binding import blocks_of
+
+
+def account(state: Mapping[Tensor, Mapping[str, Any]], base: Mapping[Any, Any]) -> dict[str, int]:
+    """Bytes held by kind.
+
+    Args:
+        state: The second-order optimizer's state.
+        base: F's own state.
+
+    Returns:
+        ``{"statistics", "roots", "base", "total"}``.
+    """
+    total = {"statistics": 0, "roots": 0, "base": held_bytes(base)}
+    for entry in state.values():
+        for block in blocks_of(entry).values():
+            for leaves in block.values():
+                for name, tensor in leaves.items():
+                    total[_kind(name)] += _tensor_bytes(tensor)
+    return {**total, "total": sum(total.values())}
+
+
+def state_bytes(blocking: Blocking, config: Config) -> dict[str, int]:
+    """Bytes of a parameter's statistics and roots, from the layout alone."""
+    total = {"statistics": 0, "roots": 0}
+    for grid in blocking.grids:
+        for order in grid.shape:
+            layout = make_method(config.format(order)).layout(order)
+            for name, (shape, dtype) in layout.items():
+                total[_kind(name)] += len(grid) * math.prod(shape) * dtype.itemsize
+    return total
+
+
+def held_bytes(value: Any) -> int:
+    """Bytes of all tensors in nested dicts and lists; one that is shared counts once."""
+    return sum(map(_tensor_bytes, {id(tensor): tensor for tensor in _tensors(value)}.values()))
+
+
+def _kind(name: str) -> str:
+    return "roots" if is_root(name) else "statistics"
+
+
+def _tensor_bytes(tensor: Tensor) -> int:
+    """Bytes of a tensor here; a tensor subclass is the sum of the tensors it is made of."""
+    tensor = local(tensor)
+    if hasattr(tensor, "__tensor_flatten__"):
+        names, _ = tensor.__tensor_flatten__()
+        return sum(_tensor_bytes(getattr(tensor, name)) for name in names)
+    return tensor.numel() * tensor.element_size()
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (Mapping, list, tuple)):
+        for item in value.values() if isinstance(value, Mapping) else value:
+            yield from _tensors(item)

@@ -1,0 +1,1 @@
+"""Where state leaves live, and how a checkpoint is loaded."""

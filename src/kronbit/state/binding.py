@@ -1,0 +1,250 @@
+"""The optimizer's state: the plan's tensors, and F's own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, MutableMapping, Sequence, ValuesView
+from itertools import chain, repeat
+from operator import is_
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kronbit.factors import Layout, Leaves
+from kronbit.step.plan import Plan
+from kronbit.step.step import Snapshot
+
+# Names that are not blocks in the state of a parameter.
+OWN_KEYS = ("step", "base", "product_bits")
+
+
+def blocks_of(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """The blocks in the state of a parameter."""
+    return {key: value for key, value in entry.items() if key not in OWN_KEYS}
+
+
+FLOATS = frozenset((torch.float32, torch.bfloat16, torch.float16, torch.float64))
+
+
+def checked_leaves(values: Any, layout: Layout, where: str) -> Leaves:
+    """The tensors of one side of a block, if they are what the layout says.
+
+    Args:
+        values: Name -> tensor, from outside.
+        layout: What is expected.
+        where: The place of ``values``, for messages.
+
+    Raises:
+        ValueError: If a tensor is missing, unknown, of another dtype or shape, or holds impossible
+            numbers; by name.
+    """
+    if not isinstance(values, Mapping):
+        raise ValueError(f"{where} is missing or not a dict")
+    for name in values.keys() - layout.keys():
+        raise ValueError(f"{where}[{name!r}] is unknown; expected {', '.join(layout)}")
+    leaves: Leaves = {}
+    for name, (shape, dtype) in layout.items():
+        if name not in values:
+            raise ValueError(f"{where}[{name!r}] is missing")
+        value = values[name]
+        if not isinstance(value, Tensor) or value.dtype != dtype:
+            kind = value.dtype if isinstance(value, Tensor) else type(value).__name__
+            raise ValueError(f"{where}[{name!r}] is {kind}; expected a tensor of {dtype}")
+        if tuple(value.shape) != shape:
+            raise ValueError(f"{where}[{name!r}] has shape {tuple(value.shape)}; expected {shape}")
+        if value.is_meta or value.layout != torch.strided:
+            what = "on the meta device" if value.is_meta else value.layout
+            raise ValueError(f"{where}[{name!r}] is {what}; expected plain numbers")
+        if not is_finite(value):
+            raise ValueError(f"{where}[{name!r}] holds non-finite values")
+        if name.endswith(("scales", "eigenvalues")) and bool((value < 0).any()):
+            raise ValueError(f"{where}[{name!r}] holds negative values")
+        leaves[name] = value
+    return leaves
+
+
+def is_finite(value: Tensor) -> bool:
+    """Whether there is neither NaN nor infinity in a tensor. Waits for the device."""
+    if value.dtype not in FLOATS:
+        return True
+    largest = torch.linalg.vector_norm(value.flatten(), ord=torch.inf) if value.numel() else 0.0
+    return bool(largest < torch.inf)
+
+
+# Behind the last of many dicts: by this, too few and too many values are noticed without counting.
+_END = {"end": object()}
+
+
+class Binding:
+    """Keeps the state's tensors and the plan's stacks one.
+
+    State leaves are views into the stacks. Others may replace or remove them (offloading, device
+    moves, a reset): ``intact`` notices, by identity. There are thousands of tensors inside of
+    blocks: these are looked at before a step writes to them, else after it.
+    """
+
+    def __init__(self) -> None:
+        self._state: Mapping[Tensor, Any] | None = None
+        self._entries: list[tuple[Tensor, dict[str, Any]]] = []
+        # Of every block: the entry that it is in, its key there, and its dict.
+        self._owners: list[dict[str, Any]] = []
+        self._keys: list[str] = []
+        self._views: list[dict[str, Any]] = []
+        # Live views of the dicts below the blocks, and the values that they shall show.
+        self._dicts: list[ValuesView[Any]] = []
+        self._values: list[Any] = []
+        self._replaced = False
+
+    def intact(self, state: Mapping[Tensor, Any], same_entries: bool) -> bool:
+        """Whether every block is still the one that was put there, and its tensors were lately.
+
+        Args:
+            state: The optimizer's state.
+            same_entries: It is known to have the entries that it had when this was last true.
+        """
+        return (
+            not self._replaced
+            and state is self._state
+            and (same_entries or all(state.get(p) is entry for p, entry in self._entries))
+            and all(map(is_, map(dict.get, self._owners, self._keys), self._views))
+        )
+
+    def look_closer(self) -> bool:
+        """Whether the tensors inside of all blocks are those that were put there."""
+        self._replaced = not all(map(is_, chain.from_iterable(self._dicts), self._values))
+        return not self._replaced
+
+    def bind(self, plan: Plan, state: MutableMapping[Tensor, dict[str, Any]]) -> set[Tensor]:
+        """Put the plan's views into the state; values that the state already holds are kept.
+
+        Returns:
+            Parameters that hold values, of which the state does not say how they are used.
+
+        Raises:
+            ValueError: If a held tensor does not fit; nothing is changed then.
+        """
+        blocks = list(plan.blocks())
+        held = []
+        for block in blocks:
+            values = state.get(block.p, {}).get(block.key)
+            where = f"state of a parameter of shape {tuple(block.p.shape)}: {block.key}"
+            if values is not None:
+                values = {
+                    side: checked_leaves(values.get(side), factors.layout, f"{where}[{side!r}]")
+                    for side, factors in block.sides.items()
+                }
+            held.append(values)
+        self._state = None  # until all is there: what is not whole is not intact
+        self._entries = [(p, state[p]) for p in plan.places]
+        self._owners, self._keys, self._views, self._dicts = [], [], [], []
+        for block, values in zip(blocks, held, strict=True):
+            views = {side: factors.slot(block.row) for side, factors in block.sides.items()}
+            for side, leaves in (values or {}).items():
+                for name, value in leaves.items():
+                    views[side][name].copy_(value)
+            state[block.p][block.key] = views
+            self._owners.append(state[block.p])
+            self._keys.append(block.key)
+            self._views.append(views)
+            self._dicts += [views.values(), *(leaves.values() for leaves in views.values())]
+        self._dicts.append(_END.values())
+        self._values = [value for own in self._dicts for value in own]
+        self._state, self._replaced = state, False
+        unknown = {block.p for block, values in zip(blocks, held, strict=True) if values}
+        unknown = {p for p in unknown if "product_bits" not in state[p]}
+        for p, place in plan.places.items():
+            own = plan.preconditioners[place.device]
+            if p in unknown:
+                continue
+            bits = state[p].setdefault("product_bits", 0)
+            if bits:
+                own.stacks.refreshed.add(place.index)
+                own.products.ways[place.index] = bits
+        return unknown
+
+
+def _keep_on_host(
+    old: Mapping[str, Any], new: MutableMapping[str, Any], device: torch.device
+) -> None:
+    """Put counters back where F reads them without waiting for the device.
+
+    After a resume Lightning moves all of the state to the parameter's device, but for a tensor
+    that is called ``"step"`` in the first place, where ours is not one.
+    """
+    tensors = {name: value for name, value in old.items() if isinstance(value, Tensor)}
+    if any(value.dim() and value.device != device for value in tensors.values()):
+        return  # the parameter itself has moved: F may want its counters there
+    for name, value in tensors.items():
+        if not value.dim() and value.device.type == "cpu" and isinstance(new.get(name), Tensor):
+            new[name] = new[name].cpu()
+
+
+class BaseLink:
+    """Keeps ``state[p]["base"]`` and F's own dict one, whichever of the two is replaced."""
+
+    def __init__(self) -> None:
+        self._linked: dict[Tensor, Any] = {}
+        # What was found settled: our entries, the dicts shown there, F's state, and dicts that
+        # are not one, but empty.
+        self._entries: Sequence[dict[str, Any]] | None = None
+        self._shown: list[Any] = []
+        self._base_state = Snapshot({})
+        self._empty: list[Mapping[str, Any]] = []
+
+    def start(
+        self,
+        p: Tensor,
+        state: MutableMapping[Tensor, dict[str, Any]],
+        base_state: MutableMapping[Tensor, Any],
+    ) -> None:
+        """Make sure that a parameter has state, and that F has what stands there as its own."""
+        if "base" not in state[p] and p in self._linked:
+            # somebody reset our state: F's part of it goes, too
+            del self._linked[p]
+            base_state.pop(p, None)
+        state[p].setdefault("step", 0)
+        held = state[p].setdefault("base", {})
+        if held and held is not self._linked.get(p, held):
+            # replaced in our state: by offloading, a device move, ...
+            _keep_on_host(self._linked[p], held, p.device)
+            base_state[p] = held
+
+    def settled(
+        self,
+        params: Sequence[Tensor],
+        entries: Sequence[dict[str, Any]],
+        base_state: Mapping[Tensor, Any],
+    ) -> bool:
+        """Whether F's dicts are those in our entries, or both are empty: nothing to do."""
+        shown = list(map(dict.get, entries, repeat("base")))
+        if self.unchanged(entries, base_state) and all(map(is_, shown, self._shown)):
+            return True
+        apart = []
+        for p, own_shown in zip(params, shown, strict=True):
+            own = base_state.get(p)
+            if own is not own_shown:
+                if own or own_shown or own_shown is None:
+                    return False
+                apart += [own_shown] if own is None else [own_shown, own]
+        self._entries, self._shown, self._empty = entries, shown, apart
+        self._base_state = Snapshot(base_state)
+        return True
+
+    def unchanged(
+        self, entries: Sequence[dict[str, Any]], base_state: Mapping[Tensor, Any]
+    ) -> bool:
+        """Whether F's state has the dicts that were found settled with these entries."""
+        return (
+            entries is self._entries and self._base_state.holds(base_state) and not any(self._empty)
+        )
+
+    def join(
+        self,
+        state: MutableMapping[Tensor, dict[str, Any]],
+        base_state: MutableMapping[Tensor, Any],
+    ) -> None:
+        """Show F's own dict in our state, for every parameter that F has state of."""
+        for p in [p for p, own in base_state.items() if own and isinstance(p, Tensor)]:
+            self.start(p, state, base_state)
+            if p in base_state:  # else it has just gone with ours
+                state[p]["base"] = self._linked[p] = base_state[p]

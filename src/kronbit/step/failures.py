@@ -1,0 +1,149 @@
+"""A step that ends by an error, or by Ctrl-C, before it is through."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from kronbit.blocks.batches import Part, Portion, rows_of
+from kronbit.factors.stack import Factors
+from kronbit.interruptions import ending
+
+if TYPE_CHECKING:
+    from kronbit.blocks.gradients import Present
+    from kronbit.config import Config
+
+_AGAIN = (
+    "Once its cause is gone, step() can be called again (several ranks: load the last checkpoint "
+    "instead); what it has updated of the second-order state is not updated twice"
+)
+
+
+class Stage:
+    """How far a step has come.
+
+    Args:
+        keep_gradients: Whether F is given copies.
+        zeroes: Whether gradients that are not finite become zero where they are measured.
+
+    Attributes:
+        through: Whether it counts: weights, F's state and ours are new.
+    """
+
+    def __init__(self, keep_gradients: bool, zeroes: bool) -> None:
+        self._keep, self._zeroes = keep_gradients, zeroes
+        self._rewriting = self._in_base = self.through = False
+
+    def rewrites_gradients(self) -> None:
+        """From now on gradients may be G̃."""
+        self._rewriting = True
+
+    def steps_base(self) -> None:
+        """From now on weights and F's state may be new."""
+        self._in_base = True
+
+    def counts(self) -> None:
+        """From now on the step counts."""
+        self.through = True
+
+    def __str__(self) -> str:
+        """What the user has to know, and to do."""
+        if self.through:
+            return "The step is through, and counts: do not take it again."
+        weights, again = "no weight has changed", _AGAIN
+        if self._in_base:
+            weights = "the base optimizer had begun, so some weights may have changed"
+            again = f"{_AGAIN}, but weights that have changed are"
+        if self._keep or not self._rewriting:
+            but = ", but for those that were not finite, which are zero now" * (
+                self._zeroes and not self._keep
+            )
+            return f"In this step, {weights}, and gradients are as they were{but}. {again}."
+        return (
+            f"In this step, {weights}, but gradients may be preconditioned already: compute them "
+            f"anew (keep_gradients=True would have kept them). {again}."
+        )
+
+
+@contextmanager
+def explained(config: Config) -> Iterator[Stage]:
+    """Add to an error how far the step has come.
+
+    Args:
+        config: The optimizer's options.
+    """
+    stage = Stage(config.keep_gradients, config.nonfinite == "zero")
+    try:
+        yield stage
+    except BaseException as error:
+        if hasattr(error, "add_note"):
+            error.add_note(str(stage))
+        else:  # Python 3.10, where pytest and others show it all the same
+            error.__dict__.setdefault("__notes__", []).append(str(stage))
+        raise
+
+
+@contextmanager
+def handed_over(present: Present, config: Config) -> Iterator[Present]:
+    """Show gradients that may be written to.
+
+    Args:
+        present: The parameters, with their gradients.
+        config: With ``keep_gradients``, copies are put in the gradients' place, until the end.
+    """
+    if not config.keep_gradients:
+        yield present
+        return
+
+    def put_back() -> None:
+        for p, grad in zip(present.params, present.grads, strict=True):
+            p.grad = grad
+
+    with ending(put_back):
+        copies = [grad.clone() for grad in present.grads]
+        for p, copy in zip(present.params, copies, strict=True):
+            p.grad = copy
+        yield present._replace(grads=copies)
+
+
+class Progress:
+    """The updates of a step that is not through, or has failed.
+
+    Statistics must not take a step's M twice. Refreshes need no such care: the second time they
+    find what they found the first time.
+
+    Attributes:
+        new: Members whose first roots the step has found.
+    """
+
+    def __init__(self) -> None:
+        self.new: set[int] = set()
+        self._begun: list[Portion] = []
+        self._updated: set[tuple[Factors, int]] = set()
+
+    def begin(self, portion: Portion) -> None:
+        """Note what is about to be updated; its batch will tell whether it was."""
+        portion.batch.replaced = None
+        self._begun.append(portion)
+
+    def failed(self) -> bool:
+        """Whether, when a step begins, the one before it is not through."""
+        return bool(self._begun or self._updated)
+
+    def left(self, parts: Iterable[Part]) -> Iterator[Part]:
+        """The rows that are not updated yet. Waits for the device."""
+        for begun, batch, _ in self._begun:
+            if batch.replaced is not None:
+                done = zip(rows_of(begun), batch.replaced.tolist(), strict=True)
+                self._updated |= {(part.factors, row) for (part, row), new in done if new}
+        self._begun.clear()
+        for part, row in rows_of(parts):
+            if (part.factors, row) not in self._updated:
+                yield part.row(row)
+
+    def settle(self) -> None:
+        """The step is through: what it has done counts, and the next one does its own."""
+        self.new.clear()
+        self._begun.clear()
+        self._updated.clear()

@@ -1,0 +1,163 @@
+"""Norms of the gradients, and the guard against non-finite ones, without waiting for the device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from kronbit.blocks.gradients import elements
+from kronbit.config import Config
+from kronbit.gpu.norms import Measured
+from kronbit.kernels.graphs import Replay
+from kronbit.kernels.guard import has_kernels
+from kronbit.messages import warn
+
+if TYPE_CHECKING:
+    from kronbit.gpu.addresses import AddressTable
+    from kronbit.gpu.norms import KernelNorms
+
+# The count of non-finite gradients is sent to the host at one step in so many.
+_SENT_EVERY = 16
+
+
+class NonfiniteGuard:
+    """Measures the gradients on one device; counts those that are not finite, and zeroes them.
+
+    The count stays on the device. Now and then a copy of it is sent to the host in the background
+    and looked at when it has arrived, so the one warning comes a little late and costs no
+    synchronisation.
+
+    Args:
+        device: Where the gradients are.
+        config: Says what becomes of those that are not finite.
+
+    Attributes:
+        skipped: How many gradients (a parameter at a step) were not finite, on the device.
+    """
+
+    def __init__(self, device: torch.device, config: Config) -> None:
+        self._counts, self._zeroes = config.nonfinite != "raise", config.nonfinite == "zero"
+        self.skipped = torch.zeros((), dtype=torch.int64, device=device)
+        self._zero = torch.zeros((), dtype=torch.float32, device=device)
+        self._warned = False
+        self._copy: tuple[Tensor, torch.cuda.Event] | None = None
+        self._under_way = False
+        self._steps = 0
+        self._addresses: AddressTable | None = None
+        self._kernel: KernelNorms | None = None
+        self._replay = Replay(device, config.cuda_graph)
+
+    def measure(
+        self,
+        grads: Sequence[Tensor | None],
+        sizes: Sequence[int],
+        taps: Sequence[int],
+        dtypes: set[torch.dtype] | None,
+    ) -> Measured:
+        """Norms and finiteness of a step's gradients.
+
+        With ``nonfinite="zero"``, those that are not finite become zero, which is decided on the
+        device; the others keep their bits.
+
+        Args:
+            grads: The gradients; ``None`` where there is none.
+            sizes: Their numbers of elements; anything where there is none.
+            taps: Of convolutions, which the kernels can take in channels-last order; 1 where they
+                cannot, 0 where nobody cuts the gradient. None at all: none can be in that order.
+            dtypes: What ``plain_dtypes`` says of them.
+        """
+        device = self.skipped.device
+        if not has_kernels(device):
+            return self._by_torch(grads, None)
+        from kronbit.gpu.addresses import AddressTable, channels_last, takable, takes
+
+        # A table that is large enough stays: graphs have been captured with it.
+        addresses = self._addresses
+        if addresses is None or len(addresses.values) < len(grads):
+            addresses = self._addresses = AddressTable(len(grads), device)
+            self._replay.forget()
+        plain = takes(dtypes, grads)
+        turned = channels_last(grads) if plain and taps else frozenset()
+        if not plain or any(taps[i] == 1 for i in turned):
+            some = takable(grads, taps)
+            addresses.fill(some, channels_last=channels_last(some))
+            return self._by_torch(grads, addresses)
+        addresses.fill(grads, dtypes, turned)
+        kernel = self._kernel_for(sizes)
+
+        def launch_all() -> None:
+            kernel.measure(addresses.tensor, self.skipped, self._counts)
+            if self._zeroes:
+                kernel.zero_nonfinite(addresses.tensor)
+
+        self._replay("measure", launch_all)
+        return Measured(grads, kernel.norms, kernel.finite, addresses, by_kernels=True)
+
+    def _kernel_for(self, sizes: Sequence[int]) -> KernelNorms:
+        known = self._kernel
+        if known is None or (known.sizes is not sizes and known.sizes != sizes):
+            from kronbit.gpu.norms import KernelNorms
+
+            known = self._kernel = KernelNorms(sizes, self.skipped.device)
+            self._replay.forget()
+        return known
+
+    def _by_torch(self, grads: Sequence[Tensor | None], addresses: AddressTable | None) -> Measured:
+        norms = self._norms(grads)
+        finite = torch.isfinite(norms)
+        if self._counts:
+            self.skipped += (~finite).sum()
+        if self._zeroes:
+            for grad, bad in zip(grads, (~finite).unbind(), strict=True):
+                if grad is not None:
+                    elements(grad).masked_fill_(bad, 0)
+        return Measured(grads, norms, finite, addresses, by_kernels=False)
+
+    def _norms(self, grads: Sequence[Tensor | None]) -> Tensor:
+        there = [elements(grad) for grad in grads if grad is not None]
+        # torch refuses a norm in less than the input's precision
+        wide = any(x.dtype == torch.float64 for x in there)
+        dtype = torch.float64 if wide else torch.float32
+        found = iter(torch._foreach_norm(there, 2.0, dtype=dtype) if there else ())
+        norms = [self._zero if grad is None else next(found).float() for grad in grads]
+        return torch.stack(norms) if norms else self._zero.new_empty(0)
+
+    def graph_refused(self) -> str | None:
+        """Why launches could not be captured as a graph; ``None`` if they could be."""
+        return self._replay.refused
+
+    def warn_once(self) -> None:
+        """Warn if a step is known to have seen a non-finite gradient."""
+        if self._warned:
+            return
+        seen = self._arrived()
+        if seen:
+            self._warned = True
+            warn(
+                f"{seen} non-finite gradient(s) so far: kept out of the statistics; see "
+                "diagnostics()['skipped_gradients'] and the option 'nonfinite'"
+            )
+
+    def _arrived(self) -> int:
+        """The count, if it has just reached the host; sends the next one when it is time."""
+        device = self.skipped.device
+        if device.type == "cpu":
+            return int(self.skipped)
+        if device.type != "cuda":
+            return 0  # the count is in diagnostics()
+        if self._copy is None:
+            count = torch.zeros((), dtype=torch.int64, device="cpu", pin_memory=True)
+            self._copy = count, torch.cuda.Event()
+        count, arrival = self._copy
+        if self._under_way and arrival.query():
+            self._under_way = False
+            return int(count)
+        if not self._under_way and self._steps % _SENT_EVERY == 0:
+            count.copy_(self.skipped, non_blocking=True)
+            arrival.record(torch.cuda.current_stream(device))
+            self._under_way = True
+        self._steps += 1
+        return 0

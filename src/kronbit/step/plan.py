@@ -1,0 +1,169 @@
+"""Which parameter is preconditioned where."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kronbit.blocks.blocking import Blocking
+from kronbit.blocks.groups import Member
+from kronbit.config import CUT_OPTIONS, FORMAT_OPTIONS, Config
+from kronbit.distributed.exchange import Exchange
+from kronbit.distributed.sharding import first_rows
+from kronbit.factors import Factors
+from kronbit.gpu.product_precision import FLOAT32
+from kronbit.kernels.guard import has_kernels
+from kronbit.rules import Algorithm
+from kronbit.step.preconditioner import Preconditioner
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a parameter's state is: member ``index`` of the preconditioner of ``device``.
+
+    ``shape`` and ``config`` are those that the state was made for.
+    """
+
+    device: torch.device
+    index: int
+    shape: torch.Size
+    config: Config
+
+
+@dataclass(frozen=True)
+class PlannedBlock:
+    """One block: its parameter, its key in the state, and its row in the factors of each side."""
+
+    p: Tensor
+    key: str
+    row: int
+    sides: dict[str, Factors]
+
+
+class Plan:
+    """The preconditioners, one per device, and each parameter's place in them.
+
+    Args:
+        params: Parameters with their options, in the order of the param groups. Those that are
+            left to F get no place.
+        algorithm: Rule and root.
+        options: ``workspace_mb``, ``cuda_graph`` and ``blocks`` hold for all parameters.
+        route: How a parameter is cut, or why it is left to F.
+        exchange: Shares work out among ranks that hold the same state.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[tuple[Tensor, Config]],
+        algorithm: Algorithm,
+        options: Config,
+        route: Callable[[Tensor, Config], Blocking | str],
+        exchange: Exchange,
+    ) -> None:
+        members: dict[torch.device, list[Member]] = {}
+        dtypes: dict[torch.device, set[torch.dtype]] = {}
+        self.places: dict[Tensor, Place] = {}
+        self._rows = first_rows if options.blocks == "local" else lambda p: ""
+        self._route = route
+        for p, config in params:
+            if p in self.places:
+                continue  # listed twice, of which torch only warns
+            there = members.setdefault(p.device, [])
+            dtypes.setdefault(p.device, set()).add(p.dtype)
+            blocking = route(p, config)
+            if isinstance(blocking, Blocking):
+                self.places[p] = Place(p.device, len(there), p.shape, config)
+                there.append(Member(blocking, config))
+        for device, there in members.items():
+            if has_kernels(device) and device.type == "cuda":
+                from kronbit.step.warm_up import warm_up
+
+                brain = dtypes[device] == {torch.bfloat16}
+                for config in {member.config for member in there}:
+                    warm_up(device, algorithm, config, torch.bfloat16 if brain else torch.float32)
+        workspace = int(options.workspace_mb * 2**20)
+        self.preconditioners = {
+            device: Preconditioner(
+                there, algorithm, workspace, options.cuda_graph, device, exchange
+            )
+            for device, there in members.items()
+        }
+
+    def lacks_any_of(
+        self,
+        params: Iterable[Tensor],
+        configs: Iterable[Config],
+        name: Callable[[Tensor], str],
+    ) -> bool:
+        """Whether a parameter has no place where it needs one.
+
+        Args:
+            params: The parameters.
+            configs: Their options.
+            name: What a parameter is called, for messages.
+
+        Raises:
+            ValueError: If the state of one cannot fit any more.
+        """
+        lacking = [self._lacks(p, config, name) for p, config in zip(params, configs, strict=True)]
+        return any(lacking)
+
+    def _lacks(self, p: Tensor, config: Config, name: Callable[[Tensor], str]) -> bool:
+        if p.device not in self.preconditioners:
+            return True
+        place = self.places.get(p)
+        if place is None:
+            return isinstance(self._route(p, config), Blocking)
+        if place.shape != p.shape:
+            raise ValueError(
+                f"the shape of {name(p)} has changed from {tuple(place.shape)} to "
+                f"{tuple(p.shape)} and its state does not fit: build a new optimizer"
+            )
+        change = _forbidden_change(place.config, config)
+        if change:
+            raise ValueError(f"group of {name(p)}: {change}")
+        return place.device != p.device
+
+    def blocks(self) -> Iterator[PlannedBlock]:
+        """Every block of every parameter."""
+        params = {(place.device, place.index): p for p, place in self.places.items()}
+        for device, preconditioner in self.preconditioners.items():
+            for group in preconditioner.stacks.groups:
+                sides = {"left": group.left, "right": group.right}
+                for span in group.spans:
+                    p = params[device, span.member]
+                    for row, block in enumerate(span.grid.blocks(), span.start):
+                        yield PlannedBlock(p, f"{self._rows(p)}block_{block.index}", row, sides)
+
+    def find_refreshed(
+        self, params: Iterable[Tensor], state: Mapping[Tensor, dict[str, Any]]
+    ) -> None:
+        """Learn from their roots which parameters are preconditioned, and write it into the state.
+
+        For state that does not say so itself. Waits for the device.
+        """
+        for p in params:
+            if p in self.places:
+                place = self.places[p]
+                own = self.preconditioners[place.device]
+                own.find_refreshed([place.index], whole=place.config.stagger)
+                state[p]["product_bits"] = FLOAT32 if place.index in own.stacks.refreshed else 0
+
+
+def _forbidden_change(old: Config, new: Config) -> str | None:
+    """What must not change once there is state but did, and what to do; in words."""
+    remedies = {
+        FORMAT_OPTIONS: "save state_dict(), build an optimizer with the new value, load it there",
+        CUT_OPTIONS: "statistics of other matrices must start fresh: build an optimizer with the "
+        "new value and load base.state_dict() of this one there",
+    }
+    for names, remedy in remedies.items():
+        for name in names:
+            a, b = getattr(old, name), getattr(new, name)
+            if a != b:
+                return f"{name} was changed from {a!r} to {b!r} after state was made: {remedy}"
+    return None

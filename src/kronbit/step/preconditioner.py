@@ -1,0 +1,398 @@
+"""Update, refresh, precondition: the algorithm on groups of blocks, chunked by a workspace.
+
+A preconditioner knows matrices and gradients. It does not know optimizers; and of ranks, only that
+an exchange may tell it to do some of its rows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain, count, islice
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from kronbit.blocks.batches import (
+    PRECONDITION,
+    ROBUST_UPDATE,
+    UPDATE,
+    Cost,
+    Part,
+    Portion,
+    batches,
+    due_parts,
+    refresh_cost,
+    rows_of,
+)
+from kronbit.blocks.gradients import GradientBlocks
+from kronbit.blocks.groups import Due, Group, Member, chunks, make_stacks
+from kronbit.config import Turn
+from kronbit.distributed.exchange import Alone, Exchange
+from kronbit.factors import is_root, is_statistic
+from kronbit.gpu.norms import Measured
+from kronbit.gpu.product_precision import KernelProducts
+from kronbit.kernels.guard import has_kernels
+from kronbit.linalg.orthogonal import Attempt
+from kronbit.linalg.precision import full_precision
+from kronbit.rules import Algorithm, combine, graft_scale
+from kronbit.step.failures import Progress
+
+if TYPE_CHECKING:
+    from kronbit.kernels.cholesky import Chain
+    from kronbit.statistics.base import Source
+
+
+_REMEMBERED_WAVES = 16
+_REMEMBERED_CUTS = 256
+_ALONE = Alone()
+
+
+@dataclass(frozen=True)
+class Wave:
+    """Parameters that are grafted together.
+
+    Grafting needs the norm of Ĝ over all blocks of a parameter before anything is written, so G
+    and Ĝ of a wave are held until then. A parameter too large for that is a wave of its own, and
+    its Ĝ is computed twice: for the norm, then to be written.
+
+    Attributes:
+        parts: (group, rows) of each chunk.
+        mask: The wave's members as bool (members,), on the device.
+        fits: Whether G and Ĝ are held.
+    """
+
+    parts: tuple[tuple[Group, slice], ...]
+    mask: Tensor
+    fits: bool
+
+
+class Preconditioner:
+    """Second-order state of the parameters on one device, its members.
+
+    Args:
+        members: The parameters, in order.
+        algorithm: The rule.
+        workspace: Bound of transient memory in bytes.
+        graphs: Whether launches may be CUDA graphs.
+        device: Where the parameters live.
+        exchange: Shares updates and refreshes out among ranks that hold the same state.
+
+    Attributes:
+        stacks: The members' state. The G̃ of members that are not refreshed is G, to the bit:
+            ``precondition`` does not touch them.
+        products: How the members' products are taken, by kernels where there are some.
+        turns: Of each member's statistics, ascending, if they are staggered.
+        all_turns: Those that occur.
+        progress: What the step has updated so far.
+    """
+
+    def __init__(
+        self,
+        members: Sequence[Member],
+        algorithm: Algorithm,
+        workspace: int,
+        graphs: bool,
+        device: torch.device,
+        exchange: Exchange = _ALONE,
+    ) -> None:
+        self.exchange, self.progress = exchange, Progress()
+        self.stacks = make_stacks(members, algorithm.rule, workspace, device)
+        self.products = KernelProducts(self.stacks, graphs)
+        self._graphs = graphs
+        self.turns = self._turns()
+        self.all_turns = {turn for own in self.turns for turn in own}
+        self._blocks = [len(member.blocking) for member in members]
+        self._lengths = torch.tensor(self._blocks, dtype=torch.int64, device=device)
+        self._waves: dict[tuple[int, ...], list[Wave]] = {}
+        self._chain: Chain | None = None
+        self._cuts: dict[tuple[Hashable, ...], tuple[list[Due], list[Portion]]] = {}
+
+    def _turns(self) -> list[tuple[Turn, ...]]:
+        found: list[set[Turn]] = [set() for _ in self.stacks.members]
+        for group in self.stacks.groups:
+            for segment in group.segments:
+                found[segment.member] |= {Turn(segment.phase, side) for side in (False, True)}
+        return [tuple(sorted(own)) for own in found]
+
+    def graph_refused(self) -> str | None:
+        """Why launches could not be captured as graphs; ``None`` if none was refused."""
+        of_updates = self._chain.graph_refused if self._chain is not None else None
+        return self.products.graph_refused() or of_updates
+
+    # ------------------------------------------------------------------------ statistics, roots
+
+    @full_precision()
+    def update(self, measured: Measured, source: Source) -> None:
+        """PU for L and R with their M. Waits for the device.
+
+        Args:
+            measured: The members' gradients. Statistics of those that are not finite stay.
+            source: Members to update, with their options and blocks, and M.
+        """
+        with self.exchange.shared(self.stacks, source.due, measured.norms, is_statistic):
+            self._update_own(measured.finite, source)
+
+    def _update_own(self, finite: Tensor, source: Source) -> None:
+        """PU of the rows that this rank does."""
+        if self._chain is None and has_kernels(self.stacks.device):
+            from kronbit.kernels.cholesky import Chain
+
+            self._chain = Chain(self.stacks.device, self._graphs)
+        first = Attempt(chain=self._chain)
+        failed = self._update(self._first_updates(source.due), source.of, finite, first)
+        for number in count(1):
+            again = []
+            for part in failed:
+                repairs = part.factors.method.repairs[number - 1 :]
+                part.factors.counters[repairs[0] if repairs else "discarded_statistics"] += 1
+                again += [part] if repairs else []
+            if not again:
+                break
+            mixed = partial(self._may_share, attempt=number)
+            portions = self._cut(again, ROBUST_UPDATE, mixed)
+            failed = self._update(portions, source.of, finite, Attempt(number))
+
+    def _update(
+        self,
+        portions: Iterable[Portion],
+        M_of: Callable[[Sequence[Part]], Tensor],
+        finite: Tensor,
+        attempt: Attempt,
+    ) -> list[Part]:
+        """PU of some rows; returns those where a factorisation failed, which are as they were."""
+        done: list[Part] = []
+        flags: list[Tensor] = []
+        for portion in portions:
+            parts, batch, owners = portion
+            self.progress.begin(portion)
+            M = M_of(parts)
+            trusted = finite[owners]
+            good, replaced = batch.update(M, trusted, parts[0].config, attempt)
+            flags.append(torch.stack((trusted, good, replaced)))
+            done += parts
+        if not flags:
+            return []
+        failed = []
+        for (part, row), trusted, good, replaced in zip(
+            rows_of(done), *torch.cat(flags, 1).tolist(), strict=True
+        ):
+            if trusted and not good:
+                failed.append(part.row(row))
+            elif trusted and not replaced:
+                part.factors.counters["discarded_statistics"] += 1
+        return failed
+
+    def _may_share(self, part: Part, attempt: int | None = None) -> bool:
+        """Whether orders may share a batch: one launch for several is worth copies."""
+        # Without kernels there are no launches.
+        return has_kernels(self.stacks.device) and part.factors.method.enlarges(
+            part.config, attempt
+        )
+
+    def _cut(
+        self,
+        wanted: Iterable[Part],
+        cost: Cost | Callable[[Part], Cost],
+        mixed: Callable[[Part], bool],
+    ) -> Iterator[Portion]:
+        """Cut rows into what the workspace can take at once."""
+        return map(Portion.of, batches(wanted, self.stacks.workspace, cost, mixed))
+
+    def _first_updates(self, due: Mapping[int, Due]) -> Iterable[Portion]:
+        mixed = partial(self._may_share, attempt=0)
+        if not self.progress.failed():
+            return self._remembered(due, UPDATE, mixed)
+        own = self.exchange.own(due_parts(self.stacks.groups, due))
+        return self._cut(self.progress.left(own), UPDATE, mixed)
+
+    def _first_refreshes(self, due: Mapping[int, Due]) -> list[Portion]:
+        return self._remembered(due, refresh_cost, self._may_share)
+
+    def _remembered(
+        self,
+        due: Mapping[int, Due],
+        cost: Cost | Callable[[Part], Cost],
+        mixed: Callable[[Part], bool],
+    ) -> list[Portion]:
+        """Cut all rows that are due. Recent cuts are remembered: the GPU waits for the first."""
+        # Options by identity, which is quick; as long as the cut is remembered, they are, too.
+        dues = ((i, id(own.config), own.turns) for i, own in due.items())
+        key = cost, self.exchange.divides, *dues
+        if key not in self._cuts:
+            if len(self._cuts) == _REMEMBERED_CUTS:
+                self._cuts.pop(next(iter(self._cuts)))
+            own = self.exchange.own(due_parts(self.stacks.groups, due))
+            self._cuts[key] = list(due.values()), list(self._cut(own, cost, mixed))
+        return self._cuts[key][1]
+
+    @full_precision()
+    def refresh(self, measured: Measured, due: Mapping[int, Due]) -> None:
+        """PIRU for L̂ and R̂ of the blocks that are due. Waits for the device.
+
+        A member counts as refreshed once both roots of all its blocks are; staggered, they are so
+        one by one.
+
+        Args:
+            measured: The members' gradients, on which products in less than float32 are tried.
+            due: Members to refresh, with their options and blocks.
+        """
+        with self.exchange.shared(self.stacks, due, measured.norms, is_root):
+            self._refresh_own(due)
+        staggered = {i for i, own in due.items() if own.turns is not None}
+        known = set(self.stacks.refreshed)
+        self.find_refreshed(due.keys() - staggered)
+        self.find_refreshed(staggered, whole=True)
+        # Staggered blocks are compared together, at the turn of the last.
+        last = {i for i in staggered if self.turns[i][-1] in (due[i].turns or ())}
+        self.progress.new |= self.stacks.refreshed - known
+        new = self.progress.new
+        self.products.choose(measured, [i for i in due if i not in staggered - last - new], new)
+
+    def _refresh_own(self, due: Mapping[int, Due]) -> None:
+        """PIRU of the rows that this rank does."""
+        failed = self._refresh(self._first_refreshes(due))
+        for number in count():
+            again = []
+            for part in failed:
+                repairs = part.factors.method.root_repairs[number:]
+                part.factors.counters[repairs[0] if repairs else "discarded_roots"] += 1
+                again += [part.damped_by(10.0 ** (number + 1))] if repairs else []
+            if not again:
+                break
+            failed = self._refresh(self._cut(again, refresh_cost, self._may_share))
+
+    def _refresh(self, portions: Iterable[Portion]) -> list[Part]:
+        """PIRU of some rows; returns those whose new root is not finite: they keep the old one."""
+        done: list[Part] = []
+        flags: list[Tensor] = []
+        for parts, batch, _ in portions:
+            flags.append(batch.refresh(parts[0].config))
+            done += parts
+        replaced = torch.cat(flags).tolist() if flags else []
+        rows = zip(rows_of(done), replaced, strict=True)
+        return [part.row(row) for (part, row), good in rows if not good]
+
+    def find_refreshed(self, candidates: Collection[int], whole: bool = False) -> None:
+        """Note which candidates have left the identity. Waits for the device.
+
+        Args:
+            candidates: Members.
+            whole: Whether both roots of all blocks of a member must have left it, or any.
+        """
+        wanted = {
+            i: Due(self.stacks.members[i].config)
+            for i in candidates
+            if i not in self.stacks.refreshed
+        }
+        if not wanted:
+            return
+        changed = torch.zeros(2, sum(self._blocks), dtype=torch.bool, device=self.stacks.device)
+        for parts in batches(
+            due_parts(self.stacks.groups, wanted), self.stacks.workspace, PRECONDITION
+        ):
+            for part in parts:
+                here = part.group.number[part.rows]
+                changed[int(part.right), here] = ~part.factors.is_identity(part.rows)
+        flags = zip(*changed.tolist(), strict=True)
+        for i, blocks in enumerate(self._blocks):
+            own = chain.from_iterable(list(islice(flags, blocks)))
+            if i in wanted and (all(own) if whole else any(own)):
+                self.stacks.refreshed.add(i)
+
+    # -------------------------------------------------------------------------------- gradients
+
+    def precondition(self, measured: Measured) -> None:
+        """Write G̃ = Ĝ ‖G‖ / ‖Ĝ‖ over the gradients of refreshed members, grafted per parameter.
+
+        Args:
+            measured: The members' gradients; others may follow. Those that are not finite stay.
+        """
+        left = self.products.precondition(measured)
+        exact = tuple(i for i in left if measured.grads[i] is not None)
+        if exact:
+            own = slice(len(self.stacks.members))
+            grads, norms, finite = measured.grads[own], measured.norms[own], measured.finite[own]
+            self._precondition_exactly(exact, grads, norms, finite)
+
+    @full_precision()
+    def _precondition_exactly(
+        self,
+        active: tuple[int, ...],
+        grads: Sequence[Tensor | None],
+        norms: Tensor,
+        finite: Tensor,
+    ) -> None:
+        """``precondition`` in float32, group by group: the contract."""
+        blocks = GradientBlocks(self.stacks.members, grads)
+        # ‖Ĝ‖² of every block, in the members' order, and then in the order of their blocks: summed
+        # in this order whatever the chunks are, for the same bits every time.
+        squares = norms.new_zeros(sum(self._blocks))
+        for wave in self._waves_of(active):
+            held = []
+            for group, rows in wave.parts:
+                G, Ghat = self.product(blocks, group, rows)
+                squares[group.number[rows]] = torch.linalg.vector_norm(Ghat, dim=(-2, -1)).square()
+                held.append((G, Ghat) if wave.fits else None)
+            Ghat_norms = torch.segment_reduce(
+                squares, "sum", lengths=self._lengths, unsafe=True
+            ).sqrt()
+            scale = graft_scale(norms, Ghat_norms)
+            # Where Ĝ overflowed although G is finite, F gets G itself.
+            usable = finite & torch.isfinite(Ghat_norms) & torch.isfinite(scale)
+            self.stacks.ungrafted.add_((wave.mask & finite & ~usable).sum())
+            self.stacks.graft_ratio.copy_(torch.where(wave.mask, scale, self.stacks.graft_ratio))
+            for (group, rows), pair in zip(wave.parts, held, strict=True):
+                owner = group.owner[rows]
+                G, Ghat = self.product(blocks, group, rows) if pair is None else pair
+                Gtilde = torch.where(_per_row(usable[owner]), Ghat * _per_row(scale[owner]), G)
+                blocks.scatter(group, rows, Gtilde)
+            blocks.flush()
+
+    def product(self, blocks: GradientBlocks, group: Group, rows: slice) -> tuple[Tensor, Tensor]:
+        """G and Ĝ of some rows."""
+        G = blocks.gather(group, rows)
+        return G, combine(self.stacks.rule, group.left.roots(rows), G, group.right.roots(rows))
+
+    def _waves_of(self, active: tuple[int, ...]) -> list[Wave]:
+        """Cut the active members into waves. Recent cuts are remembered."""
+        if active not in self._waves:
+            if len(self._waves) == _REMEMBERED_WAVES:
+                self._waves.pop(next(iter(self._waves)))
+            self._waves[active] = list(self._cut_into_waves(active))
+        return self._waves[active]
+
+    def _cut_into_waves(self, active: tuple[int, ...]) -> Iterator[Wave]:
+        # Half of the workspace holds G and Ĝ, the other half is the scratch of a chunk.
+        budget = self.stacks.workspace // 2
+        wave: list[int] = []
+        total = 0
+        for index in active:
+            size = 8 * math.prod(self.stacks.members[index].blocking.matrices)
+            if wave and total + size > budget:
+                yield self._make_wave(wave, budget, fits=total <= budget)
+                wave, total = [], 0
+            wave.append(index)
+            total += size
+        yield self._make_wave(wave, budget, fits=total <= budget)
+
+    def _make_wave(self, wave: list[int], budget: int, fits: bool) -> Wave:
+        wanted = dict.fromkeys(wave, Due(self.stacks.members[wave[0]].config))
+        parts = tuple(
+            (group, rows)
+            for group in self.stacks.groups
+            for run, _ in group.runs(wanted, right=False)  # as those of the right
+            for rows in chunks(run, PRECONDITION.rows(max(group.shape), group.shape, budget))
+        )
+        mask = torch.zeros_like(self.stacks.graft_ratio, dtype=torch.bool)
+        for index in wave:
+            mask[index : index + 1].fill_(True)  # an index tensor would come from the host
+        return Wave(parts, mask, fits)
+
+
+def _per_row(values: Tensor) -> Tensor:
+    """(rows,) -> (rows, 1, 1)."""
+    return values[:, None, None]

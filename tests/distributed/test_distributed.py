@@ -1,0 +1,336 @@
+"""Several ranks walk as one process does."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import signal
+import time
+from contextlib import nullcontext
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from support.ranks import SECONDS, in_turn, run_on_ranks, run_script_on_ranks
+from torch import Tensor, nn
+from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_flatten_with_path, tree_leaves
+
+from kronbit import CASPR, KFAC, Shampoo
+from kronbit.baselines import MFAC
+from kronbit.step.preconditioner import Preconditioner
+
+OPTIMIZERS: dict[str, Any] = {"Shampoo": Shampoo, "CASPR": CASPR}
+OPTIONS = {"lr": 0.01, "update_every": 2, "refresh_every": 4, "max_order": 64}
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(70, 66), nn.Tanh(), nn.Linear(66, 9), nn.Linear(9, 3))
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, world: int) -> None:
+    """Ten steps, with one pass each that is not synchronised; a rank has its part of a batch."""
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(10):
+        for last in (False, True):
+            x = torch.randn(12, 70, generator=generator)[rank::world]
+            waits = isinstance(model, DistributedDataParallel) and not last
+            with model.no_sync() if waits else nullcontext():
+                model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def train_on_a_rank(rank: int, name: str, options: dict[str, Any], equal: bool) -> list[Any]:
+    model = network()
+    optimizer = OPTIMIZERS[name](model.parameters(), **options)
+    part = (0, 1) if equal else (rank, dist.get_world_size())
+    train(DistributedDataParallel(model), optimizer, *part)
+    state = optimizer.state_dict()["state"]
+    leaves = [leaf for own in state.values() for leaf in tree_leaves(own)]
+    return [x.detach().numpy() for x in [*model.parameters(), *leaves] if isinstance(x, Tensor)]
+
+
+@pytest.mark.parametrize(("name", "world"), [("Shampoo", 2), ("CASPR", 4)])
+def test_with_equal_gradients_ranks_walk_as_one_process(name: str, world: int) -> None:
+    """To the bit, weights and state; and every rank's state is complete."""
+    alone = network()
+    optimizer = OPTIMIZERS[name](alone.parameters(), **OPTIONS)
+    train(alone, optimizer, 0, 1)
+    found = run_on_ranks(world, train_on_a_rank, name, OPTIONS, True)
+    for own in found:
+        for p, q, first in zip(alone.parameters(), own[:6], found[0][:6], strict=True):
+            assert np.array_equal(q, first)
+            assert np.array_equal(q, p.detach().numpy())
+        assert len(own) == len(found[0]) > 6
+        assert all(map(np.array_equal, own, found[0]))
+
+
+def test_ranks_that_share_a_batch_walk_as_one_process() -> None:
+    options = {**OPTIONS, "base": "sgd", "bits": 32}
+    alone, start = network(), network()
+    train(alone, Shampoo(alone.parameters(), **options), 0, 1)
+    for own in run_on_ranks(3, train_on_a_rank, "Shampoo", options, False):
+        for p, q, w in zip(alone.parameters(), own[:6], start.parameters(), strict=True):
+            assert (torch.from_numpy(q) - p.detach()).norm() < 1e-5 * p.detach().norm()
+            assert not torch.equal(p, w)
+
+
+def shard(rank: int) -> list[str]:
+    """What cannot be put together, by name."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    model, plain = network(), network()
+    fully_shard(model, mesh=mesh)
+    columns = nn.Linear(8, 6, bias=False)
+    columns.weight = nn.Parameter(distribute_tensor(columns.weight, mesh, [Shard(1)]))
+    elsewhere = fully_shard(nn.Linear(8, 6), mesh=DeviceMesh("cpu", [1, 0]))
+    zero = nn.Linear(8, 6, bias=False)
+    zero.weight.ds_id = 0
+    flat = nn.Linear(8, 6, bias=False)
+    flat.weight._is_flat_param = True
+    optimizer = Shampoo(plain.parameters(), lr=0.1)
+    told = []
+    for call in (
+        lambda: Shampoo(torch.optim.SGD(columns.parameters(), lr=0.1)),
+        lambda: CASPR(columns.named_parameters(), lr=0.1),
+        lambda: optimizer.add_param_group({"params": list(columns.parameters())}),
+        lambda: MFAC(torch.optim.SGD(model.parameters(), lr=0.1)),
+        lambda: KFAC(torch.optim.SGD(model.parameters(), lr=0.1), model=model),
+        lambda: Shampoo(zero.parameters(), lr=0.1),
+        lambda: Shampoo(flat.parameters(), lr=0.1),
+        lambda: Shampoo([*model.parameters(), *elsewhere.parameters()], lr=0.1),
+    ):
+        remedy = "fully_shard|DistributedDataParallel|an optimizer for each"
+        with pytest.raises(TypeError, match=remedy) as error:
+            call()
+        told.append(str(error.value).split(":")[0].split(", DeviceMesh")[0])
+    assert len(optimizer.param_groups) == 1
+    # Left to the base, it may be whatever that takes.
+    group = {"params": list(columns.parameters()), "precondition": False}
+    optimizer = Shampoo([{"params": list(plain.parameters())}, group], lr=0.1)
+    for p in (*plain.parameters(), *columns.parameters()):
+        p.grad = torch.ones_like(p)
+    before = columns.weight.full_tensor().clone()
+    optimizer.step()
+    assert not torch.equal(columns.weight.full_tensor(), before)
+    return told
+
+
+def disagree(rank: int) -> dict[str, str]:
+    """Ranks that differ: in what they have, in their options, in their gradients."""
+    found = {}
+
+    def step(name: str, width: int = 66, **options: Any) -> Shampoo:
+        torch.manual_seed(0)
+        model = nn.Linear(70, width)
+        optimizer = Shampoo(model.parameters(), **{**OPTIONS, "update_every": 1, **options})
+        before = model.weight.detach().clone()
+        for p in model.parameters():
+            p.grad = torch.full_like(p, 1.0 + rank * (name in ("gradients", "apart")))
+        try:
+            optimizer.step()
+        except RuntimeError as error:
+            found[name] = str(error)
+            assert torch.equal(model.weight, before)
+        return optimizer
+
+    step("parameters", width=66 + rank)
+    step("options", bits=4 + 4 * rank)
+    step("gradients", process_group=dist.group.WORLD)
+    with pytest.warns(RuntimeWarning, match="gradients differ between the 2 ranks"):
+        optimizer = step("apart")
+    assert optimizer.diagnostics()["ranks"]["apart"] == 1
+    optimizer = step("apart", process_group=False)
+    assert optimizer.diagnostics()["ranks"] == {}
+    return found
+
+
+def break_down(rank: int) -> str:
+    """One rank cannot do its rows."""
+    model = nn.Linear(70, 66)
+    optimizer = Shampoo(model.parameters(), **{**OPTIONS, "update_every": 1})
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    if rank == 1:
+
+        def fail(*_: Any) -> None:
+            raise MemoryError("no room")
+
+        Preconditioner._update_own = fail
+    try:
+        optimizer.step()
+    except (MemoryError, RuntimeError) as error:
+        return str(error)
+    return "nothing"
+
+
+def wait_in_vain(rank: int) -> str:
+    """One rank does not come; the other one goes on with what it has, by itself."""
+    group = dist.new_group(timeout=timedelta(seconds=2))
+    model = nn.Linear(70, 66)
+    optimizer = Shampoo(model.parameters(), process_group=group, **OPTIONS)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    told = ""
+    if rank == 0:
+        before, saved = model.weight.detach().clone(), optimizer.state_dict()
+        with pytest.raises(RuntimeError) as error:
+            optimizer.step()
+        told = str(error.value)
+        assert torch.equal(model.weight, before)
+        rebuilt = Shampoo(model.parameters(), process_group=False, **OPTIONS)
+        rebuilt.load_state_dict(saved)
+        rebuilt.step()
+        assert not torch.equal(model.weight, before)
+    return told
+
+
+def test_parameters_and_ranks_that_do_not_go_together() -> None:
+    """They are refused by name; ranks that disagree get one clear error, and none waits."""
+    start = time.monotonic()
+    refused, disagreed, (first, second), (late, _) = zip(
+        *run_on_ranks(2, in_turn, shard, disagree, break_down, wait_in_vain), strict=True
+    )
+    assert time.monotonic() - start < SECONDS / 2
+    for told in refused:
+        assert told == [
+            "group 0, parameter 0 is a DTensor with placement S(1), not Shard(0)",
+            "weight is a DTensor with placement S(1), not Shard(0)",
+            "group 1, parameter 0 is a DTensor with placement S(1), not Shard(0)",
+            "group 0, parameter 0 is a DTensor, of which this rank holds a part",
+            "group 0, parameter 0 is a DTensor, of which this rank holds a part",
+            "group 0, parameter 0 is partitioned by DeepSpeed's ZeRO, which hides its shape",
+            "group 0, parameter 0 is a FlatParameter of FSDP 1, which joins matrices to one vector",
+            "group 0, parameter 6 is sharded over another mesh",
+        ]
+    for found in disagreed:
+        assert list(found) == ["parameters", "options", "gradients"]
+        shapes = "rank 1 of 2 has group 0, parameter 0 of shape (67, 70) and torch.float32, where"
+        assert found["parameters"].startswith(shapes)
+        bits = "rank 1 of 2 has group 0: bits=8, where rank 0 has group 0: bits=4: ranks must"
+        assert found["options"].startswith(bits)
+        assert "average them before the step" in found["gradients"]
+    assert first.startswith("an update or a refresh has failed on rank 1 of 2")
+    assert second == "no room"
+    assert "Timed out" in late or "timeout" in late.lower()
+
+
+def layers(rank: int) -> list[Any]:
+    """K-FAC: statistics are averaged, and updates shared out."""
+    torch.manual_seed(0)
+    alone, model = (nn.Sequential(nn.Linear(70, 66), nn.Tanh(), nn.Linear(66, 64)) for _ in "ab")
+    model.load_state_dict(alone.state_dict())
+    options = {"update_every": 2, "refresh_every": 4, "bits": 32, "lr": 0.1, "base": "sgd"}
+    one = KFAC(alone.parameters(), model=alone, process_group=False, **options)
+    train(alone, one, 0, 1)
+    parallel = DistributedDataParallel(model)
+    optimizer = KFAC(model.parameters(), model=model, **options)
+    train(parallel, optimizer, rank, dist.get_world_size())
+    for p, q in zip(model.parameters(), alone.parameters(), strict=True):
+        assert (p - q).detach().norm() < 1e-5 * q.detach().norm()
+    figures = optimizer.diagnostics()["ranks"]
+    assert figures["replicas"] == 3
+    assert figures["apart"] == 0
+    return [figures["received_bytes"], *[p.detach().numpy() for p in model.parameters()]]
+
+
+def test_layers_are_shared_out() -> None:
+    first, *others = run_on_ranks(3, layers)
+    assert first[0] > 0
+    for own in others:
+        assert all(map(np.array_equal, own[1:], first[1:]))
+
+
+def fail(rank: int, how: str) -> None:
+    if rank == 1:
+        if how == "raises":
+            raise ValueError("as told")
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+
+
+@pytest.mark.parametrize(("how", "told"), [("raises", "as told"), ("is killed", "exit code -9")])
+def test_a_rank_that_fails_is_shown(how: str, told: str) -> None:
+    with pytest.raises(AssertionError, match=told):
+        run_on_ranks(2, fail, how)
+
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def torchrun(example: str, ranks: int, *arguments: str) -> str:
+    return run_script_on_ranks(ranks, str(EXAMPLES / example), *arguments)
+
+
+def test_the_example_runs_under_torchrun_and_resumes_to_the_bit(tmp_path: Path) -> None:
+    once, twice = tmp_path / "once.pt", tmp_path / "twice.pt"
+    told = torchrun("ddp.py", 2, "--steps", "40", "--checkpoint", str(once))
+    assert "2 ranks, steps 0 to 40" in told
+    assert float(told.split()[-4]) > 80
+    for steps in ("25", "40"):
+        torchrun("ddp.py", 2, "--steps", steps, "--checkpoint", str(twice))
+    a, b = (
+        dict(tree_flatten_with_path(torch.load(path, weights_only=True))[0])
+        for path in (once, twice)
+    )
+    assert a.keys() == b.keys()
+    for key, value in a.items():
+        assert torch.equal(value, b[key]) if isinstance(value, Tensor) else value == b[key], key
+    assert not list(tmp_path.glob("*.new"))
+
+
+def test_the_sharded_example_goes_on_with_another_number_of_ranks(tmp_path: Path) -> None:
+    checkpoint = ["--checkpoint", str(tmp_path / "digits")]
+    assert "2 ranks, steps 0 to 25" in torchrun("fsdp2.py", 2, "--steps", "25", *checkpoint)
+    told = torchrun("fsdp2.py", 3, "--steps", "50", *checkpoint)
+    assert "3 ranks, steps 25 to 50" in told
+    assert float(told.split()[-4]) > 80
+
+
+def sharded_example(rank: int, folder: str, dies: bool) -> Any:
+    """Save, go on, and save again; a rank may die meanwhile. Then see what can be loaded."""
+    spec = importlib.util.spec_from_file_location("fsdp2", EXAMPLES / "fsdp2.py")
+    assert spec is not None
+    example = importlib.util.module_from_spec(spec)
+    assert spec.loader is not None
+    spec.loader.exec_module(example)
+    model = network()
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    training = example.Training(model, Shampoo(model.parameters(), **OPTIONS))
+    if not dies:
+        example.load(Path(folder), training)
+        expected = network()
+        optimizer = Shampoo(expected.parameters(), process_group=False, **OPTIONS)
+        for _ in range(training.step):
+            for p in expected.parameters():
+                p.grad = torch.ones_like(p)
+            optimizer.step()
+        for p, q in zip(model.parameters(), expected.parameters(), strict=True):
+            assert torch.equal(p.full_tensor(), q)
+        return training.step
+    for last in (5, 7):
+        while training.step < last:
+            for p in model.parameters():
+                p.grad = torch.ones_like(p)
+            training.optimizer.step()
+            training.step += 1
+        if rank == 1 and last == 7:
+            FileSystemWriter.write_data = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        example.save(Path(folder), training)
+    return None
+
+
+def test_a_rank_that_dies_while_saving_leaves_the_last_checkpoint_whole(tmp_path: Path) -> None:
+    folder = str(tmp_path / "digits")
+    with pytest.raises(AssertionError, match="exit code -9"):
+        run_on_ranks(2, sharded_example, folder, True)
+    assert run_on_ranks(2, sharded_example, folder, False) == [5, 5]

@@ -1,0 +1,740 @@
+"""The kernels of the ordinary step against the pure-torch contract: norms, products, grafting."""
+
+from __future__ import annotations
+
+import gc
+import math
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from support.numerics import angle, relative_error, slow
+from torch import Tensor
+
+from kronbit import CASPR, Shampoo
+from kronbit.blocks.batches import UPDATE, batches, due_parts
+from kronbit.blocks.blocking import Blocking, route
+from kronbit.blocks.gradients import GradientBlocks, plain_dtypes
+from kronbit.blocks.groups import Due, Member
+from kronbit.config import Config
+from kronbit.factors import Factors, compact_storage
+from kronbit.gpu.norms import Measured
+from kronbit.gpu.product_precision import BF16X3, FLOAT32, HALF, _way
+from kronbit.kernels import guard
+from kronbit.statistics import GradientStatistics
+from kronbit.statistics.gradients import _by_torch as gradients_by_torch
+from kronbit.step.nonfinite import NonfiniteGuard
+from kronbit.step.preconditioner import Preconditioner
+
+pytest.importorskip("triton")
+from kronbit.gpu import addresses
+from kronbit.gpu.addresses import AddressTable
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:(invalid value|overflow encountered):RuntimeWarning"),
+    pytest.mark.bf16_products,
+]
+
+# The rows of (12, 64) and (75, 40) are wide: in bf16, they are multiplied where they are.
+SHAPES = [(20, 66), (12, 64), (2, 10, 24), (75, 40)]
+PASS = Config(nonfinite="pass")
+
+
+def made(
+    device: torch.device,
+    algorithm: Any = Shampoo,
+    shapes: Sequence[tuple[int, ...]] = SHAPES,
+    workspace: int = 2**21,
+    **options: Any,
+) -> Preconditioner:
+    """Members of several shapes and formats, with roots far from the identity."""
+    config = Config(**{"storage": "paper", "max_order": 70, **options})
+    members = [Member(route(shape, config), config) for shape in shapes]
+    own = Preconditioner(members, algorithm.algorithm, workspace, False, device)
+    for group in own.stacks.groups:
+        for factors in (group.left, group.right):
+            A = torch.randn(factors.rows, factors.order, factors.order) / factors.order**0.5
+            for name, leaf in factors.method.root.encode(
+                (A @ A.mT + torch.eye(factors.order)).to(device)
+            ).items():
+                factors.tensors[name].copy_(leaf)
+    own.find_refreshed(range(len(shapes)))
+    return own
+
+
+def measured(
+    device: torch.device, grads: Sequence[Tensor | None], guard: NonfiniteGuard | None = None
+) -> Measured:
+    """Gradients as a step measures them."""
+    sizes = [0 if grad is None else grad.numel() for grad in grads]
+    taps = [1 if grad is None else math.prod(grad.shape[2:]) for grad in grads]
+    dtypes = plain_dtypes([grad for grad in grads if grad is not None])
+    return (guard or NonfiniteGuard(device, PASS)).measure(grads, sizes, taps, dtypes)
+
+
+def gradients(device: torch.device, dtypes: list[torch.dtype]) -> list[Tensor]:
+    return [
+        torch.randn(shape).to(device=device, dtype=dtype)
+        for shape, dtype in zip(SHAPES, dtypes, strict=True)
+    ]
+
+
+SINGLE = [torch.float32] * 4
+MIXED = [torch.float32, torch.bfloat16, torch.float16, torch.float32]
+BRAIN = [torch.bfloat16] * 4
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "options", "dtypes", "way", "nonfinite"),
+    [
+        (Shampoo, {}, SINGLE, HALF, "zero"),
+        pytest.param(Shampoo, {}, MIXED, BF16X3, "zero", marks=slow),
+        pytest.param(Shampoo, {"bits": 3, "method": "cholesky"}, BRAIN, HALF, "pass", marks=slow),
+        pytest.param(Shampoo, {"bits": 3}, MIXED, HALF, "pass", marks=slow),
+        pytest.param(CASPR, {"block_size": 48}, BRAIN, HALF, "zero", marks=slow),
+        pytest.param(Shampoo, {}, BRAIN, HALF, "pass", marks=slow),
+        pytest.param(CASPR, {"bits": 32}, SINGLE, BF16X3, "pass", marks=slow),
+        pytest.param(Shampoo, {"storage": "compact"}, SINGLE, HALF, "zero", marks=slow),
+        pytest.param(CASPR, {"storage": "compact", "bits": 8}, MIXED, BF16X3, "zero", marks=slow),
+    ],
+)
+def test_preconditioned_gradients_are_the_contracts(
+    algorithm: Any,
+    options: dict[str, Any],
+    dtypes: list[torch.dtype],
+    way: int,
+    nonfinite: str,
+    kernels: torch.device,
+) -> None:
+    """Within half a degree, of the same norm; one without gradient, one not finite."""
+    own = made(kernels, algorithm, **options)
+    grads: list[Tensor | None] = list(gradients(kernels, dtypes))
+    grads[2][0, 0, 0] = torch.nan  # type: ignore[index]
+    twins = [grad.clone() for grad in grads if grad is not None]
+    broken = twins[2].clone()
+    missing, grads[1] = grads[1], None
+    own.products.ways = dict.fromkeys(range(4), way)
+    step = measured(kernels, grads, NonfiniteGuard(kernels, Config(nonfinite=nonfinite)))
+    norms = step.norms.clone()
+    exact = tuple(i for i, grad in enumerate(grads) if grad is not None)
+    reference = [None if grads[i] is None else twins[i] for i in range(4)]
+    own._precondition_exactly(exact, reference, norms, torch.isfinite(norms))
+    own.precondition(step)
+    for i in (0, 3):
+        assert grads[i] is not None
+        assert angle(grads[i], twins[i]) < 0.5
+        assert float(grads[i].float().norm()) == pytest.approx(float(norms[i]), rel=1e-2)
+    assert grads[2] is not None
+    expected = torch.zeros_like(broken) if nonfinite == "zero" else broken
+    for found, right in ((twins[2], broken), (grads[2], expected)):
+        torch.testing.assert_close(found, right, rtol=0, atol=0, equal_nan=True)
+    assert missing is not None
+    assert torch.isfinite(own.stacks.graft_ratio[:1]).all()
+
+
+@pytest.mark.parametrize(
+    ("shape", "tile", "bits"),
+    [
+        ((131, 66), 64, 3),
+        pytest.param((131, 66), 32, 4, marks=slow),
+        pytest.param((190, 96), 64, 4, marks=slow),
+        pytest.param((190, 96), 32, 3, marks=slow),
+        pytest.param((66, 131), 32, 8, marks=slow),
+    ],
+)
+def test_roots_in_tiles_and_in_rows(
+    shape: tuple[int, int],
+    tile: int,
+    bits: int,
+    kernels: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Every element is where it belongs."""
+    monkeypatch.setattr(compact_storage, "TILES", (tile,))
+    own = made(kernels, shapes=[shape], bits=bits, storage="compact", max_order=600)
+    grad = torch.randn(shape).to(kernels)
+    twin = grad.clone()
+    own.products.ways = {0: BF16X3}
+    step = measured(kernels, [grad])
+    own._precondition_exactly((0,), [twin], step.norms.clone(), step.finite.clone())
+    own.precondition(step)
+    assert relative_error(grad, twin) < 1e-4
+
+
+@slow
+@pytest.mark.parametrize(
+    ("gain", "way"),
+    [(1e-3, FLOAT32), (1.0, BF16X3), (250.0, HALF)],
+)
+def test_ways_are_chosen_by_the_angle(gain: float, way: int, kernels: torch.device) -> None:
+    """Random gradients bear float16. One along the smallest gain of dense roots may not."""
+    own = made(kernels, bits=32)
+    grads: list[Tensor | None] = list(gradients(kernels, SINGLE))
+    low = torch.linalg.qr(torch.randn(20, 20))[0][:, :2]
+    L = 300 * torch.eye(20) - (300 - gain) * low @ low.mT
+    for group in own.stacks.groups:
+        if group.shape == (20, 66):
+            group.left.tensors["root"][0] = L.to(kernels)
+    grads[0] = (low @ torch.randn(2, 66)).to(kernels)
+    grads[1] = None
+    own.products.choose(measured(kernels, grads), range(4), new=range(4))
+    assert own.products.ways == {0: way, 1: FLOAT32, 2: HALF, 3: HALF}
+    grads[3] = grads[3].t().contiguous().t()  # type: ignore[union-attr]
+    own.products.choose(measured(kernels, grads), range(4), new=())
+    assert own.products.ways[3] == FLOAT32  # the kernels take plain matrices only
+
+
+def test_a_way_changes_only_for_a_reason() -> None:
+    """Back to a cheaper way at half of the tolerance; who has a way keeps it up to all of it."""
+
+    def ways(before: int) -> list[int]:
+        angles = (0.2, 0.4, 0.6, 10.0, 20.0)
+        return [_way(math.cos(math.radians(angle)), before) for angle in angles]
+
+    assert ways(HALF) == [HALF, HALF, BF16X3, BF16X3, FLOAT32]
+    assert ways(BF16X3) == [HALF, BF16X3, BF16X3, BF16X3, FLOAT32]
+    assert ways(FLOAT32) == [HALF, BF16X3, BF16X3, FLOAT32, FLOAT32]
+    assert _way(math.nan, HALF) == FLOAT32
+
+
+# Cut into blocks of 70 rows: wide ones, and such as begin and end between the taps of an input.
+CONVOLUTIONS = [(75, 8, 2, 2), (20, 9, 3, 3), (8, 6, 2, 3, 2), (16, 24), (24, 9, 1, 1)]
+
+
+def in_both_orders(
+    device: torch.device, dtype: torch.dtype = torch.float32
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Gradients of convolutions and of a matrix, the former also in channels-last order."""
+    plain = [torch.randn(shape).to(device=device, dtype=dtype) for shape in CONVOLUTIONS]
+    turned = [
+        grad.movedim(1, -1).contiguous().movedim(-1, 1) if grad.dim() > 2 else grad.clone()
+        for grad in plain
+    ]
+    assert [grad.is_contiguous() for grad in turned] == [False] * 3 + [True] * 2
+    return plain, turned
+
+
+@slow
+@pytest.mark.parametrize(
+    ("way", "dtype"),
+    [
+        (HALF, torch.bfloat16),
+        (BF16X3, torch.float32),
+        (HALF, torch.float32),
+        (BF16X3, torch.bfloat16),
+    ],
+)
+def test_channels_last_gradients_are_read_and_written_where_they_lie(
+    way: int, dtype: torch.dtype, kernels: torch.device
+) -> None:
+    own = made(kernels, shapes=CONVOLUTIONS)
+    own.products.ways = dict.fromkeys(range(5), way)
+    plain, turned = in_both_orders(kernels, dtype)
+    before = [grad.clone() for grad in plain]
+    for grads in (plain, turned):
+        step = measured(kernels, grads)
+        assert step.by_kernels
+        assert step.addresses is not None
+        assert step.addresses.aligned
+        assert step.addresses.channels_last == ({0, 1, 2} if grads is turned else set())
+        own.precondition(step)
+    for grad, expected, start in zip(turned, plain, before, strict=True):
+        # The norm is a sum in another order; of bf16 in order, G itself is what is multiplied.
+        near = 1e-6 if dtype == torch.float32 else 0.01
+        assert relative_error(grad.float(), expected.float()) < near
+        assert relative_error(grad.float(), start.float()) > 0.1
+    # Whoever is in order is read as widely as ever.
+    wide = {
+        (key[2], block.member): chunk.wide
+        for key, tables in own.products._grouped.items()
+        for wave in tables._tables.waves
+        for chunk in wave.chunks
+        for block in chunk.blocks
+    }
+    assert wide[frozenset(), 0]
+    assert wide[frozenset({0, 1, 2}), 3]
+    assert not wide[frozenset({0, 1, 2}), 0]
+
+
+@slow
+def test_statistics_of_channels_last_gradients_have_the_same_bits(kernels: torch.device) -> None:
+    own, statistics = made(kernels, shapes=CONVOLUTIONS), GradientStatistics()
+    due = {i: Due(own.stacks.members[i].config) for i in range(5)}
+    found = []
+    plain, turned = in_both_orders(kernels)
+    blocks = GradientBlocks(own.stacks.members, plain)
+    for grads in (plain, turned):
+        seen = measured(kernels, grads)
+        of = statistics.outer_products(own.stacks, seen, due)
+        parts = list(batches(due_parts(own.stacks.groups, due), own.stacks.workspace, UPDATE))
+        found.append([of(part) for part in parts])
+    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
+    for M, part in zip(found[0], parts, strict=True):
+        expected = gradients_by_torch(blocks, seen.finite, part)
+        assert (M - expected).abs().max() <= 1e-6 * expected.abs().max()
+
+
+def test_channels_last_gradients_of_grouped_convolutions(kernels: torch.device) -> None:
+    """K-FAC's statistics are of each group: a stack of matrices whose rows are whole ones."""
+    own = made(kernels, shapes=[(2, 12, 36)], batch_dims=1)
+    (member,) = own.stacks.members
+    turned_member = replace(member, blocking=replace(member.blocking, taps=9))
+    own.products._stacks = replace(own.stacks, members=(turned_member,))
+    own.products.ways = {0: HALF}
+    plain = torch.randn(24, 4, 3, 3).to(kernels)
+    turned = plain.to(memory_format=torch.channels_last)
+    for grad in (plain, turned):
+        step = measured(kernels, [grad])
+        assert step.by_kernels
+        own.precondition(step)
+    assert relative_error(turned, plain) < 1e-6
+
+
+def test_channels_last_gradients_that_kernels_cannot_read(kernels: torch.device) -> None:
+    """Of stacked matrices, rows are scattered; and nobody cuts what is left to F."""
+    last = torch.randn(3, 10, 4, 5, device=kernels).to(memory_format=torch.channels_last)
+    guard = NonfiniteGuard(kernels, PASS)
+    for taps, by_kernels in ((1, False), (0, True), (20, True), (1, False)):
+        found = guard.measure([last], [600], [taps], {torch.float32})
+        assert found.by_kernels == by_kernels
+        assert float(found.norms[0]) == pytest.approx(float(last.norm()), rel=1e-6)
+        assert found.addresses is not None
+        assert bool(found.addresses.values[0]) == by_kernels
+        assert (found.addresses.channels_last == {0}) == by_kernels
+    # Beside one that they cannot read either.
+    wide = torch.randn(4, 4, device=kernels, dtype=torch.float64)
+    both = {torch.float32, torch.float64}
+    found = guard.measure([last, wide], [600, 16], [20, 1], both)
+    assert not found.by_kernels
+    assert found.addresses is not None
+    assert found.addresses.channels_last == {0}
+    assert found.addresses.values[0] == last.data_ptr() + (1 << 59)
+    assert found.addresses.values[1] == 0
+
+
+def test_which_parameters_have_taps() -> None:
+    def taps(shape: tuple[int, ...], **options: Any) -> int:
+        blocking = route(shape, Config(**options))
+        assert isinstance(blocking, Blocking)
+        return blocking.taps
+
+    assert taps((3, 10, 4, 5)) == 20
+    assert taps((3, 10, 2, 4, 5)) == 40
+    assert taps((30, 10)) == 1
+    # Rows of these do not lie together in channels-last order.
+    assert taps((3, 10, 4, 5), batch_dims=1) == 1
+    assert taps((1, 10, 4, 5)) == 1
+
+
+@slow
+def test_gradients_that_begin_anywhere(kernels: torch.device) -> None:
+    """Rows of multiples of 8 elements are read and written wide, if they are aligned."""
+    config = Config(max_order=64)
+    own = Preconditioner(
+        [Member(route((64, 128), config), config)], Shampoo.algorithm, 2**21, False, kernels
+    )
+    for group in own.stacks.groups:
+        for factors in (group.left, group.right):
+            A = torch.randn(factors.rows, factors.order, factors.order) / factors.order**0.5
+            roots = factors.method.root.encode((A @ A.mT + torch.eye(factors.order)).to(kernels))
+            for name, leaf in roots.items():
+                factors.tensors[name].copy_(leaf)
+    own.find_refreshed(range(1))
+    own.products.ways = {0: HALF}
+    G, results = torch.randn(64, 128), []
+    for shift in (0, 1):
+        grad = torch.zeros(64 * 128 + 8, device=kernels)[shift : shift + 64 * 128].view(64, 128)
+        grad.copy_(G)
+        step = measured(kernels, [grad])
+        assert step.addresses is not None
+        assert step.addresses.aligned == (shift == 0)
+        own.precondition(step)
+        results.append(grad)
+    (tables,) = own.products._grouped.values()
+    assert all(chunk.wide for wave in tables._tables.waves for chunk in wave.chunks)
+    assert torch.equal(*results)
+    assert not torch.equal(results[0].cpu(), G)
+
+
+@slow
+@pytest.mark.parametrize("algorithm", [Shampoo, CASPR])
+@pytest.mark.parametrize("bits", [4, 32])
+@pytest.mark.parametrize(
+    ("workspace", "size", "dtypes"),
+    [(2**21, 1.0, SINGLE), (2**16, 1e-9, SINGLE), (2**16, 1e9, SINGLE), (2**16, 1e-9, BRAIN)],
+)
+def test_ways_are_as_accurate_as_they_say(
+    algorithm: Any,
+    bits: int,
+    workspace: int,
+    size: float,
+    dtypes: list[torch.dtype],
+    kernels: torch.device,
+) -> None:
+    """Rows of 64 and of 66 codes, several blocks, gradients and roots of any size."""
+    own = made(kernels, algorithm, bits=bits, workspace=workspace)
+    for factors in (
+        factors for group in own.stacks.groups for factors in (group.left, group.right)
+    ):
+        for name in ("root", "root_scales", "root_diagonal"):
+            if name in factors.tensors:
+                factors.tensors[name] *= size**-0.25
+    G = [size * grad for grad in gradients(kernels, dtypes)]
+    found: dict[int, list[Tensor]] = {}
+    for way in (FLOAT32, BF16X3, HALF):
+        own.products.ways = dict.fromkeys(range(4), way)
+        found[way] = [grad.clone() for grad in G]
+        own.precondition(measured(kernels, found[way]))
+    step = measured(kernels, G)
+    assert step.addresses is not None
+    half, precise = (own.products._precision(way, step.addresses) for way in (HALF, BF16X3))
+    tables = own.products._tables((precise, frozenset(range(4)), frozenset()))
+    sums = tables.compare(step.addresses, step.norms, half).double().cpu()
+    direct = dtypes is BRAIN and algorithm is Shampoo
+    assert any(precision.direct for precision, *_ in own.products._grouped) == direct
+    for i, exact in enumerate(found[FLOAT32]):
+        assert relative_error(found[BF16X3][i], exact) < (3e-4 if dtypes is SINGLE else 1e-2)
+        assert relative_error(found[HALF][i], exact) < 1e-2  # the interpreter truncates bf16
+        ab, aa, bb = sums[i].tolist()
+        assert ab / (aa * bb) ** 0.5 > math.cos(math.radians(0.5))
+        # ‖G‖ / ‖Ĝ‖, of which a is the more accurate
+        ratio = float(step.norms[i]) / aa**0.5
+        assert ratio == pytest.approx(float(own.stacks.graft_ratio[i]), rel=1e-2)
+
+
+@slow
+def test_one_table_serves_members_that_lose_their_gradient(kernels: torch.device) -> None:
+    """Kernels pass over them; the others, and those that kernels cannot take, go on."""
+    own = made(kernels)
+    own.products.ways = dict(enumerate((HALF, BF16X3, HALF, HALF)))
+    guard = NonfiniteGuard(kernels, PASS)
+    for missing, crooked in ((None, None), (2, None), (None, 3), (0, 3)):
+        grads: list[Tensor | None] = list(gradients(kernels, MIXED))
+        if crooked is not None:
+            grads[crooked] = grads[crooked].t().contiguous().t()  # type: ignore[union-attr]
+        kept = [grad.clone() for grad in grads if grad is not None]
+        gone = None
+        if missing is not None:
+            gone, grads[missing] = grads[missing], None
+        extra = torch.ones(5, device=kernels)  # left to F
+        step = measured(kernels, [*grads, extra], guard)
+        exact = tuple(i for i in range(4) if i != missing)
+        own.precondition(step)
+        reference = [None if i == missing else kept[i].clone() for i in range(4)]
+        own._precondition_exactly(exact, reference, step.norms[:4], step.finite[:4])
+        for i in exact:
+            assert angle(grads[i], reference[i]) < 0.5  # type: ignore[arg-type]
+            assert angle(grads[i], kept[i]) > 1  # type: ignore[arg-type]
+        assert gone is None or torch.equal(gone, kept[missing])  # type: ignore[index]
+        assert torch.equal(extra, torch.ones_like(extra))
+
+
+@slow
+def test_tables_follow_what_gradients_have_in_common(kernels: torch.device) -> None:
+    """All in bf16, they are multiplied where they are; the next ones may be others."""
+    own = made(kernels)
+    own.products.ways = dict.fromkeys(range(4), HALF)
+    guard = NonfiniteGuard(kernels, PASS)
+    for dtypes, tables in ((BRAIN, 1), (SINGLE, 2), (BRAIN, 2), (MIXED, 2)):
+        grads = gradients(kernels, dtypes)
+        reference: list[Tensor | None] = [grad.clone() for grad in grads]
+        step = measured(kernels, grads, guard)
+        own._precondition_exactly((0, 1, 2, 3), reference, step.norms, step.finite)
+        own.precondition(step)
+        assert max(map(angle, grads, reference)) < 0.5  # type: ignore[arg-type]
+        assert len(own.products._grouped) == tables
+
+
+@slow
+def test_what_does_not_fit_is_computed_twice_and_is_the_same(kernels: torch.device) -> None:
+    results = []
+    for workspace in (2**21, 2**16):
+        torch.manual_seed(0)
+        own = made(kernels, workspace=workspace)
+        own.products.ways = dict.fromkeys(range(4), HALF)
+        grads = gradients(kernels, SINGLE)
+        own.precondition(measured(kernels, grads))
+        results.append(grads)
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("workspace", [2**12, 2**15, 2**16, 2**21])
+@pytest.mark.parametrize("precision", [(True, False), (False, False), (False, True)])
+def test_what_runs_side_by_side_never_shares_memory(
+    workspace: int, precision: tuple[bool, bool]
+) -> None:
+    """In a graph: chunks of different lanes, and a wave's grafting and the products of the next."""
+    from kronbit.gpu.cutting import LANES, Precision, held_size
+    from kronbit.gpu.tables import make_tables
+    from kronbit.kernels.lines import Field
+
+    own = made(torch.device("cpu"), workspace=workspace)
+    taken = Precision(*precision)
+    tables = make_tables(own.stacks, range(4), taken, ())
+    lines = iter(tables.lines.tolist())
+    lanes: list[set[int]] = [set() for _ in range(LANES)]
+    held_by: list[set[int]] = []
+    for wave in tables.waves:
+        held: list[set[int]] = [set() for _ in range(LANES)]
+        for chunk in wave.chunks:
+            for block in chunk.blocks:
+                start, size = next(lines)[Field.LEFT], block.scratch(taken)
+                assert start + size <= tables.scratch
+                lanes[chunk.lane].update(range(start, start + size))
+                start, size = tables.offsets[block], held_size(block)
+                assert start + size <= tables.held
+                new = set(range(start, start + size))
+                assert not wave.fits or not new & held[chunk.lane]
+                held[chunk.lane] |= new
+        held_by.append(set().union(*held))
+        assert len(held_by[-1]) == sum(map(len, held))
+    assert len(set().union(*lanes)) == sum(map(len, lanes))
+    for wave, after, one, other in zip(
+        tables.waves, tables.waves[1:], held_by, held_by[1:], strict=False
+    ):
+        assert wave.alone or after.alone or not one & other
+
+
+class Stream:
+    """As much of a stream as lanes use. It knows what comes before what is next in it."""
+
+    def __init__(self) -> None:
+        self.before: set[int] = set()
+
+    def wait_stream(self, other: Stream) -> None:
+        self.before |= other.before
+
+    def record_event(self) -> set[int]:
+        return set(self.before)
+
+    def wait_event(self, event: set[int]) -> None:
+        self.before |= event
+
+
+@pytest.mark.parametrize("workspace", [2**14, 2**15, 2**16, 2**17])
+@pytest.mark.parametrize("precise", [True, False])
+def test_whatever_shares_memory_is_done_in_order(
+    workspace: int, precise: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the products and the writing of all waves, as a graph orders them."""
+    from kronbit.gpu import lanes
+    from kronbit.gpu import ordinary_step as grouped
+    from kronbit.gpu.cutting import Precision
+    from kronbit.kernels.lines import Field
+
+    own = made(torch.device("cpu"), workspace=workspace)
+    precision = Precision(precise)
+    step = grouped.GroupedProducts(own.stacks, range(4), precision)
+    lines = step._tables.lines.tolist()
+    blocks = [b for wave in step._tables.waves for chunk in wave.chunks for b in chunk.blocks]
+    scratch = {
+        block: range(line[Field.LEFT], line[Field.LEFT] + block.scratch(precision))
+        for line, block in zip(lines, blocks, strict=True)
+    }
+    current, streams = [Stream()], [Stream() for _ in range(lanes.LANES + 1)]
+    # What has been done: all that came before it, the scratch and the held stack that it needs.
+    done: list[tuple[set[int], set[int], set[int]]] = []
+
+    @contextmanager
+    def on(stream: Stream) -> Iterator[None]:
+        current.append(stream)
+        yield
+        current.pop()
+
+    def note(chunks: Sequence[Any], with_scratch: bool) -> None:
+        used: set[int] = set()
+        held: set[int] = set()
+        for block in (block for chunk in chunks for block in chunk.blocks):
+            used |= set(scratch[block]) if with_scratch else set()
+            start = step._tables.offsets[block]
+            held |= set(range(start, start + grouped.held_size(block)))
+        done.append((set(current[-1].before), used, held))
+        current[-1].before.add(len(done) - 1)
+
+    cuda = SimpleNamespace(
+        is_current_stream_capturing=lambda: True,
+        current_stream=lambda device: current[-1],
+        stream=on,
+    )
+    monkeypatch.setattr(lanes, "torch", SimpleNamespace(cuda=cuda))
+    monkeypatch.setattr(lanes, "_streams", lambda device: streams)
+    monkeypatch.setattr(step, "_device", torch.device("cuda"))
+    monkeypatch.setattr(step, "_products", lambda chunk, *rest: note([chunk], True))
+    monkeypatch.setattr(step, "_graft", lambda *rest: None)
+    monkeypatch.setattr(step, "_write", lambda wave, _: note(wave.chunks, not wave.fits))
+    step.step(AddressTable(4, torch.device("cpu")))
+    for number, (before, used, held) in enumerate(done):
+        for earlier, (_, other_used, other_held) in enumerate(done[:number]):
+            if used & other_used or held & other_held:
+                assert earlier in before
+    assert current[0].before == set(range(len(done)))
+    apart = [number for number, (before, _, _) in enumerate(done) if len(before) < number]
+    assert apart or all(wave.alone for wave in step._tables.waves)
+
+
+@slow
+def test_nothing_keeps_a_dropped_optimizer_alive(kernels: torch.device) -> None:
+    """Its stacks are large: they must not wait for a collection of cycles."""
+    own = made(kernels)
+    own.products.ways = dict.fromkeys(range(4), HALF)
+    grads = gradients(kernels, SINGLE)
+    own.precondition(measured(kernels, grads))
+    alive = weakref.ref(own)
+    gc.disable()
+    try:
+        del own
+        assert alive() is None
+    finally:
+        gc.enable()
+
+
+def test_addresses_are_written_when_they_change(
+    kernels: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = AddressTable(2, kernels)
+    a, b = torch.zeros(8, device=kernels), torch.zeros(8, device=kernels)
+    single, brain = {torch.float32}, {torch.bfloat16}
+    here = [a.data_ptr(), b.data_ptr()]
+    table.fill([a, b], single)
+    assert table.tensor.tolist() == here
+    version = table.tensor._version
+    table.fill([a, b], single)
+    assert table.tensor._version == version
+    table.fill([a.view(torch.bfloat16), b.view(torch.bfloat16)], brain)
+    assert table.tensor.tolist() != here
+    assert table.brain
+    table.fill([a, None], single)
+    assert table.tensor.tolist() == [here[0], 0]
+    with monkeypatch.context() as patch:
+        patch.setattr(addresses, "_sendable", lambda *_: 1 // 0)
+        with pytest.raises(ZeroDivisionError):
+            table.fill([b, a], single)
+    table.fill([b, a], single)
+    assert table.tensor.tolist() == here[::-1]
+
+
+def test_norms_and_zeros(kernels: torch.device) -> None:
+    grads: list[Tensor | None] = [
+        torch.randn(40_000, device=kernels),
+        None,
+        torch.randn(3, 5, device=kernels).bfloat16(),
+        torch.full((7,), torch.inf, device=kernels).half(),
+        torch.tensor(2.0, device=kernels),
+    ]
+    step = measured(kernels, grads)
+    assert step.by_kernels
+    expected = [0.0 if g is None else float(g.double().norm()) for g in grads]
+    assert step.norms.tolist() == pytest.approx(expected, rel=1e-6)
+    kept = [None if g is None else g.clone() for g in grads]
+    measured(kernels, grads, NonfiniteGuard(kernels, Config(nonfinite="zero")))
+    for i, (grad, before) in enumerate(zip(grads, kept, strict=True)):
+        if grad is not None and before is not None:
+            assert torch.equal(grad, torch.zeros_like(grad) if i == 3 else before)
+
+
+@slow
+def test_kernels_and_torch_count_alike(
+    kernels: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    by_kernels, by_torch = NonfiniteGuard(kernels, PASS), NonfiniteGuard(kernels, PASS)
+    for bad in (torch.nan, torch.inf, 1e30, 0.0):
+        grads: list[Tensor | None] = [
+            torch.randn(6_000_000 if bad == 0 else 40_000, device=kernels),
+            torch.randn(7, device=kernels).bfloat16(),
+            None,
+            torch.empty(0, device=kernels),
+        ]
+        grads[0][-1] = grads[1][3] = bad  # type: ignore[index]
+        found = measured(kernels, grads, by_kernels)
+        assert found.by_kernels
+        with monkeypatch.context() as patch:
+            patch.setattr(guard, "why_not", lambda device: "a test")
+            expected = measured(kernels, grads, by_torch)
+        assert not expected.by_kernels
+        assert found.finite.dtype == torch.bool
+        assert found.finite.tolist() == expected.finite.tolist()
+        assert found.norms[2:].tolist() == [0, 0]
+        if bad == 0:
+            exact = [0.0 if g is None else float(g.double().norm()) for g in grads]
+            assert found.norms.tolist() == pytest.approx(exact, rel=1e-6)
+    assert int(by_kernels.skipped) == int(by_torch.skipped) == 6
+    broken = [torch.full((3,), torch.nan, device=kernels)]
+    raising = NonfiniteGuard(kernels, Config(nonfinite="raise"))
+    assert raising.measure(broken, [3], [1], {torch.float32}).finite.tolist() == [False]
+    assert int(raising.skipped) == 0
+
+
+@pytest.mark.parametrize(
+    ("method", "attempt", "option"),
+    [
+        ("eigen", 0, {"damping": 0.0}),
+        ("eigen", 0, {"beta": 0.0}),
+        ("eigen", 0, {"root": "schur_newton"}),
+        ("eigen", None, {"trace_scaling": True}),
+        ("cholesky", 0, {"beta": 0.0}),
+    ],
+)
+def test_orders_stay_apart_where_mixing_would_show(
+    method: str, attempt: int | None, option: dict[str, Any]
+) -> None:
+    """A λ of zero cannot be enlarged, and Newton's iteration sees the whole matrix."""
+    for options in ({}, option):
+        config = Config(method=method, max_order=100, **options)
+        members = [Member(route(shape, config), config) for shape in ((70, 66), (80, 90))]
+        own = Preconditioner(members, Shampoo.algorithm, 2**24, False, torch.device("cpu"))
+        parts = due_parts(own.stacks.groups, {0: Due(config), 1: Due(config)})
+        orders = [
+            {part.factors.order for part in batch}
+            for batch in batches(
+                parts,
+                own.stacks.workspace,
+                UPDATE,
+                lambda part: part.factors.method.enlarges(part.config, attempt),
+            )
+        ]
+        assert (max(map(len, orders)) > 1) == (not options)
+
+
+@pytest.mark.parametrize(("method", "last"), [("eigen", 2), ("cholesky", 1), ("naive", 0)])
+def test_orders_do_not_share_what_depends_on_the_whole_matrix(method: str, last: int) -> None:
+    config = Config(method=method, bits=4)
+    own = Factors(64, 1, config.format(64), 1e-6, "cpu").method
+    assert not own.enlarges(config, last)
+    assert own.enlarges(config, None) == (method != "naive")
+    assert not own.enlarges(replace(config, trace_scaling=True), None)
+
+
+@pytest.mark.parametrize("mixed", [pytest.param(False, marks=slow), True])
+def test_outer_products_are_read_where_gradients_lie(mixed: bool, kernels: torch.device) -> None:
+    """Of both sides, in several types, and zero where a gradient is not finite."""
+    own = made(kernels)
+    grads: list[Tensor | None] = [torch.randn(shape).to(kernels) for shape in SHAPES]
+    grads[1] = grads[1].bfloat16()
+    grads[2] = None
+    grads[3][4, 4] = torch.inf
+    finite = torch.tensor([True, True, True, False], device=kernels)
+    due = {i: Due(member.config) for i, member in enumerate(own.stacks.members) if i != 2}
+    seen = measured(kernels, grads)
+    statistics = GradientStatistics()
+    by_kernels = statistics.outer_products(own.stacks, seen, due)
+    blocks = GradientBlocks(own.stacks.members, grads)
+    count = 0
+    orders = []
+    for parts in batches(
+        due_parts(own.stacks.groups, due), own.stacks.workspace, UPDATE, lambda part: mixed
+    ):
+        orders.append({part.factors.order for part in parts})
+        expected = gradients_by_torch(blocks, finite, parts)
+        M = by_kernels(parts)
+        assert M.shape == expected.shape
+        assert (M - expected).abs().max() <= 1e-6 * expected.abs().max()
+        count += len(M)
+    assert own in statistics._tables
+    assert (max(map(len, orders)) > 1) == mixed
+    assert count == sum(2 * len(own.stacks.members[i].blocking) for i in due)

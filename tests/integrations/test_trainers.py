@@ -1,0 +1,763 @@
+"""Trainers of other packages: what they do with an optimizer, and that nothing is lost in it."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import re
+import runpy
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.networks import assert_same_state
+from support.numerics import relative_error
+from support.ranks import run_on_ranks, run_script_on_ranks
+from torch import Tensor, nn
+
+from kronbit import KFAC, Shampoo
+from kronbit.integrations.strings import read_options
+from kronbit.state.binding import blocks_of
+
+EVERY = {"update_every": 2, "refresh_every": 2, "min_quantized_numel": 0}
+
+
+@pytest.fixture(autouse=True)
+def _accelerate_anew() -> Iterator[None]:
+    """Accelerate remembers for the whole process what its first user, a Trainer say, wanted."""
+    yield
+    if "accelerate" in sys.modules:
+        from accelerate.state import AcceleratorState, GradientState
+
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+
+
+def on_gpu(*values: Any, id: str) -> Any:
+    return pytest.param(*values, id=id, marks=pytest.mark.gpu)
+
+
+# ---------------------------------------------------------------------------- options as text
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("bits=4,update_every=10", {"bits": 4, "update_every": 10}),
+        ("betas=(0.9, 0.95), lr=1e-3", {"betas": (0.9, 0.95), "lr": 1e-3}),
+        ("split_sizes=[64,64],bits=8", {"split_sizes": (64, 64), "bits": 8}),
+        ("stagger=True, cuda_graph=false", {"stagger": True, "cuda_graph": False}),
+        ("first_refresh=None,method=cholesky", {"first_refresh": None, "method": "cholesky"}),
+        ("base='sgd'", {"base": "sgd"}),
+        ("skip='head,norm', bits=8", {"skip": "head,norm", "bits": 8}),
+        ("pairs=(1,(2,(3,4))),bits=8", {"pairs": (1, (2, (3, 4))), "bits": 8}),
+        ("rows=[[1,2],[3,4]],bits=8", {"rows": ([1, 2], [3, 4]), "bits": 8}),
+        ("words=('a)b', 2), bits=8", {"words": ("a)b", 2), "bits": 8}),
+        ("one=don't,two=can't,bits=8", {"one": "don't", "two": "can't", "bits": 8}),
+        ("", {}),
+        ({"bits": "4", "lr": 0.1, "method": "eigen"}, {"bits": 4, "lr": 0.1, "method": "eigen"}),
+    ],
+)
+def test_text_becomes_values(text: Any, found: dict[str, Any]) -> None:
+    assert read_options(text) == found
+
+
+@pytest.mark.parametrize(
+    "text", ["bits", "bits=", "=4", "bits=4,bits=8", "4=bits", "bits 4", "betas=(0.9,1"]
+)
+def test_bad_text_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"got|twice"):
+        read_options(text)
+
+
+# ------------------------------------------------------------------------------- transformers
+
+transformers = pytest.importorskip("transformers")
+
+
+class Words(torch.utils.data.Dataset[dict[str, Tensor]]):
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        x = torch.randint(0, 100, (16,), generator=torch.Generator().manual_seed(index))
+        return {"input_ids": x, "labels": x}
+
+
+def gpt2(width: int = 32) -> nn.Module:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 100, "n_positions": 16, "n_embd": width, "n_layer": 1, "n_head": 2}
+    without = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    config = transformers.GPT2Config(**sizes, **without, bos_token_id=0, eos_token_id=0)
+    model: nn.Module = transformers.GPT2LMHeadModel(config)
+    return model
+
+
+def trainer(
+    folder: Path,
+    optimizer: tuple[Any, dict[str, Any]],
+    device: str = "cpu",
+    model: nn.Module | None = None,
+    **arguments: Any,
+) -> Any:
+    pytest.importorskip("accelerate")
+    settings = {
+        "output_dir": str(folder),
+        "max_steps": 6,
+        "per_device_train_batch_size": 4,
+        "gradient_accumulation_steps": 2,
+        "max_grad_norm": 1.0,
+        "save_steps": 3,
+        "lr_scheduler_type": "linear",
+        "report_to": [],
+        "disable_tqdm": True,
+        "use_cpu": device == "cpu",
+    }
+    args = transformers.TrainingArguments(**{**settings, **arguments})
+    return transformers.Trainer(
+        model=model or gpt2(), args=args, train_dataset=Words(), optimizer_cls_and_kwargs=optimizer
+    )
+
+
+def inner(trained: Any) -> Any:
+    """Our optimizer, inside of Accelerate's."""
+    return getattr(trained.optimizer, "optimizer", trained.optimizer)
+
+
+@pytest.mark.usefixtures("repeatable")
+@pytest.mark.parametrize(
+    ("device", "amp"),
+    [
+        pytest.param("cpu", {}, id="float32"),
+        pytest.param("cpu", {"bf16": True}, id="bf16"),
+        on_gpu("cuda", {}, id="cuda-float32"),
+        on_gpu("cuda", {"bf16": True}, id="cuda-bf16"),
+        on_gpu("cuda", {"fp16": True}, id="cuda-fp16"),
+    ],
+)
+def test_the_trainer_takes_the_class_and_resumes_to_the_bit(
+    tmp_path: Path, device: str, amp: dict[str, Any]
+) -> None:
+    made = Shampoo, {"lr": 1e-3, "weight_decay": 0.1, "bits": 4, **EVERY}
+    whole = trainer(tmp_path, made, device, **amp)
+    whole.train()
+    found = inner(whole)
+    assert isinstance(found, Shampoo)
+    assert all(entry["step"] == 6 for entry in found.state.values())
+    assert found.memory()["roots"] > 0
+    assert {p.device.type for p in found.state} == {device}
+    again = trainer(tmp_path, made, device, **amp)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    for p, q in zip(whole.model.parameters(), again.model.parameters(), strict=True):
+        assert torch.equal(p, q)
+
+
+def test_the_trainers_walk_is_that_of_a_plain_loop(tmp_path: Path) -> None:
+    """Accumulation, clipping and schedule come before our step, and nothing else."""
+    options = {"lr": 1e-3, "weight_decay": 0.1, **EVERY}
+    trained = trainer(tmp_path, (Shampoo, options))
+    seen: list[dict[str, Any]] = []
+    trained.model.register_forward_pre_hook(
+        lambda _, args, kwargs: seen.append(kwargs), with_kwargs=True
+    )
+    trained.train()
+    batches = iter(seen)
+    model = gpt2()
+    decay = trained.get_decay_parameter_names(model)
+    named = list(model.named_parameters())
+    groups = [
+        {"params": [p for n, p in named if n in decay], "weight_decay": 0.0},
+        {"params": [p for n, p in named if n not in decay], "weight_decay": 0.0},
+    ]
+    optimizer = Shampoo(groups, **options)
+    for t in range(6):
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-3 * (1 - t / 6)
+        for _ in range(2):
+            model(**next(batches)).loss.backward()  # by the number of tokens in both
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    for p, q in zip(trained.model.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["Shampoo", "CASPR", "KFAC", "AdaBK"])
+def test_a_factory_sees_the_model(tmp_path: Path, name: str) -> None:
+    from kronbit.integrations import transformers as factories
+
+    factory = getattr(factories, f"{name}Factory")
+    options = {"lr": 1e-3, "weight_decay": 0.1, "skip": "*.wpe.*", "optim_args": "bits=8"}
+    trained = trainer(tmp_path, (factory, {**options, **EVERY}), max_steps=3)
+    trained.train()
+    found = inner(trained)
+    assert type(found) is factory.optimizer
+    assert found.config.bits == 8
+    by_name = {
+        own: (p, group)
+        for group in found.param_groups
+        for own, p in zip(group["param_names"], group["params"], strict=True)
+    }
+    assert by_name.keys() == dict(trained.model.named_parameters()).keys()
+    for own, (p, group) in by_name.items():
+        assert group["weight_decay"] == (0.1 if p.ndim >= 2 else 0.0), own
+        assert group["precondition"] == ("wpe" not in own)
+    assert "transformer.h.0.attn.c_attn.weight" in found.summary()
+    assert found.memory()["roots"] > 0
+
+
+@pytest.mark.gpu
+def test_steps_that_the_trainers_scaler_skips_have_not_been(tmp_path: Path) -> None:
+    made = Shampoo, {"lr": 1e-3, **EVERY}
+    trained = trainer(tmp_path, made, "cuda", fp16=True, max_steps=12)
+    scaler = torch.amp.GradScaler("cuda", init_scale=2.0**27, growth_interval=1000)
+    trained.accelerator.scaler = scaler
+    trained.train()
+    found = inner(trained)
+    skipped = 27 - int(torch.tensor(scaler.get_scale()).log2())
+    assert 0 < skipped < 12
+    assert {entry["step"] for entry in found.state.values()} == {12 - skipped}
+    assert found.diagnostics()["skipped_gradients"] == 0
+    assert all(torch.isfinite(p).all() for p in trained.model.parameters())
+
+
+@pytest.mark.gpu
+def test_layers_are_watched_without_the_trainers_scale(tmp_path: Path) -> None:
+    """As the docs say it: the scaler is there before the optimizer is."""
+    from kronbit.integrations.transformers import KFACFactory
+
+    factors = {}
+    for amp in ("fp16", "bf16"):
+        options = {"lr": 1e-3, "bits": 32, "update_every": 1, "refresh_every": 1}
+        trained = trainer(tmp_path, (KFACFactory, options), "cuda", max_steps=1, **{amp: True})
+        trained.optimizer_cls_and_kwargs[1]["grad_scaler"] = trained.accelerator.scaler
+        trained.train()
+        entries = inner(trained).state.values()
+        factors[amp] = [blocks_of(entry)["block_0"] for entry in entries if blocks_of(entry)]
+    assert len(factors["fp16"]) == 4
+    for own, other in zip(factors["fp16"], factors["bf16"], strict=True):
+        for side in ("left", "right"):
+            assert relative_error(own[side]["matrix"], other[side]["matrix"]) < 0.03
+
+
+@pytest.mark.parametrize("as_text", [False, True])
+def test_options_of_groups_may_come_as_text(as_text: bool) -> None:
+    from kronbit.integrations.transformers import ShampooFactory
+
+    given = {"weight_decay": "0.1", "skip": "*.wpe.*"}
+    if as_text:
+        given = {"optim_args": "weight_decay=0.1, skip=*.wpe.*"}
+    optimizer = ShampooFactory()(gpt2(), lr=1e-3, **given)
+    found = {(group["weight_decay"], group["precondition"]) for group in optimizer.param_groups}
+    assert found == {(0.1, True), (0.0, True), (0.1, False)}
+
+
+@pytest.mark.parametrize("option", ["bits=8", "weight_decay=0.1"])
+def test_an_option_that_is_given_twice_is_refused(option: str) -> None:
+    from kronbit.integrations.transformers import ShampooFactory
+
+    name = option.split("=")[0]
+    with pytest.raises(ValueError, match=f"'{name}' is given twice"):
+        ShampooFactory()(gpt2(), lr=1e-3, bits=4, weight_decay=0.0, optim_args=option)
+
+
+# --------------------------------------------------------------------------------- Accelerate
+
+
+def test_accelerate_prepares_without_changing_anything(
+    tmp_path: Path, device: torch.device
+) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    model = nn.Linear(20, 30)
+    optimizer = Shampoo(model.parameters(), lr=1e-2, **EVERY)
+    before = copy.deepcopy(optimizer.state_dict())
+    on_cpu = device.type == "cpu"
+    accelerator = accelerate.Accelerator(cpu=on_cpu, gradient_accumulation_steps=2)
+    model, prepared = accelerator.prepare(model, optimizer)
+    assert optimizer.state_dict() == before
+    twin = nn.Linear(20, 30).to(device)
+    twin.load_state_dict(model.state_dict())
+    plain = Shampoo(twin.parameters(), lr=1e-2, **EVERY)
+    for t in range(8):
+        x = torch.randn(16, 20, generator=torch.Generator().manual_seed(t)).to(device)
+        with accelerator.accumulate(model):
+            accelerator.backward(model(x).square().mean())
+            prepared.step()
+            prepared.zero_grad()
+        (twin(x).square().mean() / 2).backward()
+        if t % 2:
+            plain.step()
+            plain.zero_grad()
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(p, q)
+    assert {entry["step"] for entry in optimizer.state.values()} == {4}
+    # And what it saves is what it goes on with.
+    accelerator.save_state(str(tmp_path))
+    results = []
+    for t in range(2):
+        if t == 1:
+            accelerator.load_state(str(tmp_path))
+        for _ in range(4):
+            accelerator.backward(model(x).square().mean())
+            accelerator.clip_grad_norm_(model.parameters(), 0.1)
+            prepared.step()
+            prepared.zero_grad()
+        results.append([p.detach().clone() for p in model.parameters()])
+    for p, q, r in zip(*results, twin.parameters(), strict=True):
+        assert torch.equal(p, q)
+        assert not torch.equal(p, r)
+
+
+@pytest.mark.gpu
+def test_accelerate_scales_in_fp16() -> None:
+    accelerate = pytest.importorskip("accelerate")
+    own = accelerate.utils.GradScalerKwargs(init_scale=2.0**30, growth_interval=1000)
+    accelerator = accelerate.Accelerator(mixed_precision="fp16", kwargs_handlers=[own])
+    model = nn.Linear(20, 30)
+    optimizer = Shampoo(model.parameters(), lr=1e-2, **EVERY)
+    model, prepared = accelerator.prepare(model, optimizer)
+    taken = 0
+    for t in range(24):
+        x = torch.randn(16, 20, generator=torch.Generator().manual_seed(t)).cuda()
+        accelerator.backward(model(x).square().mean())
+        prepared.step()
+        prepared.zero_grad()
+        taken += not accelerator.optimizer_step_was_skipped
+    assert 0 < taken < 24
+    assert {entry["step"] for entry in optimizer.state.values()} == {taken}
+    assert optimizer.diagnostics()["skipped_gradients"] == 0
+    assert all(torch.isfinite(p).all() for p in model.parameters())
+
+
+def sharded_by_accelerate(rank: int, folder: str) -> list[list[Any]]:
+    """Weights by Accelerate's FSDP2, saved and loaded on the way, and those of one process."""
+    import accelerate
+
+    plugin = accelerate.utils.FullyShardedDataParallelPlugin(
+        fsdp_version=2, auto_wrap_policy="no_wrap", cpu_ram_efficient_loading=False
+    )
+    accelerator = accelerate.Accelerator(fsdp_plugin=plugin)
+    assert accelerator.is_fsdp2
+    network = nn.Sequential(nn.Linear(70, 66), nn.Tanh(), nn.Linear(66, 5)).cuda()
+    alone = Shampoo(network.parameters(), lr=1e-2, process_group=False, **EVERY)
+    model = copy.deepcopy(network)
+    optimizer = Shampoo(model.parameters(), lr=1e-2, **EVERY)
+    model, prepared = accelerator.prepare(model, optimizer)
+    for t in range(8):
+        x = torch.randn(16, 70, generator=torch.Generator().manual_seed(t)).cuda()
+        accelerator.backward(model(x).square().mean())
+        prepared.step()
+        prepared.zero_grad()
+        network(x).square().mean().backward()
+        alone.step()
+        alone.zero_grad()
+        if t == 3:
+            accelerator.save_state(folder)
+            accelerator.wait_for_everyone()
+            accelerator.load_state(folder)
+    assert optimizer._ranks.owners is not None
+    whole = [p.full_tensor().tolist() for p in model.parameters()]
+    accelerator.end_training()
+    return [whole, [p.tolist() for p in network.parameters()]]
+
+
+@pytest.mark.gpu
+def test_accelerate_shards_and_goes_on(tmp_path: Path) -> None:
+    """FSDP2 by NCCL on a single rank: its optimizers have their parameters exchanged."""
+    pytest.importorskip("accelerate")
+    given = sharded_by_accelerate, str(tmp_path)
+    for whole, alone in run_on_ranks(1, *given, backend="torchrun"):
+        for p, q in zip(whole, alone, strict=True):
+            torch.testing.assert_close(torch.tensor(p), torch.tensor(q), rtol=1e-4, atol=1e-6)
+
+
+# ---------------------------------------------------------------------------------- Lightning
+
+
+def lightning_module(manual: bool) -> Any:
+    lightning = pytest.importorskip("lightning")
+
+    class Module(lightning.LightningModule):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.net = nn.Sequential(nn.Linear(20, 30), nn.Tanh(), nn.Linear(30, 5))
+            self.automatic_optimization = not manual
+
+        def training_step(self, batch: list[Tensor], _: int) -> Tensor:
+            loss: Tensor = self.net(batch[0]).square().mean()
+            if manual:
+                optimizer = self.optimizers()
+                optimizer.zero_grad()
+                self.manual_backward(loss)
+                optimizer.step()
+            return loss
+
+        def on_train_end(self) -> None:
+            """Before all state is moved to the host: AdamW would wait for counters elsewhere."""
+            states = self.optimizers().optimizer.base.state.values()
+            self.counted_on_host = all(own["step"].is_cpu for own in states if "step" in own)
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            if manual:
+                base = torch.optim.SGD(self.parameters(), lr=0.1)
+                scaler = getattr(self.trainer.precision_plugin, "scaler", None)
+                return KFAC(base, model=self, grad_scaler=scaler, **EVERY)
+            return Shampoo(self.parameters(), lr=1e-2, **EVERY)
+
+    return Module()
+
+
+def fit(folder: Path, manual: bool, device: str, precision: str, **more: Any) -> Any:
+    """Three epochs, with a checkpoint after each."""
+    lightning = pytest.importorskip("lightning")
+    callbacks = pytest.importorskip("lightning.pytorch.callbacks")
+    if precision == "16-mixed":  # with a scale that is too large at first
+        from lightning.pytorch.plugins import MixedPrecision
+
+        scaler = torch.amp.GradScaler(device, init_scale=2.0**22, growth_interval=1000)
+        how: dict[str, Any] = {"plugins": MixedPrecision(precision, device, scaler)}
+    else:
+        how = {"precision": precision}
+    x = torch.randn(48, 20, generator=torch.Generator().manual_seed(0))
+    data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x), batch_size=8)
+    module = lightning_module(manual)
+    own = lightning.Trainer(
+        accelerator=device,
+        devices=1,
+        **how,
+        max_epochs=3,
+        callbacks=[callbacks.ModelCheckpoint(folder, filename="{epoch}", save_top_k=-1)],
+        default_root_dir=folder,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    own.fit(module, data, **more)
+    return module
+
+
+@pytest.mark.parametrize("manual", [False, True], ids=["automatic", "manual"])
+@pytest.mark.parametrize(
+    ("device", "precision"),
+    [
+        pytest.param("cpu", "32-true", id="float32"),
+        pytest.param("cpu", "16-mixed", id="fp16"),
+        on_gpu("cuda", "32-true", id="cuda-float32"),
+        on_gpu("cuda", "bf16-mixed", id="cuda-bf16"),
+        on_gpu("cuda", "16-mixed", id="cuda-fp16"),
+    ],
+)
+def test_lightning_trains_and_resumes_to_the_bit(
+    tmp_path: Path, manual: bool, device: str, precision: str
+) -> None:
+    """Automatic optimisation runs both passes in the closure; K-FAC goes by hand."""
+    whole = fit(tmp_path / "whole", manual, device, precision)
+    optimizer = whole.optimizers().optimizer
+    assert optimizer.memory()["roots"] > 0
+    (steps,) = {entry["step"] for entry in optimizer.state.values()}
+    assert (10 < steps < 18) if precision == "16-mixed" else steps == 18
+    assert optimizer.diagnostics()["skipped_gradients"] == 0
+    kept = tmp_path / "whole" / "epoch=1.ckpt"
+    again = fit(tmp_path / "again", manual, device, precision, ckpt_path=kept, weights_only=True)
+    assert whole.counted_on_host
+    assert again.counted_on_host
+    for p, q in zip(whole.parameters(), again.parameters(), strict=True):
+        assert torch.equal(p, q)
+
+
+def test_a_group_may_be_added_through_lightnings_wrapper() -> None:
+    pytest.importorskip("lightning")
+    from lightning.pytorch.core.optimizer import LightningOptimizer
+
+    model = nn.Sequential(nn.Linear(20, 30), nn.Linear(30, 5))
+    optimizer = KFAC(torch.optim.SGD(model[0].parameters(), lr=0.1), model=model, **EVERY)
+    wrapper = LightningOptimizer(optimizer)
+    for t in range(5):
+        model(torch.randn(8, 20)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if t == 0:
+            wrapper.add_param_group({"params": list(model[1].parameters())})
+    assert blocks_of(optimizer.state[model[1].weight])
+
+
+def test_groups_that_are_put_into_the_place_of_others_are_loaded() -> None:
+    """As Lightning's BaseFinetuning does before a resumed run loads its state."""
+    model, twin = (nn.Sequential(nn.Linear(20, 30), nn.Linear(30, 5)) for _ in range(2))
+    optimizer = KFAC(torch.optim.SGD(model[0].parameters(), lr=0.1), model=model, **EVERY)
+    optimizer.add_param_group({"params": list(model[1].parameters())})
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.randn(8, 20)).square().mean().backward()
+        optimizer.step()
+    again = KFAC(torch.optim.SGD(twin[0].parameters(), lr=0.1), model=twin, **EVERY)
+    new = {**again.param_groups[0], "params": list(twin[1].parameters())}
+    again.param_groups = [again.param_groups[0], new]
+    again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert_same_state(again.state_dict()["state"], optimizer.state_dict()["state"])
+
+
+# -------------------------------------------------------------------------------------- Hydra
+
+
+def test_hydra_makes_it_of_a_config() -> None:
+    hydra = pytest.importorskip("hydra.utils")
+    omegaconf = pytest.importorskip("omegaconf")
+    config = omegaconf.OmegaConf.create(
+        {
+            "_target_": "kronbit.Shampoo",
+            "base": "adamw",
+            "lr": 1e-3,
+            "betas": [0.9, 0.95],
+            "bits": 4,
+            "split_sizes": [10, 20],
+        }
+    )
+    model = nn.Linear(20, 30)
+    optimizer = hydra.instantiate(config, params=model.parameters())
+    assert isinstance(optimizer, Shampoo)
+    assert optimizer.config.split_sizes == (10, 20)
+    model(torch.randn(4, 20)).sum().backward()
+    optimizer.step()
+
+
+# ------------------------------------------------------------------------- peft, timm, examples
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "blocks"),
+    [
+        ("Shampoo", {}, [1, 2, 2, 1]),  # 4 x 64, 192 x 4, 4 x 256 and 64 x 4, by at most 128
+        ("Shampoo", {"max_order": 16}, [4, 12, 16, 4]),
+        ("KFAC", {}, [1, 1, 1, 1]),
+    ],
+)
+def test_low_rank_factors_are_in_proportion(
+    name: str, options: dict[str, Any], blocks: list[int], device: torch.device
+) -> None:
+    peft = pytest.importorskip("peft")
+    from kronbit.integrations import transformers as factories
+
+    config = peft.LoraConfig(r=4, target_modules=["c_attn", "mlp.c_proj"], fan_in_fan_out=True)
+    model = peft.get_peft_model(gpt2(width=64), config).to(device)
+    factory = getattr(factories, f"{name}Factory")()
+    optimizer = factory(model, lr=1e-2, **options, **EVERY)
+    (group,) = optimizer.param_groups  # those that are frozen are nobody's
+    names = [name.split(".")[-3] for name in group["param_names"]]
+    assert names == ["lora_A", "lora_B"] * 2
+    assert "lora_A.default.weight" in optimizer.summary()
+    x = Words()[0]["input_ids"][None].to(device)
+    losses = []
+    for _ in range(8):
+        loss = model(input_ids=x, labels=x).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    assert losses[-1] < losses[0]
+    assert [len(blocks_of(entry)) for entry in optimizer.state.values()] == blocks
+    counts = optimizer.diagnostics()
+    assert counts["discarded_roots"] == counts["skipped_gradients"] == counts["ungrafted"] == 0
+
+
+def test_low_rank_factors_resume_to_the_bit_in_the_trainer(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    from kronbit.integrations.transformers import ShampooFactory
+
+    config = peft.LoraConfig(r=4, target_modules=["c_attn"], fan_in_fan_out=True)
+    results = []
+    for resume in (None, str(tmp_path / "checkpoint-3")):
+        made = ShampooFactory, {"lr": 1e-2, **EVERY}
+        own = trainer(tmp_path, made, model=peft.get_peft_model(gpt2(), config))
+        own.train(resume_from_checkpoint=resume)
+        results.append([p for p in own.model.parameters() if p.requires_grad])
+    assert len(results[0]) == 2
+    assert all(map(torch.equal, *results))
+
+
+def test_timm_finds_them_by_name(device: torch.device) -> None:
+    optim = pytest.importorskip("timm.optim", exc_type=ImportError)
+    importlib.import_module("kronbit.integrations.timm")  # registers them
+
+    assert {"shampoo4bit", "caspr4bit"} <= set(optim.list_optimizers())
+    model = nn.Sequential(nn.Linear(20, 70), nn.LayerNorm(70), nn.Linear(70, 8)).to(device)
+    make = {"lr": 1e-3, "weight_decay": 0.05, "betas": (0.9, 0.99), "eps": 1e-7, "bits": 8}
+    optimizer = optim.create_optimizer_v2(
+        model, opt="shampoo4bit", fallback_list=["2.weight"], **make, **EVERY
+    )
+    assert isinstance(optimizer, Shampoo)
+    by_parameter = {p: group for group in optimizer.param_groups for p in group["params"]}
+    assert by_parameter[model[0].weight]["precondition"]
+    assert not by_parameter[model[2].weight]["precondition"]
+    assert by_parameter[model[0].weight]["weight_decay"] == 0.05
+    assert by_parameter[model[0].bias]["weight_decay"] == 0.0
+    assert {group["betas"] for group in optimizer.param_groups} == {(0.9, 0.99)}
+    for _ in range(3):
+        model(torch.randn(4, 20).to(device)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert optimizer.memory()["roots"] > 0
+
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def run_example(monkeypatch: pytest.MonkeyPatch, name: str, *arguments: str) -> None:
+    monkeypatch.setattr("sys.argv", [name, *arguments])
+    runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+
+
+def test_the_example_of_the_trainer_learns_and_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("accelerate")
+    out = "--out", str(tmp_path)
+    run_example(monkeypatch, "hf_trainer.py", "--steps", "20", *out, "--optim-args", "bits=8")
+    run_example(monkeypatch, "hf_trainer.py", "--steps", "40", *out, "--resume")
+    told = capsys.readouterr().out
+    losses = [float(loss) for loss in re.findall(r"'loss': '?([\d.]+)", told)]
+    assert len(losses) == 2
+    assert losses[1] < 0.7 * losses[0]
+    assert "wpe.weight" in told
+
+
+def test_the_example_of_lora_learns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("peft")
+    run_example(monkeypatch, "lora.py", "--steps", "40", "--out", str(tmp_path))
+    told = capsys.readouterr().out
+    losses = [float(loss) for loss in re.findall(r"'loss': '?([\d.]+)", told)]
+    assert losses[7] < 0.5 * losses[4]  # after it could count, by adapters alone
+    assert "lora_B.default.weight" in told
+    assert "wte.weight" not in told
+
+
+def test_the_example_of_accelerate_learns_and_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("accelerate")
+    out = "--out", str(tmp_path)
+    run_example(monkeypatch, "accelerate_loop.py", *out, "--epochs", "3")
+    told = capsys.readouterr().out
+    # As `accelerate launch` starts it.
+    script = str(EXAMPLES / "accelerate_loop.py")
+    told += run_script_on_ranks(2, script, *out, "--epochs", "1", "--resume")
+    losses = [float(loss) for loss in re.findall(r"epoch \d: loss ([\d.]+)", told)]
+    assert len(losses) == 4
+    assert losses == sorted(losses, reverse=True)
+
+
+def test_the_example_of_hydra_learns(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("hydra.utils")
+    given = "optimizer.bits=8", "optimizer.base=sgd", "optimizer.lr=0.1"
+    run_example(monkeypatch, "hydra_config.py", *given)
+    told = capsys.readouterr().out
+    first, last = (float(loss) for loss in re.findall(r"loss ([\d.]+)", told))
+    assert last < 0.5 * first
+    assert "Shampoo around SGD" in told
+
+
+@pytest.mark.parametrize("name", ["shampoo4bit", "caspr4bit"])
+def test_the_example_of_timm_learns(
+    name: str,
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    pytest.importorskip("timm", exc_type=ImportError)
+    if device.type == "cpu":
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    run_example(monkeypatch, "timm_registry.py", "--opt", name)
+    told = capsys.readouterr().out
+    first, last = (float(loss) for loss in re.findall(r"loss ([\d.]+)", told))
+    assert last < 0.7 * first
+    assert "precondition=False" in told  # its head
+
+
+def test_the_example_of_torchtitan_goes_on_to_the_bit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("torchtitan")
+    monkeypatch.chdir(tmp_path)
+    run_example(monkeypatch, "torchtitan_container.py")
+    told = capsys.readouterr().out
+    first, last, again = (
+        float(loss) for loss in re.findall(r"(?:loss|checkpoint:) ([\d.]+)", told)
+    )
+    assert last == again < 0.7 * first
+    assert re.search(r"tok_embeddings.weight .* precondition=False", told)
+    assert re.search(r"layers.0.weight .* cholesky", told)
+
+
+def test_torchtitans_own_optimizers_are_still_known() -> None:
+    pytest.importorskip("torchtitan")
+    from kronbit.integrations.torchtitan import KronbitOptimizers
+
+    assert KronbitOptimizers._resolve_optimizer_factory("AdamW") is torch.optim.AdamW
+    with pytest.raises(NotImplementedError, match="Adagrad"):
+        KronbitOptimizers._resolve_optimizer_factory("Adagrad")
+
+
+def test_torchtitans_config_takes_every_option() -> None:
+    """Of groups, of the whole, of the base; and refuses what nobody knows."""
+    pytest.importorskip("torchtitan")
+    from kronbit.integrations.torchtitan import shampoo4bit
+
+    options = {"bits": 8, "workspace_mb": 64, "base": "sgd", "momentum": 0.9}
+    config = shampoo4bit(lr=0.1, left_to_base="bias", **options)
+    config.implementation = "foreach"
+    (optimizer,) = config.build(model_parts=[nn.Linear(20, 30)])
+    assert isinstance(optimizer.base, torch.optim.SGD)
+    assert optimizer.config.workspace_mb == 64
+    for group in optimizer.param_groups:
+        found = group["lr"], group["momentum"], group["bits"], group["precondition"]
+        assert found == (0.1, 0.9, 8, group["params"][0].ndim == 2)
+    config = shampoo4bit(foreach=True, fused=False)  # before what the container says
+    (optimizer,) = config.build(model_parts=[nn.Linear(20, 30)])
+    assert (optimizer.param_groups[0]["foreach"], optimizer.param_groups[0]["fused"]) == (
+        True,
+        False,
+    )
+    with pytest.raises(TypeError, match="refresh_evry"):
+        shampoo4bit(refresh_evry=10).build(model_parts=[nn.Linear(20, 30)])
+
+
+def test_what_torchtitan_can_do_to_its_own_adamw_only_is_refused() -> None:
+    pytest.importorskip("torchtitan")
+    from kronbit.integrations.torchtitan import shampoo4bit
+
+    config = shampoo4bit()
+    config.implementation = "fused_opt_states_bf16"
+    with pytest.raises(ValueError, match=r"fused_opt_states_bf16.*take 'fused'"):
+        config.build(model_parts=[nn.Linear(20, 30)])
+
+
+@pytest.mark.parametrize("name", ["Shampoo", "CASPR"])
+def test_the_example_of_import_paths_learns(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ["--optimizer_type", f"kronbit.{name}", "--optimizer_args", "bits=8", "first_refresh=5"]
+    run_example(monkeypatch, "import_path.py", *given, "betas=(0.9, 0.95)", "method='cholesky'")
+    found = re.findall(r"(\w+): loss ([\d.]+) to ([\d.]+)", capsys.readouterr().out)
+    assert [kind for kind, _, _ in found] == [name, "Shampoo"]
+    assert all(float(last) < float(first) for _, first, last in found)
+
+
+def test_the_example_of_lightning_learns_and_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("lightning")
+    out = "--out", str(tmp_path)
+    run_example(monkeypatch, "lightning_module.py", "--epochs", "2", *out)
+    kept = "--checkpoint", str(tmp_path / "epoch=1.ckpt")
+    run_example(monkeypatch, "lightning_module.py", "--epochs", "4", *out, *kept)
+    losses = [float(loss) for loss in re.findall(r"^loss ([\d.]+)", capsys.readouterr().out, re.M)]
+    assert len(losses) == 2
+    assert losses[1] < 0.7 * losses[0]

@@ -1,0 +1,591 @@
+"""Kernels against the pure-torch contract: interpreted on the CPU, for real on a GPU."""
+
+from __future__ import annotations
+
+import copy
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from support.networks import assert_same_state
+from support.numerics import PAPER, no_host_sync, relative_error, slow
+from torch import Tensor, nn
+from torch.nn import functional
+
+from kronbit import Shampoo
+from kronbit.factors.layout import enlarged
+from kronbit.gpu.product_precision import HALF
+from kronbit.kernels import guard
+from kronbit.linalg.orthogonal import cholesky_, orthogonality_error, shifted_cholesky_qr
+from kronbit.linalg.products import (
+    column_dots,
+    compose,
+    correction,
+    multiply,
+    normalise_columns,
+    norms,
+    operand,
+    scale_rows,
+)
+from kronbit.linalg.roots import power_iteration
+from kronbit.quantization import Quantizer
+
+pytest.importorskip("triton")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning"),
+    pytest.mark.bf16_products,
+]
+
+QUANTISERS = [
+    (4, "linear2", 64, 67),
+    (3, "dt", 16, 5),
+    pytest.param(4, "linear2", 48, 100, marks=slow),
+    pytest.param(4, "dt", 64, 65, marks=slow),
+    (8, "linear2", 64, 70),
+    pytest.param(6, "linear", 16, 33, marks=slow),
+    pytest.param(3, "linear2", 64, 67, marks=slow),
+]
+
+
+@pytest.mark.parametrize(("bits", "mapping", "block_size", "n"), QUANTISERS)
+def test_codes_and_values_agree_to_the_bit(
+    bits: int, mapping: str, block_size: int, n: int, kernels: torch.device
+) -> None:
+    from kronbit.kernels import quantization as quantiser
+    from kronbit.kernels.split import empty_split
+
+    X = torch.randn(2, n, n)
+    X[0, 0] = 0
+    X[1, 0, 0] = 1e-40
+    reference = Quantizer(bits, mapping, block_size)
+    for stack in (X, X.mT):
+        expected = reference.encode(stack)
+        found = quantiser.encode(stack.to(kernels), False, bits, mapping, block_size)
+        assert torch.equal(found[0].cpu(), expected.codes)
+        assert torch.equal(found[1].cpu(), expected.scales)
+        back = quantiser.decode(found[0], found[1], None, bits, mapping, block_size)
+        assert torch.equal(back.cpu(), reference.decode(expected, n))
+        larger = n + 70
+        parts = empty_split(3, larger, larger, found[0].device)
+        quantiser.decode_parts_(parts, 1, found[0], found[1], bits, mapping, block_size)
+        whole = enlarged(back, larger)
+        assert relative_error(parts.float()[1:], whole) < 2**-21
+        side = parts.hi.shape[-1]
+        assert not parts.hi[1:, larger:].any()
+        assert not parts.hi[1:, :, larger:side].any()
+    apart = X.diagonal(dim1=-2, dim2=-1).clone()
+    codes, scales, diagonal = quantiser.encode(X.to(kernels), True, bits, mapping, block_size)
+    assert torch.equal(diagonal.cpu(), apart)
+    X.diagonal(dim1=-2, dim2=-1).zero_()
+    whole = reference.decode(reference.encode(X), n)
+    whole.diagonal(dim1=-2, dim2=-1).copy_(apart)
+    back = quantiser.decode(codes, scales, diagonal, bits, mapping, block_size)
+    assert torch.equal(back.cpu(), whole)
+
+
+def test_a_nan_makes_a_scale_that_is_refused(kernels: torch.device) -> None:
+    from kronbit.kernels import quantization as quantiser
+
+    X = torch.ones(1, 20, 20, device=kernels)
+    X[0, 3, 3] = torch.nan
+    _, scales, _ = quantiser.encode(X, False, 4, "linear2", 64)
+    assert (~torch.isfinite(scales)).sum() == 1
+
+
+@pytest.mark.parametrize("sizes", [(70, 50, 33), (5, 7, 3), (64, 128, 130)])
+def test_products_are_as_accurate_as_float32(
+    sizes: tuple[int, int, int], kernels: torch.device
+) -> None:
+    m, depth, n = sizes
+    A, B = torch.randn(2, m, depth) * 1e-3, torch.randn(2, depth, n) * 1e5
+    exact = A.double() @ B.double()
+    a, b = operand(A.to(kernels)), operand(B.to(kernels))
+    assert relative_error(multiply(a, b), exact) < 5e-7
+    assert relative_error(multiply(b.mT, a.mT), exact.mT) < 5e-7
+    C = torch.randn(2, m, n)
+    out = C.clone().to(kernels)
+    result = multiply(a, b, C=out, alpha=-0.5, beta=1.5, out=out)
+    assert result.data_ptr() == out.data_ptr()
+    assert relative_error(out, 1.5 * C.double() - 0.5 * exact) < 5e-7
+    gram = multiply(a, a.mT, symmetric=True)
+    assert relative_error(gram, A.double() @ A.double().mT) < 5e-7
+
+
+def test_products_of_zero_tiny_huge_and_broken_matrices(kernels: torch.device) -> None:
+    X = torch.stack([torch.zeros(9, 9), torch.full((9, 9), 1e-25), torch.full((9, 9), 1e18)])
+    x = operand(X.to(kernels))
+    eye = operand(torch.eye(9, device=kernels).repeat(3, 1, 1), bound=1.0)
+    assert relative_error(multiply(x, eye)[1:], X[1:]) < 1e-6
+    assert torch.equal(multiply(x, eye)[0].cpu(), X[0])
+    X[0, 0, 0] = torch.nan
+    assert not torch.isfinite(multiply(operand(X.to(kernels)), eye)[0]).all()
+    assert torch.isfinite(multiply(operand(X.to(kernels)), eye)[1]).all()
+
+
+@pytest.mark.parametrize("n", [5, 64, 130])
+def test_chains_of_products_stay_in_parts(n: int, kernels: torch.device) -> None:
+    A = torch.randn(2, n, n, dtype=torch.float64).float() / n**0.5
+    M = A @ A.mT * 1e6
+    a, exact = operand(A.to(kernels)), A.double() @ A.double().mT
+    S = compose(a, a.mT, symmetric=True)
+    assert relative_error(S.float(), exact) < 1e-6
+    assert relative_error(multiply(S, a), exact @ A.double()) < 1e-6
+    assert relative_error(compose(a.mT, a).float(), A.double().mT @ A.double()) < 1e-6
+    step = compose(S, a, C=a, alpha=-0.5, beta=1.5)
+    assert relative_error(step.float(), 1.5 * A.double() - 0.5 * exact @ A.double()) < 1e-6
+    bound = M.diagonal(dim1=-2, dim2=-1).amax(-1).to(kernels)
+    large = compose(a, a.mT, C=M.to(kernels), alpha=0.1, beta=0.9, symmetric=True, bound=bound)
+    assert relative_error(large.float(), 0.1 * exact + 0.9 * M.double()) < 1e-6
+    lam = torch.rand(2, n) * 1e7
+    scaled = scale_rows(a, lam.to(kernels), lam.amax(-1).to(kernels))
+    assert relative_error(scaled.float(), A.double() * lam.double().unsqueeze(-1)) < 1e-6
+
+
+def test_columns_are_normalised(kernels: torch.device) -> None:
+    X = torch.randn(2, 70, 67) * 10.0 ** torch.randint(-12, 12, (67,))
+    X[0, :, 3] = 0.0
+    exact = X.double() / X.double().norm(dim=-2, keepdim=True).clamp(min=1e-300)
+    assert relative_error(normalise_columns(X.to(kernels)).float(), exact) < 1e-6
+    Y = torch.randn(2, 70, 67)
+    dots = (exact.float().double() * Y.double()).sum(-2)
+    found = column_dots(exact.float().to(kernels), Y.to(kernels))
+    assert relative_error(found, dots) < 1e-6
+
+
+def test_zeros_of_triangles_need_not_be_multiplied(kernels: torch.device) -> None:
+    c = operand(torch.randn(2, 300, 300).tril().to(kernels))
+    found = multiply(c, c.mT, symmetric=True, triangular=True)
+    assert torch.equal(found, multiply(c, c.mT, symmetric=True))
+
+
+@pytest.mark.parametrize("n", [5, pytest.param(70, marks=slow), pytest.param(270, marks=slow)])
+def test_norms_and_largest_eigenvalues(n: int, kernels: torch.device) -> None:
+    """And to the bit, neither other matrices nor zeros around one make a difference."""
+    X = torch.randn(3, n, n, dtype=torch.float64)
+    A = (X @ X.mT).float() * torch.tensor([1e-30, 1.0, 1e30])[:, None, None]
+    a, factors = A.to(kernels), (torch.tensor([1e30, 2.0, 1e-30]) / n).to(kernels)
+    (norm, power), largest = norms(a), power_iteration(a, factors)
+    assert relative_error(norm / a.double().norm(dim=(-2, -1)), torch.ones(3)) < 1e-7
+    assert torch.equal(power.cpu(), norms(A)[1])
+    assert ((norm < power) & (power <= 2 * norm)).all()
+    exact = power_iteration(A * factors.cpu()[:, None, None])
+    assert relative_error(largest, exact) < 1e-5
+    larger = functional.pad(a[1:2], (0, 20, 0, 20))
+    assert torch.equal(norms(larger)[0], norm[1:2])
+    assert torch.equal(power_iteration(larger, factors[1:2]), largest[1:2])
+    nothing = torch.zeros(3, 5, 5, device=kernels)
+    assert not power_iteration(nothing).any()
+    assert [own.tolist() for own in norms(nothing)] == [[0.0] * 3, [2.0] * 3]
+
+
+@pytest.mark.parametrize("shape", [(40, 40), (130, 70), (200, 130)])
+def test_a_correction_squares_the_error(shape: tuple[int, int], kernels: torch.device) -> None:
+    m, n = shape
+    Q = torch.linalg.qr(torch.randn(2, m, n, dtype=torch.float64))[0]
+    Q = (Q @ (torch.eye(n) + 1e-3 * torch.randn(2, n, n)).double()).float()
+    E = Q.double().mT @ Q.double() - torch.eye(n)
+    W, error = correction(operand(Q.to(kernels), bound=1.0))
+    U = E.triu(1) + torch.diag_embed(E.diagonal(dim1=-2, dim2=-1) / 2)
+    assert relative_error(W.float(), torch.eye(n) - U) < 1e-6
+    assert relative_error(error.sum(-1), E.triu().square().sum((-2, -1))) < 1e-3
+    plain, plain_error = correction(Q)
+    assert relative_error(plain, torch.eye(n) - U) < 1e-6
+    assert relative_error(plain_error.sum(-1), E.triu().square().sum((-2, -1))) < 1e-3
+    better = multiply(operand(Q.to(kernels)), W).cpu().double()
+    left = (better.mT @ better - torch.eye(n)).norm(dim=(-2, -1))
+    assert (left < 5 * E.norm(dim=(-2, -1)) ** 2 + 1e-5).all()
+
+
+@pytest.mark.parametrize(
+    ("n", "block"),
+    [(5, 8), (32, 8), (70, 8), pytest.param(200, 2, marks=slow), pytest.param(280, 8, marks=slow)],
+)
+def test_the_inverse_factor_is_choleskys(
+    n: int, block: int, kernels: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kronbit.kernels import cholesky
+
+    monkeypatch.setattr(cholesky, "_BLOCK", block)
+    X = torch.randn(3, 2 * n + 20, n, dtype=torch.float64)
+    S = X.mT @ X
+    S[1] -= (2 * n + 20) * torch.eye(n)
+    everyone = torch.ones(3, dtype=torch.bool, device=kernels)
+    inverse = cholesky.inverse_factor_(S.float().to(kernels), 0.0, everyone)
+    assert torch.isfinite(inverse).flatten(1).all(1).tolist() == [True, False, True]
+    for i in (0, 2):
+        exact = torch.linalg.inv(torch.linalg.cholesky(S[i]).mT)
+        assert relative_error(inverse[i], exact) < 1e-5
+
+
+@pytest.mark.parametrize("n", [1, 32, pytest.param(45, marks=slow), 130])
+def test_the_factor_is_choleskys(n: int, kernels: torch.device) -> None:
+    X = torch.randn(4, n, 2 * n + 20, dtype=torch.float64)
+    A = X @ X.mT
+    A[1, -1, -1] = -1.0  # the last pivot
+    A[2] -= 3 * A[2].diagonal().amax() * torch.eye(n)  # the first one
+    C, good = cholesky_(A.float().to(kernels))
+    assert good.tolist() == [True, False, False, True]
+    for i in (0, 3):
+        exact = torch.linalg.cholesky(A[i])
+        assert relative_error(C[i], exact) < 1e-5
+        assert (C[i].triu(1) == 0).all()
+
+
+def test_a_factor_of_small_pivots_is_as_accurate_as_torchs(kernels: torch.device) -> None:
+    """What counts is C Cᵀ, and that errors are those of float32, not of C⁻¹."""
+    n = 200
+    V, _ = torch.linalg.qr(torch.randn(n, n, dtype=torch.float64))
+    lam = torch.logspace(0, -6, n, dtype=torch.float64)
+    A = ((V * lam) @ V.mT).float().unsqueeze(0)
+    C, good = cholesky_(A.clone().to(kernels))
+    assert good.all()
+    C = C.cpu().double()
+    assert relative_error(C @ C.mT, A.double()) < 1e-6
+    exact = torch.linalg.cholesky(A.double())
+    plain = torch.linalg.cholesky(A).double()
+    assert relative_error(C, exact) < 3 * relative_error(plain, exact) + 1e-6
+
+
+def test_columns_with_tiny_pivots_are_put_off(kernels: torch.device) -> None:
+    """Against the textbook's algorithm in float64, in which such a pivot eliminates nothing."""
+    from kronbit.kernels.cholesky import inverse_factor_
+
+    n, least = 70, 1e-3
+    X = torch.randn(2, n, n, dtype=torch.float64)
+    X[:, :, 3] = X[:, :, 1] + X[:, :, 2]
+    X[:, :, 40] = X[:, :, 10] - X[:, :, 35]
+    X /= X.norm(dim=-2, keepdim=True)
+    S = X.mT @ X
+    expected = []
+    for rest in S.clone():
+        L = torch.zeros(n, n, dtype=torch.float64)
+        for j in range(n):
+            if rest[j, j] < least:
+                L[j, j] = least**0.5
+            else:
+                L[j:, j] = rest[j:, j] / rest[j, j].sqrt()
+                rest -= torch.outer(L[:, j], L[:, j])
+        assert (L.diagonal() == least**0.5).nonzero().flatten().tolist() == [3, 40]
+        expected.append(torch.linalg.inv(L.mT))
+    S = S.float().to(kernels)
+    found = inverse_factor_(S.clone(), least, torch.ones(2, dtype=torch.bool, device=kernels))
+    assert relative_error(found, torch.stack(expected)) < 1e-3
+    only = torch.tensor([False, True], device=kernels)
+    assert torch.equal(inverse_factor_(S, least, only)[1], found[1])
+
+
+@pytest.mark.parametrize(("n", "rank"), [(27, 13), (64, 3)])
+@pytest.mark.parametrize("ridge", [0.0, pytest.param(1e-9, marks=slow)])
+def test_kernels_take_singular_matrices(
+    n: int, rank: int, ridge: float, kernels: torch.device
+) -> None:
+    G = torch.randn(n, rank, dtype=torch.float64) * torch.logspace(0, -3, rank)
+    A = G @ G.mT + ridge * torch.eye(n)
+    V = torch.linalg.qr(torch.randn(n, n, dtype=torch.float64))[0]
+    X = (A @ V).float()[None].to(kernels)
+    Q, good = shifted_cholesky_qr(X)
+    assert good.all()
+    assert orthogonality_error(Q).max() < 1e-5
+
+
+@slow
+def test_tiny_statistics_are_not_lost_under_what_is_forgotten(kernels: torch.device) -> None:
+    """With beta=0 the start value has no weight: the scale of A is that of M alone."""
+    p = nn.Parameter(torch.zeros(20, 24, device=kernels))
+    optimizer = Shampoo(
+        [p], base="sgd", lr=0.1, beta=0, method="eigen", update_every=1, refresh_every=1
+    )
+    p.grad = 1e-17 * torch.randn(20, 24, device=kernels)
+    optimizer.step()
+    left = optimizer.state[p]["block_0"]["left"]
+    G = torch.randn(20, 24)
+    assert left["eigenvalues"].max() > 1e-34
+    assert not torch.equal(left["root"].cpu(), torch.eye(20))
+    p.grad = G.to(kernels)
+    optimizer.step()
+    assert torch.isfinite(p.grad).all()
+
+
+def test_the_environment_turns_kernels_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KRONBIT_KERNELS", "0")
+    device = torch.device("cuda", 7)
+    assert guard.why_not.__wrapped__(device) == "KRONBIT_KERNELS=0"
+    monkeypatch.delenv("KRONBIT_KERNELS")
+    assert guard.why_not.__wrapped__(torch.device("cpu")) == "no kernels for cpu"
+
+
+def test_kernels_are_compiled_and_loaded_before_they_are_launched() -> None:
+    """What cannot be loaded is not needed, or fails when it is launched."""
+    from kronbit.kernels.launch import compile_together, launch
+
+    class Kernel:
+        def __init__(self, fits: bool) -> None:
+            self.fits, self.loaded = fits, False
+            self.src = SimpleNamespace(signature={"x": "*fp32"})
+
+        def warmup(self, *arguments: object, grid: tuple[int, ...]) -> Kernel:
+            return self
+
+        @property
+        def run(self) -> object:
+            self.loaded = True
+            if not self.fits:
+                raise RuntimeError("out of resources")
+            return object()
+
+    some = [Kernel(True), Kernel(False), Kernel(True)]
+
+    def work() -> None:
+        for kernel in some:
+            launch(kernel, (1,), torch.zeros(1))
+
+    compile_together(work)
+    assert all(kernel.loaded for kernel in some)
+
+
+_TWO_BUILDERS = """
+import sys, threading, time
+from pathlib import Path
+from types import SimpleNamespace
+from types import SimpleNamespace
+from kronbit.kernels.loading import load
+
+class Compiled:
+    def __init__(self, pointer):
+        self.src = SimpleNamespace(signature={"x": pointer, "n": "i32", "N": "constexpr"})
+    @property
+    def run(self):
+        mark = Path(sys.argv[1])
+        mark.touch(exist_ok=False)  # fails if somebody else is building
+        time.sleep(0.02)
+        mark.unlink()
+
+failed = []
+def build():
+    try:
+        for pointer in ("*fp32", "*i8") * 8:  # one library
+            load(Compiled(pointer))
+    except FileExistsError as error:
+        failed.append(error)
+
+threads = [threading.Thread(target=build) for _ in range(2)]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+sys.exit(bool(failed))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Triton's compiler is for Linux")
+def test_one_thread_of_one_process_builds_what_launches_a_signature(tmp_path: Path) -> None:
+    """Builders that replace each other's libraries would end with those of other signatures."""
+    command = [sys.executable, "-c", _TWO_BUILDERS, str(tmp_path / "building")]
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path / "cache")}
+    both = [subprocess.Popen(command, env=environment) for _ in range(2)]
+    assert [one.wait(timeout=120) for one in both] == [0, 0]
+    (lock,) = (tmp_path / "cache").iterdir()
+    assert lock.stat().st_size == 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Triton's compiler is for Linux")
+def test_every_kernel_compiles_for_a_gpu_that_is_not_there() -> None:
+    """The interpreter takes programs that the compiler refuses. This needs no GPU."""
+    script = Path(__file__).parents[1] / "support" / "compile_kernels.py"
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "pass_kernel" in done.stdout
+    assert "wgmma" in done.stdout
+
+
+def build(
+    graph: bool,
+    dtype: torch.dtype = torch.float32,
+    workspace_mb: float = 256,
+    ways: dict[str, Any] = PAPER,
+) -> tuple[list[nn.Parameter], Shampoo]:
+    torch.manual_seed(0)
+    shapes = [(300, 200), (128, 128), (40,), (64, 700)]
+    params = [nn.Parameter(torch.randn(shape, device="cuda", dtype=dtype)) for shape in shapes]
+    base = torch.optim.AdamW(params, lr=1e-2, fused=True)
+    every = {"update_every": 4, "refresh_every": 8}
+    options = {"max_order": 256, "cuda_graph": graph, "workspace_mb": workspace_mb, **every}
+    return params, Shampoo(base, **options, **ways)
+
+
+def feed(params: list[nn.Parameter], t: int) -> list[Tensor]:
+    """Fresh gradients at other addresses."""
+    generator = torch.Generator("cuda").manual_seed(t)
+    ballast = [torch.empty(1000 * (t % 3 + 1), device="cuda")]
+    for p in params:
+        p.grad = torch.randn(p.shape, device="cuda", dtype=p.dtype, generator=generator)
+    return ballast
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("workspace_mb", "waves"), [(256, 1), (0.5, 2), (0.25, 3)])
+def test_a_graph_changes_nothing_although_gradients_move(
+    workspace_mb: float, waves: int, dtype: torch.dtype
+) -> None:
+    """Whether one wave is all, or they are grafted while others are multiplied."""
+    a, with_graph = build(True, dtype, workspace_mb)
+    b, without = build(False, dtype, workspace_mb)
+    for t in range(30):
+        for params, optimizer in ((a, with_graph), (b, without)):
+            keep = feed(params, t)
+            if t == 20:
+                params[0].grad = None
+            if t == 22:
+                params[1].grad[0, 0] = torch.nan
+            optimizer.step()
+            del keep
+    for p, q in zip(a, b, strict=True):
+        assert torch.equal(p, q)
+    assert_same_state(with_graph.state_dict()["state"], without.state_dict()["state"])
+    found = with_graph.diagnostics()
+    assert found["kernels"] == {"cuda:0": "used"}
+    assert found["cuda_graph"] == {"cuda:0": "not refused"}
+    assert found["products"] == {HALF: 3}
+    (own,) = with_graph._plan.preconditioners.values()
+    (guard,) = with_graph._guards.values()
+    for replay in (own.products._replay, guard._replay):
+        assert any(graph is not None for graph in replay._graphs.values())
+    # A parameter may have been multiplied more precisely after its first refresh.
+    half = {key: own for key, own in own.products._grouped.items() if not key[0].precise}
+    assert max(len(tables._tables.waves) for tables in half.values()) == waves
+    assert {precision.direct for precision, *_ in half} == {dtype == torch.bfloat16}
+
+
+@pytest.mark.gpu
+def test_a_graph_notices_that_gradients_come_in_another_order() -> None:
+    """For as long as a graph needs to be captured, in one order and then in the other."""
+    results = []
+    for graph in (True, False):
+        torch.manual_seed(0)
+        shapes = [(64, 32, 3, 3), (96, 16, 2, 2), (128, 128)]
+        params = [nn.Parameter(torch.randn(shape, device="cuda")) for shape in shapes]
+        every = {"update_every": 4, "refresh_every": 8}
+        base = torch.optim.SGD(params, lr=1e-2)
+        optimizer = Shampoo(base, max_order=256, cuda_graph=graph, **every)
+        for t in range(40):
+            generator = torch.Generator("cuda").manual_seed(t)
+            for p in params:
+                p.grad = torch.randn(p.shape, device="cuda", generator=generator)
+                if p.dim() == 4 and t // 10 % 2 == int(graph):
+                    p.grad = p.grad.to(memory_format=torch.channels_last)
+            optimizer.step()
+        assert optimizer.diagnostics()["cuda_graph"] == {"cuda:0": "not refused"}
+        assert optimizer.diagnostics()["products"] == {HALF: 3}
+        results.append(params)
+    for p, q in zip(*results, strict=True):
+        assert relative_error(p, q) < 1e-4
+
+
+@pytest.mark.gpu
+def test_a_step_inside_of_a_capture_is_refused() -> None:
+    params, optimizer = build(True)
+    kept = feed(params, 0)
+    with (
+        pytest.raises(RuntimeError, match="cannot be part of a CUDA graph"),
+        torch.cuda.graph(torch.cuda.CUDAGraph()),
+    ):
+        optimizer.step()
+    assert not optimizer.state
+    optimizer.step()
+    assert optimizer.state[params[0]]["step"] == 1
+    del kept
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("graph", [True, False])
+def test_the_default_runs_by_kernels(graph: bool) -> None:
+    """And is the same with graphs as without, as far as it is determined."""
+    results = []
+    for captured in (graph, False):
+        params, optimizer = build(captured, ways={})
+        for t in range(30):
+            keep = feed(params, t)
+            optimizer.step()
+            del keep
+        results.append((params, optimizer.state_dict()["state"]))
+        found = optimizer.diagnostics()
+        assert found["kernels"] == {"cuda:0": "used"}
+        assert found["cuda_graph"] == {"cuda:0": "not refused"}
+        assert 24 not in found["products"]
+        assert found["discarded_roots"] == found["discarded_statistics"] == 0
+    for p, q in zip(results[0][0], results[1][0], strict=True):
+        assert torch.equal(p, q)
+    assert_same_state(results[0][1], results[1][1])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("ways", [PAPER, {}], ids=str)
+@pytest.mark.parametrize("when", [10, 17])
+def test_resuming_is_exact_with_kernels(when: int, ways: dict[str, Any]) -> None:
+    params, optimizer = build(True, ways=ways)
+    for t in range(26):
+        if t == when:
+            saved = copy.deepcopy(optimizer.state_dict())
+            again, resumed = build(True, ways=ways)
+            with torch.no_grad():
+                for p, q in zip(params, again, strict=True):
+                    q.copy_(p)
+            resumed.load_state_dict(saved)
+        feed(params, t)
+        optimizer.step()
+        if t >= when:
+            feed(again, t)
+            resumed.step()
+    for p, q in zip(params, again, strict=True):
+        assert torch.equal(p, q)
+    assert_same_state(optimizer.state_dict()["state"], resumed.state_dict()["state"])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("ways", [PAPER, {}], ids=str)
+def test_ordinary_steps_neither_wait_nor_compile(ways: dict[str, Any]) -> None:
+    from kronbit.kernels.launch import _COMPILED
+
+    params, optimizer = build(True, ways=ways)
+    for t in range(20):
+        feed(params, t)
+        optimizer.step()
+    before = len(_COMPILED)
+    for t in range(20, 23):
+        feed(params, t)
+        with no_host_sync():
+            optimizer.step()
+    for t in range(23, 41):
+        feed(params, t)
+        optimizer.step()
+    assert len(_COMPILED) == before
+
+
+@pytest.mark.gpu
+def test_kernels_and_the_contract_train_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """32 bits, where no rounding of codes can tell them apart; half a degree is 0.9 %.
+
+    Both factors of a square gradient have full rank. Of another one, one is singular but for
+    rounding, and float32 of any kind finds another small eigenvalue there than float64.
+    """
+    results = []
+    for why in (None, "a test"):
+        monkeypatch.setattr(guard, "why_not", lambda device, why=why: why)
+        torch.manual_seed(0)
+        params = [
+            nn.Parameter(torch.randn(shape, device="cuda")) for shape in ((300, 300), (64, 64))
+        ]
+        base = torch.optim.SGD(params, lr=0.1)
+        optimizer = Shampoo(base, bits=32, method="eigen", update_every=2, refresh_every=4)
+        for t in range(12):
+            feed(params, t)
+            optimizer.step()
+        results.append([p.detach().clone() for p in params])
+    for one, other in zip(*results, strict=True):
+        assert relative_error(one, other) < 1e-2
+        assert math.isfinite(float(one.sum()))

@@ -1,0 +1,207 @@
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from support.networks import assert_same_state
+from torch import Tensor, nn
+
+from kronbit import Shampoo
+from kronbit.blocks import groups as grouping
+from kronbit.blocks.blocking import route
+from kronbit.config import Config, Turn
+
+TURNS = [Turn(i / 7, right) for i in range(7) for right in (False, True)]
+
+
+@pytest.mark.parametrize(("update", "refresh"), [(10, 50), (20, 20), (30, 10)])
+def test_every_block_runs_the_papers_schedule_with_its_own_delay(update: int, refresh: int) -> None:
+    config = Config(update_every=update, refresh_every=refresh, stagger=True)
+    paper = Config(update_every=update, refresh_every=refresh)
+    longest = max(update, refresh)
+    delays = [config.delay(turn) for turn in TURNS]
+    assert delays[::2] == sorted(set(delays[::2]))
+    assert delays[1::2] == [delay + 2 for delay in delays[::2]]  # L's refresh comes before R
+    assert delays[0] == 0
+    assert delays[-2] < longest
+    for turn, delay in zip(TURNS, delays, strict=True):
+        for t in range(1, 4 * longest):
+            late = t - delay
+            assert config.updates_at(t, turn) == (late > 0 and paper.updates_at(late))
+            late -= 1  # the refresh follows the update
+            assert config.refreshes_at(t, turn) == (late > 0 and paper.refreshes_at(late))
+    assert all(paper.delay(turn) == 0 for turn in TURNS)
+
+
+def test_an_early_first_refresh_is_not_staggered() -> None:
+    config = Config(first_refresh=5, update_every=10, refresh_every=40, stagger=True)
+    for turn in TURNS:
+        early = [t for t in range(1, 40) if config.refreshes_at(t, turn)]
+        assert early == [5, 10, 20]
+    assert config.first_preconditioned_step(TURNS[-1]) == 5
+
+
+def test_blocks_of_a_turn_have_similar_orders_unless_there_are_few(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(grouping, "_BATCH", 4 * 96**2)
+    orders = [96] * 5 + [70] * 2 + [40] * 2 + [20, 8]
+    config = Config(stagger=True)
+    members = [grouping.Member(route((8, n), config), config) for n in orders]
+    groups = grouping.make_groups(members, torch.device("cpu"))
+    phases = {s.member: s.phase for group in groups for s in group.segments}
+    places = [round(phases[i] * len(set(phases.values()))) for i in range(len(orders))]
+    # Four of 96 fill a batch; 70 is near the fifth. 20 and 8 are not near 40, but 40 is not much.
+    assert places == [0] * 4 + [1] * 3 + [2] * 4
+
+
+@pytest.fixture
+def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of these tests are small: let each have a turn of its own."""
+    monkeypatch.setattr(grouping, "_BATCH", 1)
+
+
+SHAPES = [(66, 70), (140, 64), (9,), (20, 30)]
+
+
+def build(stagger: bool, device: torch.device, **options: Any) -> tuple[list[Tensor], Shampoo]:
+    torch.manual_seed(0)
+    params = [nn.Parameter(torch.randn(shape, device=device)) for shape in SHAPES]
+    base = torch.optim.SGD(params, lr=0.0)
+    every = {"update_every": 4, "refresh_every": 8, **options}
+    return params, Shampoo(base, max_order=70, stagger=stagger, **every)
+
+
+def feed(params: list[Tensor], t: int, only: set[int] | None = None) -> None:
+    for i, p in enumerate(params):
+        generator = torch.Generator().manual_seed(100 * t + i)
+        grad = torch.randn(p.shape, generator=generator).to(p.device)
+        p.grad = grad if only is None or i in only else None
+
+
+@pytest.mark.usefixtures("small_batches")
+def test_statistics_are_those_of_a_run_that_starts_later() -> None:
+    """A block with delay d has the state that an unstaggered one has d steps earlier.
+
+    To the bit on the CPU; sums on a GPU may round differently in another batch.
+    """
+    device = torch.device("cpu")
+    params, optimizer = build(True, device)
+    steps = 27
+    for t in range(steps):
+        feed(params, t)
+        optimizer.step()
+    (own,) = optimizer._plan.preconditioners.values()
+    config = optimizer.config
+    seen = set()
+    for i, number in ((0, 0), (1, 1), (3, 2)):
+        for turn in own.turns[number]:
+            delay = config.delay(turn)
+            seen.add(delay)
+            late, reference = build(False, device)
+            for t in range(delay, steps):
+                feed(late, t, only={i})
+                reference.step()
+            keys = {
+                f"block_{block.index}"
+                for group in own.stacks.groups
+                for segment in group.segments
+                if segment.member == number and segment.phase == turn.phase
+                for span in group.spans
+                if span.member == number
+                for row, block in enumerate(span.grid.blocks(), span.start)
+                if segment.start <= row < segment.stop
+            }
+            assert keys
+            side = "right" if turn.right else "left"
+            for key in keys:
+                mine, theirs = optimizer.state[params[i]][key], reference.state[late[i]][key]
+                assert_same_state({0: mine[side]}, {0: theirs[side]})
+    assert seen == {0, 2, 4, 6, 8}
+
+
+@pytest.mark.usefixtures("small_batches")
+def test_a_parameter_waits_until_all_its_blocks_have_been_refreshed(device: torch.device) -> None:
+    params, optimizer = build(True, device)
+    changed: dict[int, int] = {}
+    for t in range(1, 18):
+        feed(params, t)
+        before = [p.grad.clone() for p in params]
+        optimizer.step()
+        for i, p in enumerate(params):
+            if not torch.equal(p.grad, before[i]):
+                changed.setdefault(i, t)
+    (own,) = optimizer._plan.preconditioners.values()
+    expected = {
+        i: optimizer.config.first_preconditioned_step(own.turns[number][-1])
+        for i, number in ((0, 0), (1, 1), (3, 2))
+    }
+    assert changed == expected
+    assert len(own.turns[1]) == 4
+
+
+@pytest.mark.usefixtures("small_batches")
+@pytest.mark.parametrize("when", [5, 9, 11, 15])
+def test_resuming_is_exact_in_the_middle_of_an_interval(when: int, device: torch.device) -> None:
+    params, optimizer = build(True, device)
+    for t in range(22):
+        if t == when:
+            saved = copy.deepcopy(optimizer.state_dict())
+            again, resumed = build(True, device)
+            with torch.no_grad():
+                for p, q in zip(params, again, strict=True):
+                    q.copy_(p)
+            resumed.load_state_dict(saved)
+        feed(params, t)
+        optimizer.step()
+        if t >= when:
+            feed(again, t)
+            resumed.step()
+            for p, q in zip(params, again, strict=True):
+                assert torch.equal(p.grad, q.grad), t
+    assert_same_state(optimizer.state_dict()["state"], resumed.state_dict()["state"])
+
+
+@pytest.mark.usefixtures("small_batches")
+def test_state_that_does_not_say_so_is_not_taken_for_refreshed_too_early() -> None:
+    """Between the first refreshes of L̂ and R̂, in a checkpoint without ``product_bits``."""
+    device = torch.device("cpu")
+    params, optimizer = build(True, device)
+    for t in range(10):  # L̂ at the ninth step, R̂ at the eleventh
+        feed(params, t)
+        optimizer.step()
+    saved = copy.deepcopy(optimizer.state_dict())
+    for entry in saved["state"].values():
+        entry.pop("product_bits", None)
+    again, resumed = build(True, device)
+    resumed.load_state_dict(saved)
+    refreshed = []
+    for own, some in ((optimizer, params), (resumed, again)):
+        (there,) = own._plan.preconditioners.values()
+        before = set(there.stacks.refreshed)
+        feed(some, 10)
+        own.step()
+        refreshed.append((before, there.stacks.refreshed))
+    assert refreshed[0] == refreshed[1]
+    assert not refreshed[0][0]
+    assert refreshed[0][1]
+
+
+@pytest.mark.usefixtures("small_batches")
+def test_no_step_does_all_the_work() -> None:
+    """Over one interval every side is refreshed once, and never two batches at a step."""
+    params, optimizer = build(True, torch.device("cpu"), update_every=16, refresh_every=16)
+    feed(params, 0)
+    optimizer.step()
+    (own,) = optimizer._plan.preconditioners.values()
+    delay = optimizer.config.delay
+    delays = [
+        delay(Turn(segment.phase, right)) + refresh
+        for group in own.stacks.groups
+        for segment in group.segments
+        for right in (False, True)
+        for refresh in (0, 1)
+    ]
+    assert sorted(delays) == list(range(16))

@@ -1,0 +1,172 @@
+"""Functions on several gloo ranks, each a process; used by tests of distributed runs."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import io
+import os
+import pickle
+import queue
+import runpy
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+SECONDS = 120  # where there are few cores, ranks take long
+# Ranks are forked from a process that has imported these, once: torch alone takes seconds.
+_IMPORTED = [
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor",
+    "kronbit",
+    "pytest",
+]
+
+
+def run_on_ranks(
+    world: int, function: Callable[..., Any], *args: Any, backend: str = "gloo"
+) -> list[Any]:
+    """Call ``function(rank, *args)`` on every rank of a process group.
+
+    Args:
+        world: How many ranks.
+        function: At the top level of its module; what it returns must not hold shared tensors.
+        *args: What else it is given.
+        backend: How ranks talk; with "torchrun", the function is told as by that.
+
+    Returns:
+        What each rank has returned, in order.
+
+    Raises:
+        AssertionError: If a rank fails, or all of them take too long; with each rank's traceback.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    context = torch.multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_IMPORTED)
+    answers = context.Queue()
+    call = pickle.dumps((function, args))
+    modules = _files_of(function, *args)
+    processes = [
+        context.Process(target=_rank, args=(rank, world, port, answers, backend, modules, call))
+        for rank in range(world)
+    ]
+    for process in processes:
+        process.start()
+    found: dict[int, Any] = {}
+    failed: dict[int, str] = {}
+    end = time.monotonic() + SECONDS
+    try:
+        while len(found) + len(failed) < world and time.monotonic() < end:
+            try:
+                rank, good, answer = answers.get(timeout=1)
+            except queue.Empty:
+                dead = [
+                    rank
+                    for rank, process in enumerate(processes)
+                    if process.exitcode and rank not in failed
+                ]
+                if dead:  # without a word, as by a signal
+                    failed |= {rank: f"exit code {processes[rank].exitcode}" for rank in dead}
+                    break
+                continue
+            (found if good else failed)[rank] = answer
+            if failed:  # the others would wait for it
+                end = min(end, time.monotonic() + 5)
+    finally:
+        for process in processes:
+            process.join(timeout=0 if failed or len(found) < world else 30)
+            if process.is_alive():
+                process.kill()
+                process.join()
+    if failed or len(found) < world:
+        lost = sorted(set(range(world)) - set(found) - set(failed))
+        told = [f"rank {rank}:\n{text}" for rank, text in sorted(failed.items())]
+        raise AssertionError("\n".join([*told, f"no answer from {lost}" if lost else ""]))
+    return [found[rank] for rank in range(world)]
+
+
+def _files_of(*values: Any) -> dict[str, str]:
+    """Test modules that functions are from, by name: no ``sys.path`` of a rank leads to them."""
+    names = {value.__module__ for value in values if isinstance(value, FunctionType)}
+    return {name: sys.modules[name].__file__ for name in names if name.startswith("tests.")}
+
+
+def _load(name: str, path: str) -> None:
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    sys.modules[name] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+
+
+def run_script_on_ranks(world: int, script: str, *arguments: str) -> str:
+    """Run a program as torchrun does, but in processes that need not import torch first.
+
+    Args:
+        world: How many ranks.
+        script: The path of a file, or the name of a module.
+        *arguments: The program's.
+
+    Returns:
+        What the first rank has printed.
+    """
+    first: str = run_on_ranks(world, _script, script, arguments, backend="torchrun")[0]
+    return first
+
+
+def _script(rank: int, script: str, arguments: tuple[str, ...]) -> str:
+    sys.argv = [script, *arguments]
+    run = runpy.run_path if script.endswith(".py") else runpy.run_module
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        try:
+            run(script, run_name="__main__")
+        except SystemExit as end:
+            if end.code:
+                raise RuntimeError(f"exit code {end.code}\n{said.getvalue()}") from end
+    return said.getvalue()
+
+
+def in_turn(rank: int, *functions: Callable[[int], Any]) -> list[Any]:
+    """Several functions on the same ranks: to start processes takes longer than most of them."""
+    return [function(rank) for function in functions]
+
+
+def _rank(
+    rank: int,
+    world: int,
+    port: int,
+    answers: Any,
+    backend: str,
+    modules: dict[str, str],
+    call: bytes,
+) -> None:
+    torch.set_num_threads(1)
+    try:
+        for name, path in modules.items():
+            _load(name, path)
+        function, args = pickle.loads(call)
+        if backend == "torchrun":  # the program itself begins and ends its group
+            known = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "MASTER_PORT": port}
+            os.environ |= {name: str(value) for name, value in known.items()}
+            os.environ["MASTER_ADDR"] = "127.0.0.1"
+            answer = function(rank, *args)
+        else:
+            init_method = f"tcp://127.0.0.1:{port}"
+            dist.init_process_group(backend, rank=rank, world_size=world, init_method=init_method)
+            answer = function(rank, *args)
+            dist.barrier()
+            dist.destroy_process_group()
+    except BaseException:
+        answers.put((rank, False, traceback.format_exc()))
+        raise SystemExit(1) from None
+    answers.put((rank, True, answer))

@@ -1,0 +1,82 @@
+"""Stacks of factors beside the oracle's single matrices."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from support import oracle
+from torch import Tensor
+
+from kronbit.config import Config
+from kronbit.factors import Batch, Factors
+from kronbit.linalg.orthogonal import Attempt
+from kronbit.quantization.reference import unpack
+
+
+def stack(n: int, rows: int, config: Config, device: torch.device | str = "cpu") -> Factors:
+    return Factors(n, rows, config.format(n), config.damping, device)
+
+
+def everything(factors: Factors) -> slice:
+    return slice(0, factors.rows)
+
+
+def all_trusted(factors: Factors) -> Tensor:
+    return torch.ones(
+        factors.rows, dtype=torch.bool, device=next(iter(factors.tensors.values())).device
+    )
+
+
+def update(
+    factors: Factors, M: Tensor, trusted: Tensor, config: Config, rows: slice | None = None
+) -> int:
+    """As the preconditioner does: what cannot be done so is done again by what is most robust.
+
+    Returns how many rows were refused.
+    """
+    rows = everything(factors) if rows is None else rows
+    good, replaced = Batch([(factors, rows)]).update(M.clone(), trusted, config)
+    count = int((trusted & good & ~replaced).sum())
+    for i, again in enumerate((trusted & ~good).tolist()):
+        if again:
+            one = Batch([(factors, slice(rows.start + i, rows.start + i + 1))])
+            here = slice(i, i + 1)
+            last = Attempt(len(factors.method.repairs))
+            _, replaced = one.update(M[here].clone(), trusted[here], config, last)
+            count += int(~replaced)
+    return count
+
+
+def refresh(factors: Factors, config: Config, rows: slice | None = None) -> list[bool]:
+    """Refresh; returns which rows were replaced."""
+    replaced = Batch([(factors, everything(factors) if rows is None else rows)]).refresh(config)
+    return list(replaced.tolist())
+
+
+def gram(rows: int, n: int, generator: torch.Generator) -> Tensor:
+    G = torch.randn(rows, n, n + 5, generator=generator, dtype=torch.float64) / n**0.5
+    return (G @ G.mT).float()
+
+
+def codes(factors: Factors, name: str, row: int, bits: int) -> list[list[int]]:
+    return unpack(factors.tensors[name][row].cpu(), bits, factors.order).tolist()
+
+
+def run_both(
+    n: int, device: torch.device, dtype: torch.dtype, updates: int = 3, **options: Any
+) -> tuple[Factors, list[oracle.Factor]]:
+    """Three matrices through the same updates and a refresh, batched and one by one."""
+    config = Config(**{"storage": "paper", **options})
+    ours = stack(n, 3, config, device)
+    theirs = [oracle.Factor(n, oracle.Options(**options), dtype) for _ in range(3)]
+    generator = torch.Generator().manual_seed(n)
+    for _ in range(updates):
+        M = gram(3, n, generator)
+        update(ours, M.to(device), all_trusted(ours), config)
+        for factor, m in zip(theirs, M, strict=True):
+            factor.update(m.to(dtype))
+    refresh(ours, config)
+    for factor in theirs:
+        factor.refresh()
+    return ours, theirs

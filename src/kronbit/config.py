@@ -45,21 +45,6 @@ class Format(NamedTuple):
 _FLOAT32 = Quantizer(bits=32)
 
 
-class Turn(NamedTuple):
-    """When a statistic, and its inverse root, have their turn, if they are staggered.
-
-    Attributes:
-        phase: In [0, 1): the block's place in the interval.
-        right: Whether it is R, which comes after L.
-    """
-
-    phase: float
-    right: bool
-
-
-FIRST_TURN, SECOND_TURN = Turn(0.0, right=False), Turn(0.0, right=True)
-
-
 @dataclass(frozen=True)
 class Config:
     """Options of a second-order optimizer; the paper's symbol stands first where it has one.
@@ -264,57 +249,6 @@ class Config:
     def start_value(self) -> float:
         """Of the statistics' diagonals."""
         return self.damping if self.start is None else self.start
-
-    def updates_at(self, t: int, turn: Turn = FIRST_TURN) -> bool:
-        """Whether a statistic of a block is updated at step t (counted from 1).
-
-        Args:
-            t: The step.
-            turn: The statistic's, if they are staggered.
-        """
-        if self._early(t):
-            return self._doubles_at(t)
-        t -= self.delay(turn)
-        return t > 0 and t % self.update_every == 0
-
-    def refreshes_at(self, t: int, turn: Turn = FIRST_TURN) -> bool:
-        """Whether an inverse root of a block is refreshed at step t; see ``updates_at``.
-
-        Staggered, that comes one step after the update, so that a step does not do both (but for
-        early refreshes).
-        """
-        if self._early(t):
-            return self._doubles_at(t)
-        t -= self.delay(turn) + self.stagger
-        return t > 0 and t % self.refresh_every == 0
-
-    def delay(self, turn: Turn) -> int:
-        """Steps by which a statistic with this turn is behind the paper's schedule.
-
-        R comes two steps after L: after L's update and its refresh.
-        """
-        if not self.stagger:
-            return 0
-        return int(turn.phase * max(self.update_every, self.refresh_every)) + 2 * turn.right
-
-    def _early(self, t: int) -> bool:
-        return self.first_refresh is not None and t < self.refresh_every
-
-    def _doubles_at(self, t: int) -> bool:
-        """Whether t is k, 2k, 4k, ..."""
-        times, rest = divmod(t, self.first_refresh or 1)
-        return rest == 0 and times > 0 and times & (times - 1) == 0
-
-    def first_preconditioned_step(self, last: Turn = SECOND_TURN) -> int:
-        """The first step whose gradient is preconditioned: a refresh at or after an update.
-
-        Args:
-            last: The last turn of a parameter: it waits until all blocks have been refreshed.
-        """
-        if self.first_refresh is not None:
-            return self.first_refresh
-        first = -(-self.update_every // self.refresh_every) * self.refresh_every
-        return first + self.delay(last) + self.stagger
 
 
 def take_options(

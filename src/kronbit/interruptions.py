@@ -7,47 +7,47 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def ending(action: Callable[[], None]) -> Iterator[None]:
-    """Do something at the end, even if Ctrl-C comes while it is being done.
+def ending(cleanup: Callable[[], None]) -> Iterator[None]:
+    """Run cleanup at the end, even if Ctrl-C arrives while it runs.
 
-    If Ctrl-C meets Python on the way from here to there, it is done late: where that would do harm,
-    use ``ended_by``.
+    If Ctrl-C meets Python on the way from here to there, cleanup runs late. Where that would do
+    harm, use ``run_then``.
 
     Args:
-        action: Doing it twice is as good as once.
+        cleanup: Must be idempotent.
     """
     try:
         try:
             yield
         finally:
-            action()
+            cleanup()
     except BaseException:
-        action()
+        cleanup()
         raise
 
 
-def ended_by(action: Callable[[], None], body: Callable[[], object]) -> None:
-    """Do something, and something else at its end, at once, wherever Ctrl-C comes.
+def run_then(body: Callable[[], object], cleanup: Callable[[], None]) -> None:
+    """Run body, then cleanup, even if Ctrl-C arrives in between.
 
     Args:
-        action: Done at the end; doing it twice is as good as once.
-        body: What is done before.
+        body: Runs first.
+        cleanup: Must be idempotent.
     """
     try:
         try:
             body()
         finally:
-            action()
+            cleanup()
     except BaseException:
-        action()
+        cleanup()
         raise
 
 
 def to_the_end(action: Callable[[], None]) -> None:
-    """Do what must not stay half done.
+    """Run an action that must not stay half done.
 
     Args:
-        action: Doing it twice is as good as once.
+        action: Must be idempotent.
     """
     try:
         action()

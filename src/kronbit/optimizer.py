@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, overload
 
 import torch
@@ -13,7 +14,7 @@ from torch.optim import Optimizer
 
 from kronbit.base import Around, BaseFactory, resolve
 from kronbit.blocks.blocking import Blocking
-from kronbit.blocks.gradients import Present, inspect, plain_dtypes
+from kronbit.blocks.gradients import StepGradients, inspect, plain_dtypes
 from kronbit.config import (
     FORMAT,
     FORMAT_KEY,
@@ -24,7 +25,7 @@ from kronbit.config import (
     take_options,
 )
 from kronbit.distributed.ranks import Ranks, agreement_lines, find_ranks
-from kronbit.kernels.graphs import refuse_capture
+from kronbit.interruptions import run_then
 from kronbit.reporting.diagnostics import diagnostics, fallback_counts
 from kronbit.reporting.memory import account
 from kronbit.reporting.summary import Row, rows, summary
@@ -36,10 +37,20 @@ from kronbit.state.binding import BaseLink, Binding, blocks_of
 from kronbit.state.loading import fill, read
 from kronbit.state.outline import copied
 from kronbit.statistics import GradientStatistics, Statistics
-from kronbit.step.failures import explained, handed_over
-from kronbit.step.nonfinite import NonfiniteGuard
-from kronbit.step.plan import Plan
-from kronbit.step.step import Itinerary, Work, measure, refuse_nonfinite, updated_next
+from kronbit.step.failures import (
+    Stage,
+    refuse_capture,
+    report_failure,
+    writable,
+)
+from kronbit.step.nonfinite import NonfiniteGuard, measure, refuse_nonfinite
+from kronbit.step.state_plan import StatePlan
+from kronbit.step.step_plan import (
+    DevicePlan,
+    StepPlan,
+    expected_updates,
+    is_due,
+)
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -93,9 +104,9 @@ class SecondOrder(Around):
 
     def _start_unplanned(self) -> None:
         """Nothing derived is known: the next step plans from ``param_groups`` and ``state``."""
-        self._plan: Plan | None = None
-        self._binding, self._base_link = Binding(), BaseLink()
-        self._itinerary: Itinerary | None = None
+        self._plan: StatePlan | None = None
+        self._step_plan: StepPlan | None = None
+        self._binding, self._base_link, self._tensors_intact = Binding(), BaseLink(), True
         self._guards: dict[torch.device, NonfiniteGuard] = {}
         self._configs = GroupConfigs(self.config)
         self._past_counts: Counter[str] = Counter()
@@ -150,56 +161,88 @@ class SecondOrder(Around):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        present = self._present()
-        self._join_ranks()
-        with explained(self.config) as stage, handed_over(present, self.config) as present:
-            with self._ranks.whole(present, self.state) as whole:
-                itinerary, whole = self._prepare(whole)
-                with self._statistics.matrices(
-                    itinerary.params, itinerary.plan.places, whole.grads
-                ) as matrices:
-                    dtypes = whole.dtypes if matrices is whole.grads else plain_dtypes(matrices)
-                    for work in self._measured(itinerary, matrices, dtypes):
-                        preconditioner = work.preconditioner
-                        # t % T1 = 0: L ← PU(L, G Gᵀ), R ← PU(R, Gᵀ G), or what M is elsewhere
-                        due = work.due(Config.updates_at)
-                        if due:
-                            source = self._statistics.source(work, due)
-                            preconditioner.update(work.measured, source)
-                        # t % T2 = 0: L̂ ← PIRU(L), R̂ ← PIRU(R)
-                        due = work.due(Config.refreshes_at)
-                        if due:
-                            preconditioner.refresh(work.measured, due)
-                            work.note_products(due)
-                        # Ĝ = L̂ G R̂, and G̃ = Ĝ ‖G‖ / ‖Ĝ‖ for G. While L̂ = R̂ = I, G̃ is G.
-                        stage.rewrites_gradients()
-                        preconditioner.precondition(work.measured)
-            # W, s ← F(W, s, G̃)
-            stage.steps_base()
-            itinerary.take(self.base.step, stage)
-            # The GPU is still busy: what can wait was kept for now.
-            self._binding.look_closer()
-            if not self._base_link.unchanged(itinerary.entries, self.base.state):
-                self._join_base_states()
-            for guard in self._guards.values():
-                guard.warn_once()
-            self._expect_statistics()
-            return loss
+        gradients = self._gradients()
+        with report_failure(self.config) as stage, writable(gradients, self.config) as gradients:
+            with self._matrices(gradients) as plan:  # whole gradients, [W | b]; measured, scheduled
+                for device in plan.devices:
+                    # t % T1 = 0: L ← PU(L, G Gᵀ), R ← PU(R, Gᵀ G), or with another M
+                    if device.updates:
+                        device.update(self._statistics)
+                    # t % T2 = 0: L̂ ← PIRU(L), R̂ ← PIRU(R)
+                    if device.refreshes:
+                        device.refresh()
+                    # Ĝ = L̂ G R̂, and G̃ = Ĝ ‖G‖ / ‖Ĝ‖ for G. While L̂ = R̂ = I, G̃ is G.
+                    stage.rewrites_gradients()
+                    self._rewrite(device)
+            # t ← t + 1; W, s ← F(W, s, G̃)
+            self._count_and_step(plan, stage)
+            self._after_step(plan)
+            return loss  # in here: after the last line, nobody would say that the step counts
 
-    def _present(self) -> Present:
-        """The parameters that have a gradient, and their options."""
+    def _rewrite(self, device: DevicePlan) -> None:
+        """Put directions in the place of the gradients of a device.
+
+        A seam: an algorithm with a direction of its own writes it here.
+        """
+        device.precondition()
+
+    def _step_base(self) -> None:
+        """W, s ← F(W, s, G̃).
+
+        A seam: an algorithm that steps some parameters itself does so here, and lets F step the
+        others.
+        """
+        self.base.step()
+
+    def _count_and_step(self, plan: StepPlan, stage: Stage) -> None:
+        """Count the step and take F's: both or neither, even if F fails or Ctrl-C arrives."""
+        steps = [entry["step"] for entry in plan.entries]
+
+        def count_and_step() -> None:
+            for entry in plan.entries:  # before F's step, as hooks of F expect
+                entry["step"] += 1
+            self._step_base()
+            stage.counts()
+
+        def settle_or_undo() -> None:
+            if stage.through:
+                plan.settle()
+                return
+            for entry, step in zip(plan.entries, steps, strict=True):
+                entry["step"] = step
+
+        stage.steps_base()
+        run_then(count_and_step, settle_or_undo)
+
+    def _after_step(self, plan: StepPlan) -> None:
+        """Host-side checks, which run while the GPU is busy."""
+        self._tensors_intact = self._binding.holds_tensors()
+        if not self._base_link.holds(plan.entries, self.base.state):
+            self._join_base_states()
+            self._base_link.remember(plan.params, plan.entries, self.base.state)
+        for guard in self._guards.values():
+            guard.warn_once()
+        self._expect_statistics()
+
+    # --------------------------------------------------------------------------- before the step
+
+    def _gradients(self) -> StepGradients:
+        """The parameters that have a gradient, and their options; all ranks agree on them."""
         self._complete_groups()
-        present = Present.of(self.param_groups, self._config_of)
-        if present.dtypes is None:  # a gradient needs a closer look
-            for p, config in zip(present.params, present.configs, strict=True):
+        gradients = StepGradients.of(self.base.param_groups, self._config_of)
+        if gradients.dtypes is None:  # a gradient needs a closer look
+            for p, config in zip(gradients.params, gradients.configs, strict=True):
                 preconditioned = isinstance(self._statistics.route(p, config), Blocking)
                 inspect(p, preconditioned, self._name)
-            return Present.of(self.param_groups, self._config_of)
-        return present
+            gradients = StepGradients.of(self.base.param_groups, self._config_of)
+        self._join_ranks()
+        return gradients
 
     def _join_ranks(self) -> None:
         """Agree with other ranks on what to do, before the first step."""
-        if self._plan is None and not self._agreed:
+        if self._agreed:
+            return
+        if self._plan is None:
             # Accelerate shards parameters after it has loaded an empty state.
             for index, group in enumerate(self.param_groups):
                 self._check_group(group, index)
@@ -208,37 +251,58 @@ class SecondOrder(Around):
         self._ranks.agree(lambda: agreement_lines(self, self.base, self.config, self.state))
         self._agreed = True
 
-    def _config_of(self, group: Mapping[str, Any]) -> Config:
-        """The options of a group; the same object as long as they are equal."""
-        return self._configs.of(group, len(self.param_groups))
+    @contextmanager
+    def _matrices(self, gradients: StepGradients) -> Iterator[StepPlan]:
+        """Provide the step's plan, with whole matrices measured; at the end, write them back."""
+        with self._ranks.whole(gradients, lambda: is_due(gradients, self.state)) as whole:
+            plan, whole = self._step_plan_of(whole)
+            planned = plan.state_plan.places
+            with self._statistics.matrices(plan.params, planned, whole.grads) as matrices:
+                dtypes = whole.dtypes if matrices is whole.grads else plain_dtypes(matrices)
+                measure(plan, matrices, dtypes, self._guards, self.config)
+                if self.config.nonfinite == "raise":
+                    refuse_nonfinite(plan.devices, self._ranks.any_rank, self._name)
+                yield plan
 
-    def _prepare(self, present: Present) -> tuple[Itinerary, Present]:
-        """Plan parameters that are new, and anew where the state was changed from outside."""
-        old = self._itinerary
-        same_entries = old is not None and old.states.holds(self.state)
+    def _step_plan_of(self, gradients: StepGradients) -> tuple[StepPlan, StepGradients]:
+        """The last step's plan, or a new one where parameters or the state have changed."""
+        plan = self._step_plan
+        if plan is not None and self._still_holds(plan, gradients):
+            writes = plan.schedule()
+            # Whoever writes to the state compares all tensors before; the others do after the step.
+            if not writes or self._binding.holds_tensors():
+                return plan, gradients
+        gradients = gradients.once()
+        self._step_plan = self._new_step_plan(gradients)
+        self._step_plan.schedule()
+        return self._step_plan, gradients
+
+    def _still_holds(self, plan: StepPlan, gradients: StepGradients) -> bool:
+        """True if a plan fits these gradients, and nobody has changed the state since."""
+        return (
+            self._tensors_intact
+            and plan.state_plan is self._plan
+            and plan.states.holds(self.state)
+            and self._binding.holds_blocks()
+            and plan.holds(gradients)
+            and self._base_link.holds(plan.entries, self.base.state)
+        )
+
+    def _new_step_plan(self, gradients: StepGradients) -> StepPlan:
+        """Plan parameters that are new, and all of them if the state was changed from outside."""
+        binding, plan = self._binding, self._plan
+        intact = binding.holds_entries(self.state) and binding.holds_blocks()
         if (
-            old is not None
-            and same_entries
-            and self._binding.intact(self.state, same_entries)
-            and old.plan is self._plan
-            and old.holds(present)
-            and self._base_link.settled(old.params, old.entries, self.base.state)
-            # Whoever writes to the state looks closely before that; others do after the step.
-            and (not old.find_turns() or self._binding.look_closer())
+            plan is None
+            or not (intact and binding.holds_tensors())
+            or plan.lacks_any_of(gradients.params, gradients.configs, self._name)
         ):
-            return old, present
-        intact = self._binding.look_closer() and self._binding.intact(self.state, same_entries)
-        present = present.once()
-        params, configs = present.params, present.configs
-        plan = self._plan
-        if plan is None or not intact or plan.lacks_any_of(params, configs, self._name):
-            plan = self._plan = self._replanned(params)
-        for p in params:
+            plan = self._plan = self._replanned(gradients.params)
+        for p in gradients.params:
             self._start_state(p)
-        self._itinerary = Itinerary.make(present, plan, self.state)
-        return self._itinerary, present
+        return StepPlan.make(gradients, plan, self.state)
 
-    def _replanned(self, present: Collection[Tensor]) -> Plan:
+    def _replanned(self, present: Collection[Tensor]) -> StatePlan:
         """Lay all state out anew. What the state holds is copied over; the rest starts fresh."""
         present, first = set(present), self._plan is None
         self._past_counts.update(fallback_counts(self._plan))
@@ -252,18 +316,28 @@ class SecondOrder(Around):
         for _, p, _ in self._rows():
             if p in plan.places or (p.requires_grad and not self._ranks.owns(p)):
                 self._start_state(p)  # on all ranks, or on none
-        plan.find_refreshed(self._binding.bind(plan, self.state), self.state)
+        plan.find_refreshed(self._bind(plan), self.state)
         if first:
             warn_of_few(self._rows(), self._statistics.route, self.summary)
         return plan
 
-    def _make_plan(self, params: Iterable[tuple[Tensor, Config]]) -> Plan:
+    def _bind(self, plan: StatePlan) -> set[Tensor]:
+        """Make the state's tensors views of a plan's stacks."""
+        unknown = self._binding.bind(plan, self.state)
+        self._tensors_intact = True
+        return unknown
+
+    def _make_plan(self, params: Iterable[tuple[Tensor, Config]]) -> StatePlan:
         ranks = self._ranks
 
         def route(p: Tensor, config: Config) -> Blocking | str:
             return self._statistics.route(p, config) if ranks.owns(p) else "another rank has it"
 
-        return Plan(params, self.algorithm, self.config, route, ranks.exchange)
+        return StatePlan(params, self.algorithm, self.config, route, ranks.exchange)
+
+    def _config_of(self, group: Mapping[str, Any]) -> Config:
+        """The options of a group; the same object as long as they are equal."""
+        return self._configs.of(group, len(self.base.param_groups))
 
     @property
     def _ranks(self) -> Ranks:
@@ -276,21 +350,13 @@ class SecondOrder(Around):
         parameters = [(p, config) for _, p, config in self._rows()]
         return find_ranks(parameters, self.config, self._process_group, self._statistics.route)
 
-    def _measured(
-        self, itinerary: Itinerary, grads: list[Tensor], dtypes: set[torch.dtype] | None
-    ) -> Sequence[Work]:
-        """Norms and finiteness of all gradients, by device; raises if the user wants that."""
-        works = measure(itinerary, grads, dtypes, self._guards, self.config)
-        if self.config.nonfinite == "raise":
-            refuse_nonfinite(works, self._ranks.anyone, self._name)
-        return works
-
     def _expect_statistics(self) -> None:
-        """Tell who is updated at the next step."""
+        """Tell the statistics which parameters the next step updates."""
         if self._statistics.collects:
-            found = updated_next(self.param_groups, self._config_of, self.state, self._plan)
             route = self._statistics.route
-            self._statistics.expect(p for p, own in found if isinstance(route(p, own), Blocking))
+            rows = expected_updates(self.param_groups, self._config_of, self.state, self._plan)
+            expected = (p for p, config in rows if isinstance(route(p, config), Blocking))
+            self._statistics.expect(expected)
 
     # ---------------------------------------------------------------------------------- state
 
@@ -358,7 +424,7 @@ class SecondOrder(Around):
             self._start_state(p)
         self._join_base_states()
         if loaded.entries:
-            self._binding.bind(plan, self.state)
+            self._bind(plan)
             unknown = [p for p, entry in loaded.entries.items() if entry.product_bits is None]
             plan.find_refreshed(unknown, self.state)
             self._plan = plan

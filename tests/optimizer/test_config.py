@@ -12,6 +12,7 @@ from kronbit.config import (
     Config,
     take_options,
 )
+from kronbit.step.schedule import first_preconditioned_step, refreshes_at, updates_at
 
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"bits": 5}, "bits must be one of 3, 4, 6, 8, 32; got 5"),
@@ -125,7 +126,9 @@ def test_method_and_bits_decide_the_format() -> None:
 
 def steps(config: Config, last: int) -> tuple[list[int], list[int]]:
     every = range(1, last + 1)
-    return [t for t in every if config.updates_at(t)], [t for t in every if config.refreshes_at(t)]
+    return [t for t in every if updates_at(config, t)], [
+        t for t in every if refreshes_at(config, t)
+    ]
 
 
 def test_schedules() -> None:
@@ -151,7 +154,7 @@ def test_schedules() -> None:
     ],
 )
 def test_first_preconditioned_step(options: dict[str, Any], first: int) -> None:
-    assert Config(**options).first_preconditioned_step() == first
+    assert first_preconditioned_step(Config(**options)) == first
 
 
 def test_groups_override_numbers_but_not_what_holds_for_all() -> None:

@@ -187,8 +187,8 @@ def test_tables_do_not_depend_on_whose_gradient_is_missing() -> None:
         for i, p in enumerate(params):
             p.grad = None if i == missing else torch.randn(p.shape)
         optimizer.step()
-        (errand,) = optimizer._itinerary.errands.values()
-        assert errand.sizes == [70 * 66, 3 * 20 * 30, 5]
+        (device,) = optimizer._step_plan.devices
+        assert device.sizes == [70 * 66, 3 * 20 * 30, 5]
 
 
 def test_a_capture_by_the_user_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

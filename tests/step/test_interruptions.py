@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from kronbit import CASPR, KFAC, AdaBK, Shampoo
 from kronbit.step.failures import Progress
-from kronbit.step.plan import Plan
 from kronbit.step.preconditioner import Preconditioner
+from kronbit.step.state_plan import StatePlan
 
 WAYS: dict[str, dict[str, Any]] = {
     "default": {},
@@ -394,7 +394,7 @@ def test_a_plan_that_is_bound_but_not_known_is_made_anew(monkeypatch: pytest.Mon
         raise torch.OutOfMemoryError
 
     with monkeypatch.context() as patch:
-        patch.setattr(Plan, "find_refreshed", fail)
+        patch.setattr(StatePlan, "find_refreshed", fail)
         with pytest.raises(torch.OutOfMemoryError):
             optimizer.step()
     optimizer.step()

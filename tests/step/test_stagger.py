@@ -11,7 +11,9 @@ from torch import Tensor, nn
 from kronbit import Shampoo
 from kronbit.blocks import groups as grouping
 from kronbit.blocks.blocking import route
-from kronbit.config import Config, Turn
+from kronbit.blocks.groups import Turn
+from kronbit.config import Config
+from kronbit.step.schedule import delay, first_preconditioned_step, refreshes_at, updates_at
 
 TURNS = [Turn(i / 7, right) for i in range(7) for right in (False, True)]
 
@@ -21,26 +23,26 @@ def test_every_block_runs_the_papers_schedule_with_its_own_delay(update: int, re
     config = Config(update_every=update, refresh_every=refresh, stagger=True)
     paper = Config(update_every=update, refresh_every=refresh)
     longest = max(update, refresh)
-    delays = [config.delay(turn) for turn in TURNS]
+    delays = [delay(config, turn) for turn in TURNS]
     assert delays[::2] == sorted(set(delays[::2]))
-    assert delays[1::2] == [delay + 2 for delay in delays[::2]]  # L's refresh comes before R
+    assert delays[1::2] == [first + 2 for first in delays[::2]]  # L's refresh comes before R
     assert delays[0] == 0
     assert delays[-2] < longest
-    for turn, delay in zip(TURNS, delays, strict=True):
+    for turn, lag in zip(TURNS, delays, strict=True):
         for t in range(1, 4 * longest):
-            late = t - delay
-            assert config.updates_at(t, turn) == (late > 0 and paper.updates_at(late))
+            late = t - lag
+            assert updates_at(config, t, turn) == (late > 0 and updates_at(paper, late))
             late -= 1  # the refresh follows the update
-            assert config.refreshes_at(t, turn) == (late > 0 and paper.refreshes_at(late))
-    assert all(paper.delay(turn) == 0 for turn in TURNS)
+            assert refreshes_at(config, t, turn) == (late > 0 and refreshes_at(paper, late))
+    assert all(delay(paper, turn) == 0 for turn in TURNS)
 
 
 def test_an_early_first_refresh_is_not_staggered() -> None:
     config = Config(first_refresh=5, update_every=10, refresh_every=40, stagger=True)
     for turn in TURNS:
-        early = [t for t in range(1, 40) if config.refreshes_at(t, turn)]
+        early = [t for t in range(1, 40) if refreshes_at(config, t, turn)]
         assert early == [5, 10, 20]
-    assert config.first_preconditioned_step(TURNS[-1]) == 5
+    assert first_preconditioned_step(config, TURNS[-1]) == 5
 
 
 def test_blocks_of_a_turn_have_similar_orders_unless_there_are_few(
@@ -98,11 +100,11 @@ def test_statistics_are_those_of_a_run_that_starts_later() -> None:
     seen = set()
     for i, number in ((0, 0), (1, 1), (3, 2)):
         for turn in own.turns[number]:
-            delay = config.delay(turn)
-            seen.add(delay)
-            late, reference = build(False, device)
-            for t in range(delay, steps):
-                feed(late, t, only={i})
+            late = delay(config, turn)
+            seen.add(late)
+            alone, reference = build(False, device)
+            for t in range(late, steps):
+                feed(alone, t, only={i})
                 reference.step()
             keys = {
                 f"block_{block.index}"
@@ -117,7 +119,7 @@ def test_statistics_are_those_of_a_run_that_starts_later() -> None:
             assert keys
             side = "right" if turn.right else "left"
             for key in keys:
-                mine, theirs = optimizer.state[params[i]][key], reference.state[late[i]][key]
+                mine, theirs = optimizer.state[params[i]][key], reference.state[alone[i]][key]
                 assert_same_state({0: mine[side]}, {0: theirs[side]})
     assert seen == {0, 2, 4, 6, 8}
 
@@ -135,7 +137,7 @@ def test_a_parameter_waits_until_all_its_blocks_have_been_refreshed(device: torc
                 changed.setdefault(i, t)
     (own,) = optimizer._plan.preconditioners.values()
     expected = {
-        i: optimizer.config.first_preconditioned_step(own.turns[number][-1])
+        i: first_preconditioned_step(optimizer.config, own.turns[number][-1])
         for i, number in ((0, 0), (1, 1), (3, 2))
     }
     assert changed == expected
@@ -196,9 +198,8 @@ def test_no_step_does_all_the_work() -> None:
     feed(params, 0)
     optimizer.step()
     (own,) = optimizer._plan.preconditioners.values()
-    delay = optimizer.config.delay
     delays = [
-        delay(Turn(segment.phase, right)) + refresh
+        delay(optimizer.config, Turn(segment.phase, right)) + refresh
         for group in own.stacks.groups
         for segment in group.segments
         for right in (False, True)

@@ -143,7 +143,7 @@ def elements(grad: Tensor) -> Tensor:
     return torch.view_as_real(grad) if grad.is_complex() else grad
 
 
-class Present(NamedTuple):
+class StepGradients(NamedTuple):
     """The parameters that have a gradient at a step.
 
     Attributes:
@@ -163,7 +163,7 @@ class Present(NamedTuple):
         cls,
         groups: Iterable[Mapping[str, Any]],
         config_of: Callable[[Mapping[str, Any]], Config],
-    ) -> Present:
+    ) -> StepGradients:
         """Look through param groups."""
         params: list[Tensor] = []
         configs: list[Config] = []
@@ -183,10 +183,10 @@ class Present(NamedTuple):
             dtypes = plain_dtypes(grads)
         return cls(params, configs, grads, dtypes)
 
-    def once(self) -> Present:
+    def once(self) -> StepGradients:
         """Without repetitions: torch only warns of parameters that are listed twice."""
         if len(set(map(id, self.params))) == len(self.params):
             return self
         rows = {id(row[0]): row for row in zip(self.params, self.configs, self.grads, strict=True)}
         params, configs, grads = zip(*rows.values(), strict=True)
-        return Present(list(params), list(configs), list(grads), self.dtypes)
+        return StepGradients(list(params), list(configs), list(grads), self.dtypes)

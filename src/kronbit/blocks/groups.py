@@ -11,13 +11,13 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from kronbit.blocks.blocking import Blocking, Grid, boxes
-from kronbit.config import Config, Format, Turn
+from kronbit.config import Config, Format
 from kronbit.factors import Factors
 from kronbit.rules import Rule
 
@@ -54,6 +54,18 @@ class Span:
     def stop(self) -> int:
         """One past the last row."""
         return self.start + len(self.grid)
+
+
+class Turn(NamedTuple):
+    """When a statistic, and its inverse root, have their turn, if they are staggered.
+
+    Attributes:
+        phase: In [0, 1): the block's place in the interval.
+        right: Whether it is R, which comes after L.
+    """
+
+    phase: float
+    right: bool
 
 
 @dataclass(frozen=True)

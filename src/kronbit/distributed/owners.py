@@ -26,7 +26,7 @@ from kronbit.distributed.sharding import Placement, local_gradients, placement_o
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from kronbit.blocks.gradients import Present
+    from kronbit.blocks.gradients import StepGradients
 
 
 def cost(blocking: Blocking) -> int:
@@ -81,7 +81,7 @@ class Owners:
         """Whether its state is here."""
         return self._owners.get(p, self.rank) == self.rank
 
-    def anyone(self, flag: bool) -> bool:
+    def any_rank(self, flag: bool) -> bool:
         """Whether it is so on any rank. Waits for the others."""
         found = torch.tensor([int(flag)], device=self._device)
         dist.all_reduce(found, dist.ReduceOp.MAX, group=self.group)
@@ -100,7 +100,7 @@ class Owners:
         return box[0]
 
     @contextmanager
-    def whole(self, present: Present, careful: bool) -> Iterator[Present]:
+    def whole(self, present: StepGradients, careful: bool) -> Iterator[StepGradients]:
         """Show whole gradients where they are owned, and nothing of those that others own.
 
         Afterwards, what stands there is in the gradients, wherever their parts are.
@@ -167,7 +167,7 @@ class Owners:
             yield
         except Exception as error:
             failure = error
-        failed = self.anyone(failure is not None)
+        failed = self.any_rank(failure is not None)
         if failure is not None:
             raise failure
         if failed:
@@ -176,7 +176,7 @@ class Owners:
                 "may differ now: load the last checkpoint"
             )
 
-    def _compare(self, present: Present) -> None:
+    def _compare(self, present: StepGradients) -> None:
         """Make sure that all ranks have gradients of the same parameters."""
         named = repr([(self._owners.get(p), tuple(p.shape)) for p in present.params])
         mine = torch.tensor([digest(named.encode())], device=self._device)

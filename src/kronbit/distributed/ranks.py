@@ -29,7 +29,7 @@ from kronbit.messages import parameter_name
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from kronbit.blocks.gradients import Present
+    from kronbit.blocks.gradients import StepGradients
 
 
 class Ranks:
@@ -65,24 +65,17 @@ class Ranks:
         copies = self.exchange.rank if isinstance(self.exchange, Replicas) else 0
         return copies == 0 and (self.owners is None or self.owners.rank == 0)
 
-    def whole(self, present: Present, entries: Mapping[Tensor, Any]) -> AbstractContextManager[Any]:
+    def whole(
+        self, present: StepGradients, is_due: Callable[[], bool]
+    ) -> AbstractContextManager[Any]:
         """Gradients as they are preconditioned here; see ``Owners.whole``.
 
         Args:
             present: The step's gradients.
-            entries: The state of parameters before it, with the number of their steps.
+            is_due: Returns True if an update or a refresh falls on this step.
         """
         if self.owners is not None:
-            # By identity: to hash options takes long.
-            steps = {
-                (id(config), entries[p].get("step", 0) if p in entries else 0): config
-                for p, config in zip(present.params, present.configs, strict=True)
-            }
-            due = any(
-                config.updates_at(step + 1) or config.refreshes_at(step + 1)
-                for (_, step), config in steps.items()
-            )
-            return self.owners.whole(present, careful=due)
+            return self.owners.whole(present, careful=is_due())
         if self.localises:
             grads = local_gradients(present)
             present = present._replace(grads=grads, dtypes=plain_dtypes(grads))
@@ -123,10 +116,10 @@ class Ranks:
                 "kronbit.consolidate_state_dict(optimizer), and one of them save what it returns"
             )
 
-    def anyone(self, flag: bool) -> bool:
+    def any_rank(self, flag: bool) -> bool:
         """Whether it is so on any rank that this one must not leave waiting."""
         if self.owners is not None:
-            return self.owners.anyone(flag)
+            return self.owners.any_rank(flag)
         if self.localises and self._group is not None:
             found = torch.tensor([int(flag)], device=self._device)
             dist.all_reduce(found, dist.ReduceOp.MAX, group=self._group)

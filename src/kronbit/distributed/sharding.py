@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
 
-    from kronbit.blocks.gradients import Present
+    from kronbit.blocks.gradients import StepGradients
 
 
 def is_distributed(p: Tensor) -> TypeGuard[DTensor]:
@@ -112,7 +112,7 @@ def local(tensor: Tensor) -> Tensor:
     return tensor._local_tensor if is_distributed(tensor) else tensor
 
 
-def local_gradients(present: Present) -> list[Tensor]:
+def local_gradients(present: StepGradients) -> list[Tensor]:
     """What is here of a step's gradients. Those that lie otherwise than parameters are moved."""
     for i, (p, grad) in enumerate(zip(present.params, present.grads, strict=True)):
         if is_distributed(p) and is_distributed(grad) and grad.placements != p.placements:

@@ -9,20 +9,6 @@ import torch
 _REMEMBERED = 128
 
 
-def refuse_capture() -> None:
-    """Raise if the user captures a CUDA graph.
-
-    Raises:
-        RuntimeError: If so.
-    """
-    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(
-            "step() cannot be part of a CUDA graph: at every step, the host decides which blocks "
-            "are updated. Capture forward and backward alone; the step has graphs of its own "
-            "(cuda_graph=True)"
-        )
-
-
 class Replay:
     """Work that is recorded when it comes back, and replayed from then on.
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from triton.runtime import JITFunction, driver
 
-from kronbit.interruptions import ended_by
+from kronbit.interruptions import run_then
 from kronbit.kernels.loading import load
 
 _THREADS = 16
@@ -89,7 +89,7 @@ def compile_together(work: Callable[[], object]) -> None:
         _here.waiting = waiting
         work()
 
-    ended_by(launch_again, collect)
+    run_then(collect, launch_again)
     with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1)) as threads:
         for done in [threads.submit(_compile, *call) for call in waiting.values()]:
             done.result()

@@ -13,11 +13,11 @@ from kronbit.distributed.ranks import Ranks
 from kronbit.factors import Factors
 from kronbit.kernels.guard import why_not
 from kronbit.step.nonfinite import NonfiniteGuard
-from kronbit.step.plan import Plan
+from kronbit.step.state_plan import StatePlan
 
 
 def diagnostics(
-    plan: Plan | None,
+    plan: StatePlan | None,
     guards: Mapping[torch.device, NonfiniteGuard],
     ranks: Ranks | None,
     missed: Mapping[str, int],
@@ -44,7 +44,7 @@ def diagnostics(
     }
 
 
-def fallback_counts(plan: Plan | None) -> dict[str, int]:
+def fallback_counts(plan: StatePlan | None) -> dict[str, int]:
     """How often something was refused or repaired, over all groups. Waits for the device."""
     counts = dict.fromkeys((*Factors.COUNTERS, "ungrafted"), 0)
     for preconditioner in plan.preconditioners.values() if plan else ():
@@ -56,7 +56,7 @@ def fallback_counts(plan: Plan | None) -> dict[str, int]:
 
 
 def acceleration_figures(
-    plan: Plan | None, guards: Mapping[torch.device, NonfiniteGuard]
+    plan: StatePlan | None, guards: Mapping[torch.device, NonfiniteGuard]
 ) -> dict[str, Any]:
     """What runs by kernels and graphs, and why not; how many parameters take products how."""
     preconditioners = plan.preconditioners if plan else {}
@@ -78,7 +78,7 @@ def _counts(group: Group) -> dict[str, int]:
     return {name: sum(int(side.counters[name]) for side in sides) for name in Factors.COUNTERS}
 
 
-def group_figures(plan: Plan | None) -> list[dict[str, Any]]:
+def group_figures(plan: StatePlan | None) -> list[dict[str, Any]]:
     """Figures of every group of blocks. Waits for the device."""
     figures = []
     for device, preconditioner in plan.preconditioners.items() if plan else ():

@@ -16,6 +16,7 @@ from kronbit.config import Config
 from kronbit.distributed.sharding import local
 from kronbit.messages import parameter_name
 from kronbit.reporting.memory import state_bytes
+from kronbit.step.schedule import first_preconditioned_step
 
 if TYPE_CHECKING:
     pass
@@ -66,7 +67,7 @@ def summary(
         total, preconditioned = total + size, preconditioned + math.prod(way.matrices)
         if config.offload_statistics and p.device.type != "cpu":
             offloaded += held["statistics"]
-        steps.add(own.first_preconditioned_step())
+        steps.add(first_preconditioned_step(own))
         orders += [order for grid in way.grids for order in grid.shape]
         rows.append(
             (

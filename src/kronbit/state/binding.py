@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from kronbit.factors import Layout, Leaves
-from kronbit.step.plan import Plan
-from kronbit.step.step import Snapshot
+from kronbit.step.state_plan import StatePlan
+from kronbit.step.step_plan import Snapshot
 
 # Names that are not blocks in the state of a parameter.
 OWN_KEYS = ("step", "base", "product_bits")
@@ -79,8 +79,8 @@ class Binding:
     """Keeps the state's tensors and the plan's stacks one.
 
     State leaves are views into the stacks. Others may replace or remove them (offloading, device
-    moves, a reset): ``intact`` notices, by identity. There are thousands of tensors inside of
-    blocks: these are looked at before a step writes to them, else after it.
+    moves, a reset), which is noticed by identity. There are thousands of tensors inside of blocks:
+    these are compared before a step writes to them, else after it.
     """
 
     def __init__(self) -> None:
@@ -93,28 +93,22 @@ class Binding:
         # Live views of the dicts below the blocks, and the values that they shall show.
         self._dicts: list[ValuesView[Any]] = []
         self._values: list[Any] = []
-        self._replaced = False
 
-    def intact(self, state: Mapping[Tensor, Any], same_entries: bool) -> bool:
-        """Whether every block is still the one that was put there, and its tensors were lately.
+    def holds_entries(self, state: Mapping[Tensor, Any]) -> bool:
+        """True if every parameter still has the entry that its blocks were put into."""
+        return state is self._state and all(state.get(p) is entry for p, entry in self._entries)
 
-        Args:
-            state: The optimizer's state.
-            same_entries: It is known to have the entries that it had when this was last true.
-        """
-        return (
-            not self._replaced
-            and state is self._state
-            and (same_entries or all(state.get(p) is entry for p, entry in self._entries))
-            and all(map(is_, map(dict.get, self._owners, self._keys), self._views))
+    def holds_blocks(self) -> bool:
+        """True if every block in these entries is the one that was put there."""
+        return self._state is not None and all(
+            map(is_, map(dict.get, self._owners, self._keys), self._views)
         )
 
-    def look_closer(self) -> bool:
-        """Whether the tensors inside of all blocks are those that were put there."""
-        self._replaced = not all(map(is_, chain.from_iterable(self._dicts), self._values))
-        return not self._replaced
+    def holds_tensors(self) -> bool:
+        """True if the tensors inside of all blocks are those that were put there."""
+        return all(map(is_, chain.from_iterable(self._dicts), self._values))
 
-    def bind(self, plan: Plan, state: MutableMapping[Tensor, dict[str, Any]]) -> set[Tensor]:
+    def bind(self, plan: StatePlan, state: MutableMapping[Tensor, dict[str, Any]]) -> set[Tensor]:
         """Put the plan's views into the state; values that the state already holds are kept.
 
         Returns:
@@ -149,7 +143,7 @@ class Binding:
             self._dicts += [views.values(), *(leaves.values() for leaves in views.values())]
         self._dicts.append(_END.values())
         self._values = [value for own in self._dicts for value in own]
-        self._state, self._replaced = state, False
+        self._state = state
         unknown = {block.p for block, values in zip(blocks, held, strict=True) if values}
         unknown = {p for p in unknown if "product_bits" not in state[p]}
         for p, place in plan.places.items():
@@ -184,9 +178,8 @@ class BaseLink:
 
     def __init__(self) -> None:
         self._linked: dict[Tensor, Any] = {}
-        # What was found settled: our entries, the dicts shown there, F's state, and dicts that
-        # are not one, but empty.
-        self._entries: Sequence[dict[str, Any]] | None = None
+        # Our entries, the dicts shown there, F's state, and dicts that are two, but empty.
+        self._remembered: Sequence[dict[str, Any]] | None = None
         self._shown: list[Any] = []
         self._base_state = Snapshot({})
         self._empty: list[Mapping[str, Any]] = []
@@ -209,34 +202,31 @@ class BaseLink:
             _keep_on_host(self._linked[p], held, p.device)
             base_state[p] = held
 
-    def settled(
+    def holds(self, entries: Sequence[dict[str, Any]], base_state: Mapping[Tensor, Any]) -> bool:
+        """True if F's dicts are those in our entries, or both are empty, as last remembered."""
+        return (
+            entries is self._remembered
+            and all(map(is_, map(dict.get, entries, repeat("base")), self._shown))
+            and self._base_state.holds(base_state)
+            and not any(self._empty)
+        )
+
+    def remember(
         self,
         params: Sequence[Tensor],
         entries: Sequence[dict[str, Any]],
         base_state: Mapping[Tensor, Any],
-    ) -> bool:
-        """Whether F's dicts are those in our entries, or both are empty: nothing to do."""
-        shown = list(map(dict.get, entries, repeat("base")))
-        if self.unchanged(entries, base_state) and all(map(is_, shown, self._shown)):
-            return True
-        apart = []
-        for p, own_shown in zip(params, shown, strict=True):
-            own = base_state.get(p)
-            if own is not own_shown:
-                if own or own_shown or own_shown is None:
-                    return False
-                apart += [own_shown] if own is None else [own_shown, own]
-        self._entries, self._shown, self._empty = entries, shown, apart
-        self._base_state = Snapshot(base_state)
-        return True
-
-    def unchanged(
-        self, entries: Sequence[dict[str, Any]], base_state: Mapping[Tensor, Any]
-    ) -> bool:
-        """Whether F's state has the dicts that were found settled with these entries."""
-        return (
-            entries is self._entries and self._base_state.holds(base_state) and not any(self._empty)
-        )
+    ) -> None:
+        """Remember F's dicts and those in our entries, for ``holds``, if they are the same ones."""
+        self._remembered, self._empty = None, []
+        self._shown = list(map(dict.get, entries, repeat("base")))
+        for p, shown in zip(params, self._shown, strict=True):
+            held = base_state.get(p)
+            if held is not shown:
+                if held or shown or shown is None:
+                    return
+                self._empty += [shown] if held is None else [shown, held]
+        self._remembered, self._base_state = entries, Snapshot(base_state)
 
     def join(
         self,

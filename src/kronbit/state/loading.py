@@ -27,7 +27,8 @@ from kronbit.linalg.precision import full_precision
 from kronbit.state.binding import blocks_of, checked_leaves
 from kronbit.state.migration import up_to_date
 from kronbit.state.outline import check, plain
-from kronbit.step.plan import Plan
+from kronbit.step.schedule import first_preconditioned_step
+from kronbit.step.state_plan import StatePlan
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ class Entry:
 
     def lacks_roots(self) -> bool:
         """Whether it should be preconditioned by now, but is not."""
-        due = self.step >= self.config.first_preconditioned_step()
+        due = self.step >= first_preconditioned_step(self.config)
         return bool(self.blocks) and self.product_bits == 0 and due
 
 
@@ -160,7 +161,7 @@ _CUT = (
 
 
 @full_precision()
-def fill(plan: Plan, entries: Mapping[Tensor, Entry]) -> None:
+def fill(plan: StatePlan, entries: Mapping[Tensor, Entry]) -> None:
     """Copy checkpointed blocks into a new plan.
 
     Args:

@@ -1,18 +1,17 @@
-"""A step that ends by an error, or by Ctrl-C, before it is through."""
+"""A step that ends by an error or by Ctrl-C: the note for the user, and what not to do again."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+
+import torch
 
 from kronbit.blocks.batches import Part, Portion, rows_of
-from kronbit.factors.stack import Factors
+from kronbit.blocks.gradients import StepGradients
+from kronbit.config import Config
+from kronbit.factors import Factors
 from kronbit.interruptions import ending
-
-if TYPE_CHECKING:
-    from kronbit.blocks.gradients import Present
-    from kronbit.config import Config
 
 _AGAIN = (
     "Once its cause is gone, step() can be called again (several ranks: load the last checkpoint "
@@ -20,15 +19,29 @@ _AGAIN = (
 )
 
 
+def refuse_capture() -> None:
+    """Raise an error if the user captures a CUDA graph.
+
+    Raises:
+        RuntimeError: If the current stream is being captured.
+    """
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "step() cannot be part of a CUDA graph: at every step, the host decides which blocks "
+            "are updated. Capture forward and backward alone; the step has graphs of its own "
+            "(cuda_graph=True)"
+        )
+
+
 class Stage:
     """How far a step has come.
 
     Args:
-        keep_gradients: Whether F is given copies.
-        zeroes: Whether gradients that are not finite become zero where they are measured.
+        keep_gradients: True if F is given copies of the gradients.
+        zeroes: True if non-finite gradients become zero where they are measured.
 
     Attributes:
-        through: Whether it counts: weights, F's state and ours are new.
+        through: True if the step counts: weights, F's state and ours are new.
     """
 
     def __init__(self, keep_gradients: bool, zeroes: bool) -> None:
@@ -36,19 +49,19 @@ class Stage:
         self._rewriting = self._in_base = self.through = False
 
     def rewrites_gradients(self) -> None:
-        """From now on gradients may be G̃."""
+        """From now on, gradients may be G̃."""
         self._rewriting = True
 
     def steps_base(self) -> None:
-        """From now on weights and F's state may be new."""
+        """From now on, weights and F's state may be new."""
         self._in_base = True
 
     def counts(self) -> None:
-        """From now on the step counts."""
+        """From now on, the step counts."""
         self.through = True
 
     def __str__(self) -> str:
-        """What the user has to know, and to do."""
+        """The note that is added to an error: what has changed, and what to do."""
         if self.through:
             return "The step is through, and counts: do not take it again."
         weights, again = "no weight has changed", _AGAIN
@@ -67,8 +80,8 @@ class Stage:
 
 
 @contextmanager
-def explained(config: Config) -> Iterator[Stage]:
-    """Add to an error how far the step has come.
+def report_failure(config: Config) -> Iterator[Stage]:
+    """Add a note to an error that says how far the step has come.
 
     Args:
         config: The optimizer's options.
@@ -85,26 +98,26 @@ def explained(config: Config) -> Iterator[Stage]:
 
 
 @contextmanager
-def handed_over(present: Present, config: Config) -> Iterator[Present]:
-    """Show gradients that may be written to.
+def writable(gradients: StepGradients, config: Config) -> Iterator[StepGradients]:
+    """Provide gradients that may be written to.
 
     Args:
-        present: The parameters, with their gradients.
-        config: With ``keep_gradients``, copies are put in the gradients' place, until the end.
+        gradients: The parameters of the step, with their gradients.
+        config: With ``keep_gradients``, copies take the gradients' place until the end.
     """
     if not config.keep_gradients:
-        yield present
+        yield gradients
         return
 
     def put_back() -> None:
-        for p, grad in zip(present.params, present.grads, strict=True):
+        for p, grad in zip(gradients.params, gradients.grads, strict=True):
             p.grad = grad
 
     with ending(put_back):
-        copies = [grad.clone() for grad in present.grads]
-        for p, copy in zip(present.params, copies, strict=True):
+        copies = [grad.clone() for grad in gradients.grads]
+        for p, copy in zip(gradients.params, copies, strict=True):
             p.grad = copy
-        yield present._replace(grads=copies)
+        yield gradients._replace(grads=copies)
 
 
 class Progress:
@@ -114,7 +127,7 @@ class Progress:
     find what they found the first time.
 
     Attributes:
-        new: Members whose first roots the step has found.
+        new: Members whose first roots this step has computed.
     """
 
     def __init__(self) -> None:
@@ -123,12 +136,12 @@ class Progress:
         self._updated: set[tuple[Factors, int]] = set()
 
     def begin(self, portion: Portion) -> None:
-        """Note what is about to be updated; its batch will tell whether it was."""
+        """Note that a batch is about to be updated; the batch will tell whether it was."""
         portion.batch.replaced = None
         self._begun.append(portion)
 
     def failed(self) -> bool:
-        """Whether, when a step begins, the one before it is not through."""
+        """True if, when a step begins, the one before it is not through."""
         return bool(self._begun or self._updated)
 
     def left(self, parts: Iterable[Part]) -> Iterator[Part]:
@@ -143,7 +156,7 @@ class Progress:
                 yield part.row(row)
 
     def settle(self) -> None:
-        """The step is through: what it has done counts, and the next one does its own."""
+        """Forget the step, which is through: the next one does its own updates."""
         self.new.clear()
         self._begun.clear()
         self._updated.clear()

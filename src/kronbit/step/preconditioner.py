@@ -29,8 +29,7 @@ from kronbit.blocks.batches import (
     rows_of,
 )
 from kronbit.blocks.gradients import GradientBlocks
-from kronbit.blocks.groups import Due, Group, Member, chunks, make_stacks
-from kronbit.config import Turn
+from kronbit.blocks.groups import Due, Group, Member, Turn, chunks, make_stacks
 from kronbit.distributed.exchange import Alone, Exchange
 from kronbit.factors import is_root, is_statistic
 from kronbit.gpu.norms import Measured

@@ -28,6 +28,7 @@ from kronbit.linalg.precision import full_precision
 from kronbit.messages import parameter_name
 from kronbit.state import loading
 from kronbit.state.binding import checked_leaves
+from kronbit.step.schedule import refreshes_at, updates_at
 
 # One of them is in the state of every method, and its last axis is as long as the order.
 _AS_LONG_AS_ORDER = ("eigenvalues", "diagonal", "matrix", "factor")
@@ -315,9 +316,9 @@ def _updates_since_refresh(config: Config, step: int) -> int | None:
     """Updates after the last refresh, at which the statistic is updated first."""
     count = 0
     for t in range(step, 0, -1):
-        if config.stagger or config.refreshes_at(t):
+        if config.stagger or refreshes_at(config, t):
             break
-        count += config.updates_at(t)
+        count += updates_at(config, t)
     return None if config.stagger else count
 
 

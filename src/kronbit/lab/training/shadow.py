@@ -18,6 +18,7 @@ from kronbit.factors.layout import decay_weights
 from kronbit.lab.errors import LabError
 from kronbit.lab.quantisation.errors import Deviation, Statistic, deviations
 from kronbit.optimizer import SecondOrder
+from kronbit.step.schedule import refreshes_at, updates_at
 
 _SIDES = ("left", "right")
 
@@ -105,7 +106,7 @@ class Shadow:
         due = []
         for watch in self._watches:
             watch.seen, watch.G = self._steps(watch), None
-            if watch.p.grad is not None and self._config(watch).updates_at(watch.seen + 1):
+            if watch.p.grad is not None and updates_at(self._config(watch), watch.seen + 1):
                 due.append(watch)
         if due:
             with self._aside():
@@ -124,7 +125,7 @@ class Shadow:
         # A step may have been skipped, by a gradient scaler, say.
         taken = [watch for watch in self._watches if self._steps(watch) == watch.seen + 1]
         updated = [(watch, watch.G) for watch in taken if watch.G is not None]
-        refreshed = [w for w in taken if self._config(w).refreshes_at(w.seen + 1)]
+        refreshed = [w for w in taken if refreshes_at(self._config(w), w.seen + 1)]
         if not updated and not refreshed:
             return None
         with self._aside():

@@ -44,7 +44,7 @@ class PlannedBlock:
     sides: dict[str, Factors]
 
 
-class Plan:
+class StatePlan:
     """The preconditioners, one per device, and each parameter's place in them.
 
     Args:

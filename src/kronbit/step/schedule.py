@@ -1,0 +1,95 @@
+"""When statistics are updated and roots are refreshed: T1, T2, early refreshes, staggering.
+
+Steps t count from 1. Unless ``stagger`` is set, all blocks of a parameter share one turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+from typing import TypeAlias
+
+from kronbit.blocks.groups import Due, Turn
+from kronbit.config import Config
+
+FIRST_TURN, LAST_TURN = Turn(0.0, right=False), Turn(0.0, right=True)
+_SHARED_TURN = (FIRST_TURN,)
+
+# Either ``updates_at`` or ``refreshes_at``.
+Event: TypeAlias = Callable[[Config, int, Turn], bool]
+
+
+def updates_at(config: Config, t: int, turn: Turn = FIRST_TURN) -> bool:
+    """True if a statistic with this turn is updated at step t."""
+    if _is_early(config, t):
+        return _doubles_at(config, t)
+    t -= delay(config, turn)
+    return t > 0 and t % config.update_every == 0
+
+
+def refreshes_at(config: Config, t: int, turn: Turn = FIRST_TURN) -> bool:
+    """True if an inverse root with this turn is refreshed at step t.
+
+    A staggered refresh comes one step after the update, so that no step does both (except for
+    early refreshes).
+    """
+    if _is_early(config, t):
+        return _doubles_at(config, t)
+    t -= delay(config, turn) + config.stagger
+    return t > 0 and t % config.refresh_every == 0
+
+
+EVENTS: tuple[Event, Event] = (updates_at, refreshes_at)
+
+
+def delay(config: Config, turn: Turn) -> int:
+    """Steps by which a turn lags behind the paper's schedule.
+
+    R comes two steps after L: after the update and the refresh of L.
+    """
+    if not config.stagger:
+        return 0
+    return int(turn.phase * max(config.update_every, config.refresh_every)) + 2 * turn.right
+
+
+def first_preconditioned_step(config: Config, last: Turn = LAST_TURN) -> int:
+    """The first step whose gradient is preconditioned: a refresh at or after an update.
+
+    Args:
+        config: The options.
+        last: The last turn of a parameter, which waits until all its blocks have been refreshed.
+    """
+    if config.first_refresh is not None:
+        return config.first_refresh
+    first = -(-config.update_every // config.refresh_every) * config.refresh_every
+    return first + delay(config, last) + config.stagger
+
+
+def turns_at(event: Event, config: Config, t: int, turns: Iterable[Turn]) -> frozenset[Turn]:
+    """Those of the given turns that come at step t."""
+    candidates = turns if config.stagger else _SHARED_TURN
+    return frozenset(turn for turn in candidates if event(config, t, turn))
+
+
+def due_blocks(config: Config, come: Collection[Turn], turns: tuple[Turn, ...]) -> Due | None:
+    """The blocks of a parameter that are due, or None.
+
+    Args:
+        config: The parameter's options.
+        come: The turns that have come, from ``turns_at``.
+        turns: The parameter's turns.
+    """
+    of_parameter = turns if config.stagger else _SHARED_TURN
+    due = frozenset(come).intersection(of_parameter)
+    if not due:
+        return None
+    return Due(config, None if len(due) == len(of_parameter) else due)
+
+
+def _is_early(config: Config, t: int) -> bool:
+    return config.first_refresh is not None and t < config.refresh_every
+
+
+def _doubles_at(config: Config, t: int) -> bool:
+    """True if t is k, 2k, 4k, ... for k = first_refresh."""
+    times, rest = divmod(t, config.first_refresh or 1)
+    return rest == 0 and times > 0 and times & (times - 1) == 0

@@ -1,0 +1,299 @@
+"""What a step does: its parameters sorted by device once, scheduled and measured at every step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from operator import attrgetter, is_, itemgetter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kronbit.blocks.gradients import StepGradients
+from kronbit.blocks.groups import DeviceStacks, Due, Turn
+from kronbit.config import Config
+from kronbit.gpu.norms import Measured
+from kronbit.statistics import Statistics
+from kronbit.step.preconditioner import Preconditioner
+from kronbit.step.schedule import EVENTS, Event, due_blocks, refreshes_at, turns_at, updates_at
+from kronbit.step.state_plan import StatePlan
+
+_STEP = itemgetter("step")
+
+
+class Snapshot:
+    """The keys and values of a dict as they are now.
+
+    Compared by identity and in order: to look up a tensor takes its hash, which torch computes in
+    Python, and that is too slow to be done at every step for every parameter.
+    """
+
+    def __init__(self, mapping: Mapping[Any, Any]) -> None:
+        self._keys, self._values = list(mapping), list(mapping.values())
+
+    def holds(self, mapping: Mapping[Any, Any]) -> bool:
+        """True if no entry has come, gone or been replaced."""
+        return (
+            len(mapping) == len(self._keys)
+            and all(map(is_, mapping, self._keys))
+            and all(map(is_, mapping.values(), self._values))
+        )
+
+
+def _picker(numbers: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
+    """Return a function that takes these elements out of a sequence, without a loop in Python."""
+    if len(numbers) < 2:  # itemgetter would return the element itself
+        return lambda items: tuple(items[number] for number in numbers)
+    return itemgetter(*numbers)
+
+
+class DevicePlan:
+    """The part of a step that one device does.
+
+    Everything that every step needs is looked up once. Parameters are known by their number in the
+    step plan.
+
+    Args:
+        preconditioner: The state of the device's matrices, its members.
+        numbers: The number of each member; None if it has no gradient.
+        rest: The numbers of the device's parameters that are left to F.
+        gradients: All parameters of the step.
+        entries: The state of each.
+
+    Attributes:
+        sizes: Numbers of elements of the gradients that ``pick`` returns.
+        taps: Taps of convolutions among them, 0 for parameters that are left to F. Empty if no
+            member has four axes or more, so that none can be in channels-last order.
+        updates: Members whose statistics are updated at this step, with their blocks.
+        refreshes: Members whose roots are refreshed at this step, with their blocks.
+        measured: The gradients of this step: the members', then the rest.
+    """
+
+    measured: Measured
+
+    def __init__(
+        self,
+        preconditioner: Preconditioner,
+        numbers: list[int | None],
+        rest: list[int],
+        gradients: StepGradients,
+        entries: Sequence[dict[str, Any]],
+    ) -> None:
+        self.preconditioner, self._numbers, self._rest = preconditioner, numbers, rest
+        self._params, self._configs, self._entries = gradients.params, gradients.configs, entries
+        self._pick = _picker([-1 if number is None else number for number in (*numbers, *rest)])
+        present = [number for number in numbers if number is not None]
+        self._pick_members, self._pick_rest = _picker(present), _picker(rest)
+        self._shapes = [gradients.grads[number].shape for number in present]
+        self._rest_sizes = [gradients.grads[number].numel() for number in rest]
+        members = preconditioner.stacks.members
+        self.sizes = [*(math.prod(m.blocking.matrices) for m in members), *self._rest_sizes]
+        taps = [member.blocking.taps for member in members] + [0] * len(rest)
+        self.taps = taps if any(len(shape) > 3 for shape in self._shapes) else []
+        self._member_configs = list({gradients.configs[number] for number in present})
+        self._member_entries = [entries[number] for number in present]
+        self.updates: dict[int, Due] = {}
+        self.refreshes: dict[int, Due] = {}
+
+    @property
+    def stacks(self) -> DeviceStacks:
+        """The members, their blocks and their state."""
+        return self.preconditioner.stacks
+
+    def holds(self, grads: Sequence[Tensor]) -> bool:
+        """True if gradients have the shapes that the state was made for, and the same sizes."""
+        shapes = list(map(attrgetter("shape"), self._pick_members(grads)))
+        return (
+            shapes == self._shapes
+            and list(map(Tensor.numel, self._pick_rest(grads))) == self._rest_sizes
+        )
+
+    def schedule(self) -> None:
+        """Look up which members are due at this step."""
+        self.updates, self.refreshes = map(self._due, EVENTS)
+
+    def _due(self, event: Event) -> dict[int, Due]:
+        """The members that an event falls on, with their options and blocks.
+
+        Nearly always all members have seen the same number of steps, and none is due.
+        """
+        all_turns = self.preconditioner.all_turns
+        come = {
+            (config, step): turns_at(event, config, step + 1, all_turns)
+            for step in set(map(_STEP, self._member_entries))
+            for config in self._member_configs
+        }
+        if not any(come.values()):
+            return {}
+        due = {}
+        for i, number in enumerate(self._numbers):
+            if number is not None:
+                config = self._configs[number]
+                turns = come[config, self._entries[number]["step"]]
+                blocks = due_blocks(config, turns, self.preconditioner.turns[i])
+                if blocks is not None:
+                    due[i] = blocks
+        return due
+
+    def pick(self, grads: list[Tensor]) -> tuple[Tensor | None, ...]:
+        """The gradient of every member, None where there is none, and those left to F."""
+        return self._pick([*grads, None])
+
+    def param(self, member: int) -> Tensor:
+        """The parameter of a member that has a gradient."""
+        number = self._numbers[member]
+        assert number is not None
+        return self._params[number]
+
+    def nonfinite(self) -> list[tuple[Tensor, int]]:
+        """Parameters with a non-finite gradient, and their steps. Waits for the device."""
+        numbers = [*self._numbers, *self._rest]
+        return [
+            (self._params[number], self._entries[number]["step"] + 1)
+            for number, finite in zip(numbers, self.measured.finite.tolist(), strict=True)
+            if number is not None and not finite
+        ]
+
+    def update(self, statistics: Statistics) -> None:
+        """L ← PU(L, G Gᵀ), R ← PU(R, Gᵀ G), or with another M, for the members that are due."""
+        self.preconditioner.update(self.measured, statistics.source(self, self.updates))
+
+    def refresh(self) -> None:
+        """L̂ ← PIRU(L), R̂ ← PIRU(R) for the members that are due.
+
+        The state notes how products are taken from now on; 0: not yet.
+        """
+        self.preconditioner.refresh(self.measured, self.refreshes)
+        refreshed, ways = self.stacks.refreshed, self.preconditioner.products.ways
+        for i in self.refreshes:
+            number = self._numbers[i]
+            if number is not None:
+                self._entries[number]["product_bits"] = ways[i] if i in refreshed else 0
+
+    def precondition(self) -> None:
+        """Ĝ = L̂ G R̂, and G̃ = Ĝ ‖G‖ / ‖Ĝ‖ over G. While L̂ = R̂ = I, G̃ is G."""
+        self.preconditioner.precondition(self.measured)
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """The parameters of a step; it holds for later steps as long as nothing changes.
+
+    Attributes:
+        params: Parameters that have a gradient.
+        configs: The options of each.
+        device_numbers: The number of each gradient's device; -1 is the CPU.
+        entries: The state of each.
+        state_plan: Where the preconditioned ones have their state.
+        devices: The part of each device.
+        states: All that was in the state.
+    """
+
+    params: list[Tensor]
+    configs: list[Config]
+    device_numbers: list[int]
+    entries: list[dict[str, Any]]
+    state_plan: StatePlan
+    devices: tuple[DevicePlan, ...]
+    states: Snapshot
+
+    @classmethod
+    def make(
+        cls, gradients: StepGradients, state_plan: StatePlan, state: Mapping[Tensor, dict[str, Any]]
+    ) -> StepPlan:
+        """Sort parameters by device and by whether they are preconditioned."""
+        numbers: dict[torch.device, list[int | None]] = {}
+        rest: dict[torch.device, list[int]] = {}
+        for number, p in enumerate(gradients.params):
+            if p.device not in numbers:
+                members = state_plan.preconditioners[p.device].stacks.members
+                numbers[p.device], rest[p.device] = [None] * len(members), []
+            place = state_plan.places.get(p)
+            if place is None:
+                rest[p.device].append(number)
+            else:
+                numbers[p.device][place.index] = number
+        entries = [state[p] for p in gradients.params]
+        preconditioners = state_plan.preconditioners
+        return cls(
+            gradients.params,
+            gradients.configs,
+            device_numbers=[grad.get_device() for grad in gradients.grads],
+            entries=entries,
+            state_plan=state_plan,
+            devices=tuple(
+                DevicePlan(preconditioners[device], members, rest[device], gradients, entries)
+                for device, members in numbers.items()
+            ),
+            states=Snapshot(state),
+        )
+
+    def holds(self, gradients: StepGradients) -> bool:
+        """True if parameters, their options and all that matters of their gradients are equal."""
+        return (
+            len(gradients.params) == len(self.params)
+            and all(map(is_, gradients.params, self.params))
+            and gradients.configs == self.configs
+            # By number: torch makes a new object of every device that it is asked for.
+            and list(map(Tensor.get_device, gradients.grads)) == self.device_numbers
+            and all(device.holds(gradients.grads) for device in self.devices)
+        )
+
+    def schedule(self) -> bool:
+        """Look up what is due at this step; returns True if state will be written."""
+        for device in self.devices:
+            device.schedule()
+        return any(device.updates or device.refreshes for device in self.devices)
+
+    def settle(self) -> None:
+        """Forget how far the step has come: it counts."""
+        for device in self.devices:
+            device.preconditioner.progress.settle()
+
+
+def is_due(gradients: StepGradients, state: Mapping[Tensor, Any]) -> bool:
+    """True if an update or a refresh of unstaggered parameters falls on this step."""
+    # By identity: to hash options takes long.
+    steps = {
+        (id(config), state[p].get("step", 0) if p in state else 0): config
+        for p, config in zip(gradients.params, gradients.configs, strict=True)
+    }
+    return any(
+        updates_at(config, step + 1) or refreshes_at(config, step + 1)
+        for (_, step), config in steps.items()
+    )
+
+
+def expected_updates(
+    groups: Iterable[Mapping[str, Any]],
+    config_of: Callable[[Mapping[str, Any]], Config],
+    state: Mapping[Tensor, Mapping[str, Any]],
+    plan: StatePlan | None,
+) -> Iterator[tuple[Tensor, Config]]:
+    """The parameters whose statistics the next step updates, if they have any, and their options.
+
+    Args:
+        groups: Param groups.
+        config_of: Returns the options of a group.
+        state: The optimizer's state before that step.
+        plan: Knows the turns of staggered parameters; one that it does not know may have any turn.
+    """
+    for group in groups:
+        config = config_of(group)
+        known: dict[tuple[int, int], bool] = {}  # nearly always a single step, and nothing is due
+        for p in group["params"]:
+            turns: tuple[Turn, ...] = ()
+            if config.stagger:
+                place = None if plan is None else plan.places.get(p)
+                if plan is None or place is None:
+                    yield p, config
+                    continue
+                turns = plan.preconditioners[place.device].turns[place.index]
+            step = state[p].get("step", 0) if p in state else 0
+            key = step, id(turns)
+            if key not in known:
+                known[key] = bool(turns_at(updates_at, config, step + 1, turns))
+            if known[key]:
+                yield p, config

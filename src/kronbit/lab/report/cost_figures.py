@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from kronbit.lab.report.drawing import Drawing, Line, in_words, is_dark, row_figure, to_png
+from kronbit.lab.report.drawing import (
+    GREY,
+    INK,
+    ORANGE,
+    Drawing,
+    Line,
+    in_words,
+    is_dark,
+    log_scale,
+    row_figure,
+    to_png,
+)
 from kronbit.lab.report.numbers import bytes_text, share_text, time_text
 from kronbit.lab.report.outcomes import Outcome
 
@@ -14,14 +26,13 @@ if TYPE_CHECKING:
 
 # Beside the boxes: where each number ends, in points from the axes.
 _TIME_COLUMNS = ((36, "median"), (68, "mean"))
-_ELSE, _SECOND_ORDER = "#8a8f98", "#e08a3c"
 # Memory that one optimizer takes: its key in the summary, its name, its colour.
 _PARTS = (
-    ("parameters", "parameters", _ELSE),
-    ("gradients", "gradients", _ELSE),
-    ("base", "base's state", _ELSE),
-    ("statistics", "statistics", _SECOND_ORDER),
-    ("roots", "inverse roots", _SECOND_ORDER),
+    ("parameters", "parameters", GREY),
+    ("gradients", "gradients", GREY),
+    ("base", "base's state", GREY),
+    ("statistics", "statistics", ORANGE),
+    ("roots", "inverse roots", ORANGE),
 )
 
 # A row of bars: its name, its colour, its length in bytes, and what is written beside it.
@@ -34,33 +45,23 @@ def memory_figures(lines: Sequence[Line]) -> list[Drawing]:
     Args:
         lines: The optimizers.
     """
-    drawn = [_parts(lines[0].outcome)] if len(lines) == 1 else [_state(lines), _peak(lines)]
+    what = peak_kind([line.outcome for line in lines])
+    if len(lines) == 1:
+        drawn = [_parts(lines[0].outcome, what)]
+    else:
+        drawn = [_state(lines), _peak(lines, what)]
     return [drawing for drawing in drawn if drawing is not None]
 
 
-def _parts(own: Outcome) -> Drawing | None:
-    found = [
-        (name, colour, spread.mean)
-        for key, name, colour in _PARTS
+def _parts(own: Outcome, what: str) -> Drawing | None:
+    peak = ("peak", f"peak, {what}" if what else "peak", INK)
+    bars = [
+        (name, colour, spread.mean, _held(spread.mean))
+        for key, name, colour in (*_PARTS, peak)
         if (spread := own.spread("memory", key)) is not None
     ]
-    bars = [
-        (name, colour, value, bytes_text(value) if value else "none")
-        for name, colour, value in found
-    ]
-    what = peak_kind([own])
-    peak = own.spread("memory", "peak")
-    if peak is not None:
-        bars.append(
-            (f"peak, {what}" if what else "peak", "#2b3038", peak.mean, bytes_text(peak.mean))
-        )
-    return _bars(
-        "memory",
-        "Memory",
-        "What is held between steps, and the most that training took.",
-        "memory, {unit}",
-        bars,
-    )
+    caption = "What is held between steps, and the most that training took."
+    return _bars("memory", "Memory", caption, "memory", bars)
 
 
 def _state(lines: Sequence[Line]) -> Drawing | None:
@@ -68,33 +69,26 @@ def _state(lines: Sequence[Line]) -> Drawing | None:
     for line in lines:
         own = line.outcome
         if own.state is not None:
-            text = bytes_text(own.state.mean) if own.state.mean else "none"
+            text = _held(own.state.mean)
             if own.of_32 is not None and own.of_32 < 1:
                 text += f", {share_text(own.of_32)} of 32-bit"
             bars.append((own.full_label, line.colour, own.state.mean, text))
-    return _bars(
-        "state",
-        "Second-order state",
-        "Statistics and inverse roots, as they are stored between steps.",
-        "statistics and inverse roots, {unit}",
-        bars,
-    )
+    caption = "Statistics and inverse roots, as they are stored between steps."
+    return _bars("state", "Second-order state", caption, "statistics and inverse roots", bars)
 
 
-def _peak(lines: Sequence[Line]) -> Drawing | None:
-    what = peak_kind([line.outcome for line in lines])
+def _peak(lines: Sequence[Line], what: str) -> Drawing | None:
     bars = [
         (line.outcome.full_label, line.colour, peak.mean, bytes_text(peak.mean))
         for line in lines
         if (peak := line.outcome.spread("memory", "peak")) is not None
     ]
-    return _bars(
-        "peak",
-        "Peak memory",
-        f"The most memory that training took{f': {what}' if what else ''}.",
-        f"{what or 'peak memory'}, {{unit}}",
-        bars,
-    )
+    caption = f"The most memory that training took{f': {what}' if what else ''}."
+    return _bars("peak", "Peak memory", caption, what or "peak memory", bars)
+
+
+def _held(size: float) -> str:
+    return bytes_text(size) if size else "none"
 
 
 def peak_kind(found: Sequence[Outcome]) -> str:
@@ -113,11 +107,8 @@ def _bars(name: str, title: str, caption: str, axis: str, bars: Sequence[_Bar]) 
     most = max((value for *_, value, _ in bars), default=0)
     if not most > 0:
         return None
-    size, unit = next(
-        (size, unit)
-        for size, unit in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
-        if most >= size or unit == "KiB"
-    )
+    power = min(max(int(math.log2(most)) // 10, 1), 3)
+    size, unit = 2 ** (10 * power), ("KiB", "MiB", "GiB")[power - 1]
     figure, axes = row_figure([label for label, *_ in bars])
     for place, (_, colour, value, text) in enumerate(bars):
         axes.barh(place, value / size, height=0.62, color=colour)
@@ -129,11 +120,10 @@ def _bars(name: str, title: str, caption: str, axis: str, bars: Sequence[_Bar]) 
             textcoords="offset points",
             va="center",
             ha="right" if inside else "left",
-            color="white" if inside and is_dark(colour) else "#2b3038",
+            color="white" if inside and is_dark(colour) else INK,
             fontsize=8.5,
         )
-    axes.set_xlim(0, 1.04 * most / size)
-    axes.set_xlabel(axis.format(unit=unit))
+    axes.set(xlim=(0, 1.04 * most / size), xlabel=f"{axis}, {unit}")
     told = ", ".join(f"{label} {text}" for label, _, _, text in bars)
     return Drawing(name, title, caption, f"Bars of {title.lower()}: {told}.", to_png(figure))
 
@@ -144,21 +134,19 @@ def time_figure(lines: Sequence[Line]) -> Drawing | None:
     Args:
         lines: The optimizers.
     """
-    rows = [
-        (line, times)
+    times_of = (
+        (line, [time for run in line.outcome.counted for time in run.step_ms if time > 0])
         for line in lines
-        if (times := [time for run in line.outcome.counted for time in run.step_ms if time > 0])
-    ]
+    )
+    rows = [(line, times) for line, times in times_of if times]
     if not rows:
         return None
-    from matplotlib.cbook import boxplot_stats
-    from matplotlib.ticker import LogLocator, NullFormatter
-
     figure, axes = row_figure([line.outcome.full_label for line, _ in rows])
-    axes.set_xscale("log")
+    low, high = min(min(times) for _, times in rows), max(max(times) for _, times in rows)
+    log_scale(axes, "x", within=high / low < 100)
     for place, (line, times) in enumerate(rows):
-        axes.bxp(
-            boxplot_stats([times]),
+        axes.boxplot(
+            times,
             positions=[place],
             orientation="horizontal",
             widths=0.5,
@@ -172,24 +160,17 @@ def time_figure(lines: Sequence[Line]) -> Drawing | None:
         )
         for right, key in _TIME_COLUMNS:
             spread = line.outcome.spread("step_ms", key)
-            text = "" if spread is None else time_text(spread.mean)
-            _beside(axes, text, place, right)
+            _beside(axes, time_text(spread.mean) if spread else "", place, right)
     for right, key in _TIME_COLUMNS:
         _beside(axes, key, -0.6, right)
-    low, high = min(min(times) for _, times in rows), max(max(times) for _, times in rows)
-    axes.set_xlim(low / 1.15, high * 1.15)
-    # Within two decades, 1, 10 and 100 alone would be too few numbers to read by.
-    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high / low < 100 else (1,)))
-    axes.xaxis.set_major_formatter(lambda value, _: f"{value:,g}")
-    axes.xaxis.set_minor_formatter(NullFormatter())
-    axes.set_xlabel("milliseconds per step")
+    axes.set(xlim=(low / 1.15, high * 1.15), xlabel="milliseconds per step")
     return Drawing(
         "step_time",
         "Time per step",
         "Boxes: the middle half of the steps. Ticks outside are single steps: those that update or"
         " refresh the preconditioners, and the first ones. The mean counts them, too.",
         "Box plots of step times; medians in ms: "
-        + in_words(lines, lambda own: own.spread("step_ms", "median"), time_text),
+        + in_words(lines, time_text, "step_ms", "median"),
         to_png(figure),
     )
 

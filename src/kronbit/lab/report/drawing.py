@@ -2,51 +2,59 @@
 
 from __future__ import annotations
 
+import base64
 import io
+import itertools
+import math
+import struct
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from kronbit.lab.report.curves import Curve
-from kronbit.lab.report.outcomes import Outcome, Spread
+from kronbit.lab.report.numbers import Write
+from kronbit.lab.report.outcomes import Outcome
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+INK, AXIS, GREY, ORANGE = "#2b3038", "#5c6370", "#8a8f98", "#e08a3c"
+BLUE, PALE_BLUE = "#3b6ea8", "#8ab6e0"
+DASHED, DOTTED = (0, (5, 1.5)), (0, (1.2, 1.2))
 # Told apart by lightness and by line, too, not by hue alone: greys for what is compared with,
 # blues for the paper's, orange for ours.
 KNOWN: dict[str, tuple[str, Any]] = {
-    "base": ("#2b3038", "-"),
-    "shampoo-32": ("#8a8f98", (0, (5, 1.5))),
-    "shampoo-4-naive": ("#8ab6e0", (0, (1.2, 1.2))),
-    "shampoo-4-paper": ("#3b6ea8", "-"),
-    "shampoo-4": ("#e08a3c", "-"),
+    "base": (INK, "-"),
+    "shampoo-32": (GREY, DASHED),
+    "shampoo-4-naive": (PALE_BLUE, DOTTED),
+    "shampoo-4-paper": (BLUE, "-"),
+    "shampoo-4": (ORANGE, "-"),
 }
 _OTHERS: tuple[tuple[str, Any], ...] = (
     ("#12806a", "-"),
     ("#a64d79", "-"),
-    ("#b59a1f", (0, (5, 1.5))),
+    ("#b59a1f", DASHED),
     ("#6750a4", "-"),
-    ("#5fbfa8", (0, (1.2, 1.2))),
-    ("#8c4a2f", (0, (5, 1.5))),
+    ("#5fbfa8", DOTTED),
+    ("#8c4a2f", DASHED),
 )
 STYLE: Any = {  # of matplotlib's settings
     "font.size": 9,
-    "text.color": "#2b3038",
+    "text.color": INK,
     "axes.spines.top": False,
     "axes.spines.right": False,
-    "axes.edgecolor": "#5c6370",
-    "axes.labelcolor": "#2b3038",
+    "axes.edgecolor": AXIS,
+    "axes.labelcolor": INK,
     "axes.grid": True,
     "axes.axisbelow": True,
     "grid.color": "#e3e6ea",
     "grid.linewidth": 0.7,
-    "xtick.color": "#5c6370",
-    "ytick.color": "#5c6370",
-    "xtick.labelcolor": "#2b3038",
-    "ytick.labelcolor": "#2b3038",
+    "xtick.color": AXIS,
+    "ytick.color": AXIS,
+    "xtick.labelcolor": INK,
+    "ytick.labelcolor": INK,
     "legend.frameon": False,
     "legend.handlelength": 2.4,
     "savefig.facecolor": "white",
@@ -76,6 +84,17 @@ class Drawing:
     alt: str
     png: bytes
 
+    @property
+    def size(self) -> tuple[int, int]:
+        """Width and height in pixels, as the first bytes of a PNG say them."""
+        width, height = struct.unpack(">II", self.png[16:24])
+        return width, height
+
+    @property
+    def base64(self) -> str:
+        """The image as text, for a page that contains it."""
+        return base64.b64encode(self.png).decode()
+
 
 @dataclass(frozen=True)
 class Line:
@@ -98,18 +117,9 @@ def optimizer_lines(found: Sequence[Outcome]) -> list[Line]:
     Args:
         found: The outcomes of one recipe.
     """
-    taken: set[str] = set()
-    others = 0
-    lines = []
-    for outcome in found:
-        if outcome.variant in KNOWN and outcome.variant not in taken:
-            colour, style = KNOWN[outcome.variant]
-        else:
-            colour, style = _OTHERS[others % len(_OTHERS)]
-            others += 1
-        taken.add(outcome.variant)
-        lines.append(Line(outcome, colour, style))
-    return lines
+    known, others = dict(KNOWN), itertools.cycle(_OTHERS)
+    # Of several outcomes of a known variant, the first has its colour.
+    return [Line(outcome, *(known.pop(outcome.variant, None) or next(others))) for outcome in found]
 
 
 def plot_curve(
@@ -132,8 +142,7 @@ def plot_curve(
         width: Of the line; below 1 it stays in the background.
         marked: Whether its points show, if they are few.
     """
-    x = own.steps if axis == "steps" else own.seconds
-    end = own.finite
+    x, end = getattr(own, axis), own.finite
     thin = width < 1
     axes.plot(
         x[:end],
@@ -148,9 +157,8 @@ def plot_curve(
         zorder=2 if thin else 3,
     )
     if not thin and len(line.outcome.counted) > 1:
-        axes.fill_between(
-            x[:end], own.low[:end], own.high[:end], color=line.colour, alpha=0.16, linewidth=0
-        )
+        band = own.low[:end], own.high[:end]
+        axes.fill_between(x[:end], *band, color=line.colour, alpha=0.16, linewidth=0)
 
 
 def mark_diverged(axes: Axes, line: Line, own: Curve, axis: Axis, size: float = 9) -> None:
@@ -166,12 +174,14 @@ def mark_diverged(axes: Axes, line: Line, own: Curve, axis: Axis, size: float = 
     if not own.diverged:
         return
     last = max(own.finite - 1, 0)
-    x = own.steps[last] if axis == "steps" else own.seconds[last]
+    x = getattr(own, axis)[last]
     # What rose out of the frame has its cross at the edge, what was never finite at mid-height.
-    y = _within(own.mean[last], axes.get_ylim()) if own.finite else 0.5
+    y = own.mean[last] if own.finite else 0.5
+    low, high = axes.get_ylim() if own.finite else (0, 1)
+    left, right = axes.get_xlim()
     axes.plot(
-        _within(x, axes.get_xlim()),
-        y,
+        min(max(x, left), right),
+        min(max(y, low), high),
         marker="X",
         markersize=size,
         markerfacecolor=line.colour,
@@ -182,10 +192,6 @@ def mark_diverged(axes: Axes, line: Line, own: Curve, axis: Axis, size: float = 
     )
 
 
-def _within(value: float, limits: tuple[float, float]) -> float:
-    return min(max(value, limits[0]), limits[1])
-
-
 def frame_losses(axes: Axes, curves: Sequence[Curve]) -> None:
     """Leave out the fall at the start, and what rises above it; logarithmic if it is still long.
 
@@ -193,21 +199,16 @@ def frame_losses(axes: Axes, curves: Sequence[Curve]) -> None:
         axes: Where the curves are drawn.
         curves: All of them.
     """
-    lows, highs = [], []
+    low, high = math.inf, -math.inf
     for own in curves:
-        end = own.finite
-        values = own.mean[:end]
+        values = own.mean[: own.finite]
         if values:
-            late = [
-                value
-                for step, value in zip(own.steps[:end], values, strict=True)
-                if step >= _EARLY * own.steps[-1]
-            ]
-            lows.append(min(values))
-            highs.append(min(max(late or values), max(values[0], 2 * min(values))))
-    if not lows:
+            points = zip(own.steps, values, strict=False)
+            late = [value for step, value in points if step >= _EARLY * own.steps[-1]]
+            low = min(low, *values)
+            high = max(high, min(max(late or values), max(values[0], 2 * min(values))))
+    if low > high:
         return
-    low, high = min(lows), max(highs)
     if low > 0 and high > 15 * low:
         log_scale(axes)
         axes.set_ylim(low / 1.15, high * 1.15)
@@ -216,7 +217,7 @@ def frame_losses(axes: Axes, curves: Sequence[Curve]) -> None:
         axes.set_ylim(low - room, high + room)
 
 
-def frame_late(axes: Axes, curves: Sequence[Curve], low: bool, start: float) -> None:
+def frame_late(axes: Axes, curves: Sequence[Curve], low: bool, start: float = math.inf) -> None:
     """Show the later part of some curves, close up.
 
     Args:
@@ -228,17 +229,18 @@ def frame_late(axes: Axes, curves: Sequence[Curve], low: bool, start: float) -> 
     last = max((own.steps[-1] for own in curves if own.steps), default=0)
     few = max(len(own.steps) for own in curves) <= 6
     start = 0 if few else min(_LATE * last, start)
-    values = []
-    for own in curves:
-        for step, bottom, top in zip(own.steps[: own.finite], own.low, own.high, strict=False):
-            if step >= start:
-                values += [bottom, top]
+    values = [
+        value
+        for own in curves
+        for step, *both in zip(own.steps[: own.finite], own.low, own.high, strict=False)
+        for value in both
+        if step >= start
+    ]
     if not values:
         return
     # A curve that goes wrong in the end must not flatten all others.
     middle = sorted(values)[len(values) // 2]
-    best = min(values) if low else max(values)
-    worst = max(values) if low else min(values)
+    best, worst = (min(values), max(values)) if low else (max(values), min(values))
     if abs(worst - best) > 6 * abs(middle - best) > 0:
         worst = best + 6 * (middle - best)
     room = 0.06 * abs(worst - best) or 0.05 * abs(best) or 1
@@ -246,18 +248,21 @@ def frame_late(axes: Axes, curves: Sequence[Curve], low: bool, start: float) -> 
     axes.set_xlim(start, last + 0.02 * (last - start) or 1)
 
 
-def log_scale(axes: Axes) -> None:
-    """Make the vertical axis logarithmic, with plain numbers.
+def log_scale(axes: Axes, which: Literal["x", "y"] = "y", within: bool = True) -> None:
+    """Make an axis logarithmic, with plain numbers.
 
     Args:
         axes: Whose axis.
+        which: The horizontal or the vertical one.
+        within: Whether 2 and 5 are written, too: 1, 10 and 100 alone may be too few to read by.
     """
     from matplotlib.ticker import LogLocator, NullFormatter
 
-    axes.set_yscale("log")
-    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axes.yaxis.set_major_formatter(lambda value, _: f"{value:,g}")
-    axes.yaxis.set_minor_formatter(NullFormatter())
+    axes.set(**{f"{which}scale": "log"})
+    axis = axes.xaxis if which == "x" else axes.yaxis
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5) if within else (1,)))
+    axis.set_major_formatter(lambda value, _: f"{value:,g}")
+    axis.set_minor_formatter(NullFormatter())
 
 
 def new_figure(lines: Sequence[Line]) -> tuple[Figure, Axes]:
@@ -266,11 +271,8 @@ def new_figure(lines: Sequence[Line]) -> tuple[Figure, Axes]:
     Args:
         lines: What the legend will name.
     """
-    from matplotlib.figure import Figure
-
     rows = sum(wrapped(line.outcome.full_label).count("\n") + 1 for line in lines)
-    figure = Figure(figsize=(_WIDTH, _HEIGHT + 0.09 * rows), layout="constrained")
-    return figure, figure.subplots()
+    return _sized(_HEIGHT + 0.09 * rows)
 
 
 def row_figure(labels: Sequence[str]) -> tuple[Figure, Axes]:
@@ -279,15 +281,19 @@ def row_figure(labels: Sequence[str]) -> tuple[Figure, Axes]:
     Args:
         labels: Their names.
     """
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(_WIDTH, max(2.0, 1.0 + 0.48 * len(labels))), layout="constrained")
-    axes = figure.subplots()
+    figure, axes = _sized(max(2.0, 1.0 + 0.48 * len(labels)))
     axes.set_yticks(range(len(labels)), [wrapped(label, 18) for label in labels])
     axes.set_ylim(len(labels) - 0.4, -0.6)
     axes.tick_params(axis="y", length=0)
     axes.grid(visible=False, axis="y")
     return figure, axes
+
+
+def _sized(height: float) -> tuple[Figure, Axes]:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(_WIDTH, height), layout="constrained")
+    return figure, figure.subplots()
 
 
 def add_legend(figure: Figure, lines: Sequence[Line]) -> None:
@@ -357,18 +363,17 @@ def notes(lines: Sequence[Line], curves: Sequence[Curve]) -> str:
     return found
 
 
-def in_words(
-    lines: Sequence[Line],
-    value: Callable[[Outcome], Spread | None],
-    write: Callable[[float | None], str],
-) -> str:
+def in_words(lines: Sequence[Line], write: Write, *path: str) -> str:
     """The numbers of a figure, for who does not see it.
 
     Args:
         lines: What the figure shows.
-        value: The number of each.
         write: How numbers are written.
+        *path: Where they are in the summaries.
     """
-    found = [(line.outcome, value(line.outcome)) for line in lines]
-    told = [f"{own.full_label} {spread.text(write)}" for own, spread in found if spread is not None]
+    told = [
+        f"{line.outcome.full_label} {spread.text(write)}"
+        for line in lines
+        if (spread := line.outcome.spread(*path)) is not None
+    ]
     return (", ".join(told) or "unknown") + "."

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Literal
 
 from kronbit.lab.report.cost_figures import memory_figures, time_figure
 from kronbit.lab.report.curves import Curve, curve
 from kronbit.lab.report.drawing import (
+    INK,
     STYLE,
     Axis,
     Drawing,
@@ -25,11 +26,14 @@ from kronbit.lab.report.drawing import (
     plot_curve,
     to_png,
 )
-from kronbit.lab.report.numbers import degrees_text, loss_text, percent_text
+from kronbit.lab.report.numbers import Write, degrees_text, loss_text, percent_text
 from kronbit.lab.report.outcomes import Outcome, find
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+
+# Sets the frame of some curves, and says what else it has drawn, for the caption.
+_Frame = Callable[["Axes", Sequence[Line], Sequence[Curve]], str]
 
 
 def draw_figures(found: Sequence[Outcome]) -> list[Drawing]:
@@ -45,159 +49,158 @@ def draw_figures(found: Sequence[Outcome]) -> list[Drawing]:
         drawn = [
             _losses(lines, "steps"),
             _losses(lines, "seconds"),
-            _validation([line for line in lines if line.outcome.losses.steps]),
-            _accuracy(lines),
+            _over_steps(
+                lines,
+                "validation",
+                "Validation loss, close up",
+                "The same validation losses, close up.",
+                "validation loss",
+                ("loss",),
+                loss_text,
+                _frame_validation,
+            ),
+            _over_steps(
+                lines,
+                "accuracy",
+                "Validation accuracy, close up",
+                "Share of held-out examples that are classified rightly.",
+                "validation accuracy",
+                ("accuracy",),
+                percent_text,
+                _frame_accuracy,
+            ),
             *memory_figures(lines),
             time_figure(lines),
-            _errors(lines, "nre"),
-            _errors(lines, "angle"),
+            _errors(lines, "nre", "relative error", "normwise relative error", loss_text),
+            _errors(lines, "angle", "angle", "angle, degrees", degrees_text),
         ]
     return [drawing for drawing in drawn if drawing is not None]
 
 
 def _losses(lines: Sequence[Line], axis: Axis) -> Drawing | None:
     """Training and validation loss against steps or seconds."""
-    trains = [curve(line.outcome.counted, "train", "loss") for line in lines]
-    validations = [line.outcome.losses for line in lines]
-    curves = [*trains, *validations]
+    pairs = [(line, curve(line.outcome.counted, "train", "loss")) for line in lines]
+    curves = [own for line, train in pairs for own in (train, line.outcome.losses)]
     if not any(own.steps for own in curves):
         return None
     figure, axes = new_figure(lines)
-    for line, train, validation in zip(lines, trains, validations, strict=True):
+    for line, train in pairs:
         plot_curve(axes, line, train, axis, train.smoothed(), width=0.8)
-        plot_curve(axes, line, validation, axis, validation.mean, width=1.9)
+        plot_curve(axes, line, line.outcome.losses, axis, line.outcome.losses.mean, width=1.9)
     frame_losses(axes, curves)
-    for line, train, validation in zip(lines, trains, validations, strict=True):
+    for line, train in pairs:
         mark_diverged(axes, line, train, axis, size=6)
-        mark_diverged(axes, line, validation, axis)
-    axes.set_ylabel("loss (thin: training, bold: validation)")
-    axes.set_xlabel("step" if axis == "steps" else "seconds of training")
+        mark_diverged(axes, line, line.outcome.losses, axis)
+    what, label = ("steps", "step") if axis == "steps" else ("time", "seconds of training")
+    axes.set(xlabel=label, ylabel="loss (thin: training, bold: validation)")
     add_legend(figure, lines)
-    what = "steps" if axis == "steps" else "time"
     return Drawing(
         f"loss_{axis}",
         f"Loss against {what}",
         "Thin lines: training loss, smoothed. Bold lines: validation loss." + notes(lines, curves),
         f"Lines of training and validation loss against {what}; last validation losses: "
-        + in_words(lines, lambda own: own.spread("loss"), loss_text),
+        + in_words(lines, loss_text, "loss"),
         to_png(figure),
     )
 
 
-def _validation(lines: Sequence[Line]) -> Drawing | None:
-    """Validation loss in the later part, beside the base's last one."""
-    if not lines:
-        return None
-    curves = [line.outcome.losses for line in lines]
-    figure, axes = new_figure(lines)
-    for line, own in zip(lines, curves, strict=True):
-        plot_curve(axes, line, own, "steps", own.mean, width=1.6, marked=True)
-    base = find([line.outcome for line in lines], "base")
-    caption = "The same validation losses, close up."
-    start = math.inf
-    if len(lines) > 1 and base is not None and base.losses.mean:
-        start = _mark_base(axes, lines, base)
-        caption += f" Dashed: the last loss of {base.label}; rings where others first are as low."
-    frame_late(axes, curves, low=True, start=0.8 * start)
-    for line, own in zip(lines, curves, strict=True):
-        mark_diverged(axes, line, own, "steps")
-    axes.set_ylabel("validation loss")
-    axes.set_xlabel("step")
-    add_legend(figure, lines)
-    return Drawing(
-        "validation",
-        "Validation loss, close up",
-        caption + notes(lines, curves),
-        "Lines of validation loss; last ones: "
-        + in_words(lines, lambda own: own.spread("loss"), loss_text),
-        to_png(figure),
-    )
-
-
-def _mark_base(axes: Axes, lines: Sequence[Line], base: Outcome) -> float:
-    """Draw the base's last loss, and rings where others reach it; the first step of a ring."""
-    final = base.losses.mean[-1]
-    if not math.isfinite(final):
-        return math.inf
-    axes.axhline(final, color="#2b3038", linewidth=0.9, linestyle=(0, (4, 3)), zorder=1.5)
-    first = math.inf
-    for line in lines:
-        own = line.outcome.losses
-        step = own.first_at_most(final)
-        if line.outcome is not base and step is not None:
-            first = min(first, step)
-            axes.plot(
-                step,
-                own.mean[own.steps.index(step)],
-                marker="o",
-                markersize=7.5,
-                markerfacecolor="none",
-                markeredgecolor=line.colour,
-                markeredgewidth=1.4,
-                zorder=4,
-            )
-    return first
-
-
-def _accuracy(lines: Sequence[Line]) -> Drawing | None:
-    pairs = _with_points(lines, "evals", "accuracy")
-    if not pairs:
-        return None
-    shown = [line for line, _ in pairs]
-    figure, axes = new_figure(shown)
-    for line, own in pairs:
-        plot_curve(axes, line, own, "steps", own.mean, width=1.6, marked=True)
-    frame_late(axes, [own for _, own in pairs], low=False, start=math.inf)
-    axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.4g} %")
-    axes.set_ylabel("validation accuracy")
-    axes.set_xlabel("step")
-    add_legend(figure, shown)
-    return Drawing(
-        "accuracy",
-        "Validation accuracy, close up",
-        "Share of held-out examples that are classified rightly."
-        + notes(shown, [own for _, own in pairs]),
-        "Lines of validation accuracy; last ones: "
-        + in_words(shown, lambda own: own.spread("accuracy"), percent_text),
-        to_png(figure),
-    )
-
-
-def _with_points(
-    lines: Sequence[Line], kind: Literal["evals", "errors"], key: str
-) -> list[tuple[Line, Curve]]:
-    """The optimizers that have such a number, with its curve."""
-    pairs = [(line, curve(line.outcome.counted, kind, key)) for line in lines]
-    return [(line, own) for line, own in pairs if own.steps]
-
-
-def _errors(lines: Sequence[Line], key: Literal["nre", "angle"]) -> Drawing | None:
+def _errors(lines: Sequence[Line], key: str, what: str, label: str, write: Write) -> Drawing | None:
     """The error of stored inverse roots against exact ones."""
-    pairs = _with_points(lines, "errors", key)
+    return _over_steps(
+        lines,
+        f"error_{key}",
+        f"Quantisation error: {what}",
+        f"{what.capitalize()} of the stored inverse roots against exact ones, mean over the "
+        "watched blocks.",
+        label,
+        ("errors", key),
+        write,
+        _frame_errors,
+        f"the {what} of stored inverse roots",
+    )
+
+
+def _over_steps(
+    lines: Sequence[Line],
+    name: str,
+    title: str,
+    caption: str,
+    label: str,
+    path: tuple[str, ...],
+    write: Write,
+    frame: _Frame,
+    words: str = "",
+) -> Drawing | None:
+    """A number of evaluations or of watched roots, of the optimizers that have it.
+
+    Args:
+        lines: The optimizers.
+        name: Of the file.
+        title: Of the figure.
+        caption: How to read it.
+        label: Of the vertical axis.
+        path: Where the last number is in a summary; its last key is that of the lines.
+        write: How the number is written.
+        frame: Sets the frame.
+        words: What is drawn, for the alternative text; by default the label.
+    """
+    kind: Literal["evals", "errors"] = "errors" if path[0] == "errors" else "evals"
+    pairs = [(line, curve(line.outcome.counted, kind, path[-1])) for line in lines]
+    pairs = [(line, own) for line, own in pairs if own.steps]
     if not pairs:
         return None
-    shown = [line for line, _ in pairs]
-    figure, axes = new_figure(shown)
+    lines, curves = [line for line, _ in pairs], [own for _, own in pairs]
+    figure, axes = new_figure(lines)
     for line, own in pairs:
         plot_curve(axes, line, own, "steps", own.mean, width=1.6, marked=True)
-    values = [value for _, own in pairs for value in own.mean if math.isfinite(value)]
+    caption += frame(axes, lines, curves) + notes(lines, curves)
+    for line, own in pairs:
+        mark_diverged(axes, line, own, "steps")
+    axes.set(xlabel="step", ylabel=label)
+    add_legend(figure, lines)
+    alt = f"Lines of {words or label}; last ones: {in_words(lines, write, *path)}"
+    return Drawing(name, title, caption, alt, to_png(figure))
+
+
+def _frame_validation(axes: Axes, lines: Sequence[Line], curves: Sequence[Curve]) -> str:
+    """The later part, with the base's last loss and where others reach it."""
+    base = find([line.outcome for line in lines], "base")
+    if len(lines) == 1 or base is None:
+        frame_late(axes, curves, low=True)
+        return ""
+    final, first = base.losses.mean[-1], math.inf
+    if math.isfinite(final):
+        axes.axhline(final, color=INK, linewidth=0.9, linestyle=(0, (4, 3)), zorder=1.5)
+    for line, own in zip(lines, curves, strict=True):
+        step = own.first_at_most(final) if math.isfinite(final) else None
+        if line.outcome is base or step is None:
+            continue
+        first = min(first, step)
+        axes.plot(
+            step,
+            own.mean[own.steps.index(step)],
+            marker="o",
+            markersize=7.5,
+            markerfacecolor="none",
+            markeredgecolor=line.colour,
+            markeredgewidth=1.4,
+            zorder=4,
+        )
+    frame_late(axes, curves, low=True, start=0.8 * first)
+    return f" Dashed: the last loss of {base.label}; rings where others first are as low."
+
+
+def _frame_accuracy(axes: Axes, lines: Sequence[Line], curves: Sequence[Curve]) -> str:
+    frame_late(axes, curves, low=False)
+    axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.4g} %")
+    return ""
+
+
+def _frame_errors(axes: Axes, lines: Sequence[Line], curves: Sequence[Curve]) -> str:
+    """From zero, or logarithmic if the errors differ much."""
+    values = [value for own in curves for value in own.mean if math.isfinite(value)]
     if values and min(values) > 0 and max(values) > 8 * min(values):
         log_scale(axes)
     elif values:
         axes.set_ylim(0, 1.1 * max(values) or 1)
-    axes.set_xlabel("step")
-    relative = key == "nre"
-    axes.set_ylabel("normwise relative error" if relative else "angle, degrees")
-    add_legend(figure, shown)
-    title = "relative error" if relative else "angle"
-    write = loss_text if relative else degrees_text
-    return Drawing(
-        f"error_{key}",
-        f"Quantisation error: {title}",
-        ("Relative error" if relative else "Angle")
-        + " of the stored inverse roots against exact ones, mean over the watched blocks."
-        + notes(shown, [own for _, own in pairs]),
-        f"Lines of the {title} of stored inverse roots; last ones: "
-        + in_words(shown, lambda own: own.spread("errors", key), write),
-        to_png(figure),
-    )
+    return ""

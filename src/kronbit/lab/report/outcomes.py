@@ -11,13 +11,14 @@ from typing import Any
 from kronbit.lab.report.curves import Curve, curve
 from kronbit.lab.report.numbers import (
     MISSING,
+    Write,
     bytes_text,
     loss_text,
     percent_text,
     share_text,
     time_text,
 )
-from kronbit.lab.report.runs import ORDER, Run
+from kronbit.lab.report.runs import Run, rank, with_notes
 
 # Settings that decide how much is written down, not what comes out.
 _BOOKKEEPING = (
@@ -48,7 +49,7 @@ class Spread:
         far = max(abs(value - mean) for value in known) if len(known) > 1 else None
         return cls(mean, far)
 
-    def text(self, write: Callable[[float | None], str]) -> str:
+    def text(self, write: Write) -> str:
         """The mean, and the deviation if there are several runs."""
         if self.deviation is None or not math.isfinite(self.deviation):
             return write(self.mean)
@@ -68,7 +69,7 @@ class Outcome:
         counted: Those that numbers and curves are made of: unfinished ones only where there is no
             other. Diverged runs count.
         losses: Validation loss over the course of training.
-        of_32: Its second-order state as a share of the 32-bit one of its family.
+        state_32: Bytes of the 32-bit second-order state of its family; None if nothing has it.
         steps_to_base: When its validation loss first was at most the base's last one, as a share of
             the base's steps; if it never was, the share that it trained for.
         reached_base: Whether it ever was.
@@ -79,7 +80,7 @@ class Outcome:
     runs: list[Run]
     counted: list[Run]
     losses: Curve
-    of_32: float | None = None
+    state_32: float | None = None
     steps_to_base: float | None = None
     reached_base: bool = False
 
@@ -87,6 +88,12 @@ class Outcome:
     def state(self) -> Spread | None:
         """Second-order state, in bytes."""
         return Spread.over([_state(run.summary) for run in self.counted])
+
+    @property
+    def of_32(self) -> float | None:
+        """Second-order state as a share of the 32-bit one of its family."""
+        state = self.state
+        return None if state is None or not self.state_32 else state.mean / self.state_32
 
     def spread(self, *path: str) -> Spread | None:
         """A number of the summaries.
@@ -99,15 +106,8 @@ class Outcome:
     @property
     def full_label(self) -> str:
         """The label, with what to beware of."""
-        notes = [
-            note
-            for note, true in (
-                ("diverged", any(run.diverged for run in self.counted)),
-                ("unfinished", not all(run.finished for run in self.counted)),
-            )
-            if true
-        ]
-        return f"{self.label} ({', '.join(notes)})" if notes else self.label
+        diverged = any(run.diverged for run in self.counted)
+        return with_notes(self.label, diverged, all(run.finished for run in self.counted))
 
 
 @dataclass(frozen=True)
@@ -161,8 +161,8 @@ def outcomes(runs: Sequence[Run]) -> list[Outcome]:
         counted = [run for run in own if run.finished or run.diverged] or own
         full = label + _difference(own[0], alike)
         found.append(Outcome(full, variant, own, counted, curve(counted, "evals", "loss")))
-    found.sort(key=lambda own: ORDER.index(own.variant) if own.variant in ORDER else len(ORDER))
-    return [_beside(own, find(found, "base"), found) for own in found]
+    found.sort(key=lambda own: rank(own.variant))
+    return [_beside(own, found) for own in found]
 
 
 def find(found: Sequence[Outcome], variant: str) -> Outcome | None:
@@ -176,25 +176,23 @@ def find(found: Sequence[Outcome], variant: str) -> Outcome | None:
     return own[0] if len(own) == 1 else None
 
 
-def _beside(own: Outcome, base: Outcome | None, found: Sequence[Outcome]) -> Outcome:
+def _beside(own: Outcome, found: Sequence[Outcome]) -> Outcome:
     """The outcome with what it is beside the base and beside 32 bits."""
-    of_32, steps_to_base, reached = None, None, False
-    full = find(found, f"{own.variant.split('-')[0]}-32")
-    if full is not None and full.state is not None and own.state is not None and full.state.mean:
-        of_32 = own.state.mean / full.state.mean
+    base, full = find(found, "base"), find(found, f"{own.variant.split('-')[0]}-32")
+    state_32 = None if full is None else _mean(full.state)
+    steps_to_base, reached = None, False
     if base is not None and own.losses.steps and any(base.losses.steps):
         final, last = base.losses.mean[-1], base.losses.steps[-1]
         if math.isfinite(final):
             step = own.losses.first_at_most(final)
             reached = step is not None
             steps_to_base = (own.losses.steps[-1] if step is None else step) / last
-    return replace(own, of_32=of_32, steps_to_base=steps_to_base, reached_base=reached)
+    return replace(own, state_32=state_32, steps_to_base=steps_to_base, reached_base=reached)
 
 
 def _state(summary: Mapping[str, Any]) -> float | None:
-    parts = [number(summary, "memory", key) for key in ("statistics", "roots")]
-    known = [part for part in parts if part is not None]
-    return sum(known) if len(known) == len(parts) else None
+    statistics, roots = (number(summary, "memory", key) for key in ("statistics", "roots"))
+    return None if statistics is None or roots is None else statistics + roots
 
 
 def flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -231,31 +229,19 @@ def _difference(run: Run, alike: Sequence[Run]) -> str:
     return f" ({', '.join(told)})" if told else ""
 
 
-def _spread_column(
-    title: str, importance: int, write: Callable[[float | None], str], *path: str
-) -> Column:
-    def value(outcome: Outcome) -> float | None:
-        spread = outcome.spread(*path)
-        return None if spread is None else spread.mean
+def _mean(spread: Spread | None) -> float | None:
+    return None if spread is None else spread.mean
+
+
+def _spread_column(title: str, importance: int, write: Write, *path: str) -> Column:
+    # Elsewhere than in what was learnt, the spread over seeds is only noise of the machine.
+    learnt = path in (("loss",), ("accuracy",), ("train_loss",))
 
     def text(outcome: Outcome) -> str:
         spread = outcome.spread(*path)
-        if spread is None:
-            return MISSING
-        # Elsewhere than in what was learnt, the spread over seeds is only noise of the machine.
-        shown = len(path) == 1 and path[0] in ("loss", "accuracy", "train_loss")
-        return spread.text(write) if shown else write(spread.mean)
+        return spread.text(write) if spread is not None and learnt else write(_mean(spread))
 
-    return Column(".".join(path), title, importance, value, text)
-
-
-def _state_value(outcome: Outcome) -> float | None:
-    return None if outcome.state is None else outcome.state.mean
-
-
-def _state_text(outcome: Outcome) -> str:
-    value = _state_value(outcome)
-    return bytes_text(value) if value else MISSING
+    return Column(".".join(path), title, importance, lambda own: _mean(own.spread(*path)), text)
 
 
 def _steps_text(outcome: Outcome) -> str:
@@ -269,7 +255,13 @@ COLUMNS = (
     _spread_column("validation\nloss", 9, loss_text, "loss"),
     _spread_column("accuracy\n", 8, percent_text, "accuracy"),
     Column("steps_to_base", "steps to\nbase loss", 4, lambda own: own.steps_to_base, _steps_text),
-    Column("state", "2nd-order\nstate", 7, _state_value, _state_text),
+    Column(
+        "state",
+        "2nd-order\nstate",
+        7,
+        lambda own: _mean(own.state),
+        lambda own: bytes_text(_mean(own.state) or None),
+    ),
     Column("of_32", "of\n32-bit", 5, lambda own: own.of_32, lambda own: share_text(own.of_32)),
     _spread_column("peak\nmemory", 3, bytes_text, "memory", "peak"),
     _spread_column("ms per\nstep", 6, time_text, "step_ms", "median"),
@@ -284,3 +276,18 @@ def shown_columns(found: Sequence[Outcome]) -> list[Column]:
         found: The rows of the table.
     """
     return [column for column in COLUMNS if any(column.value(own) for own in found)]
+
+
+def explain_steps(found: Sequence[Outcome]) -> str:
+    """A sentence about steps to base loss; empty where there is nothing to compare with.
+
+    Args:
+        found: The rows of the table.
+    """
+    base = find(found, "base")
+    if base is None or len(found) == 1:
+        return ""
+    return (
+        "Steps to base loss: when the validation loss first was at most the last one of "
+        f"{base.label}, as a share of its steps."
+    )

@@ -65,13 +65,38 @@ class Run:
     @property
     def diverged(self) -> bool:
         """Whether some loss is not a finite number."""
-        losses = [line["loss"] for line in (*self.train, *self.evals)]
-        return any(not math.isfinite(loss) for loss in losses)
+        return not all(math.isfinite(line["loss"]) for line in (*self.train, *self.evals))
+
+    @property
+    def full_label(self) -> str:
+        """The label, with what to beware of."""
+        return with_notes(self.label, self.diverged, self.finished)
 
     @property
     def step_ms(self) -> list[float]:
         """The time of every step, in order."""
-        return [time for line in self.train for time in line.get("step_ms", ())]
+        return _step_ms(self.train)
+
+
+def with_notes(label: str, diverged: bool, finished: bool) -> str:
+    """A label, with what to beware of in brackets.
+
+    Args:
+        label: The label of a run, or of several.
+        diverged: Whether one of them diverged.
+        finished: Whether all of them are finished.
+    """
+    notes = ["diverged"] * diverged + ["unfinished"] * (not finished)
+    return f"{label} ({', '.join(notes)})" if notes else label
+
+
+def rank(variant: str) -> int:
+    """The place of a variant in a comparison.
+
+    Args:
+        variant: Its key.
+    """
+    return ORDER.index(variant) if variant in ORDER else len(ORDER)
 
 
 def read_run(folder: Path) -> Run:
@@ -150,8 +175,7 @@ def by_recipe(runs: Sequence[Run]) -> dict[str, list[Run]]:
 
 
 def _place(run: Run) -> tuple[int, str, int]:
-    rank = ORDER.index(run.variant) if run.variant in ORDER else len(ORDER)
-    return rank, run.variant, run.seed
+    return rank(run.variant), run.variant, run.seed
 
 
 def _is_run(folder: Path) -> bool:
@@ -188,45 +212,41 @@ def _read_lines(path: Path) -> list[dict[str, Any]]:
     """Lines of the kinds that we know, null losses as NaN; a torn last line is left out."""
     if not path.exists():
         return []  # the run has just begun
-    *whole, last = _read(path).split(b"\n")
     lines = []
-    for number, text in enumerate((*whole, last), 1):
-        if not text.strip():
-            continue
+    for number, text in enumerate(_read(path).splitlines(keepends=True), 1):
         try:
-            line = _checked(json.loads(text))
+            lines += _checked(json.loads(text)) if text.strip() else []
         except ValueError:
-            if number > len(whole):  # without its line break: the run was interrupted in it
+            if not text.endswith(b"\n"):  # the run was interrupted in it
                 break
             raise LabError(
                 f"{path}, line {number} is broken: remove it or train this run again"
             ) from None
-        if line is not None:
-            lines.append(line)
     return lines
 
 
-def _checked(line: Any) -> dict[str, Any] | None:
-    """The line, or None if it is of a kind that we do not know."""
+def _checked(line: Any) -> list[dict[str, Any]]:
+    """The line, or nothing if it is of a kind that we do not know."""
     if not isinstance(line, dict):
         raise ValueError
     kind = line.get("kind")
     if kind not in _NUMBERS:
-        return None
-    for key in ("step", *_NUMBERS[kind]):
-        if not isinstance(line.get(key), int | float | None) or key not in line:
-            raise ValueError
-    if line["step"] is None:
+        return []
+    numbers = [line[key] for key in _NUMBERS[kind] if key in line]
+    if len(numbers) < len(_NUMBERS[kind]) or not isinstance(line.get("step"), int | float):
+        raise ValueError
+    if not all(isinstance(value, int | float | None) for value in numbers):
         raise ValueError
     # JSON has no NaN: who cannot write it writes null.
-    return line | {key: math.nan for key in _NUMBERS[kind] if line[key] is None}
+    return [line | {key: math.nan for key in _NUMBERS[kind] if line[key] is None}]
 
 
 def _summary_so_far(kinds: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
     """What a summary would say now, as far as the lines tell."""
     train, evals, errors = (kinds[kind] for kind in ("train", "eval", "errors"))
-    times = [time for line in train for time in line.get("step_ms", ())]
+    times = _step_ms(train)
     accuracies = [line["accuracy"] for line in evals if line.get("accuracy") is not None]
+    middle = {"median": statistics.median(times), "mean": statistics.fmean(times)} if times else {}
     return {
         "steps": train[-1]["step"] if train else 0,
         "finished": False,
@@ -236,8 +256,10 @@ def _summary_so_far(kinds: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[st
         "accuracy": accuracies[-1] if accuracies else None,
         "best_accuracy": max(accuracies, default=None),
         "seconds": train[-1]["seconds"] if train else 0.0,
-        "step_ms": {"median": statistics.median(times), "mean": statistics.fmean(times)}
-        if times
-        else {},
+        "step_ms": middle,
         "errors": {key: errors[-1][key] for key in ("nre", "angle")} if errors else None,
     }
+
+
+def _step_ms(train: Sequence[Mapping[str, Any]]) -> list[float]:
+    return [time for line in train for time in line.get("step_ms", ())]

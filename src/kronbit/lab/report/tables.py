@@ -5,7 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from kronbit.lab.report.outcomes import Column, Outcome, find, outcomes, shown_columns
+from kronbit.lab.report.outcomes import (
+    Column,
+    Outcome,
+    explain_steps,
+    outcomes,
+    shown_columns,
+)
 from kronbit.lab.report.runs import Run, by_recipe
 
 if TYPE_CHECKING:
@@ -26,8 +32,7 @@ def show_table(runs: Sequence[Run], console: Console) -> None:
         columns = shown_columns(found)
         table = _table(found, columns)
         while columns and _width(table, console) > console.width:
-            least = min(columns, key=lambda column: column.importance)
-            columns = [column for column in columns if column is not least]
+            columns.remove(min(columns, key=lambda column: column.importance))
             table = _table(found, columns)
         if len(recipes) > 1:
             console.print(recipe, style="bold", markup=False, highlight=False)
@@ -56,23 +61,20 @@ def _table(found: Sequence[Outcome], columns: Sequence[Column]) -> Table:
         )
     for outcome in found:
         # As text: labels may hold what rich takes for markup.
-        cells = [Text(outcome.full_label), *(Text(column.text(outcome)) for column in columns)]
-        table.add_row(*cells)
+        texts = [outcome.full_label, *(column.text(outcome) for column in columns)]
+        table.add_row(*map(Text, texts))
     return table
 
 
 def _note(found: Sequence[Outcome], columns: Sequence[Column]) -> str:
     """What the table does not explain by itself."""
-    notes = []
-    base = find(found, "base")
-    if base is not None and "steps_to_base" in {column.key for column in columns}:
-        notes.append(
-            f"Steps to base loss: until the validation loss is at most {base.label}'s last one, as "
-            "a share of its steps."
-        )
-    if any(len(own.counted) > 1 for own in found):
-        notes.append("±: the largest distance of a seed from the mean.")
-    return " ".join(notes)
+    steps = "steps_to_base" in {column.key for column in columns}
+    seeds = any(len(own.counted) > 1 for own in found)
+    notes = [
+        explain_steps(found) * steps,
+        "±: the largest distance of a seed from the mean." * seeds,
+    ]
+    return " ".join(filter(None, notes))
 
 
 def _width(table: Table, console: Console) -> int:

@@ -24,6 +24,8 @@ KEPT = (
     ("cholesky", "paper"),
     ("cholesky", "compact"),
 )
+# What is quantised, and whether its eigenvectors are rectified; None: there are none.
+Way = tuple[str, bool | None]
 # The paper's synthetic matrix has two distinct eigenvalues, which it does not print. With these,
 # all rows of its table that do not depend on them much come out as printed.
 _LARGE, _SMALL, _SHARE_OF_LARGE = 1000.0, 1.0, 1155 / 1200
@@ -147,6 +149,24 @@ class Row:
     whole: Deviation
     off_diagonal: Deviation
 
+    @classmethod
+    def of(cls, key: Way, kept: Quantizer | Config, root: Tensor, exact: Tensor) -> Row:
+        """The row of a root that comes of quantisation."""
+        way, rectified = key
+        errors = deviations(root, exact)
+        return cls(way, kept.mapping, kept.bits, kept.block_size, rectified, *errors)
+
+    @property
+    def key(self) -> Way:
+        """What is quantised, and whether it is rectified."""
+        return self.way, self.rectified
+
+
+def label_of(key: Way) -> str:
+    """What is quantised, and whether it is rectified, in words."""
+    way, rectified = key
+    return f"{way}, rectified" if rectified else way
+
 
 def static_table(
     statistic: Statistic,
@@ -168,9 +188,11 @@ def static_table(
     exact = statistic.root()
     rows = []
     for mapping in mappings:
-        for way, rectified, root in _roots_of_the_paper(statistic, Quantizer(bits, mapping, block)):
-            own = deviations(root, exact)
-            rows.append(Row(way, mapping, bits, block, rectified, *own))
+        quantizer = Quantizer(bits, mapping, block)
+        rows += [
+            Row.of(key, quantizer, root, exact)
+            for key, root in _roots_of_the_paper(statistic, quantizer)
+        ]
         for method, storage in kept:
             config = replace(
                 statistic.config,
@@ -182,43 +204,35 @@ def static_table(
                 block_size=block if storage == "paper" else 64,
                 min_quantized_numel=0,
             )
-            own = deviations(kept_root(statistic, config), exact)
-            way = f"{method}, {storage}"
-            rows.append(Row(way, mapping, bits, config.block_size, None, *own))
+            root = kept_root(statistic, config)
+            rows.append(Row.of((f"{method}, {storage}", None), config, root, exact))
     return rows
 
 
-def _roots_of_the_paper(
-    statistic: Statistic, quantizer: Quantizer
-) -> Iterator[tuple[str, bool | None, Tensor]]:
+def _roots_of_the_paper(statistic: Statistic, quantizer: Quantizer) -> Iterator[tuple[Way, Tensor]]:
     """What is quantised, whether it is rectified, and f(A) that comes of it."""
-
-    def keep_root(B: Tensor) -> Tensor:
-        return _restored_beside_diagonal(B, quantizer)
-
     roots = {}
-    for way, rectified, A in _matrices(statistic, quantizer):
-        root = roots[way, rectified] = inverse_root(A, statistic)
-        yield way, rectified, root
-    yield "B", None, keep_root(statistic.root())
+    for key, A in _matrices(statistic, quantizer):
+        roots[key] = inverse_root(A, statistic)
+        yield key, roots[key]
+    yield ("B", None), _restored_beside_diagonal(statistic.root(), quantizer)
     for way, rectified in (("A", None), ("U", False), ("U", True)):
-        yield f"{way}, B", rectified, keep_root(roots[way, rectified])
+        B = _restored_beside_diagonal(roots[way, rectified], quantizer)
+        yield (f"{way}, B", rectified), B
 
 
-def _matrices(
-    statistic: Statistic, quantizer: Quantizer
-) -> Iterator[tuple[str, bool | None, Tensor]]:
+def _matrices(statistic: Statistic, quantizer: Quantizer) -> Iterator[tuple[Way, Tensor]]:
     """What is quantised, whether it is rectified, and g(A), what is left of A."""
     A = statistic.matrix()
-    yield "A", None, _restored_beside_diagonal(A, quantizer)
-    yield "A and diagonal", None, _restored(A, quantizer)
+    yield ("A", None), _restored_beside_diagonal(A, quantizer)
+    yield ("A and diagonal", None), _restored(A, quantizer)
     for rectified in (False, True):
         V = restored_vectors(statistic, quantizer, int(rectified))
-        yield "U", rectified, (V * statistic.damped) @ V.mT
+        yield ("U", rectified), (V * statistic.damped) @ V.mT
     # By QR, which does not mind if A is singular but for rounding.
     C = torch.linalg.qr(statistic.damped.sqrt().unsqueeze(-1) * statistic.U.mT).R.mT
     C = _restored_beside_diagonal(C, quantizer)
-    yield "C", None, C @ C.mT
+    yield ("C", None), C @ C.mT
 
 
 def inverse_root(A: Tensor, like: Statistic) -> Tensor:
@@ -239,8 +253,7 @@ def restored_vectors(statistic: Statistic, quantizer: Quantizer, rectify: int) -
 
 
 def _restored(X: Tensor, quantizer: Quantizer) -> Tensor:
-    found = quantizer.dequantize(quantizer.quantize(X), X.shape[-1])
-    return found.double()
+    return quantizer.dequantize(quantizer.quantize(X), X.shape[-1]).double()
 
 
 def _restored_beside_diagonal(X: Tensor, quantizer: Quantizer) -> Tensor:
@@ -301,12 +314,12 @@ def contraction(statistic: Statistic, bits: int = 4, mapping: str = "linear2") -
     for exponent in range(0, -math.ceil(math.log2(statistic.condition)) - 1, -2):
         tau = 2.0**exponent
         drawn = Statistic(tau * (lam - least) + least, statistic.U, undamped)
-        rows = []
-        for way, rectified, A in _matrices(drawn, quantizer):
-            if (way, rectified) in (("A", None), ("U", True), ("C", None)):
-                own = deviations(inverse_root(A, drawn), drawn.root())
-                rows.append(Row(way, mapping, bits, quantizer.block_size, rectified, *own))
-        found.append(Contracted(tau, tuple(rows)))
+        rows = tuple(
+            Row.of(key, quantizer, inverse_root(A, drawn), drawn.root())
+            for key, A in _matrices(drawn, quantizer)
+            if key in (("A", None), ("U", True), ("C", None))
+        )
+        found.append(Contracted(tau, rows))
     return found
 
 
@@ -347,7 +360,6 @@ def singular_values(
 ) -> dict[str, Tensor]:
     """Of the matrix, and of what is left of it by each way; ascending."""
     found = {"exact": statistic.damped}
-    for way, rectified, A in _matrices(statistic, Quantizer(bits, mapping)):
-        name = f"{way}, rectified" if rectified else way
-        found[name] = torch.linalg.eigvalsh(A).abs()
+    for key, A in _matrices(statistic, Quantizer(bits, mapping)):
+        found[label_of(key)] = torch.linalg.eigvalsh(A).abs()
     return {name: values.sort().values.cpu() for name, values in found.items()}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kronbit import checkpoint
+from kronbit import checkpoint, outline
 from kronbit.config import FORMAT_KEY, STATISTICS_KEY, Config
 from kronbit.factors import Factors, make_method
 from kronbit.lab.errors import LabError
@@ -39,21 +39,15 @@ class Study:
 
     Attributes:
         name: Of the matrix.
-        order: Its order n.
-        condition: Of the matrix with its damping.
-        exponent: s of f(A) = A^s.
+        statistic: The matrix.
         quantized_to: Bits, if the matrix itself comes out of quantised state; else ``None``.
         rows: The table.
-        statistic: The matrix, for figures.
     """
 
     name: str
-    order: int
-    condition: float
-    exponent: float
+    statistic: Statistic
     quantized_to: int | None
     rows: tuple[Row, ...]
-    statistic: Statistic = field(repr=False)
 
     @classmethod
     def of(
@@ -61,14 +55,23 @@ class Study:
     ) -> Study:
         """Fill the tables for several numbers of bits."""
         rows = tuple(row for width in bits for row in static_table(statistic, width))
-        own = statistic.order, statistic.condition, statistic.config.exponent
-        return cls(name, *own, quantized_to, rows, statistic)
+        return cls(name, statistic, quantized_to, rows)
+
+    @property
+    def exponent(self) -> float:
+        """The s of f(A) = A^s."""
+        return self.statistic.config.exponent
 
     def to_dict(self) -> dict[str, Any]:
         """Plain numbers, for JSON; without the matrix."""
-        names = [own.name for own in fields(self) if own.name not in ("rows", "statistic")]
-        rows = [asdict(row) for row in self.rows]
-        return {**{name: getattr(self, name) for name in names}, "rows": rows}
+        return {
+            "name": self.name,
+            "order": self.statistic.order,
+            "condition": self.statistic.condition,
+            "exponent": self.exponent,
+            "quantized_to": self.quantized_to,
+            "rows": [asdict(row) for row in self.rows],
+        }
 
 
 @dataclass(frozen=True)
@@ -209,24 +212,7 @@ def read_state(source: Path | str | Mapping[str, Any]) -> tuple[str, Mapping[str
     Raises:
         LabError: If there is none.
     """
-    content: Any
-    if isinstance(source, Mapping):
-        label, content = "the state dict", source
-    else:
-        path = Path(source)
-        if path.is_dir():
-            found = checkpoints(path)
-            if not found:
-                raise LabError(f"{path} is a folder without checkpoints: give a run, or a file")
-            path = found[-1]
-        label = str(path)
-        if not path.is_file():
-            raise LabError(f"there is no checkpoint {path}")
-        try:
-            content = torch.load(path, map_location="cpu", weights_only=True)
-        except Exception as error:  # a broken file raises anything
-            reason = " ".join(str(error).split())[:200]
-            raise LabError(f"cannot read {path} as a checkpoint: {reason}") from error
+    label, content = ("the state dict", source) if isinstance(source, Mapping) else _load(source)
     if isinstance(content, Mapping) and "param_groups" not in content:
         content = content.get("optimizer")
     if not isinstance(content, Mapping) or not {"state", "param_groups"} <= content.keys():
@@ -235,6 +221,23 @@ def read_state(source: Path | str | Mapping[str, Any]) -> tuple[str, Mapping[str
             'has it under "optimizer"'
         )
     return label, content
+
+
+def _load(source: Path | str) -> tuple[str, Any]:
+    """The path and the content of a checkpoint, or of the last one of a folder."""
+    path = Path(source)
+    if path.is_dir():
+        found = checkpoints(path)
+        if not found:
+            raise LabError(f"{path} is a folder without checkpoints: give a run, or a file")
+        path = found[-1]
+    if not path.is_file():
+        raise LabError(f"there is no checkpoint {path}")
+    try:
+        return str(path), torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # a broken file raises anything
+        reason = " ".join(str(error).split())[:200]
+        raise LabError(f"cannot read {path} as a checkpoint: {reason}") from error
 
 
 def read_preconditioners(
@@ -251,17 +254,17 @@ def read_preconditioners(
         LabError: If it does not hold any, or not what its options say; by key.
     """
     groups = state_dict["param_groups"]
-    _check_outline(label, state_dict["state"], groups)
-    if not any(FORMAT_KEY in group for group in groups):
-        raise LabError(f"{label} {_NOTHING}")
-    # The reader matches a checkpoint with an optimizer's parameters. These stand in for them.
-    own = [{**group, "params": [torch.empty(0) for _ in group["params"]]} for group in groups]
-    names = {
-        p: parameter_name(group, index, number)
-        for index, group in enumerate(own)
-        for number, p in enumerate(group["params"])
-    }
     try:
+        outline.check(state_dict, groups)
+        if not any(FORMAT_KEY in group for group in groups):
+            raise LabError(f"{label} {_NOTHING}")
+        # The reader matches a checkpoint with an optimizer's parameters. These stand in for them.
+        own = [{**group, "params": [torch.empty(0) for _ in group["params"]]} for group in groups]
+        names = {
+            p: parameter_name(group, index, number)
+            for index, group in enumerate(own)
+            for number, p in enumerate(group["params"])
+        }
         statistics = groups[0].get(STATISTICS_KEY, "gradients")
         entries = checkpoint.read(state_dict, own, [Config()] * len(own), statistics).entries
         if not any(entry.blocks for entry in entries.values()):
@@ -275,19 +278,6 @@ def read_preconditioners(
                     yield Held(names[p], block, side, entry.step, entry.config, factors)
     except (TypeError, ValueError) as error:
         raise LabError(f"{label}: {error}") from error
-
-
-def _check_outline(label: str, state: Any, groups: Any) -> None:
-    if not isinstance(state, Mapping) or not isinstance(groups, list):
-        raise LabError(f"{label}: state must be a dict and param_groups a list")
-    for index, group in enumerate(groups):
-        if not isinstance(group, Mapping) or not isinstance(group.get("params"), list):
-            raise LabError(f"{label}: param_groups[{index}] has no list of params")
-        if len(group.get("param_names", group["params"])) != len(group["params"]):
-            raise LabError(
-                f"{label}: param_groups[{index}] has not a name for each of its params "
-                "in param_names"
-            )
 
 
 _NOTHING = (
@@ -326,28 +316,29 @@ def _errors(held: Held, statistic: Statistic) -> HeldErrors:
     eye = torch.eye(statistic.order, dtype=root.dtype, device=root.device)
     regular = bool(statistic.damped.min() > 0)
     behind = _updates_since_refresh(held.config, held.step)
-    errors: tuple[Deviation | None, Deviation | None] = None, None
-    now: Deviation | None = None
+    whole = off_diagonal = now = None
     if regular and not torch.equal(root, eye):
         exact = statistic.root()
-        errors = deviations(root, exact)
+        whole, off_diagonal = deviations(root, exact)
         if behind != 0:
             with full_precision():
                 now = Deviation.of(refreshed_root(held.factors, held.config), exact)
-    bits = format.statistic.bits, format.root.bits
-    storage = None if bits == (32, 32) else "compact" if format.compact else "paper"
+    bits, root_bits = format.statistic.bits, format.root.bits
+    stored = "compact" if format.compact else "paper"
     return HeldErrors(
-        held.parameter,
-        held.block,
-        held.side,
-        statistic.order,
-        format.method,
-        storage,
-        *bits,
-        statistic.condition if regular else None,
-        behind,
-        *errors,
-        now,
+        parameter=held.parameter,
+        block=held.block,
+        side=held.side,
+        order=statistic.order,
+        method=format.method,
+        storage=None if bits == root_bits == 32 else stored,
+        bits=bits,
+        root_bits=root_bits,
+        condition=statistic.condition if regular else None,
+        updates_since=behind,
+        whole=whole,
+        off_diagonal=off_diagonal,
+        refreshed=now,
     )
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import groupby
+from itertools import chain, groupby
 from typing import TYPE_CHECKING
 
-from kronbit.lab.quantisation.errors import KEPT, Deviation, Row
+from kronbit.lab.quantisation.errors import KEPT, Deviation, Row, label_of
 from kronbit.lab.quantisation.report import ErrorReport, HeldErrors
 from kronbit.lab.report.numbers import MISSING
+from kronbit.lab.report.tables import new_table
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -87,19 +88,12 @@ def _print(console: Console, title: str, table: Table) -> None:
     console.print()
 
 
-def _new_table() -> Table:
-    from rich import box
-    from rich.table import Table
-
-    return Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
-
-
 def _show_held(report: ErrorReport, console: Console) -> None:
     from rich.text import Text
 
     worst = sorted(report.held, key=_error, reverse=True)[:_SHOWN]
     behind = any(held.refreshed for held in worst)
-    table = _new_table()
+    table = new_table()
     table.add_column("preconditioner", overflow="fold", max_width=_MOST_OF_A_NAME)
     for name in ("order", "kept", "condition", "NRE", "°", *(("now", "°") if behind else ())):
         table.add_column(name, justify="left" if name == "kept" else "right", no_wrap=True)
@@ -130,34 +124,31 @@ def _error(held: HeldErrors) -> float:
 def _table(rows: Sequence[Row], synthetic: bool, off_diagonal: bool) -> Table:
     """Ways below each other, mappings side by side."""
     mappings = list(dict.fromkeys(row.mapping for row in rows))
-    found = {(row.way, row.rectified, row.mapping): row for row in rows}
+    part = "off_diagonal" if off_diagonal else "whole"
+    errors = {(row.mapping, row.key): getattr(row, part) for row in rows}
     printed = {
-        (mapping, way, rectified): pair[off_diagonal]
+        (mapping, (way, rectified)): pair[off_diagonal]
         for (bits, mapping, way, rectified), pair in PRINTED.items()
         if synthetic and bits == rows[0].bits and pair[off_diagonal]
     }
-    table = _new_table()
+    table = new_table()
     table.add_column("\nquantised", no_wrap=True)
-    for mapping in mappings:
-        for number, name in enumerate(("NRE", "°")):
-            above = "" if number else mapping
-            table.add_column(f"{above}\n{name}", justify="right", no_wrap=True)
-            if printed:
-                table.add_column("\npaper", justify="right", no_wrap=True, style="dim")
-    ways = dict.fromkeys((row.way, row.rectified) for row in rows)
-    kept = {f"{method}, {storage}" for method, storage in KEPT}
-    first_kept = next((way for way, _ in ways if way in kept), None)
-    for way, rectified in ways:
-        if way == first_kept:
+    for heading in (text for mapping in mappings for text in (f"{mapping}\nNRE", "\n°")):
+        table.add_column(heading, justify="right", no_wrap=True)
+        if printed:
+            table.add_column("\npaper", justify="right", no_wrap=True, style="dim")
+    keys = list(dict.fromkeys(row.key for row in rows))
+    kept = {(f"{method}, {storage}", None) for method, storage in KEPT}
+    first_kept = next(filter(kept.__contains__, keys), None)
+    for key in keys:
+        if key == first_kept:
             table.add_section()
         cells: list[str] = []
         for mapping in mappings:
-            row = found[way, rectified, mapping]
-            own = _texts(row.off_diagonal if off_diagonal else row.whole)
-            theirs = _texts(printed.get((mapping, way, rectified)), missing="")
-            both = zip(own, theirs, strict=True)
-            cells += [text for pair in both for text in pair] if printed else own
-        table.add_row(f"{way}, rectified" if rectified else way, *cells)
+            own = _texts(errors[mapping, key])
+            theirs = _texts(printed.get((mapping, key)), missing="")
+            cells += chain.from_iterable(zip(own, theirs, strict=True)) if printed else own
+        table.add_row(label_of(key), *cells)
     return table
 
 

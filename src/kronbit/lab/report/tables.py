@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kronbit.lab.report.outcomes import (
     Column,
@@ -39,20 +39,24 @@ def show_table(runs: Sequence[Run], console: Console) -> None:
         console.print(table)
 
 
-def _table(found: Sequence[Outcome], columns: Sequence[Column]) -> Table:
+def new_table(**options: Any) -> Table:
+    """A table of the lab, with a line below its headings alone.
+
+    Args:
+        **options: Further ones of rich's table.
+    """
     from rich import box
     from rich.table import Table
+
+    return Table(
+        box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False, **options
+    )
+
+
+def _table(found: Sequence[Outcome], columns: Sequence[Column]) -> Table:
     from rich.text import Text
 
-    table = Table(
-        box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-        pad_edge=False,
-        show_edge=False,
-        header_style="bold",
-        caption=Text(_note(found, columns), style="dim"),
-        caption_justify="left",
-    )
+    table = new_table(caption=Text(_note(found, columns), style="dim"), caption_justify="left")
     table.add_column(Text("\noptimizer"), overflow="fold")
     for column in columns:
         above, _, below = column.title.partition("\n")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,7 @@ from torch.nn import functional
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from kronbit.baselines.rewriter import Rewriter, check_damping, graft, is_number, wide
+from kronbit.baselines.rewriter import Rewriter, check_damping, graft, is_number, wide, zeros
 from kronbit.factors import Layout
 from kronbit.first_order import BaseFactory
 from kronbit.statistics.activations import find_layers
@@ -30,7 +30,7 @@ from kronbit.warning import warn
 _ALL_AT_ONCE = 2**62
 
 
-@dataclass
+@dataclass(frozen=True)
 class Sums:
     """Sums over the rows that a layer has seen since its gradient was empty.
 
@@ -44,10 +44,8 @@ class Sums:
     y: Tensor
     rows: int
 
-    def add(self, other: Sums) -> None:
-        """Take in what another backward pass has seen."""
-        self.x, self.y = self.x + other.x, self.y + other.y
-        self.rows += other.rows
+    def __add__(self, other: Sums) -> Sums:
+        return Sums(self.x + other.x, self.y + other.y, self.rows + other.rows)
 
     def means(self, layer: Layer) -> tuple[Tensor, Tensor]:
         """The mean x, with the constant 1 where there is a bias, and the mean y."""
@@ -87,6 +85,9 @@ class EVA(Rewriter):
         damping: γ. Above 0.
         **options: The base's own.
     """
+
+    # Hooks stay with the model that has them; what they have seen belongs to a single step.
+    _pickled: ClassVar[tuple[str, ...]] = ("beta", "damping", "_layers", "_closed", "_missed")
 
     def __init__(
         self,
@@ -172,18 +173,16 @@ class EVA(Rewriter):
     @torch.no_grad()
     def _collect(self, layer: Layer, x: Tensor, y: Tensor) -> None:
         rows = layer.kind.outputs(layer.module, y)
-        own = Sums(x, rows.sum((1, 2), dtype=x.dtype), rows.shape[1] * rows.shape[2])
-        if layer in self._collected:
-            self._collected[layer].add(own)
-        else:
-            self._collected[layer] = own
+        sums = Sums(x, rows.sum((1, 2), dtype=x.dtype), rows.shape[1] * rows.shape[2])
+        before = self._collected.get(layer)
+        self._collected[layer] = sums if before is None else before + sums
 
     # ------------------------------------------------------------------------------- rewriting
 
     def rewrite(self) -> None:
         """ā, b̄ ← β ā + (1 - β) mean(x), β b̄ + (1 - β) mean(y); G ← G̃."""
-        there = [p for p in self._params() if p.grad is not None and p in self._layers]
-        layers = list(dict.fromkeys(self._layers[p] for p in there))
+        present = [p for p in self._params() if p.grad is not None]
+        layers = [self._layers[p] for p in present if p in self._layers]
         self._prepare(p for layer in layers for p in (layer.weight, layer.bias) if p is not None)
         collected, self._collected = self._collected, {}
         if not layers:
@@ -193,8 +192,8 @@ class EVA(Rewriter):
             for layer in layers
             if layer in collected and collected[layer].rows
         }
-        if len(means) < len(layers):
-            self._note_missed([layer for layer in layers if layer not in means])
+        if missed := [layer for layer in layers if layer not in means]:
+            self._note_missed(missed)
         finite = self._finite([mean for both in means.values() for mean in both])
         for layer in layers:
             here = finite.to(layer.weight.device)
@@ -214,10 +213,10 @@ class EVA(Rewriter):
 
     def _update(self, layer: Layer, x: Tensor, y: Tensor, finite: Tensor) -> None:
         """ā and b̄, and how many means they hold."""
-        own = self.state[layer.weight]
-        if not own:
-            for name, (shape, dtype) in self.layout(layer.weight).items():
-                own[name] = torch.zeros(shape, dtype=dtype, device=layer.weight.device)
+        weight = layer.weight
+        if not self.state[weight]:
+            self.state[weight] = zeros(self.layout(weight), weight.device)
+        own = self.state[weight]
         own["step"] += finite
         for mean, new in ((own["input_mean"], x), (own["output_mean"], y)):
             mean.copy_(torch.where(finite, torch.lerp(new, mean, self.beta), mean))
@@ -236,8 +235,8 @@ class EVA(Rewriter):
         if layer.bias is None:
             grad.copy_(G.reshape(grad.shape))
             return
-        for own, written in layer.separated(G):
-            own.copy_(written)
+        for part, written in layer.separated(G):
+            part.copy_(written)
 
     # -------------------------------------------------------- checkpoints, reports and copies
 
@@ -257,11 +256,6 @@ class EVA(Rewriter):
     def diagnostics(self) -> dict[str, Any]:
         """Counters, and how often a layer had a gradient but no means. Waits for the device."""
         return {**super().diagnostics(), "missed_statistics": self._missed}
-
-    def __getstate__(self) -> dict[str, Any]:
-        # Hooks stay with the model that has them; what they have seen belongs to a single step.
-        kept = ("beta", "damping", "_layers", "_closed", "_missed")
-        return {**super().__getstate__(), **{name: getattr(self, name) for name in kept}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from kronbit.baselines.rewriter import Rewriter, check_damping, graft, wide
+from kronbit.baselines.rewriter import Rewriter, check_damping, graft, wide, zeros
 from kronbit.factors import Layout
 from kronbit.first_order import BaseFactory
 
@@ -45,6 +45,8 @@ class MFAC(Rewriter):
         damping: λ. Above 0.
         **options: The base's own.
     """
+
+    _pickled: ClassVar[tuple[str, ...]] = ("gradients", "damping")
 
     def __init__(
         self,
@@ -88,8 +90,7 @@ class MFAC(Rewriter):
         self._prepare(present)
         finite = self._finite()
         if not self.common:
-            for name, (shape, dtype) in self.common_layout().items():
-                self.common[name] = torch.zeros(shape, dtype=dtype, device=finite.device)
+            self.common = zeros(self.common_layout(), finite.device)
         stored, K = self.common["stored"], self.common["gram"]
         # A tensor: whether the last step was stored is not known to the host.
         slot = (stored % self.gradients).view(1)
@@ -106,11 +107,9 @@ class MFAC(Rewriter):
 
     def _store(self, p: Tensor, slot: Tensor, finite: Tensor) -> Tensor:
         """Put the gradient of one parameter in its slot; its products with all that are kept."""
-        own = self.state[p]
-        if not own:
-            ((name, (shape, dtype)),) = self.layout(p).items()
-            own[name] = torch.zeros(shape, dtype=dtype, device=p.device)
-        G = own["gradients"]
+        if not self.state[p]:
+            self.state[p] = zeros(self.layout(p), p.device)
+        G = self.state[p]["gradients"]
         oldest = G.index_select(0, slot)
         newest = torch.zeros_like(oldest) if p.grad is None else p.grad.unsqueeze(0).to(G.dtype)
         G.index_copy_(0, slot, torch.where(finite, newest, oldest))
@@ -146,7 +145,3 @@ class MFAC(Rewriter):
         rows = stack.view(len(stack), stack[0].numel())
         for piece in rows.split(max(1, _PIECE // len(stack)), 1):
             yield piece.to(wide(stack.dtype))
-
-    def __getstate__(self) -> dict[str, Any]:
-        own = {"gradients": self.gradients, "damping": self.damping}
-        return {**super().__getstate__(), **own}

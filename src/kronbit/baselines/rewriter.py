@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, overload
+from typing import Any, ClassVar, overload
 
 import torch
 from torch import Tensor
@@ -45,6 +45,9 @@ class Rewriter(Around, ABC):
         base: F; ``param_groups`` is F's own list.
         common: Tensors that belong to all parameters together, by name.
     """
+
+    # Attributes that copies and pickles have beside those of every rewriter.
+    _pickled: ClassVar[tuple[str, ...]] = ()
 
     def __init__(
         self,
@@ -134,17 +137,17 @@ class Rewriter(Around, ABC):
         """Refuse gradients that cannot be rewritten; copy those that cannot be written to."""
         grads = [(p, p.grad) for p in params if p.grad is not None]
         for p, grad in grads:
-            which = f"the gradient of a parameter of shape {tuple(p.shape)}"
             if grad.layout != torch.strided:
-                raise RuntimeError(
-                    f"{which} is sparse ({grad.layout}), and {type(self).__name__} rewrites dense "
-                    "ones alone: build the embedding with sparse=False"
-                )
-            if grad.is_complex():
-                raise RuntimeError(
-                    f"{which} is complex ({grad.dtype}), and {type(self).__name__} rewrites real "
-                    "ones alone: optimize torch.view_as_real of the parameter"
-                )
+                what, remedy = f"sparse ({grad.layout})", "build the embedding with sparse=False"
+            elif grad.is_complex():
+                what = f"complex ({grad.dtype})"
+                remedy = "optimize torch.view_as_real of the parameter"
+            else:
+                continue
+            raise RuntimeError(
+                f"the gradient of a parameter of shape {tuple(p.shape)} is {what}, and "
+                f"{type(self).__name__} rewrites dense, real ones alone: {remedy}"
+            )
         for p, grad in grads:
             if overlaps_itself(grad):
                 p.grad = grad.clone(memory_format=torch.contiguous_format)
@@ -199,7 +202,7 @@ class Rewriter(Around, ABC):
                 raise ValueError(
                     f"{key!r} is missing: this is not a state dict of {type(self).__name__}"
                 )
-        entries = _by_parameter(state_dict, self.param_groups, "")
+        entries = _by_parameter(state_dict, self.param_groups)
         try:
             state = {p: self._read(p, *entry) for p, entry in entries.items()}
             layout = self.common_layout() if state or state_dict["common"] else {}
@@ -227,8 +230,21 @@ class Rewriter(Around, ABC):
         return checked_leaves(held, layout, f"state[{key!r}]")
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = ("defaults", "state", "base", "common", "_skipped")
+        kept = ("defaults", "state", "base", "common", "_skipped", *self._pickled)
         return {name: getattr(self, name) for name in kept}
+
+
+def zeros(layout: Layout, device: torch.device) -> Leaves:
+    """A state of zeros.
+
+    Args:
+        layout: name -> (shape, dtype).
+        device: Where to.
+    """
+    return {
+        name: torch.zeros(shape, dtype=dtype, device=device)
+        for name, (shape, dtype) in layout.items()
+    }
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
@@ -246,9 +262,7 @@ def graft(G: Tensor, Ghat: Tensor, dtype: torch.dtype) -> Tensor:
 
 def is_number(value: object) -> bool:
     """Whether a value is a real, finite number; True and False are none."""
-    if not isinstance(value, (int, float)) or isinstance(value, bool):
-        return False
-    return math.isfinite(value)
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def check_damping(damping: float) -> None:
@@ -279,15 +293,14 @@ def _base_loader(base: Optimizer, state_dict: Any) -> BaseLoader:
         p: _EntryOfBase(key, 0, None, held, {}, Config())
         for p, (key, held) in _by_parameter(state_dict, base.param_groups, "base.").items()
     }
-    groups = [
-        {**{name: value for name, value in group.items() if name != "params"}, **old}
-        for group, old in zip(base.param_groups, state_dict["param_groups"], strict=True)
-    ]
+    # The checkpoint's keys of parameters and options, over the options that it lacks.
+    pairs = zip(base.param_groups, state_dict["param_groups"], strict=True)
+    groups = [{**group, **old} for group, old in pairs]
     return BaseLoader(base, Checkpoint(groups, entries))
 
 
 def _by_parameter(
-    state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], prefix: str
+    state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], prefix: str = ""
 ) -> dict[Tensor, tuple[Any, Any]]:
     """Parameter -> (its key in a state dict, what is held there); those without are left out."""
     outline.check(state_dict, groups, prefix)

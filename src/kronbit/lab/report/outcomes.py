@@ -87,7 +87,7 @@ class Outcome:
     @property
     def state(self) -> Spread | None:
         """Second-order state, in bytes."""
-        return Spread.over([_state(run.summary) for run in self.counted])
+        return self.spread("state")
 
     @property
     def of_32(self) -> float | None:
@@ -96,12 +96,12 @@ class Outcome:
         return None if state is None or not self.state_32 else state.mean / self.state_32
 
     def spread(self, *path: str) -> Spread | None:
-        """A number of the summaries.
+        """A number of the runs.
 
         Args:
-            *path: Its keys, from the outside in.
+            *path: As for ``Run.number``.
         """
-        return Spread.over([number(run.summary, *path) for run in self.counted])
+        return Spread.over([run.number(*path) for run in self.counted])
 
     @property
     def full_label(self) -> str:
@@ -127,19 +127,6 @@ class Column:
     importance: int
     value: Callable[[Outcome], float | None]
     text: Callable[[Outcome], str]
-
-
-def number(summary: Mapping[str, Any], *path: str) -> float | None:
-    """A number of a summary, None where it is missing.
-
-    Args:
-        summary: What ``summary.json`` says.
-        *path: Its keys, from the outside in.
-    """
-    found: Any = summary
-    for key in path:
-        found = found.get(key) if isinstance(found, Mapping) else None
-    return found if isinstance(found, int | float) else None
 
 
 def outcomes(runs: Sequence[Run]) -> list[Outcome]:
@@ -188,11 +175,6 @@ def _beside(own: Outcome, found: Sequence[Outcome]) -> Outcome:
             reached = step is not None
             steps_to_base = (own.losses.steps[-1] if step is None else step) / last
     return replace(own, state_32=state_32, steps_to_base=steps_to_base, reached_base=reached)
-
-
-def _state(summary: Mapping[str, Any]) -> float | None:
-    statistics, roots = (number(summary, "memory", key) for key in ("statistics", "roots"))
-    return None if statistics is None or roots is None else statistics + roots
 
 
 def flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -253,19 +235,13 @@ def _steps_text(outcome: Outcome) -> str:
 COLUMNS = (
     _spread_column("training\nloss", 2, loss_text, "train_loss"),
     _spread_column("validation\nloss", 9, loss_text, "loss"),
-    _spread_column("accuracy\n", 8, percent_text, "accuracy"),
+    _spread_column("accuracy", 8, percent_text, "accuracy"),
     Column("steps_to_base", "steps to\nbase loss", 4, lambda own: own.steps_to_base, _steps_text),
-    Column(
-        "state",
-        "2nd-order\nstate",
-        7,
-        lambda own: _mean(own.state),
-        lambda own: bytes_text(_mean(own.state) or None),
-    ),
+    _spread_column("2nd-order\nstate", 7, lambda size: bytes_text(size or None), "state"),
     Column("of_32", "of\n32-bit", 5, lambda own: own.of_32, lambda own: share_text(own.of_32)),
     _spread_column("peak\nmemory", 3, bytes_text, "memory", "peak"),
     _spread_column("ms per\nstep", 6, time_text, "step_ms", "median"),
-    _spread_column("seconds\n", 1, time_text, "seconds"),
+    _spread_column("seconds", 1, time_text, "seconds"),
 )
 
 

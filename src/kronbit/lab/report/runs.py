@@ -72,6 +72,24 @@ class Run:
         """The label, with what to beware of."""
         return with_notes(self.label, self.diverged, self.finished)
 
+    def number(self, *path: str) -> float | None:
+        """A number of the summary, None where it is missing.
+
+        Args:
+            *path: Its keys, from the outside in; ``seed`` and ``state``, that is, statistics and
+                roots, are known without one.
+        """
+        if path == ("seed",):
+            return self.seed
+        if path == ("state",):
+            parts = [self.number("memory", key) for key in ("statistics", "roots")]
+            known = [part for part in parts if part is not None]
+            return sum(known) if known == parts else None
+        value: Any = self.summary
+        for key in path:
+            value = value.get(key) if isinstance(value, Mapping) else None
+        return value if isinstance(value, int | float) else None
+
     @property
     def step_ms(self) -> list[float]:
         """The time of every step, in order."""

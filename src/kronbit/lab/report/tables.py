@@ -57,12 +57,9 @@ def _table(found: Sequence[Outcome], columns: Sequence[Column]) -> Table:
     from rich.text import Text
 
     table = new_table(caption=Text(_note(found, columns), style="dim"), caption_justify="left")
-    table.add_column(Text("\noptimizer"), overflow="fold")
+    table.add_column("optimizer", overflow="fold", vertical="bottom")
     for column in columns:
-        above, _, below = column.title.partition("\n")
-        table.add_column(
-            Text(f"{above}\n{below}" if below else f"\n{above}"), justify="right", no_wrap=True
-        )
+        table.add_column(column.title, justify="right", no_wrap=True, vertical="bottom")
     for outcome in found:
         # As text: labels may hold what rich takes for markup.
         texts = [outcome.full_label, *(column.text(outcome) for column in columns)]
@@ -72,12 +69,11 @@ def _table(found: Sequence[Outcome], columns: Sequence[Column]) -> Table:
 
 def _note(found: Sequence[Outcome], columns: Sequence[Column]) -> str:
     """What the table does not explain by itself."""
-    steps = "steps_to_base" in {column.key for column in columns}
-    seeds = any(len(own.counted) > 1 for own in found)
-    notes = [
-        explain_steps(found) * steps,
-        "±: the largest distance of a seed from the mean." * seeds,
-    ]
+    notes = []
+    if any(column.key == "steps_to_base" for column in columns):
+        notes.append(explain_steps(found))
+    if any(len(own.counted) > 1 for own in found):
+        notes.append("±: the largest distance of a seed from the mean.")
     return " ".join(filter(None, notes))
 
 

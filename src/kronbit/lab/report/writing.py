@@ -21,15 +21,7 @@ from kronbit.lab.report.numbers import (
     percent_text,
     time_text,
 )
-from kronbit.lab.report.outcomes import (
-    Outcome,
-    explain_steps,
-    find,
-    flat,
-    number,
-    outcomes,
-    shown_columns,
-)
+from kronbit.lab.report.outcomes import Outcome, explain_steps, find, flat, outcomes, shown_columns
 from kronbit.lab.report.page import Cell, Row, Table, render_page
 from kronbit.lab.report.runs import Run, by_recipe
 from kronbit.lab.training.files import make_folder, write_bytes
@@ -192,16 +184,14 @@ def _comparison(found: Sequence[Outcome]) -> Table:
 
 def _numbers(caption: str, runs: Sequence[Run], wanted: Sequence[_Number]) -> Table:
     """A table of numbers of the summaries, those that some run has."""
-    # An unfinished run has no summary that names its seed.
-    summaries = [{**run.summary, "seed": run.seed} for run in runs]
     shown = [
         (path, heading, write)
         for path, heading, write in wanted
-        if any(number(summary, *path) is not None for summary in summaries)
+        if any(run.number(*path) is not None for run in runs)
     ]
     rows = []
-    for run, summary in zip(runs, summaries, strict=True):
-        values = [(path, number(summary, *path), write) for path, _, write in shown]
+    for run in runs:
+        values = [(path, run.number(*path), write) for path, _, write in shown]
         cells = [Cell(".".join(path), value, write(value)) for path, value, write in values]
         rows.append(Row(run.folder.name, run.full_label, cells))
     return Table(caption, ["optimizer", *(heading for _, heading, _ in shown)], rows)

@@ -266,13 +266,23 @@ def log_scale(axes: Axes, which: Literal["x", "y"] = "y", within: bool = True) -
 
 
 def new_figure(lines: Sequence[Line]) -> tuple[Figure, Axes]:
-    """A figure with room for the legend above it.
+    """A figure that names the optimizers above itself, where no curve is.
 
     Args:
-        lines: What the legend will name.
+        lines: What will be drawn in it.
     """
-    rows = sum(wrapped(line.outcome.full_label).count("\n") + 1 for line in lines)
-    return _sized(_HEIGHT + 0.09 * rows)
+    from matplotlib.lines import Line2D
+
+    labels = [wrapped(line.outcome.full_label) for line in lines]
+    figure, axes = _sized(_HEIGHT + 0.09 * sum(label.count("\n") + 1 for label in labels))
+    figure.legend(
+        [Line2D([], [], color=line.colour, linestyle=line.style, linewidth=1.9) for line in lines],
+        labels,
+        loc="outside upper left",
+        ncols=1 if len(lines) == 1 else 2,
+        fontsize=8.5,
+    )
+    return figure, axes
 
 
 def row_figure(labels: Sequence[str]) -> tuple[Figure, Axes]:
@@ -294,27 +304,6 @@ def _sized(height: float) -> tuple[Figure, Axes]:
 
     figure = Figure(figsize=(_WIDTH, height), layout="constrained")
     return figure, figure.subplots()
-
-
-def add_legend(figure: Figure, lines: Sequence[Line]) -> None:
-    """Name the optimizers above the figure, where no curve is.
-
-    Args:
-        figure: One of :func:`new_figure`.
-        lines: What is drawn in it.
-    """
-    from matplotlib.lines import Line2D
-
-    handles = [
-        Line2D([], [], color=line.colour, linestyle=line.style, linewidth=1.9) for line in lines
-    ]
-    figure.legend(
-        handles,
-        [wrapped(line.outcome.full_label) for line in lines],
-        loc="outside upper left",
-        ncols=1 if len(lines) == 1 else 2,
-        fontsize=8.5,
-    )
 
 
 def wrapped(label: str, width: int = 28) -> str:

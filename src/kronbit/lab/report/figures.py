@@ -14,7 +14,6 @@ from kronbit.lab.report.drawing import (
     Axis,
     Drawing,
     Line,
-    add_legend,
     frame_late,
     frame_losses,
     in_words,
@@ -93,7 +92,6 @@ def _losses(lines: Sequence[Line], axis: Axis) -> Drawing | None:
         mark_diverged(axes, line, line.outcome.losses, axis)
     what, label = ("steps", "step") if axis == "steps" else ("time", "seconds of training")
     axes.set(xlabel=label, ylabel="loss (thin: training, bold: validation)")
-    add_legend(figure, lines)
     return Drawing(
         f"loss_{axis}",
         f"Loss against {what}",
@@ -157,7 +155,6 @@ def _over_steps(
     for line, own in pairs:
         mark_diverged(axes, line, own, "steps")
     axes.set(xlabel="step", ylabel=label)
-    add_legend(figure, lines)
     alt = f"Lines of {words or label}; last ones: {in_words(lines, write, *path)}"
     return Drawing(name, title, caption, alt, to_png(figure))
 

@@ -1,4 +1,4 @@
-"""What each optimizer of a comparison came to: its seeds together, beside base and 32 bits."""
+"""Outcomes of a comparison: the seeds of a variant combined, and compared with base and 32 bits."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Any
 
 from kronbit.lab.report.curves import Curve, curve
@@ -20,7 +21,7 @@ from kronbit.lab.report.numbers import (
 )
 from kronbit.lab.report.runs import Run, rank, with_notes
 
-# Settings that decide how much is written down, not what comes out.
+# Settings that control logging and checkpoints; they do not affect the result.
 _BOOKKEEPING = (
     *("seed", "about", "paper", "log_every", "eval_every", "checkpoint_every", "keep"),
     "watched_blocks",
@@ -29,11 +30,11 @@ _BOOKKEEPING = (
 
 @dataclass(frozen=True)
 class Spread:
-    """A number over some runs.
+    """The mean and spread of a number over runs.
 
     Attributes:
-        mean: Of a single run, its very number.
-        deviation: The largest distance of a run from the mean; None for a single run.
+        mean: Mean over the runs.
+        deviation: Largest distance of a run from the mean; None for a single run.
     """
 
     mean: float
@@ -41,7 +42,7 @@ class Spread:
 
     @classmethod
     def over(cls, values: Sequence[float | None]) -> Spread | None:
-        """Of all values; None if one is missing, as a mean without it would be another."""
+        """Combine the values of runs. The result is None if a value is missing."""
         known = [value for value in values if value is not None]
         if not known or len(known) < len(values):
             return None
@@ -50,7 +51,7 @@ class Spread:
         return cls(mean, far)
 
     def text(self, write: Write) -> str:
-        """The mean, and the deviation if there are several runs."""
+        """Format the mean, followed by the deviation if there are several runs."""
         if self.deviation is None or not math.isfinite(self.deviation):
             return write(self.mean)
         if write is percent_text:
@@ -60,19 +61,21 @@ class Spread:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the runs of one variant came to.
+    """The combined result of the runs of one variant.
 
     Attributes:
-        label: The optimizer's name for people, unlike all others of its recipe.
-        variant: Its key.
-        runs: All its runs.
-        counted: Those that numbers and curves are made of: unfinished ones only where there is no
-            other. Diverged runs count.
+        label: Display name of the optimizer, unique within the recipe.
+        variant: Key of the variant.
+        runs: All runs of the variant.
+        counted: Runs that enter numbers and curves. Diverged runs count; unfinished ones count only
+            if the variant has no finished run.
         losses: Validation loss over the course of training.
-        state_32: Bytes of the 32-bit second-order state of its family; None if nothing has it.
-        steps_to_base: When its validation loss first was at most the base's last one, as a share of
-            the base's steps; if it never was, the share that it trained for.
-        reached_base: Whether it ever was.
+        state_32: Bytes of second-order state of the 32-bit variant of the same algorithm, or None
+            if the comparison has no such variant.
+        steps_to_base: Step at which the validation loss first is at most the base's last one, as a
+            fraction of the base's steps. If the loss is never reached, the fraction that was
+            trained.
+        reached_base: True if the base's last loss is reached.
     """
 
     label: str
@@ -86,40 +89,40 @@ class Outcome:
 
     @property
     def state(self) -> Spread | None:
-        """Second-order state, in bytes."""
+        """Bytes of second-order state."""
         return self.spread("state")
 
     @property
     def of_32(self) -> float | None:
-        """Second-order state as a share of the 32-bit one of its family."""
+        """Second-order state as a fraction of ``state_32``."""
         state = self.state
         return None if state is None or not self.state_32 else state.mean / self.state_32
 
     def spread(self, *path: str) -> Spread | None:
-        """A number of the runs.
+        """Combine a number of the counted runs.
 
         Args:
-            *path: As for ``Run.number``.
+            *path: Keys of the number, as in ``Run.number``.
         """
         return Spread.over([run.number(*path) for run in self.counted])
 
     @property
     def full_label(self) -> str:
-        """The label, with what to beware of."""
+        """The label, marked if a run diverged or is unfinished."""
         diverged = any(run.diverged for run in self.counted)
         return with_notes(self.label, diverged, all(run.finished for run in self.counted))
 
 
 @dataclass(frozen=True)
 class Column:
-    """A column of the table that a comparison ends with.
+    """A column of the table that compares outcomes.
 
     Attributes:
-        key: Names it in the report.
-        title: Its heading; breaks into two lines at the line break.
-        importance: The lowest go first where the terminal is narrow.
-        value: Its number, if the outcome has it.
-        text: How it reads.
+        key: Key of the column in the report.
+        title: Heading, which may contain a line break.
+        importance: A narrow terminal drops the columns of lowest importance first.
+        value: Returns the number of an outcome, or None if it is missing.
+        text: Returns the displayed text of an outcome.
     """
 
     key: str
@@ -130,10 +133,10 @@ class Column:
 
 
 def outcomes(runs: Sequence[Run]) -> list[Outcome]:
-    """The outcomes of the runs of one recipe, in their fixed order.
+    """Combine the runs of one recipe into outcomes, in their fixed order.
 
-    Runs are seeds of one variant if their label, their variant and all settings that matter are
-    equal; where only settings tell two variants apart, their labels name those settings.
+    Runs are seeds of one variant if label, variant, hardware and all settings that affect the
+    result are equal. If two variants differ in settings alone, their labels name those settings.
 
     Args:
         runs: Runs of one recipe.
@@ -142,47 +145,48 @@ def outcomes(runs: Sequence[Run]) -> list[Outcome]:
     for run in runs:
         settings = json.dumps(_settings(run), sort_keys=True, default=str)
         gathered.setdefault((run.variant, run.label, settings), []).append(run)
-    found = []
-    for (variant, label, _), own in gathered.items():
+    combined = []
+    for (variant, label, _), seeds in gathered.items():
         alike = [others[0] for key, others in gathered.items() if key[:2] == (variant, label)]
-        counted = [run for run in own if run.finished or run.diverged] or own
-        full = label + _difference(own[0], alike)
-        found.append(Outcome(full, variant, own, counted, curve(counted, "evals", "loss")))
-    found.sort(key=lambda own: rank(own.variant))
-    return [_beside(own, found) for own in found]
+        counted = [run for run in seeds if run.finished or run.diverged] or seeds
+        full = label + _difference(seeds[0], alike)
+        combined.append(Outcome(full, variant, seeds, counted, curve(counted, "evals", "loss")))
+    combined.sort(key=lambda outcome: rank(outcome.variant))
+    return [_compared(outcome, combined) for outcome in combined]
 
 
-def find(found: Sequence[Outcome], variant: str) -> Outcome | None:
-    """The outcome of a variant, if there is one and only one.
+def find(compared: Sequence[Outcome], variant: str) -> Outcome | None:
+    """Return the outcome of a variant, or None unless exactly one outcome has that variant.
 
     Args:
-        found: All outcomes of a recipe.
-        variant: Its key.
+        compared: All outcomes of a recipe.
+        variant: Key of the variant.
     """
-    own = [outcome for outcome in found if outcome.variant == variant]
-    return own[0] if len(own) == 1 else None
+    matches = [outcome for outcome in compared if outcome.variant == variant]
+    return matches[0] if len(matches) == 1 else None
 
 
-def _beside(own: Outcome, found: Sequence[Outcome]) -> Outcome:
-    """The outcome with what it is beside the base and beside 32 bits."""
-    base, full = find(found, "base"), find(found, f"{own.variant.split('-')[0]}-32")
+def _compared(outcome: Outcome, others: Sequence[Outcome]) -> Outcome:
+    """Return the outcome with its comparison with the base and the 32-bit variant filled in."""
+    base, full = find(others, "base"), find(others, f"{outcome.variant.split('-')[0]}-32")
     state_32 = None if full is None else _mean(full.state)
     steps_to_base, reached = None, False
-    if base is not None and own.losses.steps and any(base.losses.steps):
+    losses = outcome.losses
+    if base is not None and losses.steps and any(base.losses.steps):
         final, last = base.losses.mean[-1], base.losses.steps[-1]
         if math.isfinite(final):
-            step = own.losses.first_at_most(final)
+            step = losses.first_at_most(final)
             reached = step is not None
-            steps_to_base = (own.losses.steps[-1] if step is None else step) / last
-    return replace(own, state_32=state_32, steps_to_base=steps_to_base, reached_base=reached)
+            steps_to_base = (losses.steps[-1] if step is None else step) / last
+    return replace(outcome, state_32=state_32, steps_to_base=steps_to_base, reached_base=reached)
 
 
 def flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Settings without mappings inside: ``model.name`` and so on.
+    """Flatten nested settings to names with dots, such as ``model.name``.
 
     Args:
-        settings: What a recipe says.
-        prefix: Goes before every name.
+        settings: Settings of a recipe.
+        prefix: Prefix of every name.
     """
     result: dict[str, Any] = {}
     for key, value in settings.items():
@@ -194,21 +198,21 @@ def flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _settings(run: Run) -> dict[str, Any]:
-    """What decides a run, the machine included: times of two machines have no mean."""
+    """Return the settings that affect the result, and the hardware, which affects times."""
     settings = {**flat(run.settings), "hardware": run.hardware}
     return {key: value for key, value in settings.items() if key not in _BOOKKEEPING}
 
 
 def _difference(run: Run, alike: Sequence[Run]) -> str:
-    """What tells a run from those that are named alike, in brackets."""
-    own, others = _settings(run), [_settings(other) for other in alike]
-    names = dict.fromkeys(name for settings in (own, *others) for name in settings)
-    told = [
-        f"{name.split('.')[-1]}={own.get(name)}"
+    """Return the settings in which a run differs from runs of the same label, in brackets."""
+    settings, others = _settings(run), [_settings(other) for other in alike]
+    names = dict.fromkeys(name for mapping in (settings, *others) for name in mapping)
+    different = [
+        f"{name.split('.')[-1]}={settings.get(name)}"
         for name in names
-        if any(other.get(name) != own.get(name) for other in others)
+        if any(other.get(name) != settings.get(name) for other in others)
     ]
-    return f" ({', '.join(told)})" if told else ""
+    return f" ({', '.join(different)})" if different else ""
 
 
 def _mean(spread: Spread | None) -> float | None:
@@ -216,14 +220,16 @@ def _mean(spread: Spread | None) -> float | None:
 
 
 def _spread_column(title: str, importance: int, write: Write, *path: str) -> Column:
-    # Elsewhere than in what was learnt, the spread over seeds is only noise of the machine.
+    # The spread of times and memory over seeds is noise of the machine; it is not shown.
     learnt = path in (("loss",), ("accuracy",), ("train_loss",))
 
     def text(outcome: Outcome) -> str:
         spread = outcome.spread(*path)
         return spread.text(write) if spread is not None and learnt else write(_mean(spread))
 
-    return Column(".".join(path), title, importance, lambda own: _mean(own.spread(*path)), text)
+    return Column(
+        ".".join(path), title, importance, lambda outcome: _mean(outcome.spread(*path)), text
+    )
 
 
 def _steps_text(outcome: Outcome) -> str:
@@ -236,34 +242,34 @@ COLUMNS = (
     _spread_column("training\nloss", 2, loss_text, "train_loss"),
     _spread_column("validation\nloss", 9, loss_text, "loss"),
     _spread_column("accuracy", 8, percent_text, "accuracy"),
-    Column("steps_to_base", "steps to\nbase loss", 4, lambda own: own.steps_to_base, _steps_text),
+    Column("steps_to_base", "steps to\nbase loss", 4, attrgetter("steps_to_base"), _steps_text),
     _spread_column("2nd-order\nstate", 7, lambda size: bytes_text(size or None), "state"),
-    Column("of_32", "of\n32-bit", 5, lambda own: own.of_32, lambda own: share_text(own.of_32)),
+    Column("of_32", "of\n32-bit", 5, attrgetter("of_32"), lambda row: share_text(row.of_32)),
     _spread_column("peak\nmemory", 3, bytes_text, "memory", "peak"),
     _spread_column("ms per\nstep", 6, time_text, "step_ms", "median"),
     _spread_column("seconds", 1, time_text, "seconds"),
 )
 
 
-def shown_columns(found: Sequence[Outcome]) -> list[Column]:
-    """The columns in which some outcome has a number.
+def shown_columns(compared: Sequence[Outcome]) -> list[Column]:
+    """Return the columns in which some outcome has a number.
 
     Args:
-        found: The rows of the table.
+        compared: Outcomes in the rows of the table.
     """
-    return [column for column in COLUMNS if any(column.value(own) for own in found)]
+    return [column for column in COLUMNS if any(map(column.value, compared))]
 
 
-def explain_steps(found: Sequence[Outcome]) -> str:
-    """A sentence about steps to base loss; empty where there is nothing to compare with.
+def explain_steps(compared: Sequence[Outcome]) -> str:
+    """Explain the column of steps to base loss; empty if the base is missing or alone.
 
     Args:
-        found: The rows of the table.
+        compared: Outcomes in the rows of the table.
     """
-    base = find(found, "base")
-    if base is None or len(found) == 1:
+    base = find(compared, "base")
+    if base is None or len(compared) == 1:
         return ""
     return (
-        "Steps to base loss: when the validation loss first was at most the last one of "
-        f"{base.label}, as a share of its steps."
+        f"Steps to base loss: the step at which the validation loss reaches {base.label}'s last "
+        f"one, as a fraction of {base.label}'s steps."
     )

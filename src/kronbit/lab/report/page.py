@@ -1,4 +1,4 @@
-"""The page of a report: ``page.html.jinja`` with its style, filled with tables and figures."""
+"""The HTML page of a report, rendered from ``page.html.jinja`` and ``report.css``."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Cell:
-    """A number in a table.
+    """A cell of a table.
 
     Attributes:
-        key: What it is, for who reads the page by program.
-        value: The number as it was measured; None where there is none.
-        text: How it reads.
-        best: Whether it is the one to look at.
+        key: Key of the number, for programs that read the page.
+        value: The measured number, or None if there is none.
+        text: Displayed text.
+        best: True if the cell is highlighted as the best of its column.
     """
 
     key: str
@@ -25,13 +25,13 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Row:
+class TableRow:
     """A row of a table.
 
     Attributes:
-        name: What programs find it by.
-        heading: Its name for people.
-        cells: Its numbers.
+        name: Key of the row, for programs that read the page.
+        heading: Displayed name.
+        cells: The cells of the row.
     """
 
     name: str
@@ -40,25 +40,25 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Table:
-    """A table of numbers, which scrolls by itself where the window is narrow.
+class NumberTable:
+    """A table of numbers, which scrolls horizontally in a narrow window.
 
     Attributes:
-        caption: What it shows.
-        headings: Of all columns; a line break starts a new line.
-        rows: Its rows.
+        caption: Caption above the table.
+        headings: Column headings. A line break in one becomes a line break on the page.
+        rows: The rows of the table.
     """
 
     caption: str
     headings: Sequence[str]
-    rows: Sequence[Row]
+    rows: Sequence[TableRow]
 
 
 def render_page(**content: Any) -> str:
-    """Fill the template; every text is escaped, and a missing one is an error.
+    """Render the template. All text is escaped, and a missing variable raises an error.
 
     Args:
-        **content: What the template names.
+        **content: Variables of the template.
     """
     from jinja2 import Environment, PackageLoader, StrictUndefined
 

@@ -1,4 +1,4 @@
-"""The report of a comparison: figures, and a page that explains itself and needs no other file."""
+"""Writing of the report of a comparison: figures, and one HTML file that contains them."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from kronbit.lab.report.numbers import (
     time_text,
 )
 from kronbit.lab.report.outcomes import Outcome, explain_steps, find, flat, outcomes, shown_columns
-from kronbit.lab.report.page import Cell, Row, Table, render_page
+from kronbit.lab.report.page import Cell, NumberTable, TableRow, render_page
 from kronbit.lab.report.runs import Run, by_recipe
 from kronbit.lab.training.files import make_folder, write_bytes
 
-# Every number of a summary: where it is, its heading, and how it is written.
+# A number of a run: its path in the summary, its heading and its format.
 _Number = tuple[tuple[str, ...], str, Write]
 _SEED: _Number = (("seed",), "seed", count_text)
 _RESULTS: tuple[_Number, ...] = (
@@ -55,7 +55,7 @@ _MEMORY: tuple[_Number, ...] = (
     (("memory", "peak"), "peak", bytes_text),
 )
 
-# A number in large print: its text, what it is, and what it is beside.
+# A number in large print, its name, and the number it is compared with.
 _Tile = tuple[str, str, str]
 
 
@@ -63,26 +63,26 @@ def write_report(runs: Sequence[Run], folder: Path, title: str, command: str) ->
     """Write the figures and ``report.html``, which contains them.
 
     Args:
-        runs: Of one comparison or of several; each recipe gets a section.
-        folder: Where to; it is made if it does not exist.
-        title: Of the page.
-        command: What was typed to get it.
+        runs: Runs of one or more comparisons. Each recipe gets a section.
+        folder: Output folder, created if it does not exist.
+        title: Title of the page.
+        command: Command shown at the top of the page.
 
     Returns:
-        The page's path.
+        Path of the page.
 
     Raises:
-        LabError: There are no runs, or the folder cannot be written to.
+        LabError: If there are no runs, or the folder is not writable.
     """
     if not runs:
-        raise LabError("there are no runs to report on: name the folder of a run or a comparison")
-    sections = [_section(recipe, own) for recipe, own in by_recipe(runs).items()]
+        raise LabError("no runs to report on: name the folder of a run or a comparison")
+    sections = [_section(recipe, members) for recipe, members in by_recipe(runs).items()]
     files: dict[str, bytes] = {}
     for section in sections:
-        before = f"{_file_name(section['recipe'])}-" if len(sections) > 1 else ""
-        files |= {f"{before}{drawing.name}.png": drawing.png for drawing in section["drawings"]}
+        prefix = f"{_file_name(section['recipe'])}-" if len(sections) > 1 else ""
+        files |= {f"{prefix}{drawing.name}.png": drawing.png for drawing in section["drawings"]}
     page = render_page(title=title, command=command, origin=_origin(runs), sections=sections)
-    files["report.html"] = page.encode()  # last: whoever sees it finds its figures
+    files["report.html"] = page.encode()  # written last, when its figures exist
     make_folder(folder)
     for name, content in files.items():
         write_bytes(folder / name, content)
@@ -94,7 +94,7 @@ def _file_name(recipe: str) -> str:
 
 
 def _origin(runs: Sequence[Run]) -> list[str]:
-    """How many runs there are, and when, where and with what they ran."""
+    """Return the number of runs, their dates, hardware and versions as text."""
     days = sorted({run.started[:10] for run in runs if run.started})
     when = " to ".join(dict.fromkeys((days[0], days[-1]))) if days else ""
     versions = list(dict.fromkeys(filter(None, map(_versions, runs))))
@@ -108,11 +108,11 @@ def _origin(runs: Sequence[Run]) -> list[str]:
 
 
 def _section(recipe: str, runs: Sequence[Run]) -> dict[str, Any]:
-    """A recipe's part of the page."""
-    found = outcomes(runs)
-    heading, tiles = _tiles(found)
-    what = peak_kind(found)
-    of_peak = f"; the peak is what was {what}" if what else ""
+    """Return the template variables of a recipe's section."""
+    compared = outcomes(runs)
+    heading, tiles = _tiles(compared)
+    kind = peak_kind(compared)
+    of_peak = f"; peak: {kind}" if kind else ""
     abouts = dict.fromkeys(str(run.settings.get("about") or "") for run in runs)
     return {
         "recipe": recipe,
@@ -120,70 +120,75 @@ def _section(recipe: str, runs: Sequence[Run]) -> dict[str, Any]:
         "hardware": _distinct_hardware(runs),
         "tiles_heading": heading,
         "tiles": tiles,
-        "comparison": _comparison(found),
-        "drawings": draw_figures(found),
-        "results": _numbers("Results of every run, as its summary.json says.", runs, _RESULTS),
+        "comparison": _comparison(compared),
+        "drawings": draw_figures(compared),
+        "results": _numbers("Results of every run, from its summary.json.", runs, _RESULTS),
         "memory": _numbers(f"Memory of every run{of_peak}.", runs, _MEMORY),
         "runs": [_details(run) for run in runs],
     }
 
 
-def _tiles(found: Sequence[Outcome]) -> tuple[str, list[_Tile]]:
-    """What 4 bits come to beside the base, in large print; nothing if it is unclear what is."""
-    base = find(found, "base")
-    others = [own for own in found if own.variant != "base"]
-    own = find(found, "shampoo-4") or (others[0] if len(others) == 1 else None)
-    if base is None or own is None:
+def _tiles(compared: Sequence[Outcome]) -> tuple[str, list[_Tile]]:
+    """Return the comparison of one variant with the base: its heading and its tiles.
+
+    The variant is ``shampoo-4`` or the only one beside the base; without one there are no tiles.
+    """
+    base = find(compared, "base")
+    others = [outcome for outcome in compared if outcome.variant != "base"]
+    chosen = find(compared, "shampoo-4") or (others[0] if len(others) == 1 else None)
+    if base is None or chosen is None:
         return "", []
 
-    def both(what: str, write: Write, *path: str, unit: str = "") -> list[_Tile]:
-        mine, its = own.spread(*path), base.spread(*path)
-        if mine is None or its is None:
+    def pair(name: str, write: Write, *path: str, unit: str = "") -> list[_Tile]:
+        number, of_base = chosen.spread(*path), base.spread(*path)
+        if number is None or of_base is None:
             return []
-        return [(write(mine.mean) + unit, what, f"{base.label}: {write(its.mean)}{unit}")]
+        return [(write(number.mean) + unit, name, f"{base.label}: {write(of_base.mean)}{unit}")]
 
     tiles = [
-        *both("validation loss", loss_text, "loss"),
-        *both("accuracy", percent_text, "accuracy"),
+        *pair("validation loss", loss_text, "loss"),
+        *pair("accuracy", percent_text, "accuracy"),
     ]
-    if own.steps_to_base is not None and own.reached_base:
-        share = f"{100 * own.steps_to_base:.0f} %"
+    if chosen.steps_to_base is not None and chosen.reached_base:
+        share = f"{100 * chosen.steps_to_base:.0f} %"
         tiles.append((share, f"of {base.label}'s steps", f"until {base.label}'s last loss"))
-    elif own.steps_to_base is not None:
+    elif chosen.steps_to_base is not None:
         tiles.append(("not reached", f"{base.label}'s last loss", "in all its steps"))
-    if own.state is not None and own.state.mean:
-        beside = ""
-        if own.of_32:
-            beside = f"32-bit: {bytes_text(own.state_32)}, {1 / own.of_32:.1f} times as much"
-        tiles.append((bytes_text(own.state.mean), "second-order state", beside))
-    tiles += both("per step, mean", time_text, "step_ms", "mean", unit=" ms")
-    return f"{own.full_label} beside {base.full_label}", tiles
+    if chosen.state is not None and chosen.state.mean:
+        full = ""
+        if chosen.of_32:
+            full = f"32-bit: {bytes_text(chosen.state_32)}, {1 / chosen.of_32:.1f} times as much"
+        tiles.append((bytes_text(chosen.state.mean), "second-order state", full))
+    tiles += pair("per step, mean", time_text, "step_ms", "mean", unit=" ms")
+    return f"{chosen.full_label} compared with {base.full_label}", tiles
 
 
-def _comparison(found: Sequence[Outcome]) -> Table:
-    """The table that a comparison ends with."""
-    columns = shown_columns(found)
-    several = any(len(own.counted) > 1 for own in found)
+def _comparison(compared: Sequence[Outcome]) -> NumberTable:
+    """Return the table that compares the optimizers."""
+    columns = shown_columns(compared)
+    several = any(len(outcome.counted) > 1 for outcome in compared)
     best = {}
     for key, choose in (("loss", min), ("accuracy", max)):
-        means = [spread.mean for own in found if (spread := own.spread(key)) is not None]
+        spreads = [outcome.spread(key) for outcome in compared]
+        means = [spread.mean for spread in spreads if spread is not None]
         best[key] = choose((mean for mean in means if math.isfinite(mean)), default=None)
     rows = []
-    for own in found:
-        cells = [Cell("runs", len(own.counted), str(len(own.counted)))] if several else []
+    for outcome in compared:
+        count = len(outcome.counted)
+        cells = [Cell("runs", count, str(count))] if several else []
         for column in columns:
-            value = column.value(own)
-            is_best = value is not None and len(found) > 1 and value == best.get(column.key)
-            cells.append(Cell(column.key, value, column.text(own), is_best))
-        rows.append(Row(own.variant, own.full_label, cells))
-    over = ": means over its runs, ± the largest distance of a run from the mean" * several
-    caption = f"What each optimizer came to{over}. {explain_steps(found)}"
+            value = column.value(outcome)
+            is_best = value is not None and len(compared) > 1 and value == best.get(column.key)
+            cells.append(Cell(column.key, value, column.text(outcome), is_best))
+        rows.append(TableRow(outcome.variant, outcome.full_label, cells))
+    over = ": mean over its runs, ± the largest distance of a run from the mean" * several
+    caption = f"Result of each optimizer{over}. {explain_steps(compared)}"
     headings = ["optimizer", *(["runs"] if several else []), *(column.title for column in columns)]
-    return Table(caption.strip(), headings, rows)
+    return NumberTable(caption.strip(), headings, rows)
 
 
-def _numbers(caption: str, runs: Sequence[Run], wanted: Sequence[_Number]) -> Table:
-    """A table of numbers of the summaries, those that some run has."""
+def _numbers(caption: str, runs: Sequence[Run], wanted: Sequence[_Number]) -> NumberTable:
+    """Return a table with one row per run and a column for each number that some run has."""
     shown = [
         (path, heading, write)
         for path, heading, write in wanted
@@ -193,12 +198,12 @@ def _numbers(caption: str, runs: Sequence[Run], wanted: Sequence[_Number]) -> Ta
     for run in runs:
         values = [(path, run.number(*path), write) for path, _, write in shown]
         cells = [Cell(".".join(path), value, write(value)) for path, value, write in values]
-        rows.append(Row(run.folder.name, run.full_label, cells))
-    return Table(caption, ["optimizer", *(heading for _, heading, _ in shown)], rows)
+        rows.append(TableRow(run.folder.name, run.full_label, cells))
+    return NumberTable(caption, ["optimizer", *(heading for _, heading, _ in shown)], rows)
 
 
 def _details(run: Run) -> dict[str, Any]:
-    """All that is needed to get a run again, and what it noticed."""
+    """Return the template variables of a run: command, origin, diagnostics and settings."""
     counters = [
         f"{key}: {count_text(count)}"
         for key, count in (run.summary.get("diagnostics") or {}).items()
@@ -213,7 +218,7 @@ def _details(run: Run) -> dict[str, Any]:
             "folder": run.folder.name,
             "hardware": run.hardware,
             "versions": _versions(run),
-            "diagnostics": ", ".join(counters) or "no counter above zero" * run.finished,
+            "diagnostics": ", ".join(counters) or "all counters are zero" * run.finished,
         },
         "settings": {name: _as_text(value) for name, value in flat(run.settings).items()},
     }

@@ -1,4 +1,4 @@
-"""The paper's figures about quantisation: of its synthetic matrix, or of one of a checkpoint."""
+"""The paper's figures about quantisation, for its synthetic matrix or a matrix of a checkpoint."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ from kronbit.quantization.mappings import codebook
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# By what is quantised: greys for A itself, blues for eigenvectors, orange for the factor.
+# Quantised quantities: A is grey, eigenvectors are blue, the triangular factor is orange.
 _LINES: dict[Way, dict[str, Any]] = {
     ("A", None): {"color": GREY, "linestyle": DASHED, "marker": "s"},
     ("U", False): {"color": PALE_BLUE, "linestyle": DOTTED, "marker": "^"},
     ("U", True): {"color": BLUE, "linestyle": "-", "marker": "o"},
     ("C", None): {"color": ORANGE, "linestyle": "-", "marker": "D"},
 }
-# The errors of a Deviation, and how axes name them.
+# Attributes of Deviation, and their labels on axes.
 _METRICS = {"nre": "relative error (NRE)", "angle": "angle in degrees"}
 _WIDTH = 7.2
 
@@ -48,18 +48,18 @@ _WIDTH = 7.2
 def draw_errors(
     report: ErrorReport, folder: Path, tell: Callable[[str], object] = lambda text: None
 ) -> list[Path]:
-    """Draw all figures of the first matrix that was studied.
+    """Draw all figures of the first matrix of a report.
 
     Args:
-        report: What was found.
-        folder: Where the PNG files go; it is made.
-        tell: Takes what is being drawn, for a line of progress.
+        report: The report.
+        folder: Folder of the PNG files, created if it does not exist.
+        tell: Called with the name of each file before it is drawn, to show progress.
 
     Returns:
-        The files.
+        Paths of the files.
 
     Raises:
-        LabError: If no matrix was studied, or the files cannot be written.
+        LabError: If the report has no matrix, or the files cannot be written.
     """
     import matplotlib as mpl
 
@@ -84,7 +84,7 @@ def draw_errors(
 
 
 def draw_mappings() -> Figure:
-    """The codebooks of both mappings at 3 and 4 bits."""
+    """Draw the codebooks of both mappings at 3 and 4 bits."""
     figure, panels = _figure(1, 2, 3.2)
     looks = {"dt": _LINES["A", None], "linear2": _LINES["U", True]}
     for panel, bits in zip(panels[0], (3, 4), strict=True):
@@ -99,13 +99,13 @@ def draw_mappings() -> Figure:
 
 
 def draw_bars(study: Study) -> Figure:
-    """NRE and angle of every way to keep the matrix, at the fewest bits of the table."""
+    """Draw NRE and angle of every way to store the matrix, at the lowest number of bits."""
     from matplotlib.patches import Patch
 
     bits = min(row.bits for row in study.rows)
     rows = [row for row in study.rows if row.bits == bits]
     keys = list(dict.fromkeys(row.key for row in rows))
-    # By lightness, whatever the colour.
+    # Mappings differ in lightness, as colors stand for the quantised quantity.
     alphas = dict.fromkeys(dict.fromkeys(row.mapping for row in rows), 0.45)
     alphas[rows[0].mapping] = 1
     figure, panels = _figure(1, 2, 0.9 + 0.27 * len(keys), sharey=True)
@@ -117,7 +117,7 @@ def draw_bars(study: Study) -> Figure:
                 [place + (i + 0.5) * height - 0.4 for place in range(len(keys))],
                 [getattr(errors[key], metric) for key in keys],
                 height=0.92 * height,
-                color=[_colour(way) for way, _ in keys],
+                color=[_color(way) for way, _ in keys],
                 alpha=alpha,
             )
         panel.set_xlabel(label)
@@ -130,14 +130,14 @@ def draw_bars(study: Study) -> Figure:
     return _titled(figure, f"Errors of the inverse root at {bits} bits: {study.name}")
 
 
-def draw_contraction(study: Study, found: Sequence[Contracted]) -> Figure:
-    """Errors against τ, with and without the diagonal of the root."""
+def draw_contraction(study: Study, points: Sequence[Contracted]) -> Figure:
+    """Draw errors against τ, with and without the diagonal of the root."""
     figure, panels = _figure(2, 2, 5.0, sharex=True)
-    taus = [contracted.tau for contracted in found]
+    taus = [point.tau for point in points]
     parts = {"whole": "the root", "off_diagonal": "without its diagonal"}
     for column, (part, title) in enumerate(parts.items()):
         for panel, metric in zip(panels[:, column], _METRICS, strict=True):
-            for rows in zip(*(contracted.rows for contracted in found), strict=True):
+            for rows in zip(*(point.rows for point in points), strict=True):
                 panel.plot(
                     taus,
                     [getattr(getattr(row, part), metric) for row in rows],
@@ -156,10 +156,10 @@ def draw_contraction(study: Study, found: Sequence[Contracted]) -> Figure:
     return _titled(figure, f"Condition {study.statistic.condition:.3g} at τ = 1: {study.name}")
 
 
-def draw_rectification(study: Study, found: dict[int, list[float]]) -> Figure:
-    """Errors of powers against the number of Björck's steps."""
+def draw_rectification(study: Study, errors_of: dict[int, list[float]]) -> Figure:
+    """Draw errors of powers against the number of Björck steps."""
     figure, ((panel,),) = _figure(1, 1, 3.4)
-    for (k, errors), look in zip(found.items(), _LINES.values(), strict=True):
+    for (k, errors), look in zip(errors_of.items(), _LINES.values(), strict=True):
         panel.plot(errors, **look, markersize=4, label=f"s = -1/{k}" if k > 1 else "s = -1")
     panel.set(yscale="log", xlabel="Björck steps t₂", ylabel="mean of |(VΛˢVᵀ)^(-1/s) VΛVᵀ - I|")
     panel.legend(loc="upper right")
@@ -167,10 +167,10 @@ def draw_rectification(study: Study, found: dict[int, list[float]]) -> Figure:
 
 
 def draw_singular_values(study: Study) -> Figure:
-    """Singular values of the matrix, and of what 4 bits leave of it."""
+    """Draw the singular values of the matrix and of the matrices restored from 4 bits."""
     figure, ((panel,),) = _figure(1, 1, 3.4)
     values = singular_values(study.statistic)
-    # From the smallest, which matter most to an inverse.
+    # The smallest values come first, as they matter most for an inverse.
     ranks = range(1, study.statistic.order + 1)
     panel.plot(ranks, values["exact"].tolist(), color=INK, linewidth=3, label="exact", zorder=2)
     for key, look in _LINES.items():
@@ -197,8 +197,8 @@ def _titled(figure: Figure, title: str) -> Figure:
     return figure
 
 
-def _colour(way: str) -> str:
-    """Of a bar: by what is quantised in it."""
+def _color(way: str) -> str:
+    """Return the color of a quantised quantity or a method."""
     if way == "B":
         return INK
     if way == "C" or way.startswith("cholesky"):

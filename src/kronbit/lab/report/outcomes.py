@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from kronbit.lab.report.curves import Curve, curve
 from kronbit.lab.report.numbers import (
@@ -20,6 +20,8 @@ from kronbit.lab.report.numbers import (
     time_text,
 )
 from kronbit.lab.report.runs import Run, rank, with_notes
+
+T = TypeVar("T")
 
 # Settings that control logging and checkpoints; they do not affect the result.
 _BOOKKEEPING = (
@@ -114,22 +116,22 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class Column:
-    """A column of the table that compares outcomes.
+class Column(Generic[T]):
+    """A column of a table of runs or outcomes.
 
     Attributes:
         key: Key of the column in the report.
         title: Heading, which may contain a line break.
+        value: Returns the number of a row, or None if it is missing.
+        text: Returns the displayed text of a row.
         importance: A narrow terminal drops the columns of lowest importance first.
-        value: Returns the number of an outcome, or None if it is missing.
-        text: Returns the displayed text of an outcome.
     """
 
     key: str
     title: str
-    importance: int
-    value: Callable[[Outcome], float | None]
-    text: Callable[[Outcome], str]
+    value: Callable[[T], float | None]
+    text: Callable[[T], str]
+    importance: int = 0
 
 
 def outcomes(runs: Sequence[Run]) -> list[Outcome]:
@@ -219,17 +221,18 @@ def _mean(spread: Spread | None) -> float | None:
     return None if spread is None else spread.mean
 
 
-def _spread_column(title: str, importance: int, write: Write, *path: str) -> Column:
+def _spread_column(title: str, importance: int, write: Write, *path: str) -> Column[Outcome]:
     # The spread of times and memory over seeds is noise of the machine; it is not shown.
     learnt = path in (("loss",), ("accuracy",), ("train_loss",))
+
+    def value(outcome: Outcome) -> float | None:
+        return _mean(outcome.spread(*path))
 
     def text(outcome: Outcome) -> str:
         spread = outcome.spread(*path)
         return spread.text(write) if spread is not None and learnt else write(_mean(spread))
 
-    return Column(
-        ".".join(path), title, importance, lambda outcome: _mean(outcome.spread(*path)), text
-    )
+    return Column(".".join(path), title, value, text, importance)
 
 
 def _steps_text(outcome: Outcome) -> str:
@@ -238,26 +241,27 @@ def _steps_text(outcome: Outcome) -> str:
     return f"{'' if outcome.reached_base else '> '}{outcome.steps_to_base:.2f}"
 
 
-COLUMNS = (
+COLUMNS: tuple[Column[Outcome], ...] = (
     _spread_column("training\nloss", 2, loss_text, "train_loss"),
     _spread_column("validation\nloss", 9, loss_text, "loss"),
     _spread_column("accuracy", 8, percent_text, "accuracy"),
-    Column("steps_to_base", "steps to\nbase loss", 4, attrgetter("steps_to_base"), _steps_text),
+    Column("steps_to_base", "steps to\nbase loss", attrgetter("steps_to_base"), _steps_text, 4),
     _spread_column("2nd-order\nstate", 7, lambda size: bytes_text(size or None), "state"),
-    Column("of_32", "of\n32-bit", 5, attrgetter("of_32"), lambda row: share_text(row.of_32)),
+    Column("of_32", "of\n32-bit", attrgetter("of_32"), lambda row: share_text(row.of_32), 5),
     _spread_column("peak\nmemory", 3, bytes_text, "memory", "peak"),
     _spread_column("ms per\nstep", 6, time_text, "step_ms", "median"),
     _spread_column("seconds", 1, time_text, "seconds"),
 )
 
 
-def shown_columns(compared: Sequence[Outcome]) -> list[Column]:
-    """Return the columns in which some outcome has a number.
+def shown_columns(columns: Sequence[Column[T]], rows: Sequence[T]) -> list[Column[T]]:
+    """Return the columns in which some row has a number other than 0.
 
     Args:
-        compared: Outcomes in the rows of the table.
+        columns: Columns of the table.
+        rows: Rows of the table.
     """
-    return [column for column in COLUMNS if any(map(column.value, compared))]
+    return [column for column in columns if any(map(column.value, rows))]
 
 
 def explain_steps(compared: Sequence[Outcome]) -> str:

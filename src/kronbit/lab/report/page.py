@@ -2,41 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-
-@dataclass(frozen=True)
-class Cell:
-    """A cell of a table.
-
-    Attributes:
-        key: Key of the number, for programs that read the page.
-        value: The measured number, or None if there is none.
-        text: Displayed text.
-        best: True if the cell is highlighted as the best of its column.
-    """
-
-    key: str
-    value: float | None
-    text: str
-    best: bool = False
-
-
-@dataclass(frozen=True)
-class TableRow:
-    """A row of a table.
-
-    Attributes:
-        name: Key of the row, for programs that read the page.
-        heading: Displayed name.
-        cells: The cells of the row.
-    """
-
-    name: str
-    heading: str
-    cells: Sequence[Cell]
+from kronbit.lab.report.outcomes import Column
 
 
 @dataclass(frozen=True)
@@ -45,13 +15,15 @@ class NumberTable:
 
     Attributes:
         caption: Caption above the table.
-        headings: Column headings. A line break in one becomes a line break on the page.
-        rows: The rows of the table.
+        columns: Columns of the table.
+        rows: Runs or outcomes, each after its key for programs that read the page.
+        best: The number to highlight, by key of its column.
     """
 
     caption: str
-    headings: Sequence[str]
-    rows: Sequence[TableRow]
+    columns: Sequence[Column[Any]]
+    rows: Sequence[tuple[str, Any]]
+    best: Mapping[str, float] = field(default_factory=dict)
 
 
 def render_page(**content: Any) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from kronbit.lab.report.outcomes import (
+    COLUMNS,
     Column,
     Outcome,
     explain_steps,
@@ -29,7 +30,7 @@ def show_table(runs: Sequence[Run], console: Console) -> None:
     recipes = by_recipe(runs)
     for recipe, runs_of_recipe in recipes.items():
         compared = outcomes(runs_of_recipe)
-        columns = shown_columns(compared)
+        columns = shown_columns(COLUMNS, compared)
         table = _table(compared, columns)
         while columns and _width(table, console) > console.width:
             columns.remove(min(columns, key=lambda column: column.importance))
@@ -53,7 +54,7 @@ def new_table(**options: Any) -> Table:
     )
 
 
-def _table(compared: Sequence[Outcome], columns: Sequence[Column]) -> Table:
+def _table(compared: Sequence[Outcome], columns: Sequence[Column[Outcome]]) -> Table:
     from rich.text import Text
 
     table = new_table(caption=Text(_note(compared, columns), style="dim"), caption_justify="left")
@@ -67,7 +68,7 @@ def _table(compared: Sequence[Outcome], columns: Sequence[Column]) -> Table:
     return table
 
 
-def _note(compared: Sequence[Outcome], columns: Sequence[Column]) -> str:
+def _note(compared: Sequence[Outcome], columns: Sequence[Column[Outcome]]) -> str:
     """Explain the columns and signs that are not obvious."""
     notes = []
     if any(column.key == "steps_to_base" for column in columns):

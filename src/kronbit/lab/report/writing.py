@@ -21,38 +21,56 @@ from kronbit.lab.report.numbers import (
     percent_text,
     time_text,
 )
-from kronbit.lab.report.outcomes import Outcome, explain_steps, find, flat, outcomes, shown_columns
-from kronbit.lab.report.page import Cell, NumberTable, TableRow, render_page
+from kronbit.lab.report.outcomes import (
+    COLUMNS,
+    Column,
+    Outcome,
+    explain_steps,
+    find,
+    flat,
+    outcomes,
+    shown_columns,
+)
+from kronbit.lab.report.page import NumberTable, render_page
 from kronbit.lab.report.runs import Run, by_recipe
 from kronbit.lab.training.files import make_folder, write_bytes
 
-# A number of a run: its path in the summary, its heading and its format.
-_Number = tuple[tuple[str, ...], str, Write]
-_SEED: _Number = (("seed",), "seed", count_text)
-_RESULTS: tuple[_Number, ...] = (
+
+def _column(title: str, write: Write, *path: str) -> Column[Run]:
+    def value(run: Run) -> float | None:
+        return run.number(*path)
+
+    return Column(".".join(path), title, value, lambda run: write(value(run)))
+
+
+_SEED = _column("seed", count_text, "seed")
+_RESULTS = (
     _SEED,
-    (("steps",), "steps", count_text),
-    (("train_loss",), "training\nloss", loss_text),
-    (("loss",), "validation\nloss", loss_text),
-    (("best_loss",), "best\nloss", loss_text),
-    (("accuracy",), "accuracy", percent_text),
-    (("best_accuracy",), "best\naccuracy", percent_text),
-    (("errors", "nre"), "error of\nroots", loss_text),
-    (("errors", "angle"), "angle\nof roots", degrees_text),
-    (("seconds",), "seconds", time_text),
-    (("step_ms", "median"), "ms a step,\nmedian", time_text),
-    (("step_ms", "mean"), "mean", time_text),
-    (("step_ms", "p5"), "5 %", time_text),
-    (("step_ms", "p95"), "95 %", time_text),
+    _column("steps", count_text, "steps"),
+    _column("training\nloss", loss_text, "train_loss"),
+    _column("validation\nloss", loss_text, "loss"),
+    _column("best\nloss", loss_text, "best_loss"),
+    _column("accuracy", percent_text, "accuracy"),
+    _column("best\naccuracy", percent_text, "best_accuracy"),
+    _column("error of\nroots", loss_text, "errors", "nre"),
+    _column("angle\nof roots", degrees_text, "errors", "angle"),
+    _column("seconds", time_text, "seconds"),
+    _column("ms a step,\nmedian", time_text, "step_ms", "median"),
+    _column("mean", time_text, "step_ms", "mean"),
+    _column("5 %", time_text, "step_ms", "p5"),
+    _column("95 %", time_text, "step_ms", "p95"),
 )
-_MEMORY: tuple[_Number, ...] = (
+_MEMORY = (
     _SEED,
-    (("memory", "parameters"), "parameters", bytes_text),
-    (("memory", "gradients"), "gradients", bytes_text),
-    (("memory", "base"), "base's\nstate", bytes_text),
-    (("memory", "statistics"), "statistics", bytes_text),
-    (("memory", "roots"), "inverse\nroots", bytes_text),
-    (("memory", "peak"), "peak", bytes_text),
+    _column("parameters", bytes_text, "memory", "parameters"),
+    _column("gradients", bytes_text, "memory", "gradients"),
+    _column("base's\nstate", bytes_text, "memory", "base"),
+    _column("statistics", bytes_text, "memory", "statistics"),
+    _column("inverse\nroots", bytes_text, "memory", "roots"),
+    _column("peak", bytes_text, "memory", "peak"),
+)
+_RUNS: Column[Outcome] = Column(
+    "runs", "runs", lambda outcome: len(outcome.counted), lambda outcome: str(len(outcome.counted))
 )
 
 # A number in large print, its name, and the number it is compared with.
@@ -122,8 +140,8 @@ def _section(recipe: str, runs: Sequence[Run]) -> dict[str, Any]:
         "tiles": tiles,
         "comparison": _comparison(compared),
         "drawings": draw_figures(compared),
-        "results": _numbers("Results of every run, from its summary.json.", runs, _RESULTS),
-        "memory": _numbers(f"Memory of every run{of_peak}.", runs, _MEMORY),
+        "results": _of_runs("Results of every run, from its summary.json.", runs, _RESULTS),
+        "memory": _of_runs(f"Memory of every run{of_peak}.", runs, _MEMORY),
         "runs": [_details(run) for run in runs],
     }
 
@@ -165,41 +183,25 @@ def _tiles(compared: Sequence[Outcome]) -> tuple[str, list[_Tile]]:
 
 def _comparison(compared: Sequence[Outcome]) -> NumberTable:
     """Return the table that compares the optimizers."""
-    columns = shown_columns(compared)
-    several = any(len(outcome.counted) > 1 for outcome in compared)
-    best = {}
-    for key, choose in (("loss", min), ("accuracy", max)):
-        spreads = [outcome.spread(key) for outcome in compared]
-        means = [spread.mean for spread in spreads if spread is not None]
-        best[key] = choose((mean for mean in means if math.isfinite(mean)), default=None)
-    rows = []
-    for outcome in compared:
-        count = len(outcome.counted)
-        cells = [Cell("runs", count, str(count))] if several else []
-        for column in columns:
-            value = column.value(outcome)
-            is_best = value is not None and len(compared) > 1 and value == best.get(column.key)
-            cells.append(Cell(column.key, value, column.text(outcome), is_best))
-        rows.append(TableRow(outcome.variant, outcome.full_label, cells))
-    over = ": mean over its runs, ± the largest distance of a run from the mean" * several
-    caption = f"Result of each optimizer{over}. {explain_steps(compared)}"
-    headings = ["optimizer", *(["runs"] if several else []), *(column.title for column in columns)]
-    return NumberTable(caption.strip(), headings, rows)
+    columns = shown_columns(COLUMNS, compared)
+    best: dict[str, float] = {}
+    for column in columns if len(compared) > 1 else ():
+        values = [value for value in map(column.value, compared) if value is not None]
+        finite = list(filter(math.isfinite, values))
+        if finite and column.key in ("loss", "accuracy"):
+            best[column.key] = min(finite) if column.key == "loss" else max(finite)
+    over = ""
+    if any(len(outcome.counted) > 1 for outcome in compared):
+        columns = [_RUNS, *columns]
+        over = ": mean over its runs, ± the largest distance of a run from the mean"
+    caption = f"Result of each optimizer{over}. {explain_steps(compared)}".strip()
+    return NumberTable(caption, columns, [(row.variant, row) for row in compared], best)
 
 
-def _numbers(caption: str, runs: Sequence[Run], wanted: Sequence[_Number]) -> NumberTable:
-    """Return a table with one row per run and a column for each number that some run has."""
-    shown = [
-        (path, heading, write)
-        for path, heading, write in wanted
-        if any(run.number(*path) is not None for run in runs)
-    ]
-    rows = []
-    for run in runs:
-        values = [(path, run.number(*path), write) for path, _, write in shown]
-        cells = [Cell(".".join(path), value, write(value)) for path, value, write in values]
-        rows.append(TableRow(run.folder.name, run.full_label, cells))
-    return NumberTable(caption, ["optimizer", *(heading for _, heading, _ in shown)], rows)
+def _of_runs(caption: str, runs: Sequence[Run], columns: Sequence[Column[Run]]) -> NumberTable:
+    """Return a table with one row per run and the columns in which some run has a number."""
+    shown = [column for column in columns if any(column.value(run) is not None for run in runs)]
+    return NumberTable(caption, shown, [(run.folder.name, run) for run in runs])
 
 
 def _details(run: Run) -> dict[str, Any]:

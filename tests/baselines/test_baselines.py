@@ -1,4 +1,4 @@
-"""EVA and M-FAC: against dense inverses in float64, and what optimizers and hooks must bear."""
+"""EVA and M-FAC: compared with dense inverses in float64, and tested as optimizers with hooks."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def grafted(G: Tensor, Ghat: Tensor) -> Tensor:
 
 @pytest.fixture(params=["grafted", "plain"])
 def finished(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """What becomes of G and Ĝ: grafting, or Ĝ itself, whose scale can be seen."""
+    """Return grafting, or the identity on Ĝ, whose scale grafting would hide."""
     if request.param == "grafted":
         return grafted
     for module in ("eva", "mfac"):
@@ -79,16 +79,16 @@ def rows_of(layer: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
 
 def dense_inverse(G: Tensor, a: Tensor, b: Tensor, damping: float) -> Tensor:
     """C⁻¹ G with C = (b bᵀ) ⊗ (a aᵀ) + γ I as one matrix, of each (outputs, inputs)."""
-    found = []
-    for own, ai, bi in zip(G, a, b, strict=True):
+    products = []
+    for matrix, ai, bi in zip(G, a, b, strict=True):
         C = torch.kron(torch.outer(bi, bi), torch.outer(ai, ai))
         C += damping * torch.eye(len(C), dtype=C.dtype)
-        found.append(torch.linalg.solve(C, own.flatten()).view_as(own))
-    return torch.stack(found)
+        products.append(torch.linalg.solve(C, matrix.flatten()).view_as(matrix))
+    return torch.stack(products)
 
 
 def gradient_of(layer: nn.Module, outputs: int) -> Tensor:
-    """What stands in .grad of [W | b], (E, outputs, inputs)."""
+    """Return the gradient of [W | b], (E, outputs, inputs)."""
     E = getattr(layer, "groups", 1)
     W = layer.weight.grad.double().cpu()
     W = W.T if isinstance(layer, Conv1D) else W
@@ -144,10 +144,10 @@ def test_eva_has_the_dense_inverse_of_explicit_means(
         loss(model(x.to(device))).backward()
         optimizer.step()
         a, b = beta * a + (1 - beta) * X.mean(1), beta * b + (1 - beta) * Y.mean(1)
-        own = optimizer.state[model[0].weight]
-        assert int(own["step"]) == t
-        assert relative_error(own["input_mean"], a) < 1e-5
-        assert relative_error(own["output_mean"], b) < 1e-5
+        state = optimizer.state[model[0].weight]
+        assert int(state["step"]) == t
+        assert relative_error(state["input_mean"], a) < 1e-5
+        assert relative_error(state["output_mean"], b) < 1e-5
         G = Y.mT @ X
         unbiased = 1 - beta**t
         expected = finished(G, dense_inverse(G, a / unbiased, b / unbiased, damping))
@@ -192,8 +192,8 @@ def means(
     passes(model, optimizer, x)
     optimizer.step()
     first = next(module for module in model.modules() if isinstance(module, nn.Linear))
-    own = optimizer.state[first.weight]
-    return own["input_mean"], own["output_mean"]
+    state = optimizer.state[first.weight]
+    return state["input_mean"], state["output_mean"]
 
 
 def after_gradients_were_zeroed(model: nn.Module, optimizer: EVA, x: Tensor) -> None:
@@ -236,8 +236,8 @@ def checkpointed_reentrantly(model: nn.Module, optimizer: EVA, x: Tensor) -> Non
     ],
 )
 def test_only_what_made_the_gradient_counts(passes: Callable[..., None]) -> None:
-    for found, expected in zip(means(passes), means(plainly), strict=True):
-        assert torch.equal(found, expected)
+    for actual, expected in zip(means(passes), means(plainly), strict=True):
+        assert torch.equal(actual, expected)
 
 
 def test_several_backward_passes_are_one_batch() -> None:
@@ -250,8 +250,8 @@ def test_several_backward_passes_are_one_batch() -> None:
         for part in (x[:2], x[:0], x[2:]):
             model(part).square().sum().backward()
 
-    for found, expected in zip(means(in_three), means(at_once), strict=True):
-        assert relative_error(found, expected) < 1e-6
+    for actual, expected in zip(means(in_three), means(at_once), strict=True):
+        assert relative_error(actual, expected) < 1e-6
 
 
 class Twice(nn.Module):
@@ -284,8 +284,8 @@ def test_a_layer_that_is_called_twice_has_the_rows_of_both() -> None:
     again = Twice(saving=True)
     twins = copy.deepcopy(again)
     twins.saving = False
-    for found, expected in zip(means(plainly, again), means(plainly, twins), strict=True):
-        assert torch.equal(found, expected)
+    for actual, expected in zip(means(plainly, again), means(plainly, twins), strict=True):
+        assert torch.equal(actual, expected)
 
 
 def test_hooks_are_there_until_the_optimizer_is_closed() -> None:
@@ -387,10 +387,10 @@ def test_mfac_has_the_dense_inverse(
         fisher = damping * torch.eye(len(g), dtype=torch.float64) + G.T @ G / m
         Ghat = torch.linalg.solve(fisher, g)
         sizes = [p.numel() for p in model.parameters()]
-        for p, own, hat in zip(model.parameters(), g.split(sizes), Ghat.split(sizes), strict=True):
+        for p, part, hat in zip(model.parameters(), g.split(sizes), Ghat.split(sizes), strict=True):
             if p.grad is not None:
-                found = p.grad.cpu().double().flatten()
-                assert relative_error(found, finished(own, hat)) < tolerance
+                actual = p.grad.cpu().double().flatten()
+                assert relative_error(actual, finished(part, hat)) < tolerance
                 assert p.grad.dtype == optimizer.state[p]["gradients"].dtype == dtype
         assert (model[0].bias.grad is None) == (t in (3, 6))
         if t >= m:
@@ -422,8 +422,8 @@ def test_mfac_takes_parameters_of_any_shape_and_such_that_come_later(device: tor
 
 
 def test_mfac_refuses_several_devices_and_sparse_gradients() -> None:
-    here, there = nn.Linear(3, 3), nn.Linear(3, 3, device="meta")
-    base = torch.optim.SGD([*here.parameters(), *there.parameters()], lr=0.1)
+    on_cpu, on_meta = nn.Linear(3, 3), nn.Linear(3, 3, device="meta")
+    base = torch.optim.SGD([*on_cpu.parameters(), *on_meta.parameters()], lr=0.1)
     with pytest.raises(ValueError, match="MFAC needs all parameters on one device; got cpu, meta"):
         MFAC(base)
     assert len(base.param_groups[0]["params"]) == 4
@@ -445,7 +445,7 @@ def test_bases_by_name_and_ready_are_the_same(build: Build, base: str) -> None:
         "sgd": lambda params: torch.optim.SGD(params, lr=1e-2, momentum=0.9),
         "adamw": lambda params: torch.optim.AdamW(params, lr=1e-2),
     }[base]
-    found = []
+    results = []
     for named in (True, False):
         model = network()
         params = model.parameters()
@@ -455,11 +455,11 @@ def test_bases_by_name_and_ready_are_the_same(build: Build, base: str) -> None:
             kind(params, base=base, lr=1e-2, **options) if named else kind(ready(params), **options)
         )
         run(model, optimizer, 4)
-        found.append(weights(model))
-    assert same(*found)
+        results.append(weights(model))
+    assert same(*results)
     plain = network()
     run(plain, ready(plain.parameters()), 4)
-    assert not same(found[0], weights(plain))
+    assert not same(results[0], weights(plain))
 
 
 @both
@@ -621,9 +621,9 @@ def test_steps_that_are_not_finite_leave_no_trace(
         assert optimizer.diagnostics()["skipped_steps"] == (not skip)
         return {**optimizer.state_dict(), "base": {}}
 
-    found, expected = states(skip=False), states(skip=True)
-    assert tensors(found)
-    assert_same_state(found, expected)
+    actual, expected = states(skip=False), states(skip=True)
+    assert tensors(actual)
+    assert_same_state(actual, expected)
 
 
 def test_means_that_are_not_finite_do_not_enter() -> None:
@@ -646,7 +646,7 @@ def test_optimizers_can_be_copied_and_pickled_with_their_model(build: Build) -> 
     expected = copy.deepcopy(optimizer.state_dict()["state"])
     for twin, other in copies:
         run(twin, other, 4, first=3)
-    assert_same_state(optimizer.state_dict()["state"], expected)  # theirs are their own
+    assert_same_state(optimizer.state_dict()["state"], expected)  # the copies have separate state
     run(model, optimizer, 4, first=3)
     for twin, other in copies:
         assert same(weights(twin), weights(model))

@@ -78,7 +78,7 @@ def held(optimizer: SecondOrder) -> list[Held]:
     return list(read_preconditioners("the test", optimizer.state_dict()))
 
 
-def own_roots(optimizer: SecondOrder) -> Iterator[tuple[str, str, Tensor]]:
+def stored_roots(optimizer: SecondOrder) -> Iterator[tuple[str, str, Tensor]]:
     names = dict(zip(*_params_and_names(optimizer), strict=True))
     assert optimizer._plan is not None
     for block in optimizer._plan.blocks():
@@ -112,13 +112,13 @@ def exact_root(A: Tensor, damping: float, p: int) -> Tensor:
 def test_deviation_is_nre_and_angle() -> None:
     exact, noise = torch.randn(2, 20, 20, dtype=torch.float64)
     for size in (1e-3, 1.0):
-        found = Deviation.of(exact + size * noise, exact)
-        assert found.nre == pytest.approx(relative_error(exact + size * noise, exact))
-        assert found.angle == pytest.approx(angle(exact + size * noise, exact))
-    # Where a cosine has lost all digits: beside the matrix, 1e-9 of its length.
+        error = Deviation.of(exact + size * noise, exact)
+        assert error.nre == pytest.approx(relative_error(exact + size * noise, exact))
+        assert error.angle == pytest.approx(angle(exact + size * noise, exact))
+    # An orthogonal error of 1e-9 of the matrix: its cosine would have no correct digit.
     beside = noise - exact * (noise * exact).sum() / exact.square().sum()
-    found = Deviation.of(exact + 1e-9 * beside * exact.norm() / beside.norm(), exact)
-    assert found.angle == pytest.approx(torch.rad2deg(torch.tensor(1e-9)).item(), rel=1e-3)
+    error = Deviation.of(exact + 1e-9 * beside * exact.norm() / beside.norm(), exact)
+    assert error.angle == pytest.approx(torch.rad2deg(torch.tensor(1e-9)).item(), rel=1e-3)
 
 
 @pytest.mark.parametrize("exponent", [-0.25, -0.5, -1.0])
@@ -158,24 +158,24 @@ def test_kept_root_is_the_one_that_an_optimizer_holds(method: str, storage: str)
 
 def _unnamed_roots(optimizer: SecondOrder) -> Iterator[tuple[str, str, Tensor]]:
     optimizer.param_groups[0]["param_names"] = ["0"]
-    return own_roots(optimizer)
+    return stored_roots(optimizer)
 
 
 def test_contraction_ends_where_quantising_the_matrix_is_no_worse() -> None:
-    found = contraction(synthetic_matrix(256))
-    errors = [{(row.way, row.rectified): row.whole.nre for row in own.rows} for own in found]
-    assert found[0].tau == 1
+    points = contraction(synthetic_matrix(256))
+    errors = [{(row.way, row.rectified): row.whole.nre for row in point.rows} for point in points]
+    assert points[0].tau == 1
     assert errors[0]["U", True] < 0.5 * errors[0]["A", None]
     assert errors[-1]["A", None] < errors[-1]["U", True]
-    # With no contraction, it is the table's own.
+    # Without contraction, the errors are those of the table.
     table = static_table(synthetic_matrix(256), mappings=["linear2"], kept=())
-    own = {(row.way, row.rectified): row.whole.nre for row in table}
-    assert errors[0] == pytest.approx({key: own[key] for key in errors[0]}, rel=1e-6)
+    expected = {(row.way, row.rectified): row.whole.nre for row in table}
+    assert errors[0] == pytest.approx({key: expected[key] for key in errors[0]}, rel=1e-6)
 
 
 def test_four_bjorck_steps_are_enough() -> None:
-    found = rectification(synthetic_matrix(128), steps=6)
-    for errors in found.values():
+    errors_of = rectification(synthetic_matrix(128), steps=6)
+    for errors in errors_of.values():
         assert errors[0] > 0.1
         assert errors[1] < errors[0] / 3
         assert errors[4] < 1e-4
@@ -184,12 +184,12 @@ def test_four_bjorck_steps_are_enough() -> None:
 
 def test_singular_values_stay_where_eigenvectors_are_quantised() -> None:
     statistic = synthetic_matrix(256)
-    found = singular_values(statistic)
+    values = singular_values(statistic)
     exact = statistic.damped.sort().values
-    assert torch.equal(found["exact"], exact)
+    assert torch.equal(values["exact"], exact)
     for name, most in (("U, rectified", 0.2), ("U", 0.6), ("C", 1.5)):
-        assert (found[name] / exact - 1).abs().max() < most
-    assert (found["A"] / exact - 1).abs().max() > 2
+        assert (values[name] / exact - 1).abs().max() < most
+    assert (values["A"] / exact - 1).abs().max() > 2
 
 
 # ------------------------------------------------------------------------------------- checkpoints
@@ -201,75 +201,75 @@ def test_a_checkpoint_is_decoded_to_what_the_optimizer_has(
     method: str, bits: int, storage: str
 ) -> None:
     optimizer = run(method=method, bits=bits, storage=storage, min_quantized_numel=64 * 64)
-    found = {(f"{own.parameter} {own.block}", own.side): own for own in held(optimizer)}
-    every = list(own_roots(optimizer))
-    assert len(every) == len(found) == 4
+    entries = {(f"{entry.parameter} {entry.block}", entry.side): entry for entry in held(optimizer)}
+    every = list(stored_roots(optimizer))
+    assert len(every) == len(entries) == 4
     for name, side, root in every:
-        own = found[name, side]
-        assert torch.equal(own.root().float(), root)
-        assert own.factors.order == len(root)
+        entry = entries[name, side]
+        assert torch.equal(entry.root().float(), root)
+        assert entry.factors.order == len(root)
         small = len(root) < 64
-        assert own.factors.format.statistic.bits == (32 if small else bits)
+        assert entry.factors.format.statistic.bits == (32 if small else bits)
 
 
 def test_errors_are_those_of_a_separate_computation() -> None:
     optimizer = run(bits=4, damping=1e-4)
     report = checkpoint_errors(optimizer.state_dict(), matrices=0)
-    assert [own.name for own in report.held] == [
+    assert [errors.name for errors in report.held] == [
         "0.weight left",
         "0.weight right",
         "2.weight left",
         "2.weight right",
     ]
-    roots = {f"{name} {side}": root for name, side, root in own_roots(optimizer)}
-    for own in report.held:
-        root = roots[f"{own.parameter} {own.block} {own.side}"]
-        (source,) = [h for h in held(optimizer) if f"{h.parameter} {h.side}" == own.name]
+    roots = {f"{name} {side}": root for name, side, root in stored_roots(optimizer)}
+    for errors in report.held:
+        root = roots[f"{errors.parameter} {errors.block} {errors.side}"]
+        (source,) = [h for h in held(optimizer) if f"{h.parameter} {h.side}" == errors.name]
         A = source.factors.method.matrix(source.factors.tensors)[0]
         exact = exact_root(A, 1e-4, 4)
-        assert own.whole is not None
-        assert own.off_diagonal is not None
-        assert own.whole.nre == pytest.approx(relative_error(root, exact), rel=1e-6)
-        assert own.whole.angle == pytest.approx(angle(root, exact), rel=1e-6, abs=1e-6)
+        assert errors.whole is not None
+        assert errors.off_diagonal is not None
+        assert errors.whole.nre == pytest.approx(relative_error(root, exact), rel=1e-6)
+        assert errors.whole.angle == pytest.approx(angle(root, exact), rel=1e-6, abs=1e-6)
         off = [X - X.diagonal().diag() for X in (root.double(), exact)]
-        assert own.off_diagonal.angle == pytest.approx(angle(*off), rel=1e-6, abs=1e-6)
+        assert errors.off_diagonal.angle == pytest.approx(angle(*off), rel=1e-6, abs=1e-6)
         lam = torch.linalg.eigvalsh(A.double())
-        assert own.condition == pytest.approx(
+        assert errors.condition == pytest.approx(
             float((lam[-1] + 1e-4 * lam[-1]) / (lam[0] + 1e-4 * lam[-1])), rel=1e-3
         )
-        assert own.updates_since == 0
-        assert own.refreshed is None
+        assert errors.updates_since == 0
+        assert errors.refreshed is None
 
 
 @pytest.mark.gpu
 def test_errors_are_the_same_on_a_gpu() -> None:
     state = run(bits=4).state_dict()
-    found, expected = (
+    actual, expected = (
         checkpoint_errors(state, matrices=1, bits=(4,), device=where) for where in ("cuda", "cpu")
     )
-    for a, b in zip(found.held, expected.held, strict=True):
+    for a, b in zip(actual.held, expected.held, strict=True):
         assert a.whole is not None
         assert b.whole is not None
         assert a.whole.nre == pytest.approx(b.whole.nre, rel=1e-4, abs=1e-6)
     # Of what is taken by kernels and by torch, some codes differ; Newton's iteration may diverge.
-    for c, d in zip(found.studies[0].rows, expected.studies[0].rows, strict=True):
+    for c, d in zip(actual.studies[0].rows, expected.studies[0].rows, strict=True):
         assert c.whole.nre == pytest.approx(d.whole.nre, rel=0.5 if "naive" in c.way else 0.05)
 
 
 def test_updates_after_a_refresh_are_told_apart() -> None:
     optimizer = run(steps=10, bits=32, newton_steps=40, damping=1e-3)
-    for own in checkpoint_errors(optimizer.state_dict(), matrices=0).held:
-        assert own.updates_since == 2  # at steps 8 and 10
-        assert own.whole is not None
-        assert own.refreshed is not None
-        assert own.whole.nre > 0.01
-        assert own.refreshed.nre < 1e-4
+    for errors in checkpoint_errors(optimizer.state_dict(), matrices=0).held:
+        assert errors.updates_since == 2  # at steps 8 and 10
+        assert errors.whole is not None
+        assert errors.refreshed is not None
+        assert errors.whole.nre > 0.01
+        assert errors.refreshed.nre < 1e-4
     fresh = run(steps=1)
-    assert all(own.whole is None for own in checkpoint_errors(fresh.state_dict()).held)
+    assert all(errors.whole is None for errors in checkpoint_errors(fresh.state_dict()).held)
     staggered = run(steps=30, stagger=True, first_refresh=None)
-    for own in checkpoint_errors(staggered.state_dict(), matrices=0).held:
-        assert own.updates_since is None
-        assert own.refreshed is not None
+    for errors in checkpoint_errors(staggered.state_dict(), matrices=0).held:
+        assert errors.updates_since is None
+        assert errors.refreshed is not None
 
 
 def test_roots_of_layers_have_their_own_exponent() -> None:
@@ -280,7 +280,7 @@ def test_roots_of_layers_have_their_own_exponent() -> None:
     train(optimizer, model, 2)
     report = checkpoint_errors(optimizer.state_dict(), matrices=1, bits=(4,))
     assert report.studies[0].exponent == -1
-    assert all(own.whole is not None and own.whole.nre < 0.2 for own in report.held)
+    assert all(errors.whole is not None and errors.whole.nre < 0.2 for errors in report.held)
 
 
 def test_the_largest_matrices_are_studied_and_the_report_can_be_printed(tmp_path: Path) -> None:
@@ -290,10 +290,10 @@ def test_the_largest_matrices_are_studied_and_the_report_can_be_printed(tmp_path
     # 0.weight is 64 x 80 and 2.weight 48 x 64: the first one of order 64 comes first.
     assert [study.name for study in report.studies] == ["0.weight right", "0.weight left"]
     assert all(study.quantized_to == 4 for study in report.studies)
-    for found in (report, synthetic_errors(64)):
-        json.dumps(found.to_dict(), allow_nan=False)
+    for printed in (report, synthetic_errors(64)):
+        json.dumps(printed.to_dict(), allow_nan=False)
         written = io.StringIO()
-        show_errors(found, Console(width=80, file=written))
+        show_errors(printed, Console(width=80, file=written))
         text = written.getvalue()
         assert "cholesky, compact" in text
         assert "…" not in text
@@ -315,7 +315,7 @@ def test_checkpoints_are_found_in_files_and_folders(tmp_path: Path) -> None:
 
 def tampered(state: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str]]:
     """Damaged state dicts, and what the message must say."""
-    for damage, told in (
+    for damage, message in (
         (lambda s: s["state"][0]["block_0"]["left"].pop("codes"), "['codes'] is missing"),
         (lambda s: s["state"][0]["block_0"]["left"]["diagonal"].fill_(torch.nan), "non-finite"),
         (lambda s: s["state"][0]["block_0"].pop("right"), "['right'] is missing"),
@@ -329,22 +329,22 @@ def tampered(state: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str]]:
         (lambda s: s.update(param_groups=None), "param_groups"),
         (lambda s: s["state"].clear(), "no second-order state"),
     ):
-        own = copy.deepcopy(state)
-        damage(own)
-        yield own, told
+        damaged = copy.deepcopy(state)
+        damage(damaged)
+        yield damaged, message
 
 
 def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
     path = tmp_path / "some.pt"
-    for own, told in tampered(run().state_dict()):
-        torch.save(own, path)
+    for damaged, message in tampered(run().state_dict()):
+        torch.save(damaged, path)
         with pytest.raises(LabError) as refused:
             checkpoint_errors(path)
         assert "some.pt" in str(refused.value)
-        assert told in str(refused.value)
+        assert message in str(refused.value)
     whole = path.read_bytes()
     adamw = torch.optim.AdamW(network().parameters())
-    for content, told in (
+    for content, message in (
         (whole[: len(whole) // 2], "cannot read"),
         (b"", "cannot read"),
         (adamw.state_dict(), "no second-order state"),
@@ -355,7 +355,7 @@ def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
             path.write_bytes(content)
         else:
             torch.save(content, path)
-        with pytest.raises(LabError, match=told):
+        with pytest.raises(LabError, match=message):
             checkpoint_errors(path)
     with pytest.raises(LabError, match=r"no checkpoint .*nowhere"):
         checkpoint_errors(tmp_path / "nowhere")
@@ -366,10 +366,10 @@ def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
 def test_figures_are_drawn(tmp_path: Path) -> None:
     from kronbit.lab.quantisation.figures import draw_errors
 
-    told: list[str] = []
-    paths = draw_errors(synthetic_errors(64, bits=(4,)), tmp_path / "figures", told.append)
+    drawn: list[str] = []
+    paths = draw_errors(synthetic_errors(64, bits=(4,)), tmp_path / "figures", drawn.append)
     names = ["mapping", "errors", "contraction", "rectification", "singular_values"]
-    assert [path.name for path in paths] == told == [f"{name}.png" for name in names]
+    assert [path.name for path in paths] == drawn == [f"{name}.png" for name in names]
     for path in paths:
         content = path.read_bytes()
         assert content.startswith(b"\x89PNG")
@@ -387,7 +387,7 @@ def watched(optimizer: SecondOrder, model: nn.Module, blocks: int = 4) -> Shadow
 
 @pytest.mark.parametrize("bits", [32, 4])
 @pytest.mark.parametrize("algorithm", [Shampoo, CASPR])
-def test_shadow_finds_what_a_separate_replay_does(
+def test_shadow_agrees_with_a_separate_replay(
     algorithm: type[SecondOrder], bits: int, device: torch.device
 ) -> None:
     model = network(device)
@@ -408,42 +408,42 @@ def test_shadow_finds_what_a_separate_replay_does(
             exact[name] = 0.95 * exact[name] + 0.05 * G @ G.mT
         shadow.before_step()
         optimizer.step()
-        found = shadow.after_step()
-        if found is None:
+        line = shadow.after_step()
+        if line is None:
             continue
         refreshed.append(t)
-        assert set(found["blocks"]) == set(exact)
+        assert set(line["blocks"]) == set(exact)
         beside = []
-        roots = {f"{name} {side}": root for name, side, root in own_roots(optimizer)}
+        roots = {f"{name} {side}": root for name, side, root in stored_roots(optimizer)}
         for name, A in exact.items():
             root = roots[name.replace("weight", "weight block_0")]
             right = exact_root(A, 1e-4, 4)
-            assert found["blocks"][name]["nre"] == pytest.approx(
+            assert line["blocks"][name]["nre"] == pytest.approx(
                 relative_error(root, right), rel=1e-3, abs=1e-9
             )
-            assert found["blocks"][name]["angle"] == pytest.approx(
+            assert line["blocks"][name]["angle"] == pytest.approx(
                 angle(root, right), rel=1e-3, abs=1e-5
             )
             off = [X - torch.diag(X.diagonal()) for X in (root.double(), right)]
             beside.append((relative_error(*off), angle(*off)))
         for key, mean in zip(("nre", "angle"), torch.tensor(beside).mean(0).tolist(), strict=True):
-            every = [own[key] for own in found["blocks"].values()]
-            assert found[key] == pytest.approx(sum(every) / 4)
-            assert found["off_diagonal"][key] == pytest.approx(mean, rel=2e-3, abs=1e-5)
+            every = [errors[key] for errors in line["blocks"].values()]
+            assert line[key] == pytest.approx(sum(every) / 4)
+            assert line["off_diagonal"][key] == pytest.approx(mean, rel=2e-3, abs=1e-5)
         low, high = (0, 1e-3) if bits == 32 else (1e-3, 1)
-        assert low <= found["nre"] < high
+        assert low <= line["nre"] < high
     assert refreshed == [2, 4, 6, 12]
 
 
 def test_shadow_goes_on_from_its_state(tmp_path: Path) -> None:
     def lines(optimizer: SecondOrder, model: nn.Module, shadow: Shadow, steps: range) -> list[Any]:
-        found = []
+        written = []
         for t in steps:
             backward(model, t)
             shadow.before_step()
             optimizer.step()
-            found.append(shadow.after_step())
-        return found
+            written.append(shadow.after_step())
+        return written
 
     model = network()
     optimizer = Shampoo(model.named_parameters(), lr=1e-3, **SCHEDULE)
@@ -517,8 +517,8 @@ def test_shadow_watches_the_largest_block_of_each_parameter() -> None:
     shadow.before_step()
     grad = model[1].weight.grad.double()
     optimizer.step()
-    found = shadow.after_step()
-    assert found is not None
+    line = shadow.after_step()
+    assert line is not None
     exact = shadow.state_dict()["1.weight block_0 left"]
     right = 0.95e-6 * torch.eye(32) + 0.05 * grad[:32] @ grad[:32].mT
     assert relative_error(exact, right) < 1e-12

@@ -1,4 +1,4 @@
-"""Run folders read back, and what tables, figures and the page make of them."""
+"""Run folders are read back and shown as tables, figures and a page."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def write_run(
     diagnostics: dict[str, int] | None = None,
     **settings: Any,
 ) -> Path:
-    """A run folder with an evaluation every 10 steps, and a training line every 5."""
+    """Write a run folder with an evaluation every 10 steps and a training line every 5."""
     losses = [2.5, 2.0, 1.8, 1.7] if losses is None else losses
     folder = parent / f"{variant}-seed{seed}"
     folder.mkdir(parents=True)
@@ -78,7 +78,7 @@ def write_run(
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     if summary:
         steps = 10 * len(losses)
-        found = {
+        content = {
             "format": 1,
             **origin,
             "recipe": recipe,
@@ -103,7 +103,7 @@ def write_run(
             "diagnostics": diagnostics or {},
             "errors": {"nre": 0.025, "angle": 1.25} if STATES[variant] else None,
         }
-        (folder / "summary.json").write_text(json.dumps(found))
+        (folder / "summary.json").write_text(json.dumps(content))
     return folder
 
 
@@ -115,7 +115,7 @@ class Row:
 
 
 class Page(HTMLParser):
-    """What a browser would make of the page, as far as the tests ask."""
+    """The tags, tables and texts of a page."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -127,21 +127,21 @@ class Page(HTMLParser):
         self.feed(text)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        found = dict(attrs)
-        self.tags.append((tag, found))
+        attributes = dict(attrs)
+        self.tags.append((tag, attributes))
         if tag not in ("meta", "img", "br"):
             self._open.append(tag)
             self.texts.setdefault(tag, []).append("")
         if tag == "table":
             self.tables.append([])
-        elif tag == "tr" and "data-row" in found:
-            self.tables[-1].append(Row(found["data-row"] or ""))
-        elif tag == "td" and "data-key" in found:
-            self._key = found["data-key"] or ""
-            self.tables[-1][-1].cells[self._key] = (found.get("data-value"), "")
+        elif tag == "tr" and "data-row" in attributes:
+            self.tables[-1].append(Row(attributes["data-row"] or ""))
+        elif tag == "td" and "data-key" in attributes:
+            self._key = attributes["data-key"] or ""
+            self.tables[-1][-1].cells[self._key] = (attributes.get("data-value"), "")
 
     def handle_endtag(self, tag: str) -> None:
-        assert self._open.pop() == tag  # everything is closed, in order
+        assert self._open.pop() == tag  # every tag is closed, in order
         self._key = None if tag == "td" else self._key
 
     def handle_data(self, data: str) -> None:
@@ -165,7 +165,7 @@ class Written:
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Written:
-    """A report on two recipes: one of several seeds, one of all that can go wrong."""
+    """Write a report on two recipes: one with several seeds, one with divergence and bad labels."""
     root = tmp_path_factory.mktemp("lab")
     comparison, odd = root / "comparison", root / "odd"
     for seed, last in enumerate((1.0, 1.2, 1.7)):
@@ -190,20 +190,20 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Written:
 
 
 def numbers(summary: dict[str, Any], prefix: str = "") -> dict[str, float]:
-    """All numbers of a summary that a report shows, by the report's keys."""
-    found: dict[str, float] = {}
+    """Return the numbers of a summary that a report shows, by the report's keys."""
+    flat: dict[str, float] = {}
     for key, value in summary.items():
         if isinstance(value, dict) and key in ("step_ms", "memory", "errors"):
-            found |= numbers(value, f"{key}.")
+            flat |= numbers(value, f"{key}.")
         elif isinstance(value, int | float) and key not in ("format", "finished"):
-            found[prefix + key] = value
-    return found
+            flat[prefix + key] = value
+    return flat
 
 
-def same(found: str | None, expected: float) -> bool:
-    if found is None:
+def same(actual: str | None, expected: float) -> bool:
+    if actual is None:
         return False
-    return float(found) == expected or (found == "NaN" and math.isnan(expected))
+    return float(actual) == expected or (actual == "NaN" and math.isnan(expected))
 
 
 def test_page_shows_every_number_of_every_summary(written: Written) -> None:
@@ -225,17 +225,17 @@ def test_page_shows_every_number_of_every_summary(written: Written) -> None:
 def test_page_aggregates_seeds(written: Written) -> None:
     first = {row.name: row for row in written.page.tables[0]}
     assert list(first) == ["base", "shampoo-32", "shampoo-4-paper", "shampoo-4"]
-    own = first["shampoo-4"].cells
-    assert own["runs"][0] == "3"
-    assert float(own["loss"][0] or "nan") == pytest.approx(1.3)
-    assert own["loss"][1] == "1.3000 ± 0.4000"  # 1.0, 1.2 and 1.7
-    assert own["state"] == (str(float(2 * MIB)), "2.0 MiB")
-    assert own["of_32"] == ("0.1", "10 %")
+    cells = first["shampoo-4"].cells
+    assert cells["runs"][0] == "3"
+    assert float(cells["loss"][0] or "nan") == pytest.approx(1.3)
+    assert cells["loss"][1] == "1.3000 ± 0.4000"  # 1.0, 1.2 and 1.7
+    assert cells["state"] == (str(float(2 * MIB)), "2.0 MiB")
+    assert cells["of_32"] == ("0.1", "10 %")
     # The base ends at 1.9; the means are 2.5, 1.6, ...: the second evaluation of four.
-    assert own["steps_to_base"] == ("0.5", "0.50")
+    assert cells["steps_to_base"] == ("0.5", "0.50")
     assert first["shampoo-4-paper"].cells["steps_to_base"][1] == "> 1.00"
     assert first["base"].cells["state"][1] == "\u2013"
-    assert float(own["memory.peak"][0] or "nan") == 102 * MIB + 1  # mean of + 0, + 1 and + 2
+    assert float(cells["memory.peak"][0] or "nan") == 102 * MIB + 1  # mean of + 0, + 1 and + 2
 
 
 def test_page_is_self_contained_and_escaped(written: Written) -> None:
@@ -258,8 +258,8 @@ def test_page_is_self_contained_and_escaped(written: Written) -> None:
     assert "kept: 3" in written.page.texts["dd"]
 
 
-def test_page_shows_what_diverged_and_what_is_unfinished(written: Written) -> None:
-    # Of each recipe, the comparison, the results and the memory of every run; then settings.
+def test_page_marks_diverged_and_unfinished_runs(written: Written) -> None:
+    # The tables of a recipe: comparison, results and memory of every run, then settings.
     first = next(i for i, rows in enumerate(written.page.tables) if "seed7" in str(rows)) - 1
     rows = {row.name: row for rows in written.page.tables[first : first + 2] for row in rows}
     diverged, unfinished = rows["shampoo-32"], rows["shampoo-4-paper"]
@@ -302,21 +302,22 @@ def test_images_are_whole_and_nothing_is_clipped(written: Written) -> None:
 def test_curves_by_hand(tmp_path: Path) -> None:
     write_run(tmp_path, "shampoo-4", 0, [3.0, 2.0, 1.0])
     write_run(tmp_path, "shampoo-4", 1, [4.0, math.nan])
-    own = curve(find_runs([tmp_path]), "evals", "loss")
-    assert own.steps == [10, 20]  # those that both have
-    assert own.seconds == [0.2, 0.4]
-    assert (own.mean[0], own.low[0], own.high[0]) == (3.5, 3.0, 4.0)
-    assert own.diverged
-    assert own.finite == 1
+    losses = curve(find_runs([tmp_path]), "evals", "loss")
+    assert losses.steps == [10, 20]  # the steps that both runs have
+    assert losses.seconds == [0.2, 0.4]
+    assert (losses.mean[0], losses.low[0], losses.high[0]) == (3.5, 3.0, 4.0)
+    assert losses.diverged
+    assert losses.finite == 1
 
 
 def test_settings_and_machines_tell_variants_apart(tmp_path: Path) -> None:
     for place, lr in enumerate((0.1, 0.2)):
         for seed in (0, 1):
             write_run(tmp_path / str(place), "shampoo-4", seed, lr=lr, log_every=place)
-    found = outcomes(find_runs([tmp_path / "0", tmp_path / "1"]))
-    assert [own.label for own in found] == ["+ 4-bit Shampoo (lr=0.1)", "+ 4-bit Shampoo (lr=0.2)"]
-    assert [[run.seed for run in own.runs] for own in found] == [[0, 1], [0, 1]]
+    compared = outcomes(find_runs([tmp_path / "0", tmp_path / "1"]))
+    labels = [outcome.label for outcome in compared]
+    assert labels == ["+ 4-bit Shampoo (lr=0.1)", "+ 4-bit Shampoo (lr=0.2)"]
+    assert [[run.seed for run in outcome.runs] for outcome in compared] == [[0, 1], [0, 1]]
     about = tmp_path / "0" / "shampoo-4-seed1" / "run.json"
     about.write_text(about.read_text().replace("A machine, 2 cores", "Another"))
     first, second = outcomes(find_runs([tmp_path / "0"]))
@@ -331,9 +332,9 @@ def test_unfinished_seeds_do_not_count_beside_finished_ones(tmp_path: Path) -> N
     write_run(tmp_path, "shampoo-4", 1, [2.0], summary=False)
     write_run(tmp_path, "base", 1, [3.0, math.nan], summary=False)
     write_run(tmp_path, "base", 2, [3.0, 2.0])
-    base, own = outcomes(find_runs([tmp_path]))
-    assert [run.seed for run in own.counted] == [0]
-    assert [run.seed for run in base.counted] == [1, 2]  # to leave out who diverged would flatter
+    base, shampoo = outcomes(find_runs([tmp_path]))
+    assert [run.seed for run in shampoo.counted] == [0]
+    assert [run.seed for run in base.counted] == [1, 2]  # without the diverged one, it looks better
     assert math.isnan(base.losses.mean[-1])
 
 
@@ -349,7 +350,7 @@ def test_read_run(tmp_path: Path) -> None:
     assert len(run.step_ms) == 20
 
 
-def test_unfinished_run_is_summed_up_from_its_lines(tmp_path: Path) -> None:
+def test_summary_of_unfinished_run_is_computed_from_its_metrics(tmp_path: Path) -> None:
     folder = write_run(tmp_path, "shampoo-4", 0, [2.0, 1.5, 1.6], summary=False)
     metrics = folder / "metrics.jsonl"
     whole = read_run(folder)
@@ -423,7 +424,7 @@ def test_runs_are_found_once_and_in_order(tmp_path: Path) -> None:
 def test_report_that_cannot_be_written_leaves_the_old_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(report_module, "draw_figures", lambda found: [])
+    monkeypatch.setattr(report_module, "draw_figures", lambda compared: [])
     runs = find_runs([write_run(tmp_path, "base")])
     (tmp_path / "out" / "report.html").mkdir(parents=True)
     with pytest.raises(LabError, match=r"cannot write .*report\.html"):

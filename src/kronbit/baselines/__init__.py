@@ -1,4 +1,4 @@
-"""Optimizers that kronbit is compared with in the paper's tables; it recommends neither."""
+"""EVA and M-FAC, the second-order baselines of the paper's tables. Neither is a recommendation."""
 
 from kronbit.baselines.eva import EVA
 from kronbit.baselines.mfac import MFAC

@@ -1,7 +1,7 @@
 """Eva (Zhang, Shi and Li, 2023): K-FAC with factors of rank one.
 
-Everything is collected during the backward pass, where y is known: what is computed once more for
-activation checkpointing has no backward pass, and does not count twice.
+Means are collected in the backward pass, where y is known. The forward pass that activation
+checkpointing repeats is therefore not counted twice.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -19,38 +19,36 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from kronbit.base import BaseFactory
-from kronbit.baselines.rewriter import Rewriter, check_damping, graft, is_number, wide
+from kronbit.baselines.rewriter import Rewriter, check_damping, graft, is_number, wide, zeros
 from kronbit.factors import Layout
 from kronbit.messages import warn
 from kronbit.statistics.activations import find_layers
 from kronbit.statistics.hooks import given_up, hooked
 from kronbit.statistics.layers import Layer
 
-# Bytes of a piece of the inputs: they are read once, and not copied, so there is only one.
+# Limit on the bytes of a piece of the inputs. They are not copied, so one piece holds all.
 _ALL_AT_ONCE = 2**62
 
 
-@dataclass
+@dataclass(frozen=True)
 class Sums:
-    """Sums over the rows that a layer has seen since its gradient was empty.
+    """Sums over the rows of a layer since its gradient was reset.
 
     Attributes:
         x: Σ x without the constant 1, (E, inputs).
         y: Σ y, (E, outputs).
-        rows: How many there were.
+        rows: Number of rows.
     """
 
     x: Tensor
     y: Tensor
     rows: int
 
-    def add(self, other: Sums) -> None:
-        """Take in what another backward pass has seen."""
-        self.x, self.y = self.x + other.x, self.y + other.y
-        self.rows += other.rows
+    def __add__(self, other: Sums) -> Sums:
+        return Sums(self.x + other.x, self.y + other.y, self.rows + other.rows)
 
     def means(self, layer: Layer) -> tuple[Tensor, Tensor]:
-        """The mean x, with the constant 1 where there is a bias, and the mean y."""
+        """Return the mean x, with the constant 1 if the layer has a bias, and the mean y."""
         x, y = self.x / self.rows, self.y / self.rows
         return (x if layer.bias is None else functional.pad(x, (0, 1), value=1.0)), y
 
@@ -58,35 +56,38 @@ class Sums:
 class EVA(Rewriter):
     """Eva around any first-order optimizer: a baseline to compare with, not a recommendation.
 
-    With x the inputs of a layer (with a constant 1 for the bias) and y the gradients at its
-    outputs, ā ← β ā + (1 - β) mean(x) and b̄ ← β b̄ + (1 - β) mean(y) at every step, both divided by
-    1 - β^t where they are used, so that the first means count in full. The curvature of [W | b] is
-    C = (b̄ b̄ᵀ) ⊗ (ā āᵀ) + γ I, and by Sherman and Morrison
+    Let x be the inputs of a layer, with a constant 1 for the bias, and y the gradients at its
+    outputs. Every step updates ā ← β ā + (1 - β) mean(x) and b̄ ← β b̄ + (1 - β) mean(y). Both are
+    divided by 1 - β^t when they are used, as they start at zero. The curvature of [W | b] is
+    C = (b̄ b̄ᵀ) ⊗ (ā āᵀ) + γ I, and the Sherman-Morrison formula gives
 
         Ĝ = C⁻¹ G = (G - (b̄ᵀ G ā) / (γ + ‖ā‖² ‖b̄‖²) b̄ āᵀ) / γ.
 
-    The first-order optimizer gets G̃ = Ĝ ‖G‖ / ‖Ĝ‖ (over all matrices of a layer together), as
-    kronbit's own optimizers do it: step sizes can be compared. Linear layers, 2-d convolutions (one
-    matrix per group of channels) and transformers' ``Conv1D`` are preconditioned, all other
+    The first-order optimizer receives G̃ = Ĝ ‖G‖ / ‖Ĝ‖, with norms over all matrices of a layer. All
+    optimizers of kronbit graft, so that step sizes are comparable. Linear layers, 2-d convolutions
+    (one matrix per group of channels) and ``Conv1D`` of transformers are preconditioned. All other
     parameters are left to the base.
 
-    The y are those of the loss that is differentiated: if it is a mean over N rows, they have a
-    factor 1/N, and γ weighs N² times as much beside ‖b̄‖². The scale of a ``torch.amp.GradScaler``
-    is not undone: use bfloat16 or float32. One process only.
+    The y depend on the scale of the loss. If the loss is a mean over N rows, y has a factor 1/N,
+    and γ weighs N² times as much relative to ‖b̄‖². The scale of a ``torch.amp.GradScaler`` is not
+    removed: use bfloat16 or float32. EVA runs in one process only.
 
     Example::
 
         opt = EVA(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), model=model)
 
     Args:
-        params: A ready optimizer, or parameters, param groups or named parameters.
-        base: As for ``kronbit.Shampoo``.
-        model: The model that has these parameters. Its layers are watched in training mode and
-            where gradients are enabled.
-        beta: β. Decay of the means, in [0, 1).
-        damping: γ. Above 0.
-        **options: The base's own.
+        params: An optimizer, or parameters, param groups or named parameters.
+        base: First-order optimizer, as for ``kronbit.Shampoo``.
+        model: The model with these parameters. Its layers are observed in training mode while
+            gradients are enabled.
+        beta: Decay β of the means, in [0, 1).
+        damping: Damping γ > 0.
+        **options: Options of the base.
     """
+
+    # Hooks belong to the model, and collected sums to a single step: neither is copied.
+    _pickled: ClassVar[tuple[str, ...]] = ("beta", "damping", "_layers", "_closed", "_missed")
 
     def __init__(
         self,
@@ -109,10 +110,10 @@ class EVA(Rewriter):
         self._handles: list[RemovableHandle] = []
         self._closed = False
         self._missed = 0
-        super().__init__(params, base, **options)  # adds the groups, and hooks with them
+        super().__init__(params, base, **options)  # adds the param groups, which registers hooks
 
     def check(self) -> None:
-        """Refuse several processes, and parameters none of which is a layer's weight."""
+        """Refuse several processes, and parameters without the weight of any layer."""
         if not any(p in self._layers for p in self._params()):
             raise ValueError(
                 "none of the parameters is the weight of a linear layer or convolution of model, "
@@ -122,11 +123,11 @@ class EVA(Rewriter):
         if processes > 1:
             raise RuntimeError(
                 f"EVA does not average its means over processes, and there are {processes}: their "
-                "weights would walk apart. Train in one process, or use kronbit.KFAC"
+                "weights would diverge. Train in one process, or use kronbit.KFAC"
             )
 
     def layout(self, p: Tensor) -> Layout:
-        """Steps and means of a layer's weight; nothing of other parameters."""
+        """Return the layout of step and means for the weight of a layer; empty otherwise."""
         layer = self._layers.get(p)
         if layer is None:
             return {}
@@ -140,30 +141,30 @@ class EVA(Rewriter):
     # ------------------------------------------------------------------------------ collecting
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group to F, and watch the layers of its weights."""
+        """Add a group to F, and register hooks on the layers of its weights."""
         super().add_param_group(param_group)
         self._watch_layers()
 
     def _watch_layers(self) -> None:
-        """Hooks on the layers that are optimized, and on no others."""
+        """Register hooks on the layers whose weights are optimized, and remove all others."""
         for handle in self._handles:
             handle.remove()
         layers = [self._layers[p] for p in self._params() if p in self._layers]
         self._handles = hooked(self, [] if self._closed else layers)
 
     def close(self) -> None:
-        """Remove the hooks from the model: means stay as they are from now on."""
+        """Remove the hooks from the model. The means no longer change."""
         self._closed = True
         self._watch_layers()
         self._collected.clear()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Reset gradients, and with them what was collected for the next step."""
+        """Reset gradients and the sums that were collected with them."""
         self._collected.clear()
         super().zero_grad(set_to_none)
 
     def watch(self, layer: Layer, x: Tensor, output: Any) -> None:
-        """Wait for the gradient at the output of a layer; of x, only the sum is kept."""
+        """Sum x, and register a hook for the gradient at the layer's output."""
         if given_up(layer):
             self._collected.pop(layer, None)
         if isinstance(output, Tensor) and output.requires_grad:
@@ -172,18 +173,16 @@ class EVA(Rewriter):
     @torch.no_grad()
     def _collect(self, layer: Layer, x: Tensor, y: Tensor) -> None:
         rows = layer.kind.outputs(layer.module, y)
-        own = Sums(x, rows.sum((1, 2), dtype=x.dtype), rows.shape[1] * rows.shape[2])
-        if layer in self._collected:
-            self._collected[layer].add(own)
-        else:
-            self._collected[layer] = own
+        sums = Sums(x, rows.sum((1, 2), dtype=x.dtype), rows.shape[1] * rows.shape[2])
+        before = self._collected.get(layer)
+        self._collected[layer] = sums if before is None else before + sums
 
     # ------------------------------------------------------------------------------- rewriting
 
     def rewrite(self) -> None:
-        """ā, b̄ ← β ā + (1 - β) mean(x), β b̄ + (1 - β) mean(y); G ← G̃."""
-        there = [p for p in self._params() if p.grad is not None and p in self._layers]
-        layers = list(dict.fromkeys(self._layers[p] for p in there))
+        """Update ā and b̄ with the collected means, and replace G by G̃."""
+        present = [p for p in self._params() if p.grad is not None]
+        layers = [self._layers[p] for p in present if p in self._layers]
         self._prepare(p for layer in layers for p in (layer.weight, layer.bias) if p is not None)
         collected, self._collected = self._collected, {}
         if not layers:
@@ -193,8 +192,8 @@ class EVA(Rewriter):
             for layer in layers
             if layer in collected and collected[layer].rows
         }
-        if len(means) < len(layers):
-            self._note_missed([layer for layer in layers if layer not in means])
+        if missed := [layer for layer in layers if layer not in means]:
+            self._note_missed(missed)
         finite = self._finite([mean for both in means.values() for mean in both])
         for layer in layers:
             here = finite.to(layer.weight.device)
@@ -213,21 +212,23 @@ class EVA(Rewriter):
         self._missed += len(layers)
 
     def _update(self, layer: Layer, x: Tensor, y: Tensor, finite: Tensor) -> None:
-        """ā and b̄, and how many means they hold."""
-        own = self.state[layer.weight]
-        if not own:
-            for name, (shape, dtype) in self.layout(layer.weight).items():
-                own[name] = torch.zeros(shape, dtype=dtype, device=layer.weight.device)
-        own["step"] += finite
-        for mean, new in ((own["input_mean"], x), (own["output_mean"], y)):
+        """Update ā, b̄ and the number of means in them."""
+        weight = layer.weight
+        if not self.state[weight]:
+            self.state[weight] = zeros(self.layout(weight), weight.device)
+        state = self.state[weight]
+        state["step"] += finite
+        for mean, new in ((state["input_mean"], x), (state["output_mean"], y)):
             mean.copy_(torch.where(finite, torch.lerp(new, mean, self.beta), mean))
 
     def _precondition(self, layer: Layer, finite: Tensor) -> None:
-        """G̃ in the place of G, where means are known and everything is finite."""
-        grad, own = layer.weight.grad, self.state[layer.weight]
+        """Replace G by G̃ if the layer has means and everything is finite."""
+        grad, state = layer.weight.grad, self.state[layer.weight]
         assert grad is not None
-        t = own["step"]
-        a, b = (own[name] / (1 - self.beta ** t.double()) for name in ("input_mean", "output_mean"))
+        t = state["step"]
+        a, b = (
+            state[name] / (1 - self.beta ** t.double()) for name in ("input_mean", "output_mean")
+        )
         left, right = (a, b) if layer.kind.inputs_are_rows else (b, a)
         G = grad if layer.bias is None else layer.join(grad)
         G = G.reshape(layer.matrices).to(a.dtype)
@@ -236,32 +237,27 @@ class EVA(Rewriter):
         if layer.bias is None:
             grad.copy_(G.reshape(grad.shape))
             return
-        for own, written in layer.separated(G):
-            own.copy_(written)
+        for part, written in layer.separated(G):
+            part.copy_(written)
 
     # -------------------------------------------------------- checkpoints, reports and copies
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load a checkpoint, bit for bit; what was collected until now is dropped.
+        """Load a checkpoint exactly, and drop collected sums.
 
         Args:
-            state_dict: What ``state_dict()`` returned.
+            state_dict: State dict that ``state_dict()`` returned.
 
         Raises:
-            ValueError: If the checkpoint does not fit; nothing has been changed then.
+            ValueError: If an entry is missing or does not match. The optimizer is unchanged then.
         """
         super().load_state_dict(state_dict)
         self._collected.clear()
         self._missed = 0
 
     def diagnostics(self) -> dict[str, Any]:
-        """Counters, and how often a layer had a gradient but no means. Waits for the device."""
+        """Return counters; one counts layers with a gradient but no means. Waits for the device."""
         return {**super().diagnostics(), "missed_statistics": self._missed}
-
-    def __getstate__(self) -> dict[str, Any]:
-        # Hooks stay with the model that has them; what they have seen belongs to a single step.
-        kept = ("beta", "damping", "_layers", "_closed", "_missed")
-        return {**super().__getstate__(), **{name: getattr(self, name) for name in kept}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -270,13 +266,13 @@ class EVA(Rewriter):
 
 
 def inverse_times(G: Tensor, left: Tensor, right: Tensor, damping: float) -> Tensor:
-    """((u uᵀ) ⊗ (v vᵀ) + γ I)⁻¹ G of each matrix, by Sherman and Morrison.
+    """Return ((u uᵀ) ⊗ (v vᵀ) + γ I)⁻¹ G for each matrix, by the Sherman-Morrison formula.
 
     Args:
-        G: (E, M, N).
-        left: u, (E, M).
-        right: v, (E, N).
-        damping: γ.
+        G: Matrices (E, M, N).
+        left: Vectors u, (E, M).
+        right: Vectors v, (E, N).
+        damping: Damping γ.
     """
     u, v = left.unsqueeze(-1), right.unsqueeze(-1)
     squares = (u.mT @ u) * (v.mT @ v)
@@ -285,10 +281,10 @@ def inverse_times(G: Tensor, left: Tensor, right: Tensor, damping: float) -> Ten
 
 @torch.no_grad()
 def _sum_of_inputs(layer: Layer, x: Tensor) -> Tensor:
-    """Σ x, (E, inputs)."""
+    """Return Σ x over all rows, (E, inputs)."""
     dtype = wide(layer.weight.dtype)
     if isinstance(layer.module, nn.Conv2d) and x.dim() == 4:
-        # Patches are linear in the image: those of the sum of all images are the sums of theirs.
+        # Patches are linear in the image, so the images can be summed first.
         x = x.sum(0, keepdim=True, dtype=dtype)
     (rows,) = layer.kind.inputs(layer.module, x.detach(), _ALL_AT_ONCE)
     return rows.sum((1, 2), dtype=dtype)

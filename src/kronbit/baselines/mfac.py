@@ -1,50 +1,53 @@
-"""M-FAC (Frantar, Kurtic and Alistarh, 2021): the Fisher matrix of the last m gradients."""
+"""M-FAC (Frantar, Kurtic and Alistarh, 2021): preconditioning by the last m gradients."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from kronbit.base import BaseFactory
-from kronbit.baselines.rewriter import Rewriter, check_damping, graft, wide
+from kronbit.baselines.rewriter import Rewriter, check_damping, graft, wide, zeros
 from kronbit.factors import Layout
 
-# Elements of a stack of gradients that are looked at together: a copy of them is made where they
-# are kept in 16 bits, and sums of so many are still exact enough in float32.
+# Elements of a stack of gradients in one product. The limit bounds the float32 copy of 16-bit
+# gradients and the rounding error of float32 sums.
 _PIECE = 2**22
 
 
 class MFAC(Rewriter):
     """M-FAC around any first-order optimizer: a baseline to compare with, not a recommendation.
 
-    With all parameters as one vector and g_1, ..., g_m their last gradients, that of this step
-    among them, F̂ = λ I + (1/m) Σ g_i g_iᵀ (as long as there are fewer than m, zeros stand for the
-    others) and Ĝ = F̂⁻¹ g. With the gradients as the rows of G (m, d), by Woodbury
+    All parameters form one vector. Its last m gradients g_1, ..., g_m include the current one, g;
+    before step m, missing gradients are zero. The damped Fisher matrix is
+    F̂ = λ I + (1/m) Σ g_i g_iᵀ, and Ĝ = F̂⁻¹ g. With the gradients as the rows of G (m, d), the
+    Woodbury identity gives
 
         F̂⁻¹ g = (g - Gᵀ (m λ I + G Gᵀ)⁻¹ G g) / λ.
 
-    The first-order optimizer gets G̃ = Ĝ ‖G‖ / ‖Ĝ‖ of each parameter, as kronbit's own optimizers do
-    it: step sizes can be compared.
+    The first-order optimizer receives G̃ = Ĝ ‖G‖ / ‖Ĝ‖ for each parameter. All optimizers of
+    kronbit graft in this way, so that step sizes are comparable.
 
-    Memory: m copies of all gradients, in the parameters' dtypes; 32 of them take 128 bytes for each
-    number of a model in float32.
+    Memory: m copies of all gradients in the dtypes of the parameters. With m = 32, these are 128
+    bytes per parameter in float32.
 
     Example::
 
         opt = MFAC(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), gradients=32)
 
     Args:
-        params: A ready optimizer, or parameters, param groups or named parameters; all of them on
-            one device.
-        base: As for ``kronbit.Shampoo``.
-        gradients: m. How many gradients are kept.
-        damping: λ. Above 0.
-        **options: The base's own.
+        params: An optimizer, or parameters, param groups or named parameters. All parameters must
+            be on one device.
+        base: First-order optimizer, as for ``kronbit.Shampoo``.
+        gradients: Number m of gradients that are stored.
+        damping: Damping λ > 0.
+        **options: Options of the base.
     """
+
+    _pickled: ClassVar[tuple[str, ...]] = ("gradients", "damping")
 
     def __init__(
         self,
@@ -62,7 +65,7 @@ class MFAC(Rewriter):
         super().__init__(params, base, **options)
 
     def check(self) -> None:
-        """Refuse parameters on several devices: their gradients are one vector."""
+        """Refuse parameters on several devices, because their gradients form one vector."""
         devices = sorted({str(p.device) for p in self._params()})
         if len(devices) > 1:
             raise ValueError(
@@ -71,16 +74,16 @@ class MFAC(Rewriter):
             )
 
     def layout(self, p: Tensor) -> Layout:
-        """The last m gradients of a parameter."""
+        """Return the layout of the last m gradients of a parameter."""
         return {"gradients": ((self.gradients, *p.shape), p.dtype)}
 
     def common_layout(self) -> Layout:
-        """How many gradients have been stored, and the Gram matrix of those that are kept."""
+        """Return the layout of the number of steps and the Gram matrix of the stored gradients."""
         m = self.gradients
         return {"stored": ((), torch.int64), "gram": ((m, m), torch.float64)}
 
     def rewrite(self) -> None:
-        """G ← [G without its oldest row; g], then g ← G̃."""
+        """Replace the oldest row of G by g, then replace g by G̃."""
         params = self._params()
         present = [p for p in params if p.grad is not None]
         if not present:
@@ -88,10 +91,9 @@ class MFAC(Rewriter):
         self._prepare(present)
         finite = self._finite()
         if not self.common:
-            for name, (shape, dtype) in self.common_layout().items():
-                self.common[name] = torch.zeros(shape, dtype=dtype, device=finite.device)
+            self.common = zeros(self.common_layout(), finite.device)
         stored, K = self.common["stored"], self.common["gram"]
-        # A tensor: whether the last step was stored is not known to the host.
+        # A tensor, because the host does not know if the last step was finite and stored.
         slot = (stored % self.gradients).view(1)
         products = torch.zeros_like(K[0])
         for p in params:
@@ -105,12 +107,10 @@ class MFAC(Rewriter):
             self._precondition(p, weights, finite)
 
     def _store(self, p: Tensor, slot: Tensor, finite: Tensor) -> Tensor:
-        """Put the gradient of one parameter in its slot; its products with all that are kept."""
-        own = self.state[p]
-        if not own:
-            ((name, (shape, dtype)),) = self.layout(p).items()
-            own[name] = torch.zeros(shape, dtype=dtype, device=p.device)
-        G = own["gradients"]
+        """Store a parameter's gradient, and return its products with all stored gradients."""
+        if not self.state[p]:
+            self.state[p] = zeros(self.layout(p), p.device)
+        G = self.state[p]["gradients"]
         oldest = G.index_select(0, slot)
         newest = torch.zeros_like(oldest) if p.grad is None else p.grad.unsqueeze(0).to(G.dtype)
         G.index_copy_(0, slot, torch.where(finite, newest, oldest))
@@ -120,20 +120,20 @@ class MFAC(Rewriter):
         return products
 
     def _weights(self, K: Tensor, slot: Tensor) -> Tensor:
-        """The c with F̂⁻¹ g = Gᵀ c.
+        """Return the c with F̂⁻¹ g = Gᵀ c.
 
-        g itself is a row of G, that of e: g = Gᵀ e and G g = K e, so Woodbury's difference is
-        Gᵀ (e - (m λ I + K)⁻¹ K e) / λ, and c = m (m λ I + K)⁻¹ e.
+        The unit vector e selects the row of g in G: g = Gᵀ e and G g = K e. The Woodbury identity
+        becomes Gᵀ (e - (m λ I + K)⁻¹ K e) / λ, and c = m (m λ I + K)⁻¹ e.
         """
         m = self.gradients
         identity = torch.eye(m, dtype=K.dtype, device=K.device)
         e = identity.index_select(1, slot)
-        # Without a look at the outcome, for which the host would wait: m λ I + K has an inverse.
+        # m λ I + K is always invertible; a check would make the host wait for the device.
         solution: Tensor = torch.linalg.solve_ex(m * self.damping * identity + K, m * e).result
         return solution.squeeze(1)
 
     def _precondition(self, p: Tensor, weights: Tensor, finite: Tensor) -> None:
-        """G̃ of one parameter in the place of G."""
+        """Replace the gradient of a parameter by G̃."""
         grad, stack = p.grad, self.state[p]["gradients"]
         assert grad is not None
         c = weights.to(wide(stack.dtype))
@@ -142,11 +142,7 @@ class MFAC(Rewriter):
         grad.copy_(torch.where(finite, graft(G, Ghat, grad.dtype), G))
 
     def _pieces(self, stack: Tensor) -> Iterator[Tensor]:
-        """The columns of a stack of gradients, (m, some), in float32 or better."""
+        """Yield groups of columns of a stack of gradients, (m, some), in float32 or float64."""
         rows = stack.view(len(stack), stack[0].numel())
         for piece in rows.split(max(1, _PIECE // len(stack)), 1):
             yield piece.to(wide(stack.dtype))
-
-    def __getstate__(self) -> dict[str, Any]:
-        own = {"gradients": self.gradients, "damping": self.damping}
-        return {**super().__getstate__(), **own}

@@ -1,4 +1,4 @@
-"""A loop around any first-order optimizer F: gradients are rewritten, and F takes the step."""
+"""Base class of optimizers that rewrite gradients before a first-order optimizer F steps."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, overload
+from typing import Any, ClassVar, overload
 
 import torch
 from torch import Tensor
@@ -29,20 +29,23 @@ from kronbit.state.outline import check, copied
 
 
 class Rewriter(Around, ABC):
-    """Rewrites gradients in front of a first-order optimizer F.
+    """An optimizer that rewrites gradients before a first-order optimizer F takes the step.
 
-    Where ``kronbit.optimizer.SecondOrder`` plans blocks and keeps factors, this only brings the
-    loop, F and checkpoints: a subclass says what is kept and how a gradient is changed.
+    This class provides the step, F and checkpoints. It has no blocks and factors, unlike
+    ``kronbit.optimizer.SecondOrder``. A subclass defines the state and how gradients change.
 
     Args:
-        params: A ready optimizer, or parameters, param groups or named parameters.
+        params: An optimizer, or parameters, param groups or named parameters.
         base: F, as for ``kronbit.Shampoo``. Default: ``"adamw"``.
-        **options: F's own.
+        **options: Options of F.
 
     Attributes:
-        base: F; ``param_groups`` is F's own list.
-        common: Tensors that belong to all parameters together, by name.
+        base: F. Its ``param_groups`` are those of this optimizer.
+        common: State that all parameters share: tensors by name.
     """
+
+    # Attributes of a subclass that are copied and pickled.
+    _pickled: ClassVar[tuple[str, ...]] = ()
 
     def __init__(
         self,
@@ -53,7 +56,7 @@ class Rewriter(Around, ABC):
         self.base = resolve(params, base, options)
         if isinstance(self.base, Rewriter):
             raise TypeError(
-                f"{type(self.base).__name__} rewrites gradients already, and that is done once: "
+                f"{type(self.base).__name__} rewrites gradients already, and cannot be a base: "
                 f"give {type(self).__name__} a first-order optimizer"
             )
         for index, group in enumerate(self.base.param_groups):
@@ -64,29 +67,29 @@ class Rewriter(Around, ABC):
         super().__init__(self.base.param_groups, dict(self.base.defaults))
 
     def check(self) -> None:
-        """Refuse what cannot work; asked at construction and before every step.
+        """Check parameters and process groups, at construction and before every step.
 
         Raises:
-            ValueError: If there are such parameters.
-            RuntimeError: If there are such surroundings.
+            ValueError: If the parameters are not supported.
+            RuntimeError: If the process group is not supported.
         """
 
     @abstractmethod
     def rewrite(self) -> None:
-        """Change ``p.grad`` in place. Gradients are not recorded, and float32 is not shortened."""
+        """Change ``p.grad`` in place. Runs without autograd and with full float32 precision."""
 
     @abstractmethod
     def layout(self, p: Tensor) -> Layout:
-        """The state of a parameter: name -> (shape, dtype); empty if it never has one."""
+        """Return shape and dtype of each state tensor of a parameter; empty if it has no state."""
 
     def common_layout(self) -> Layout:
-        """The same of ``common``, once there is a state."""
+        """Return shape and dtype of each tensor of ``common`` after the first step."""
         return {}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group to F."""
         if not isinstance(param_group["params"], Tensor):
-            param_group["params"] = list(param_group["params"])  # to be read twice
+            param_group["params"] = list(param_group["params"])  # may be an iterator
         self._check_group(param_group, len(self.param_groups))
         self.base.add_param_group(param_group)
 
@@ -100,16 +103,16 @@ class Rewriter(Around, ABC):
     @overload
     def step(self, closure: Callable[[], float]) -> float: ...
 
-    @_disable_dynamo  # as ours
+    @_disable_dynamo  # as for SecondOrder.step
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Rewrite the gradients, then one step of F; ``p.grad`` holds G̃ afterwards, not G.
+        """Rewrite the gradients and take one step of F. ``p.grad`` holds G̃ afterwards, not G.
 
         Args:
-            closure: Evaluates the model and returns the loss; called once.
+            closure: Reevaluates the model and returns the loss. Called once.
 
         Returns:
-            The closure's loss, or ``None``.
+            The loss of the closure, or ``None``.
         """
         self.check()
         loss = None
@@ -122,38 +125,38 @@ class Rewriter(Around, ABC):
         self.base.step()
         return loss
 
-    # -------------------------------------------------------------------- for those who rewrite
+    # -------------------------------------------------------------------------- for subclasses
 
     def _params(self) -> list[Tensor]:
-        """All parameters."""
+        """Return all parameters."""
         return [p for group in self.param_groups for p in group["params"]]
 
     def _prepare(self, params: Iterable[Tensor]) -> None:
-        """Refuse gradients that cannot be rewritten; copy those that cannot be written to."""
+        """Refuse sparse and complex gradients, and copy gradients whose elements share memory."""
         grads = [(p, p.grad) for p in params if p.grad is not None]
         for p, grad in grads:
-            which = f"the gradient of a parameter of shape {tuple(p.shape)}"
             if grad.layout != torch.strided:
-                raise RuntimeError(
-                    f"{which} is sparse ({grad.layout}), and {type(self).__name__} rewrites dense "
-                    "ones alone: build the embedding with sparse=False"
-                )
-            if grad.is_complex():
-                raise RuntimeError(
-                    f"{which} is complex ({grad.dtype}), and {type(self).__name__} rewrites real "
-                    "ones alone: optimize torch.view_as_real of the parameter"
-                )
+                kind, remedy = f"sparse ({grad.layout})", "build the embedding with sparse=False"
+            elif grad.is_complex():
+                kind = f"complex ({grad.dtype})"
+                remedy = "optimize torch.view_as_real of the parameter"
+            else:
+                continue
+            raise RuntimeError(
+                f"the gradient of a parameter of shape {tuple(p.shape)} is {kind}, and "
+                f"{type(self).__name__} needs dense, real gradients: {remedy}"
+            )
         for p, grad in grads:
             if overlaps_itself(grad):
                 p.grad = grad.clone(memory_format=torch.contiguous_format)
 
     def _finite(self, also: Sequence[Tensor] = ()) -> Tensor:
-        """Whether the step may be rewritten, as a flag on the device; it is counted if not.
+        """Return a flag on the device: True if all gradients are finite. Count the step if not.
 
-        The host does not wait: both outcomes are computed, and the flag chooses.
+        The host does not wait for the flag. The caller computes both results and selects by it.
 
         Args:
-            also: What must be finite beside the gradients.
+            also: Further tensors that must be finite.
         """
         grads = [elements(p.grad) for p in self._params() if p.grad is not None]
         home = grads[0].device
@@ -168,26 +171,26 @@ class Rewriter(Around, ABC):
         return finite
 
     def diagnostics(self) -> dict[str, Any]:
-        """Counters, from construction or the last ``load_state_dict``. Waits for the device."""
+        """Return counters since construction or ``load_state_dict``. Waits for the device."""
         return {"skipped_steps": 0 if self._skipped is None else int(self._skipped)}
 
     # ---------------------------------------------------------------------------------- state
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain tensors by parameter, those of all together, and F's whole state dict."""
-        own = super().state_dict()
-        return {**own, "common": dict(self.common), "base": self.base.state_dict()}
+        """Return the state by parameter, the common state, and F's state dict under ``"base"``."""
+        state_dict = super().state_dict()
+        return {**state_dict, "common": dict(self.common), "base": self.base.state_dict()}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load a checkpoint, bit for bit.
+        """Load a checkpoint exactly.
 
         Args:
-            state_dict: What ``state_dict()`` returned.
+            state_dict: State dict that ``state_dict()`` returned.
 
         Raises:
-            ValueError: If the checkpoint does not fit; the message names the key, and nothing has
-                been changed.
+            ValueError: If an entry is missing or does not match. The message names its key, and
+                the optimizer is unchanged.
         """
         state_dict = copied(state_dict)
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
@@ -197,7 +200,7 @@ class Rewriter(Around, ABC):
                 raise ValueError(
                     f"{key!r} is missing: this is not a state dict of {type(self).__name__}"
                 )
-        entries = _by_parameter(state_dict, self.param_groups, "")
+        entries = _by_parameter(state_dict, self.param_groups)
         try:
             state = {p: self._read(p, *entry) for p, entry in entries.items()}
             layout = self.common_layout() if state or state_dict["common"] else {}
@@ -225,35 +228,46 @@ class Rewriter(Around, ABC):
         return checked_leaves(held, layout, f"state[{key!r}]")
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = ("defaults", "state", "base", "common", "_skipped")
+        kept = ("defaults", "state", "base", "common", "_skipped", *self._pickled)
         return {name: getattr(self, name) for name in kept}
 
 
+def zeros(layout: Layout, device: torch.device) -> Leaves:
+    """Create a state of zeros.
+
+    Args:
+        layout: Shape and dtype of each tensor, by name.
+        device: Device of the tensors.
+    """
+    return {
+        name: torch.zeros(shape, dtype=dtype, device=device)
+        for name, (shape, dtype) in layout.items()
+    }
+
+
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """In what one computes with numbers of a dtype: float32, or float64 where they are."""
+    """Return the dtype to compute in: float32, or float64 for float64."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def graft(G: Tensor, Ghat: Tensor, dtype: torch.dtype) -> Tensor:
-    """G̃ = Ĝ ‖G‖ / (‖Ĝ‖ + 1e-12), within what the gradient's own dtype can hold."""
+    """Return G̃ = Ĝ ‖G‖ / (‖Ĝ‖ + 1e-12), clamped to the range of the gradient's dtype."""
     scale = graft_scale(torch.linalg.vector_norm(G), torch.linalg.vector_norm(Ghat))
-    # The norm is that of G, but one element may exceed what G's had: saturate.
+    # G̃ has the norm of G, but a single element may be larger than any of G and overflow.
     largest = torch.finfo(dtype).max
     return (Ghat * scale).clamp(-largest, largest)
 
 
 def is_number(value: object) -> bool:
-    """Whether a value is a real, finite number; True and False are none."""
-    if not isinstance(value, (int, float)) or isinstance(value, bool):
-        return False
-    return math.isfinite(value)
+    """True if a value is a finite int or float, but not a bool."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def check_damping(damping: float) -> None:
-    """Refuse a damping that leaves nothing to invert.
+    """Check that a damping is positive, so that the damped matrix has an inverse.
 
     Raises:
-        ValueError: If it is not above 0.
+        ValueError: If the damping is not a finite number above 0.
     """
     if not is_number(damping) or damping <= 0:
         raise ValueError(f"damping must be a finite number above 0; got {damping!r}")
@@ -261,36 +275,35 @@ def check_damping(damping: float) -> None:
 
 @dataclass(frozen=True)
 class _EntryOfBase(Entry):
-    """What a checkpoint says of one parameter of F, under F's own key."""
+    """The state of one parameter of F in a checkpoint."""
 
     def path(self, *keys: str) -> str:
-        """The place of something in this entry, for messages."""
+        """Return the path of a value in this entry, for messages."""
         inner = "".join(f"[{key!r}]" for key in keys if key != "base")
         return f"base['state'][{self.key!r}]{inner}"
 
 
 def _base_loader(base: Optimizer, state_dict: Any) -> BaseLoader:
-    """What loads F's part, its outline checked."""
+    """Check the outline of F's state dict, and return its loader."""
     if not isinstance(state_dict, Mapping):
         raise ValueError(f"base is {type(state_dict).__name__}; expected a state dict")
     entries: dict[Tensor, Entry] = {
         p: _EntryOfBase(key, 0, None, held, {}, Config())
         for p, (key, held) in _by_parameter(state_dict, base.param_groups, "base.").items()
     }
-    groups = [
-        {**{name: value for name, value in group.items() if name != "params"}, **old}
-        for group, old in zip(base.param_groups, state_dict["param_groups"], strict=True)
-    ]
+    # Options that the checkpoint lacks keep their values.
+    pairs = zip(base.param_groups, state_dict["param_groups"], strict=True)
+    groups = [{**group, **old} for group, old in pairs]
     return BaseLoader(base, Checkpoint(groups, entries))
 
 
 def _by_parameter(
-    state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], prefix: str
+    state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], prefix: str = ""
 ) -> dict[Tensor, tuple[Any, Any]]:
-    """Parameter -> (its key in a state dict, what is held there); those without are left out."""
+    """Map each parameter with state to its key and its entry in a state dict."""
     check(state_dict, groups, prefix)
     state, saved = state_dict["state"], state_dict["param_groups"]
-    # Reading optimizer.state[p] of a parameter without state leaves an empty entry.
+    # An entry may be empty: reading optimizer.state[p] creates one.
     return {
         p: (key, state[key])
         for old, group in zip(saved, groups, strict=True)

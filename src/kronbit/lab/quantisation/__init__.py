@@ -1,1 +1,1 @@
-"""Quantisation errors: the paper's tables and figures, and those of a checkpoint."""
+"""Quantisation errors of preconditioners: the paper's tables and figures, and checkpoints."""

@@ -1,4 +1,4 @@
-"""Quantisation errors of a preconditioner: every way to keep it, against float64."""
+"""Quantisation errors of a preconditioner: every way to store it, compared with float64."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kronbit.linalg.orthogonal import bjorck
 from kronbit.quantization import Quantizer
 
 MAPPINGS = ("linear2", "dt")
-# What users can run, in the order in which tables show it.
+# Methods and storages of this library, in the order of the tables.
 KEPT = (
     ("naive", "paper"),
     ("naive", "compact"),
@@ -24,46 +24,48 @@ KEPT = (
     ("cholesky", "paper"),
     ("cholesky", "compact"),
 )
-# The paper's synthetic matrix has two distinct eigenvalues, which it does not print. With these,
-# all rows of its table that do not depend on them much come out as printed.
+# The quantised quantity, and True if its eigenvectors are rectified; None if it has none.
+Way = tuple[str, bool | None]
+# The paper's synthetic matrix has two distinct eigenvalues, which the paper does not print. These
+# values reproduce all rows of its table that do not depend on them strongly.
 _LARGE, _SMALL, _SHARE_OF_LARGE = 1000.0, 1.0, 1155 / 1200
 
 
 @dataclass(frozen=True)
 class Deviation:
-    """How far a matrix is from the exact one.
+    """The error of a matrix X compared with the exact matrix X₀.
 
     Attributes:
         nre: ‖X - X₀‖ / ‖X₀‖, the paper's normwise relative error.
-        angle: Between the two, in degrees: its angle error.
+        angle: Angle between X and X₀ in degrees, the paper's angle error.
     """
 
     nre: float
     angle: float
 
     @classmethod
-    def of(cls, found: Tensor, exact: Tensor) -> Deviation:
-        """The deviation of a matrix, in float64."""
-        a, b = found.double(), exact.double()
-        # From the chord, not from the cosine: small angles keep their digits.
+    def of(cls, X: Tensor, exact: Tensor) -> Deviation:
+        """Compute the error of X in float64."""
+        a, b = X.double(), exact.double()
+        # The chord is accurate for small angles; the cosine is not.
         chord = float((a / a.norm() - b / b.norm()).norm())
         angle = 2 * math.degrees(math.asin(min(chord / 2, 1.0)))
         return cls(float((a - b).norm() / b.norm()), angle)
 
 
-def deviations(found: Tensor, exact: Tensor) -> tuple[Deviation, Deviation]:
-    """Of a matrix, and of what is beside its diagonal: that is small, and easily lost."""
-    return Deviation.of(found, exact), Deviation.of(_off(found), _off(exact))
+def deviations(X: Tensor, exact: Tensor) -> tuple[Deviation, Deviation]:
+    """Compute the errors of X and of X without its diagonal, whose elements are small."""
+    return Deviation.of(X, exact), Deviation.of(_off(X), _off(exact))
 
 
 @dataclass(frozen=True, eq=False)
 class Statistic:
-    """A preconditioner A = U Λ Uᵀ, known exactly.
+    """A preconditioner A = U Λ Uᵀ that is known exactly.
 
     Attributes:
-        lam: λ, not negative, float64 (n,).
+        lam: Eigenvalues λ ≥ 0, float64 (n,).
         U: Eigenvectors as columns, float64 (n, n).
-        config: Damping, exponent and trace scaling say what its inverse root is.
+        config: Options; damping, exponent and trace scaling define the inverse root.
     """
 
     lam: Tensor
@@ -72,48 +74,48 @@ class Statistic:
 
     @classmethod
     def of(cls, A: Tensor, config: Config) -> Statistic:
-        """The one that a matrix (n, n) stands for; negative eigenvalues are rounding errors."""
+        """Decompose a matrix (n, n). Negative eigenvalues are rounding errors and become 0."""
         lam, U = torch.linalg.eigh(A.double())
         return cls(lam.clamp(min=0), U, config)
 
     @property
     def order(self) -> int:
-        """Its order n."""
+        """Order n of the matrix."""
         return len(self.lam)
 
     @property
     def p(self) -> int:
-        """Which root is taken."""
+        """The p of the inverse p-th root."""
         return round(-1 / self.config.exponent)
 
     @property
     def damped(self) -> Tensor:
-        """λ + max(λ) ε; 1, if A is zero, which has no inverse root."""
+        """Damped eigenvalues λ + max(λ) ε; 1 if A is zero and has no inverse root."""
         largest = self.lam.max()
         return torch.where(largest == 0, 1.0, self.lam + largest * self.config.damping)
 
     @property
     def condition(self) -> float:
-        """Of A with its damping."""
+        """Condition number of the damped A."""
         return float(self.damped.max() / self.damped.min())
 
     def matrix(self) -> Tensor:
-        """A with its damping."""
+        """Return A with damping."""
         return (self.U * self.damped) @ self.U.mT
 
     def root(self) -> Tensor:
-        """Its inverse p-th root, exactly, as an optimizer takes it."""
-        found: Tensor = (self.U * self.damped ** (-1 / self.p)) @ self.U.mT
+        """Return the exact inverse p-th root, as an optimizer defines it."""
+        root: Tensor = (self.U * self.damped ** (-1 / self.p)) @ self.U.mT
         trace = self.lam.sum()
         if self.config.trace_scaling and trace > 0:
-            found = found * trace ** (1 / (2 * self.p))
-        return found
+            root = root * trace ** (1 / (2 * self.p))
+        return root
 
 
 def synthetic_matrix(
     order: int = 1200, seed: int = 0, device: torch.device | str = "cpu"
 ) -> Statistic:
-    """The paper's A2: random orthogonal eigenvectors, and two distinct eigenvalues."""
+    """Return the paper's A2: random orthogonal eigenvectors and two distinct eigenvalues."""
     generator = torch.Generator().manual_seed(seed)
     noise = torch.randn(order, order, dtype=torch.float64, generator=generator)
     lam = torch.full((order,), _SMALL, dtype=torch.float64)
@@ -126,17 +128,17 @@ def synthetic_matrix(
 
 @dataclass(frozen=True)
 class Row:
-    """One way to keep a preconditioner, and the errors of its inverse root f(A).
+    """One way to store a preconditioner, with the errors of its inverse root f(A) = A^(-1/p).
 
     Attributes:
-        way: What is quantised: ``A``, its eigenvectors ``U``, its triangular factor ``C``, the root
-            ``B`` that comes of it, or two of them; or method and storage of this library.
-        mapping: R.
-        bits: b.
-        block_size: Elements that share a scale.
-        rectified: Whether eigenvectors were made orthogonal again; ``None``: there are none.
-        whole: Errors in A^(-1/p).
-        off_diagonal: Errors in A^(-1/p) without its diagonal.
+        way: Quantised quantity: the matrix ``A``, its eigenvectors ``U``, its triangular factor
+            ``C``, its root ``B``, or two of them; or method and storage of this library.
+        mapping: Mapping R of the quantizer.
+        bits: Number of bits b.
+        block_size: Number of elements that share a scale.
+        rectified: True if the eigenvectors are orthogonalized again; ``None`` without eigenvectors.
+        whole: Errors of f(A).
+        off_diagonal: Errors of f(A) without its diagonal.
     """
 
     way: str
@@ -147,6 +149,24 @@ class Row:
     whole: Deviation
     off_diagonal: Deviation
 
+    @classmethod
+    def of(cls, key: Way, kept: Quantizer | Config, root: Tensor, exact: Tensor) -> Row:
+        """Compare a root after quantisation with the exact one."""
+        way, rectified = key
+        errors = deviations(root, exact)
+        return cls(way, kept.mapping, kept.bits, kept.block_size, rectified, *errors)
+
+    @property
+    def key(self) -> Way:
+        """Quantised quantity, and True if its eigenvectors are rectified."""
+        return self.way, self.rectified
+
+
+def label_of(key: Way) -> str:
+    """Return the label of a quantised quantity, for tables and figures."""
+    way, rectified = key
+    return f"{way}, rectified" if rectified else way
+
 
 def static_table(
     statistic: Statistic,
@@ -155,22 +175,25 @@ def static_table(
     mappings: Sequence[str] = MAPPINGS,
     kept: Iterable[tuple[str, str]] = KEPT,
 ) -> list[Row]:
-    """The paper's static analysis of one matrix, and the same for what this library keeps.
+    """Compute the paper's table for one matrix, extended by methods and storages of this library.
 
     Args:
         statistic: The matrix.
-        bits: b.
-        block_size: ``None``: the paper's, 64, and 256 at 8 bits.
-        mappings: R, one after the other.
-        kept: Methods and storages of the library. Compact ones have blocks of their own.
+        bits: Number of bits b.
+        block_size: Number of elements that share a scale. Default: 64, and 256 at 8 bits, as in the
+            paper.
+        mappings: Mappings R of the quantizer.
+        kept: Methods and storages of this library. Compact storage always has blocks of 64.
     """
     block = block_size or (256 if bits == 8 else 64)
     exact = statistic.root()
     rows = []
     for mapping in mappings:
-        for way, rectified, root in _roots_of_the_paper(statistic, Quantizer(bits, mapping, block)):
-            own = deviations(root, exact)
-            rows.append(Row(way, mapping, bits, block, rectified, *own))
+        quantizer = Quantizer(bits, mapping, block)
+        rows += [
+            Row.of(key, quantizer, root, exact)
+            for key, root in _roots_of_the_paper(statistic, quantizer)
+        ]
         for method, storage in kept:
             config = replace(
                 statistic.config,
@@ -182,49 +205,42 @@ def static_table(
                 block_size=block if storage == "paper" else 64,
                 min_quantized_numel=0,
             )
-            own = deviations(kept_root(statistic, config), exact)
-            way = f"{method}, {storage}"
-            rows.append(Row(way, mapping, bits, config.block_size, None, *own))
+            root = kept_root(statistic, config)
+            rows.append(Row.of((f"{method}, {storage}", None), config, root, exact))
     return rows
 
 
-def _roots_of_the_paper(
-    statistic: Statistic, quantizer: Quantizer
-) -> Iterator[tuple[str, bool | None, Tensor]]:
-    """What is quantised, whether it is rectified, and f(A) that comes of it."""
-
-    def keep_root(B: Tensor) -> Tensor:
-        return _restored_beside_diagonal(B, quantizer)
-
+def _roots_of_the_paper(statistic: Statistic, quantizer: Quantizer) -> Iterator[tuple[Way, Tensor]]:
+    """Yield each quantised quantity of the paper with the resulting f(A)."""
     roots = {}
-    for way, rectified, A in _matrices(statistic, quantizer):
-        root = roots[way, rectified] = inverse_root(A, statistic)
-        yield way, rectified, root
-    yield "B", None, keep_root(statistic.root())
+    for key, A in _matrices(statistic, quantizer):
+        roots[key] = inverse_root(A, statistic)
+        yield key, roots[key]
+    yield ("B", None), _restored_beside_diagonal(statistic.root(), quantizer)
     for way, rectified in (("A", None), ("U", False), ("U", True)):
-        yield f"{way}, B", rectified, keep_root(roots[way, rectified])
+        B = _restored_beside_diagonal(roots[way, rectified], quantizer)
+        yield (f"{way}, B", rectified), B
 
 
-def _matrices(
-    statistic: Statistic, quantizer: Quantizer
-) -> Iterator[tuple[str, bool | None, Tensor]]:
-    """What is quantised, whether it is rectified, and g(A), what is left of A."""
+def _matrices(statistic: Statistic, quantizer: Quantizer) -> Iterator[tuple[Way, Tensor]]:
+    """Yield each quantised quantity with the matrix that is restored from it."""
     A = statistic.matrix()
-    yield "A", None, _restored_beside_diagonal(A, quantizer)
-    yield "A and diagonal", None, _restored(A, quantizer)
+    yield ("A", None), _restored_beside_diagonal(A, quantizer)
+    yield ("A and diagonal", None), _restored(A, quantizer)
     for rectified in (False, True):
         V = restored_vectors(statistic, quantizer, int(rectified))
-        yield "U", rectified, (V * statistic.damped) @ V.mT
-    # By QR, which does not mind if A is singular but for rounding.
+        yield ("U", rectified), (V * statistic.damped) @ V.mT
+    # Unlike Cholesky, QR works if A is singular to rounding.
     C = torch.linalg.qr(statistic.damped.sqrt().unsqueeze(-1) * statistic.U.mT).R.mT
     C = _restored_beside_diagonal(C, quantizer)
-    yield "C", None, C @ C.mT
+    yield ("C", None), C @ C.mT
 
 
 def inverse_root(A: Tensor, like: Statistic) -> Tensor:
-    """f(A), the same root of another matrix than a statistic, of whose lower triangle.
+    """Return f(A) with the options of a statistic. Only the lower triangle of A is read.
 
-    By singular values, as the paper defines A^s: a quantised A may be indefinite.
+    A quantised A may be indefinite. Its power is therefore taken of singular values, as the paper
+    defines A^s.
     """
     lam, U = torch.linalg.eigh(A)
     lam = lam.abs().clamp(min=torch.finfo(lam.dtype).tiny)
@@ -233,18 +249,17 @@ def inverse_root(A: Tensor, like: Statistic) -> Tensor:
 
 
 def restored_vectors(statistic: Statistic, quantizer: Quantizer, rectify: int) -> Tensor:
-    """D(Q(U)) after so many of Björck's steps; a block lies inside one eigenvector."""
+    """Return D(Q(U)) after ``rectify`` Björck steps. A block lies within one eigenvector."""
     Vt = _restored(statistic.U.mT, quantizer)
     return bjorck(Vt.unsqueeze(0), rectify)[0].double().mT
 
 
 def _restored(X: Tensor, quantizer: Quantizer) -> Tensor:
-    found = quantizer.dequantize(quantizer.quantize(X), X.shape[-1])
-    return found.double()
+    return quantizer.dequantize(quantizer.quantize(X), X.shape[-1]).double()
 
 
 def _restored_beside_diagonal(X: Tensor, quantizer: Quantizer) -> Tensor:
-    """D(Q(X)), but for its diagonal, which is kept in float32."""
+    """Return D(Q(X)) with the exact diagonal of X, which is not quantised."""
     return _restored(_off(X), quantizer) + torch.diag(X.diagonal())
 
 
@@ -253,7 +268,7 @@ def _off(X: Tensor) -> Tensor:
 
 
 def kept_root(statistic: Statistic, config: Config) -> Tensor:
-    """The root that an optimizer with these options would hold, if A were its statistic."""
+    """Return the root that an optimizer with these options would store for the statistic A."""
     A = (statistic.U * statistic.lam) @ statistic.U.mT
     factors = Factors(len(A), 1, config.format(len(A)), config.start_value, A.device)
     for name, leaf in factors.method.encode_matrix(A.float().unsqueeze(0)).items():
@@ -262,10 +277,10 @@ def kept_root(statistic: Statistic, config: Config) -> Tensor:
 
 
 def refreshed_root(factors: Factors, config: Config) -> Tensor:
-    """The root of the first statistic of a stack, refreshed as an optimizer does it; float64."""
+    """Refresh the first root of a stack as an optimizer does, and return it in float64."""
     first = slice(0, 1)
     batch = Batch([(factors, first)])
-    # Where a root is not finite: again, with ten times the damping.
+    # A root that is not finite is computed again with ten times the damping.
     for attempt in range(1 + len(factors.method.root_repairs)):
         if bool(batch.refresh(replace(config, damping=config.damping * 10**attempt)).all()):
             break
@@ -277,11 +292,11 @@ def refreshed_root(factors: Factors, config: Config) -> Tensor:
 
 @dataclass(frozen=True)
 class Contracted:
-    """Errors after the eigenvalues were drawn together.
+    """Errors for contracted eigenvalues.
 
     Attributes:
-        tau: λ ↦ τ (λ - λmin) + λmin.
-        rows: The ways A, U rectified, and C.
+        tau: Factor τ of the contraction λ ↦ τ (λ - λmin) + λmin.
+        rows: Errors if A, the rectified U, or C is quantised.
     """
 
     tau: float
@@ -289,25 +304,25 @@ class Contracted:
 
 
 def contraction(statistic: Statistic, bits: int = 4, mapping: str = "linear2") -> list[Contracted]:
-    """Errors against the contraction of the eigenvalues, from none to nearly all the same.
+    """Compute errors for eigenvalues that are contracted until they are almost equal.
 
-    A large condition is what makes it better to quantise U than A.
+    Quantising U instead of A pays off if the condition number is large.
     """
     quantizer = Quantizer(bits, mapping)
     lam = statistic.damped
     least = lam.min()
     undamped = replace(statistic.config, damping=0.0)
-    found = []
+    points = []
     for exponent in range(0, -math.ceil(math.log2(statistic.condition)) - 1, -2):
         tau = 2.0**exponent
-        drawn = Statistic(tau * (lam - least) + least, statistic.U, undamped)
-        rows = []
-        for way, rectified, A in _matrices(drawn, quantizer):
-            if (way, rectified) in (("A", None), ("U", True), ("C", None)):
-                own = deviations(inverse_root(A, drawn), drawn.root())
-                rows.append(Row(way, mapping, bits, quantizer.block_size, rectified, *own))
-        found.append(Contracted(tau, tuple(rows)))
-    return found
+        contracted = Statistic(tau * (lam - least) + least, statistic.U, undamped)
+        rows = tuple(
+            Row.of(key, quantizer, inverse_root(A, contracted), contracted.root())
+            for key, A in _matrices(contracted, quantizer)
+            if key in (("A", None), ("U", True), ("C", None))
+        )
+        points.append(Contracted(tau, rows))
+    return points
 
 
 def rectification(
@@ -317,37 +332,36 @@ def rectification(
     bits: int = 4,
     mapping: str = "linear2",
 ) -> dict[int, list[float]]:
-    """How well V Λ^s Vᵀ is a power of V Λ Vᵀ, against Björck's steps on quantised eigenvectors.
+    """Compute the error of V Λ^s Vᵀ as a power of V Λ Vᵀ, for quantised V and t2 Björck steps.
 
     Args:
         statistic: The matrix.
-        steps: t2 goes from 0 to this.
-        roots: k of s = -1 / k.
-        bits: Of the eigenvectors.
-        mapping: R.
+        steps: Largest number of steps t2. The smallest is 0.
+        roots: Values of k; the exponent is s = -1 / k.
+        bits: Number of bits of the eigenvectors.
+        mapping: Mapping R of the quantizer.
 
     Returns:
-        By k, for each t2: the mean of the elements of |(V Λ^s Vᵀ)^k (V Λ Vᵀ) - I|.
+        For each k, the mean of the elements of |(V Λ^s Vᵀ)^k (V Λ Vᵀ) - I| for each t2.
     """
     lam = statistic.damped
     eye = torch.eye(statistic.order, dtype=lam.dtype, device=lam.device)
     V = restored_vectors(statistic, Quantizer(bits, mapping), 0)
-    found: dict[int, list[float]] = {k: [] for k in roots}
+    errors_of: dict[int, list[float]] = {k: [] for k in roots}
     for _ in range(steps + 1):
         A = (V * lam) @ V.mT
-        for k, errors in found.items():
+        for k, errors in errors_of.items():
             power = torch.linalg.matrix_power((V * lam ** (-1 / k)) @ V.mT, k)
             errors.append(float((power @ A - eye).abs().mean()))
         V = bjorck(V.unsqueeze(0), 1)[0].double()
-    return found
+    return errors_of
 
 
 def singular_values(
     statistic: Statistic, bits: int = 4, mapping: str = "linear2"
 ) -> dict[str, Tensor]:
-    """Of the matrix, and of what is left of it by each way; ascending."""
-    found = {"exact": statistic.damped}
-    for way, rectified, A in _matrices(statistic, Quantizer(bits, mapping)):
-        name = f"{way}, rectified" if rectified else way
-        found[name] = torch.linalg.eigvalsh(A).abs()
-    return {name: values.sort().values.cpu() for name, values in found.items()}
+    """Return the singular values of the exact and of each restored matrix, in ascending order."""
+    spectra = {"exact": statistic.damped}
+    for key, A in _matrices(statistic, Quantizer(bits, mapping)):
+        spectra[label_of(key)] = torch.linalg.eigvalsh(A).abs()
+    return {name: values.sort().values.cpu() for name, values in spectra.items()}

@@ -1,9 +1,9 @@
-"""What ``kronbit errors`` finds: in the paper's synthetic matrix, or in a checkpoint."""
+"""Reports of ``kronbit errors`` on the paper's synthetic matrix or on a checkpoint."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -28,71 +28,75 @@ from kronbit.linalg.precision import full_precision
 from kronbit.messages import parameter_name
 from kronbit.state import loading
 from kronbit.state.binding import checked_leaves
+from kronbit.state.outline import check
 from kronbit.step.schedule import refreshes_at, updates_at
 
-# One of them is in the state of every method, and its last axis is as long as the order.
+# Each method has one of these in its state; the length of its last axis is the order.
 _AS_LONG_AS_ORDER = ("eigenvalues", "diagonal", "matrix", "factor")
 
 
 @dataclass(frozen=True)
 class Study:
-    """The static analysis of one matrix.
+    """Errors of one matrix for every way to store it.
 
     Attributes:
-        name: Of the matrix.
-        order: Its order n.
-        condition: Of the matrix with its damping.
-        exponent: s of f(A) = A^s.
-        quantized_to: Bits, if the matrix itself comes out of quantised state; else ``None``.
-        rows: The table.
-        statistic: The matrix, for figures.
+        name: Name of the matrix.
+        statistic: The matrix.
+        quantized_to: Number of bits if the matrix was restored from quantised state, else ``None``.
+        rows: Rows of the table.
     """
 
     name: str
-    order: int
-    condition: float
-    exponent: float
+    statistic: Statistic
     quantized_to: int | None
     rows: tuple[Row, ...]
-    statistic: Statistic = field(repr=False)
 
     @classmethod
     def of(
         cls, name: str, statistic: Statistic, bits: Sequence[int], quantized_to: int | None = None
     ) -> Study:
-        """Fill the tables for several numbers of bits."""
+        """Compute the tables for several numbers of bits."""
         rows = tuple(row for width in bits for row in static_table(statistic, width))
-        own = statistic.order, statistic.condition, statistic.config.exponent
-        return cls(name, *own, quantized_to, rows, statistic)
+        return cls(name, statistic, quantized_to, rows)
+
+    @property
+    def exponent(self) -> float:
+        """Exponent s of f(A) = A^s."""
+        return self.statistic.config.exponent
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain numbers, for JSON; without the matrix."""
-        names = [own.name for own in fields(self) if own.name not in ("rows", "statistic")]
-        rows = [asdict(row) for row in self.rows]
-        return {**{name: getattr(self, name) for name in names}, "rows": rows}
+        """Convert to plain numbers for JSON, without the matrix itself."""
+        return {
+            "name": self.name,
+            "order": self.statistic.order,
+            "condition": self.statistic.condition,
+            "exponent": self.exponent,
+            "quantized_to": self.quantized_to,
+            "rows": [asdict(row) for row in self.rows],
+        }
 
 
 @dataclass(frozen=True)
 class HeldErrors:
-    """The error of one inverse root in a checkpoint.
+    """Errors of one inverse root in a checkpoint.
 
     Attributes:
-        parameter: Its name, or its place in the param groups.
-        block: The block's key.
+        parameter: Name of the parameter, or its position in the param groups.
+        block: Key of the block.
         side: ``left`` or ``right``.
-        order: n.
-        method: How the statistic is kept.
+        order: Order n of the root.
+        method: Method that stores the statistic.
         storage: ``paper`` or ``compact``; ``None`` at 32 bits.
-        bits: Of the statistic.
-        root_bits: Of the root.
-        condition: Of the statistic with its damping; ``None``: singular, and not damped.
-        updates_since: Updates of the statistic after the root was refreshed, as scheduled;
-            ``None``: it cannot be told (staggered).
-        whole: Errors of the stored root against the exact one of the stored statistic; ``None``: it
-            has not been refreshed yet, or there is no exact one.
-        off_diagonal: The same without diagonals.
-        refreshed: What ``whole`` would be after a refresh: without the updates since the last one.
-            ``None``, if there was none.
+        bits: Bits of the statistic.
+        root_bits: Bits of the root.
+        condition: Condition number of the damped statistic; ``None`` if it is singular.
+        updates_since: Updates of the statistic since the last refresh, according to the schedule;
+            ``None`` if the schedule is staggered.
+        whole: Errors of the stored root compared with the exact root of the stored statistic;
+            ``None`` if the root was never refreshed or no exact root exists.
+        off_diagonal: The same errors without diagonals.
+        refreshed: Errors that the root would have if it were refreshed now; ``None`` if the
+            statistic was not updated since the last refresh.
     """
 
     parameter: str
@@ -111,20 +115,20 @@ class HeldErrors:
 
     @property
     def name(self) -> str:
-        """The side of which block of which parameter."""
+        """Name of parameter, block and side. A single block is not named."""
         block = "" if self.block == "block_0" else f" {self.block}"
         return f"{self.parameter}{block} {self.side}"
 
 
 @dataclass(frozen=True)
 class ErrorReport:
-    """All that is found.
+    """Errors of the roots in a checkpoint, and of every way to store some matrices.
 
     Attributes:
-        source: The checkpoint, or what the synthetic matrix is.
-        synthetic: Whether it is that: then the paper's numbers can be shown beside ours.
-        held: The roots in the checkpoint.
-        studies: Matrices with every way to keep them.
+        source: Name of the checkpoint or description of the synthetic matrix.
+        synthetic: True for the paper's synthetic matrix, for which the paper prints numbers.
+        held: Errors of the roots in the checkpoint.
+        studies: Studies of single matrices.
     """
 
     source: str
@@ -133,7 +137,7 @@ class ErrorReport:
     studies: tuple[Study, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain dicts, lists and numbers, for JSON."""
+        """Convert to dicts, lists and numbers for JSON."""
         return {
             "source": self.source,
             "synthetic": self.synthetic,
@@ -149,19 +153,19 @@ def synthetic_errors(
     device: torch.device | str = "cpu",
     tell: Callable[[str], object] = lambda text: None,
 ) -> ErrorReport:
-    """The paper's tables for its synthetic matrix.
+    """Compute the paper's tables for its synthetic matrix.
 
     Args:
-        order: n.
-        seed: Of the eigenvectors.
-        bits: Numbers of bits, a table each.
-        device: Where it is computed.
-        tell: Takes what is being looked at, for a line of progress.
+        order: Order n of the matrix.
+        seed: Seed of the eigenvectors.
+        bits: Numbers of bits. Each gets a table.
+        device: Device of the computation.
+        tell: Called with the name of the matrix, to show progress.
     """
     name = f"synthetic matrix of order {order}"
     tell(name)
-    found = Study.of(name, synthetic_matrix(order, seed, device), bits)
-    return ErrorReport(f"{name}, seed {seed}", True, (), (found,))
+    study = Study.of(name, synthetic_matrix(order, seed, device), bits)
+    return ErrorReport(f"{name}, seed {seed}", True, (), (study,))
 
 
 # ------------------------------------------------------------------------------------ checkpoints
@@ -169,15 +173,15 @@ def synthetic_errors(
 
 @dataclass(frozen=True, eq=False)
 class Held:
-    """One side of a block as a checkpoint holds it.
+    """A preconditioner in a checkpoint: one side of a block.
 
     Attributes:
-        parameter: Its name, or its place in the param groups.
-        block: The block's key.
+        parameter: Name of the parameter, or its position in the param groups.
+        block: Key of the block.
         side: ``left`` or ``right``.
-        step: Gradients that the parameter has seen.
-        config: Its options.
-        factors: Its tensors.
+        step: Number of steps of the parameter.
+        config: Options of the parameter.
+        factors: A stack with this preconditioner alone.
     """
 
     parameter: str
@@ -188,46 +192,29 @@ class Held:
     factors: Factors
 
     def statistic(self) -> Statistic:
-        """What is stored of A, as if it were exact."""
+        """Return the stored statistic, which counts as exact."""
         with full_precision():
             return Statistic.of(self.factors.method.matrix(self.factors.tensors)[0], self.config)
 
     def root(self) -> Tensor:
-        """What is stored of the root, float64 (n, n)."""
+        """Return the stored root, float64 (n, n)."""
         return self.factors.roots(slice(0, 1))[0].double()
 
 
 def read_state(source: Path | str | Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
-    """The optimizer's state dict that is in a file.
+    """Read an optimizer's state dict.
 
     Args:
-        source: A file with an optimizer's ``state_dict()``, or with a dict that has one under
-            ``"optimizer"``; the folder of a run, for its last checkpoint; or one of these dicts.
+        source: A state dict, or a dict that has one under ``"optimizer"``; a file with one of
+            these; or the folder of a run, whose last checkpoint is read.
 
     Returns:
-        What to call it in messages, and the state dict.
+        The name of the source for messages, and the state dict.
 
     Raises:
-        LabError: If there is none.
+        LabError: If the source cannot be read or holds no state dict.
     """
-    content: Any
-    if isinstance(source, Mapping):
-        label, content = "the state dict", source
-    else:
-        path = Path(source)
-        if path.is_dir():
-            found = checkpoints(path)
-            if not found:
-                raise LabError(f"{path} is a folder without checkpoints: give a run, or a file")
-            path = found[-1]
-        label = str(path)
-        if not path.is_file():
-            raise LabError(f"there is no checkpoint {path}")
-        try:
-            content = torch.load(path, map_location="cpu", weights_only=True)
-        except Exception as error:  # a broken file raises anything
-            reason = " ".join(str(error).split())[:200]
-            raise LabError(f"cannot read {path} as a checkpoint: {reason}") from error
+    label, content = ("the state dict", source) if isinstance(source, Mapping) else _load(source)
     if isinstance(content, Mapping) and "param_groups" not in content:
         content = content.get("optimizer")
     if not isinstance(content, Mapping) or not {"state", "param_groups"} <= content.keys():
@@ -238,33 +225,55 @@ def read_state(source: Path | str | Mapping[str, Any]) -> tuple[str, Mapping[str
     return label, content
 
 
+def _load(source: Path | str) -> tuple[str, Any]:
+    """Return path and content of a checkpoint file, or of the last checkpoint in a folder."""
+    path = Path(source)
+    if path.is_dir():
+        files = checkpoints(path)
+        if not files:
+            raise LabError(f"{path} is a folder without checkpoints: give a run, or a file")
+        path = files[-1]
+    if not path.is_file():
+        raise LabError(f"no checkpoint {path} exists")
+    try:
+        return str(path), torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # a broken file may raise any exception
+        reason = " ".join(str(error).split())[:200]
+        raise LabError(f"cannot read {path} as a checkpoint: {reason}") from error
+
+
 def read_preconditioners(
     label: str, state_dict: Mapping[str, Any], device: torch.device | str = "cpu"
 ) -> Iterator[Held]:
-    """Every preconditioner of a state dict, decoded by the options that it was written with.
+    """Yield every preconditioner of a state dict, decoded with the options saved in it.
 
     Args:
-        label: What to call it in messages.
-        state_dict: An optimizer's.
-        device: Where to decode.
+        label: Name of the state dict in messages.
+        state_dict: State dict of an optimizer.
+        device: Device of the decoded tensors.
 
     Raises:
-        LabError: If it does not hold any, or not what its options say; by key.
+        LabError: If the state dict holds no preconditioner, or an entry contradicts its options.
+            The message names the key.
     """
     groups = state_dict["param_groups"]
-    _check_outline(label, state_dict["state"], groups)
-    if not any(FORMAT_KEY in group for group in groups):
-        raise LabError(f"{label} {_NOTHING}")
-    # The reader matches a checkpoint with an optimizer's parameters. These stand in for them.
-    own = [{**group, "params": [torch.empty(0) for _ in group["params"]]} for group in groups]
-    names = {
-        p: parameter_name(group, index, number)
-        for index, group in enumerate(own)
-        for number, p in enumerate(group["params"])
-    }
     try:
+        check(state_dict, groups)
+        if not any(FORMAT_KEY in group for group in groups):
+            raise LabError(f"{label} {_NOTHING}")
+        # Empty tensors stand in for the parameters of an optimizer, which the reader expects.
+        stand_ins = [
+            {**group, "params": [torch.empty(0) for _ in group["params"]]} for group in groups
+        ]
+        names = {
+            p: parameter_name(group, index, number)
+            for index, group in enumerate(stand_ins)
+            for number, p in enumerate(group["params"])
+        }
         statistics = groups[0].get(STATISTICS_KEY, "gradients")
-        entries = loading.read(state_dict, own, [Config()] * len(own), statistics).entries
+        entries = loading.read(
+            state_dict, stand_ins, [Config()] * len(stand_ins), statistics
+        ).entries
         if not any(entry.blocks for entry in entries.values()):
             raise LabError(f"{label} {_NOTHING}")
         for p, entry in entries.items():
@@ -278,19 +287,6 @@ def read_preconditioners(
         raise LabError(f"{label}: {error}") from error
 
 
-def _check_outline(label: str, state: Any, groups: Any) -> None:
-    if not isinstance(state, Mapping) or not isinstance(groups, list):
-        raise LabError(f"{label}: state must be a dict and param_groups a list")
-    for index, group in enumerate(groups):
-        if not isinstance(group, Mapping) or not isinstance(group.get("params"), list):
-            raise LabError(f"{label}: param_groups[{index}] has no list of params")
-        if len(group.get("param_names", group["params"])) != len(group["params"]):
-            raise LabError(
-                f"{label}: param_groups[{index}] has not a name for each of its params "
-                "in param_names"
-            )
-
-
 _NOTHING = (
     "holds no second-order state: give a checkpoint of Shampoo, CASPR, KFAC or AdaBK after "
     "their first update"
@@ -299,7 +295,7 @@ _NOTHING = (
 
 @full_precision()
 def _as_factors(values: Any, config: Config, where: str, device: torch.device) -> Factors:
-    """A stack of one, with what a checkpoint holds of one side of a block."""
+    """Build a stack of one preconditioner from its entry in a checkpoint."""
     held = values if isinstance(values, Mapping) else {}
     shown = [held[name] for name in _AS_LONG_AS_ORDER if isinstance(held.get(name), Tensor)]
     order = shown[0].shape[-1] if shown and shown[0].dim() else 0
@@ -313,7 +309,7 @@ def _as_factors(values: Any, config: Config, where: str, device: torch.device) -
 
 @cache
 def _updates_since_refresh(config: Config, step: int) -> int | None:
-    """Updates after the last refresh, at which the statistic is updated first."""
+    """Count updates after the last refresh. A refresh follows the update of the same step."""
     count = 0
     for t in range(step, 0, -1):
         if config.stagger or refreshes_at(config, t):
@@ -323,32 +319,34 @@ def _updates_since_refresh(config: Config, step: int) -> int | None:
 
 
 def _errors(held: Held, statistic: Statistic) -> HeldErrors:
+    """Compute the errors of a root."""
     format, root = held.factors.format, held.root()
     eye = torch.eye(statistic.order, dtype=root.dtype, device=root.device)
     regular = bool(statistic.damped.min() > 0)
     behind = _updates_since_refresh(held.config, held.step)
-    errors: tuple[Deviation | None, Deviation | None] = None, None
-    now: Deviation | None = None
+    whole = off_diagonal = now = None
     if regular and not torch.equal(root, eye):
         exact = statistic.root()
-        errors = deviations(root, exact)
+        whole, off_diagonal = deviations(root, exact)
         if behind != 0:
             with full_precision():
                 now = Deviation.of(refreshed_root(held.factors, held.config), exact)
-    bits = format.statistic.bits, format.root.bits
-    storage = None if bits == (32, 32) else "compact" if format.compact else "paper"
+    bits, root_bits = format.statistic.bits, format.root.bits
+    stored = "compact" if format.compact else "paper"
     return HeldErrors(
-        held.parameter,
-        held.block,
-        held.side,
-        statistic.order,
-        format.method,
-        storage,
-        *bits,
-        statistic.condition if regular else None,
-        behind,
-        *errors,
-        now,
+        parameter=held.parameter,
+        block=held.block,
+        side=held.side,
+        order=statistic.order,
+        method=format.method,
+        storage=None if bits == root_bits == 32 else stored,
+        bits=bits,
+        root_bits=root_bits,
+        condition=statistic.condition if regular else None,
+        updates_since=behind,
+        whole=whole,
+        off_diagonal=off_diagonal,
+        refreshed=now,
     )
 
 
@@ -359,33 +357,34 @@ def checkpoint_errors(
     device: torch.device | str = "cpu",
     tell: Callable[[str], object] = lambda text: None,
 ) -> ErrorReport:
-    """What quantisation has cost the inverse roots in a checkpoint, and would cost otherwise.
+    """Compute the quantisation errors of the inverse roots in a checkpoint.
 
     Args:
-        source: See ``read_state``.
-        matrices: So many statistics, those of the largest order, are kept in every way, to compare.
-            Those of a 32-bit run are exact; others have been quantised before.
-        bits: Numbers of bits for these, a table each.
-        device: Where it is computed.
-        tell: Takes what is being looked at, for a line of progress.
+        source: Checkpoint, as for ``read_state``.
+        matrices: Number of statistics, of the largest orders, for which all ways to store them are
+            compared. Statistics of a 32-bit run are exact; others have been quantised before.
+        bits: Numbers of bits of this comparison. Each gets a table.
+        device: Device of the computation.
+        tell: Called with the name of each matrix, to show progress.
 
     Raises:
-        LabError: If the file cannot be read, or holds no second-order state.
+        LabError: If the source cannot be read or holds no second-order state.
     """
     label, state_dict = read_state(source)
-    found: list[HeldErrors] = []
-    # The largest so far with their place, largest first; all at once would fill the memory.
+    roots: list[HeldErrors] = []
+    # The largest statistics so far, in order. All of them at once might not fit into memory.
     largest: list[tuple[int, int, HeldErrors, Statistic]] = []
     for place, held in enumerate(read_preconditioners(label, state_dict, device)):
         statistic = held.statistic()
-        found.append(_errors(held, statistic))
-        tell(found[-1].name)
-        if found[-1].condition is not None and statistic.lam.max() > 0:
-            largest.append((-statistic.order, place, found[-1], statistic))
-            largest = sorted(largest, key=lambda own: own[:2])[:matrices]
+        errors = _errors(held, statistic)
+        roots.append(errors)
+        tell(errors.name)
+        if errors.condition is not None and statistic.lam.max() > 0:
+            largest.append((-statistic.order, place, errors, statistic))
+            largest = sorted(largest, key=lambda entry: entry[:2])[:matrices]
     studies = []
     for *_, errors, statistic in largest:
-        tell(f"every way to keep {errors.name}")
+        tell(f"every way to store {errors.name}")
         quantized_to = errors.bits if errors.bits < 32 else None
         studies.append(Study.of(errors.name, statistic, bits, quantized_to))
-    return ErrorReport(label, False, tuple(found), tuple(studies))
+    return ErrorReport(label, False, tuple(roots), tuple(studies))

@@ -1,24 +1,25 @@
-"""Quantisation errors in the terminal, with the paper's numbers beside them where it has some."""
+"""Tables of quantisation errors for the terminal, with the paper's numbers next to ours."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import groupby
+from itertools import chain, groupby
 from typing import TYPE_CHECKING
 
-from kronbit.lab.quantisation.errors import KEPT, Deviation, Row
+from kronbit.lab.quantisation.errors import KEPT, Deviation, Row, label_of
 from kronbit.lab.quantisation.report import ErrorReport, HeldErrors
 from kronbit.lab.report.numbers import MISSING
+from kronbit.lab.report.tables import new_table
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-_SHOWN = 20  # roots of a checkpoint, those with the largest errors
+_SHOWN = 20  # number of roots of a checkpoint that are shown
 _MOST_OF_A_NAME = 34
 
-# What the paper prints for its synthetic matrix A2: by bits, mapping, what is quantised and whether
-# it is rectified, NRE and angle in A^(-1/4); then the same without the diagonal.
+# The paper's numbers for its synthetic matrix A2: NRE and angle of A^(-1/4), and the same without
+# the diagonal, by bits, mapping, quantised quantity and rectification.
 PRINTED: dict[tuple[int, str, str, bool | None], tuple[Deviation, Deviation | None]] = {
     (bits, mapping, way, rectified): (Deviation(*whole), Deviation(*off) if off else None)
     for bits, mapping, way, rectified, whole, off in (
@@ -46,52 +47,45 @@ def show_errors(report: ErrorReport, console: Console) -> None:
     """Print a report.
 
     Args:
-        report: What was found.
-        console: Where to; 80 columns are enough.
+        report: The report.
+        console: Console to print to. 80 columns are enough.
     """
     if report.held:
         _show_held(report, console)
     for study in report.studies:
         for bits, rows in groupby(study.rows, key=lambda row: row.bits):
-            own = list(rows)
-            # The paper's tables leave the diagonal out, too; elsewhere the JSON has that.
+            of_bits = list(rows)
+            # The paper also prints errors without the diagonal; otherwise only the JSON has them.
             for off_diagonal in (False, True) if report.synthetic else (False,):
-                what = f"A^(-1/{study.statistic.p})" + " without its diagonal" * off_diagonal
-                title = f"{study.name}, {bits} bits: errors of {what}"
-                _print(console, title, _table(own, report.synthetic, off_diagonal))
+                root = f"A^(-1/{study.statistic.p})" + " without its diagonal" * off_diagonal
+                title = f"{study.name}, {bits} bits: errors of {root}"
+                _print(console, title, _table(of_bits, report.synthetic, off_diagonal))
     if report.studies:
         console.print(_LEGEND, style="dim")
     if report.synthetic:
-        console.print("paper: as it is printed, for order 1200.", style="dim")
+        console.print("paper: the numbers printed there, for order 1200.", style="dim")
     if any(study.quantized_to for study in report.studies):
         console.print(
-            "These statistics were quantised already, and count as exact here: those of a 32-bit "
-            "run say more.",
+            "These statistics were already quantised and count as exact here. Use a 32-bit run to "
+            "measure the whole error.",
             style="dim",
         )
 
 
 _LEGEND = (
-    "NRE: relative error of the inverse root; °: its angle. Quantised are: A the matrix, U its "
-    "eigenvectors, C its triangular factor, B the root. Apart from them: what optimizers keep by "
-    "method and storage, both statistic and root. U is exact here before it is quantised; in "
-    "training, QR iterations only approach it."
+    "NRE: relative error of the inverse root; °: its angle. Quantised: A the matrix, U its "
+    "eigenvectors, C its triangular factor, B the root. Rows below the line: method and storage of "
+    "an optimizer, which quantises statistic and root. U is exact before quantisation here; in "
+    "training, QR iterations approximate it."
 )
 
 
 def _print(console: Console, title: str, table: Table) -> None:
     from rich.text import Text
 
-    console.print(Text(title, style="bold"))  # names are text, not markup
+    console.print(Text(title, style="bold"))  # Text, because rich would read brackets as markup
     console.print(table)
     console.print()
-
-
-def _new_table() -> Table:
-    from rich import box
-    from rich.table import Table
-
-    return Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
 
 
 def _show_held(report: ErrorReport, console: Console) -> None:
@@ -99,26 +93,26 @@ def _show_held(report: ErrorReport, console: Console) -> None:
 
     worst = sorted(report.held, key=_error, reverse=True)[:_SHOWN]
     behind = any(held.refreshed for held in worst)
-    table = _new_table()
+    table = new_table()
     table.add_column("preconditioner", overflow="fold", max_width=_MOST_OF_A_NAME)
-    for name in ("order", "kept", "condition", "NRE", "°", *(("now", "°") if behind else ())):
-        table.add_column(name, justify="left" if name == "kept" else "right", no_wrap=True)
+    for name in ("order", "method", "condition", "NRE", "°", *(("now", "°") if behind else ())):
+        table.add_column(name, justify="left" if name == "method" else "right", no_wrap=True)
     for held in worst:
         condition = MISSING if held.condition is None else f"{held.condition:.0e}"
         bits = f"{held.bits}" + f"+{held.root_bits}" * (held.root_bits != held.bits)
         now = _texts(held.refreshed or held.whole) if behind else ()
-        own = str(held.order), f"{held.method} {bits}", condition
-        table.add_row(Text(held.name), *own, *_texts(held.whole), *now)
+        about = str(held.order), f"{held.method} {bits}", condition
+        table.add_row(Text(held.name), *about, *_texts(held.whole), *now)
     _print(console, f"Inverse roots in {report.source}", table)
     rest = len(report.held) - len(worst)
     if rest:
-        console.print(f"The {_SHOWN} with the largest errors; {rest} more are in the JSON.")
+        console.print(f"Only the {_SHOWN} largest errors are shown; the JSON has {rest} more.")
     fresh = sum(held.whole is None for held in report.held)
     if fresh:
         console.print(f"{fresh} of {len(report.held)} have not been refreshed yet.")
     if behind:
         console.print(
-            "Statistics were updated after the last refresh. now: errors, were it done now.",
+            "Statistics were updated since the last refresh. now: errors after a refresh now.",
             style="dim",
         )
 
@@ -128,41 +122,40 @@ def _error(held: HeldErrors) -> float:
 
 
 def _table(rows: Sequence[Row], synthetic: bool, off_diagonal: bool) -> Table:
-    """Ways below each other, mappings side by side."""
+    """Create a table with a row per quantised quantity and columns per mapping."""
     mappings = list(dict.fromkeys(row.mapping for row in rows))
-    found = {(row.way, row.rectified, row.mapping): row for row in rows}
+    part = "off_diagonal" if off_diagonal else "whole"
+    errors = {(row.mapping, row.key): getattr(row, part) for row in rows}
     printed = {
-        (mapping, way, rectified): pair[off_diagonal]
+        (mapping, (way, rectified)): pair[off_diagonal]
         for (bits, mapping, way, rectified), pair in PRINTED.items()
         if synthetic and bits == rows[0].bits and pair[off_diagonal]
     }
-    table = _new_table()
+    table = new_table()
     table.add_column("\nquantised", no_wrap=True)
-    for mapping in mappings:
-        for number, name in enumerate(("NRE", "°")):
-            above = "" if number else mapping
-            table.add_column(f"{above}\n{name}", justify="right", no_wrap=True)
-            if printed:
-                table.add_column("\npaper", justify="right", no_wrap=True, style="dim")
-    ways = dict.fromkeys((row.way, row.rectified) for row in rows)
-    kept = {f"{method}, {storage}" for method, storage in KEPT}
-    first_kept = next((way for way, _ in ways if way in kept), None)
-    for way, rectified in ways:
-        if way == first_kept:
+    for heading in (text for mapping in mappings for text in (f"{mapping}\nNRE", "\n°")):
+        table.add_column(heading, justify="right", no_wrap=True)
+        if printed:
+            table.add_column("\npaper", justify="right", no_wrap=True, style="dim")
+    keys = list(dict.fromkeys(row.key for row in rows))
+    kept = {(f"{method}, {storage}", None) for method, storage in KEPT}
+    first_kept = next(filter(kept.__contains__, keys), None)
+    for key in keys:
+        if key == first_kept:
             table.add_section()
         cells: list[str] = []
         for mapping in mappings:
-            row = found[way, rectified, mapping]
-            own = _texts(row.off_diagonal if off_diagonal else row.whole)
-            theirs = _texts(printed.get((mapping, way, rectified)), missing="")
-            both = zip(own, theirs, strict=True)
-            cells += [text for pair in both for text in pair] if printed else own
-        table.add_row(f"{way}, rectified" if rectified else way, *cells)
+            measured = _texts(errors[mapping, key])
+            of_paper = _texts(printed.get((mapping, key)), missing="")
+            cells += (
+                chain.from_iterable(zip(measured, of_paper, strict=True)) if printed else measured
+            )
+        table.add_row(label_of(key), *cells)
     return table
 
 
 def _texts(errors: Deviation | None, missing: str = MISSING) -> Sequence[str]:
-    """NRE and angle."""
+    """Format NRE and angle."""
     if errors is None:
         return missing, missing
     return f"{errors.nre:.4f}", f"{errors.angle:.2f}"

@@ -1,1 +1,1 @@
-"""Reports: run folders read back, as tables, figures and a page."""
+"""Reports: run folders are read back and shown as tables, figures and an HTML page."""

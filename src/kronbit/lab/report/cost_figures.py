@@ -1,126 +1,117 @@
-"""Figures of what each optimizer costs: memory, and the time of its steps."""
+"""Figures of the cost of each optimizer: memory and step times."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from kronbit.lab.report.drawing import Drawing, Line, in_words, is_dark, row_figure, to_png
+from kronbit.lab.report.drawing import (
+    GREY,
+    INK,
+    ORANGE,
+    Drawing,
+    LegendEntry,
+    in_words,
+    is_dark,
+    log_scale,
+    row_figure,
+    to_png,
+)
 from kronbit.lab.report.numbers import bytes_text, share_text, time_text
 from kronbit.lab.report.outcomes import Outcome
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# Beside the boxes: where each number ends, in points from the axes.
+# Numbers to the right of the boxes: their distance from the axes in points, and their key.
 _TIME_COLUMNS = ((36, "median"), (68, "mean"))
-_ELSE, _SECOND_ORDER = "#8a8f98", "#e08a3c"
-# Memory that one optimizer takes: its key in the summary, its name, its colour.
+# Parts of the memory of an optimizer: key in the summary, name and color.
 _PARTS = (
-    ("parameters", "parameters", _ELSE),
-    ("gradients", "gradients", _ELSE),
-    ("base", "base's state", _ELSE),
-    ("statistics", "statistics", _SECOND_ORDER),
-    ("roots", "inverse roots", _SECOND_ORDER),
+    ("parameters", "parameters", GREY),
+    ("gradients", "gradients", GREY),
+    ("base", "base's state", GREY),
+    ("statistics", "statistics", ORANGE),
+    ("roots", "inverse roots", ORANGE),
 )
 
-# A row of bars: its name, its colour, its length in bytes, and what is written beside it.
+# A bar: its label, its color, its length in bytes, and the text at its end.
 _Bar = tuple[str, str, float, str]
 
 
-def memory_figures(lines: Sequence[Line]) -> list[Drawing]:
-    """Second-order state and peak memory; of a single optimizer, all parts of its memory.
+def memory_figures(entries: Sequence[LegendEntry]) -> list[Drawing]:
+    """Draw second-order state and peak memory, or all parts of the memory of a single optimizer.
 
     Args:
-        lines: The optimizers.
+        entries: The optimizers.
     """
-    drawn = [_parts(lines[0].outcome)] if len(lines) == 1 else [_state(lines), _peak(lines)]
+    kind = peak_kind([entry.outcome for entry in entries])
+    if len(entries) == 1:
+        drawn = [_parts(entries[0].outcome, kind)]
+    else:
+        drawn = [_state(entries), _peak(entries, kind)]
     return [drawing for drawing in drawn if drawing is not None]
 
 
-def _parts(own: Outcome) -> Drawing | None:
-    found = [
-        (name, colour, spread.mean)
-        for key, name, colour in _PARTS
-        if (spread := own.spread("memory", key)) is not None
-    ]
+def _parts(outcome: Outcome, kind: str) -> Drawing | None:
+    peak = ("peak", f"peak, {kind}" if kind else "peak", INK)
     bars = [
-        (name, colour, value, bytes_text(value) if value else "none")
-        for name, colour, value in found
+        (name, color, spread.mean, _held(spread.mean))
+        for key, name, color in (*_PARTS, peak)
+        if (spread := outcome.spread("memory", key)) is not None
     ]
-    what = peak_kind([own])
-    peak = own.spread("memory", "peak")
-    if peak is not None:
-        bars.append(
-            (f"peak, {what}" if what else "peak", "#2b3038", peak.mean, bytes_text(peak.mean))
-        )
-    return _bars(
-        "memory",
-        "Memory",
-        "What is held between steps, and the most that training took.",
-        "memory, {unit}",
-        bars,
-    )
+    caption = "Memory held between steps, and the largest amount during training."
+    return _bars("memory", "Memory", caption, "memory", bars)
 
 
-def _state(lines: Sequence[Line]) -> Drawing | None:
+def _state(entries: Sequence[LegendEntry]) -> Drawing | None:
     bars = []
-    for line in lines:
-        own = line.outcome
-        if own.state is not None:
-            text = bytes_text(own.state.mean) if own.state.mean else "none"
-            if own.of_32 is not None and own.of_32 < 1:
-                text += f", {share_text(own.of_32)} of 32-bit"
-            bars.append((own.full_label, line.colour, own.state.mean, text))
-    return _bars(
-        "state",
-        "Second-order state",
-        "Statistics and inverse roots, as they are stored between steps.",
-        "statistics and inverse roots, {unit}",
-        bars,
-    )
+    for entry in entries:
+        state, of_32 = entry.outcome.state, entry.outcome.of_32
+        if state is not None:
+            text = _held(state.mean)
+            if of_32 is not None and of_32 < 1:
+                text += f", {share_text(of_32)} of 32-bit"
+            bars.append((entry.outcome.full_label, entry.color, state.mean, text))
+    caption = "Statistics and inverse roots, as stored between steps."
+    return _bars("state", "Second-order state", caption, "statistics and inverse roots", bars)
 
 
-def _peak(lines: Sequence[Line]) -> Drawing | None:
-    what = peak_kind([line.outcome for line in lines])
+def _peak(entries: Sequence[LegendEntry], kind: str) -> Drawing | None:
     bars = [
-        (line.outcome.full_label, line.colour, peak.mean, bytes_text(peak.mean))
-        for line in lines
-        if (peak := line.outcome.spread("memory", "peak")) is not None
+        (entry.outcome.full_label, entry.color, peak.mean, bytes_text(peak.mean))
+        for entry in entries
+        if (peak := entry.outcome.spread("memory", "peak")) is not None
     ]
-    return _bars(
-        "peak",
-        "Peak memory",
-        f"The most memory that training took{f': {what}' if what else ''}.",
-        f"{what or 'peak memory'}, {{unit}}",
-        bars,
-    )
+    caption = f"The largest amount of memory during training{f': {kind}' if kind else ''}."
+    return _bars("peak", "Peak memory", caption, kind or "peak memory", bars)
 
 
-def peak_kind(found: Sequence[Outcome]) -> str:
-    """What peak memory is, in words.
+def _held(size: float) -> str:
+    return bytes_text(size) if size else "none"
+
+
+def peak_kind(compared: Sequence[Outcome]) -> str:
+    """Describe how peak memory was measured.
 
     Args:
-        found: Whose.
+        compared: Outcomes whose peak memory is shown.
     """
-    runs = [run for own in found for run in own.counted]
+    runs = [run for outcome in compared for run in outcome.counted]
     kinds = [(run.summary.get("memory") or {}).get("peak_is") for run in runs]
     return ", ".join(dict.fromkeys(str(kind) for kind in kinds if kind))
 
 
 def _bars(name: str, title: str, caption: str, axis: str, bars: Sequence[_Bar]) -> Drawing | None:
-    """Horizontal bars, from the top, the text inside of long ones and behind short ones."""
+    """Draw horizontal bars. The text is inside long bars and to the right of short ones."""
     most = max((value for *_, value, _ in bars), default=0)
     if not most > 0:
         return None
-    size, unit = next(
-        (size, unit)
-        for size, unit in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
-        if most >= size or unit == "KiB"
-    )
+    power = min(max(int(math.log2(most)) // 10, 1), 3)
+    size, unit = 2 ** (10 * power), ("KiB", "MiB", "GiB")[power - 1]
     figure, axes = row_figure([label for label, *_ in bars])
-    for place, (_, colour, value, text) in enumerate(bars):
-        axes.barh(place, value / size, height=0.62, color=colour)
+    for place, (_, color, value, text) in enumerate(bars):
+        axes.barh(place, value / size, height=0.62, color=color)
         inside = value > 0.55 * most
         axes.annotate(
             text,
@@ -129,73 +120,63 @@ def _bars(name: str, title: str, caption: str, axis: str, bars: Sequence[_Bar]) 
             textcoords="offset points",
             va="center",
             ha="right" if inside else "left",
-            color="white" if inside and is_dark(colour) else "#2b3038",
+            color="white" if inside and is_dark(color) else INK,
             fontsize=8.5,
         )
-    axes.set_xlim(0, 1.04 * most / size)
-    axes.set_xlabel(axis.format(unit=unit))
-    told = ", ".join(f"{label} {text}" for label, _, _, text in bars)
-    return Drawing(name, title, caption, f"Bars of {title.lower()}: {told}.", to_png(figure))
+    axes.set(xlim=(0, 1.04 * most / size), xlabel=f"{axis}, {unit}")
+    words = ", ".join(f"{label} {text}" for label, _, _, text in bars)
+    return Drawing(name, title, caption, f"Bars of {title.lower()}: {words}.", to_png(figure))
 
 
-def time_figure(lines: Sequence[Line]) -> Drawing | None:
-    """Boxes of step times; far outside are updates and refreshes, and the first steps.
+def time_figure(entries: Sequence[LegendEntry]) -> Drawing | None:
+    """Draw box plots of step times, with medians and means.
 
     Args:
-        lines: The optimizers.
+        entries: The optimizers.
     """
-    rows = [
-        (line, times)
-        for line in lines
-        if (times := [time for run in line.outcome.counted for time in run.step_ms if time > 0])
-    ]
+    times_of = (
+        (entry, [time for run in entry.outcome.counted for time in run.step_ms if time > 0])
+        for entry in entries
+    )
+    rows = [(entry, times) for entry, times in times_of if times]
     if not rows:
         return None
-    from matplotlib.cbook import boxplot_stats
-    from matplotlib.ticker import LogLocator, NullFormatter
-
-    figure, axes = row_figure([line.outcome.full_label for line, _ in rows])
-    axes.set_xscale("log")
-    for place, (line, times) in enumerate(rows):
-        axes.bxp(
-            boxplot_stats([times]),
+    figure, axes = row_figure([entry.outcome.full_label for entry, _ in rows])
+    low, high = min(min(times) for _, times in rows), max(max(times) for _, times in rows)
+    log_scale(axes, "x", within=high / low < 100)
+    for place, (entry, times) in enumerate(rows):
+        axes.boxplot(
+            times,
             positions=[place],
             orientation="horizontal",
             widths=0.5,
             patch_artist=True,
             manage_ticks=False,
-            boxprops={"facecolor": line.colour, "edgecolor": line.colour},
-            medianprops={"color": "white" if is_dark(line.colour) else "black", "linewidth": 1.6},
-            whiskerprops={"color": line.colour},
-            capprops={"color": line.colour},
-            flierprops={"marker": "|", "markeredgecolor": line.colour, "alpha": 0.55},
+            boxprops={"facecolor": entry.color, "edgecolor": entry.color},
+            medianprops={"color": "white" if is_dark(entry.color) else "black", "linewidth": 1.6},
+            whiskerprops={"color": entry.color},
+            capprops={"color": entry.color},
+            flierprops={"marker": "|", "markeredgecolor": entry.color, "alpha": 0.55},
         )
         for right, key in _TIME_COLUMNS:
-            spread = line.outcome.spread("step_ms", key)
-            text = "" if spread is None else time_text(spread.mean)
-            _beside(axes, text, place, right)
+            spread = entry.outcome.spread("step_ms", key)
+            _beside(axes, time_text(spread.mean) if spread else "", place, right)
     for right, key in _TIME_COLUMNS:
         _beside(axes, key, -0.6, right)
-    low, high = min(min(times) for _, times in rows), max(max(times) for _, times in rows)
-    axes.set_xlim(low / 1.15, high * 1.15)
-    # Within two decades, 1, 10 and 100 alone would be too few numbers to read by.
-    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high / low < 100 else (1,)))
-    axes.xaxis.set_major_formatter(lambda value, _: f"{value:,g}")
-    axes.xaxis.set_minor_formatter(NullFormatter())
-    axes.set_xlabel("milliseconds per step")
+    axes.set(xlim=(low / 1.15, high * 1.15), xlabel="milliseconds per step")
     return Drawing(
         "step_time",
         "Time per step",
-        "Boxes: the middle half of the steps. Ticks outside are single steps: those that update or"
-        " refresh the preconditioners, and the first ones. The mean counts them, too.",
+        "Boxes: the middle half of the steps. Ticks outside: single steps, which update or refresh"
+        " the preconditioners or are the first ones. They are part of the mean.",
         "Box plots of step times; medians in ms: "
-        + in_words(lines, lambda own: own.spread("step_ms", "median"), time_text),
+        + in_words(entries, time_text, "step_ms", "median"),
         to_png(figure),
     )
 
 
 def _beside(axes: Axes, text: str, row: float, right: float) -> None:
-    """Write to the right of a row."""
+    """Write text to the right of a row."""
     axes.annotate(
         text,
         (1, row),

@@ -1,4 +1,4 @@
-"""A number over the course of training, of one run or of several seeds together."""
+"""Curves of a number over the course of training, averaged over seeds."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from kronbit.lab.report.runs import Run
 
 @dataclass(frozen=True)
 class Curve:
-    """Means and extremes over some runs, at the steps that all of them have.
+    """Mean, minimum and maximum of a number over runs, at the steps that all runs have.
 
-    A mean with a run in it that is not finite is not finite: no run is left out of it.
+    If the number of one run is not finite, the mean is not finite either: no run is left out.
     """
 
     steps: list[float]
@@ -26,53 +26,55 @@ class Curve:
 
     @property
     def finite(self) -> int:
-        """How many points there are until the first that is not a finite number."""
+        """Number of points before the first one that is not finite."""
         broken = (i for i, value in enumerate(self.mean) if not math.isfinite(value))
         return next(broken, len(self.mean))
 
     @property
     def diverged(self) -> bool:
-        """Whether there is a point that is not a finite number."""
+        """True if a point is not finite."""
         return self.finite < len(self.mean)
 
     def first_at_most(self, bound: float) -> float | None:
-        """The first step whose mean is not above the bound."""
+        """Return the first step whose mean is at most the bound, or None."""
         return next(
             (step for step, value in zip(self.steps, self.mean, strict=True) if value <= bound),
             None,
         )
 
     def smoothed(self) -> list[float]:
-        """Means over neighbours, so many that some 25 of them cover the curve."""
+        """Return a moving average whose window is about 1/25 of the curve."""
         reach, end = len(self.mean) // 50, self.finite
         sums = [0.0, *accumulate(self.mean[:end])]
         result = []
         for i in range(end):
-            own = min(reach, i, end - 1 - i)  # as many on both sides, or it would lag
-            result.append((sums[i + own + 1] - sums[i - own]) / (2 * own + 1))
+            half = min(reach, i, end - 1 - i)  # symmetric, or the average would lag
+            result.append((sums[i + half + 1] - sums[i - half]) / (2 * half + 1))
         return result + self.mean[end:]
 
 
 def curve(runs: Sequence[Run], kind: Literal["train", "evals", "errors"], key: str) -> Curve:
-    """The curve of a number in the lines of some runs.
+    """Return the curve of a number of the metrics.
 
     Args:
         runs: Seeds of one variant.
-        kind: Which lines.
-        key: Which number; lines without it are passed over.
+        kind: Kind of the metrics lines.
+        key: Key of the number. Lines without it are skipped.
     """
     points: list[dict[float, Mapping[str, Any]]] = [
         {line["step"]: line for line in getattr(run, kind) if line.get(key) is not None}
         for run in runs
     ]
     steps = sorted(set.intersection(*map(set, points))) if points else []
-    values = [[own[step][key] for own in points] for step in steps]
+    values = [[lines[step][key] for lines in points] for step in steps]
     return Curve(
         steps=steps,
-        seconds=[_mean([own[step].get("seconds", math.nan) for own in points]) for step in steps],
-        mean=[_mean(own) for own in values],
-        low=[min(own) for own in values],
-        high=[max(own) for own in values],
+        seconds=[
+            _mean([lines[step].get("seconds", math.nan) for lines in points]) for step in steps
+        ],
+        mean=[_mean(numbers) for numbers in values],
+        low=[min(numbers) for numbers in values],
+        high=[max(numbers) for numbers in values],
     )
 
 

@@ -1,59 +1,67 @@
-"""How the lab draws: a colour and a line for every optimizer, curves, bands, frames, legends."""
+"""Drawing with matplotlib: colors and line styles of optimizers, curves, axis limits, legends."""
 
 from __future__ import annotations
 
+import base64
 import io
+import itertools
+import math
+import struct
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from kronbit.lab.report.curves import Curve
-from kronbit.lab.report.outcomes import Outcome, Spread
+from kronbit.lab.report.numbers import Write
+from kronbit.lab.report.outcomes import Outcome
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Told apart by lightness and by line, too, not by hue alone: greys for what is compared with,
-# blues for the paper's, orange for ours.
+INK, AXIS, GREY, ORANGE = "#2b3038", "#5c6370", "#8a8f98", "#e08a3c"
+BLUE, PALE_BLUE = "#3b6ea8", "#8ab6e0"
+DASHED, DOTTED = (0, (5, 1.5)), (0, (1.2, 1.2))
+# Colors differ in lightness, and lines in style, not in hue alone. References are grey, the
+# paper's variants blue, this library's default orange.
 KNOWN: dict[str, tuple[str, Any]] = {
-    "base": ("#2b3038", "-"),
-    "shampoo-32": ("#8a8f98", (0, (5, 1.5))),
-    "shampoo-4-naive": ("#8ab6e0", (0, (1.2, 1.2))),
-    "shampoo-4-paper": ("#3b6ea8", "-"),
-    "shampoo-4": ("#e08a3c", "-"),
+    "base": (INK, "-"),
+    "shampoo-32": (GREY, DASHED),
+    "shampoo-4-naive": (PALE_BLUE, DOTTED),
+    "shampoo-4-paper": (BLUE, "-"),
+    "shampoo-4": (ORANGE, "-"),
 }
 _OTHERS: tuple[tuple[str, Any], ...] = (
     ("#12806a", "-"),
     ("#a64d79", "-"),
-    ("#b59a1f", (0, (5, 1.5))),
+    ("#b59a1f", DASHED),
     ("#6750a4", "-"),
-    ("#5fbfa8", (0, (1.2, 1.2))),
-    ("#8c4a2f", (0, (5, 1.5))),
+    ("#5fbfa8", DOTTED),
+    ("#8c4a2f", DASHED),
 )
-STYLE: Any = {  # of matplotlib's settings
+STYLE: Any = {  # matplotlib's rcParams
     "font.size": 9,
-    "text.color": "#2b3038",
+    "text.color": INK,
     "axes.spines.top": False,
     "axes.spines.right": False,
-    "axes.edgecolor": "#5c6370",
-    "axes.labelcolor": "#2b3038",
+    "axes.edgecolor": AXIS,
+    "axes.labelcolor": INK,
     "axes.grid": True,
     "axes.axisbelow": True,
     "grid.color": "#e3e6ea",
     "grid.linewidth": 0.7,
-    "xtick.color": "#5c6370",
-    "ytick.color": "#5c6370",
-    "xtick.labelcolor": "#2b3038",
-    "ytick.labelcolor": "#2b3038",
+    "xtick.color": AXIS,
+    "ytick.color": AXIS,
+    "xtick.labelcolor": INK,
+    "ytick.labelcolor": INK,
     "legend.frameon": False,
     "legend.handlelength": 2.4,
     "savefig.facecolor": "white",
 }
 _WIDTH, _HEIGHT, _DPI = 5.2, 3.3, 200
-_EARLY = 0.1  # of the steps: the fall at the start would flatten all that is of interest
-_LATE = 0.25  # where the close-up begins
+_EARLY = 0.1  # fraction of steps that are cut off: their losses would flatten all later ones
+_LATE = 0.25  # fraction of steps before the close-up
 
 Axis = Literal["steps", "seconds"]
 
@@ -63,11 +71,11 @@ class Drawing:
     """A figure of a report.
 
     Attributes:
-        name: Of its file, without the suffix.
-        title: What it shows.
-        caption: How to read it.
-        alt: Its content in words.
-        png: The image.
+        name: File name without suffix.
+        title: Title of the figure.
+        caption: Caption of the figure.
+        alt: Alternative text: the content in words.
+        png: Content of the PNG file.
     """
 
     name: str
@@ -76,138 +84,139 @@ class Drawing:
     alt: str
     png: bytes
 
+    @property
+    def size(self) -> tuple[int, int]:
+        """Width and height in pixels, read from the header of the PNG."""
+        width, height = struct.unpack(">II", self.png[16:24])
+        return width, height
+
+    @property
+    def base64(self) -> str:
+        """The PNG in base64, to be embedded in a page."""
+        return base64.b64encode(self.png).decode()
+
 
 @dataclass(frozen=True)
-class Line:
-    """An optimizer as it is drawn.
+class LegendEntry:
+    """An optimizer with its color and line style.
 
     Attributes:
-        outcome: What its runs came to.
-        colour: As ``#rrggbb``.
-        style: Of matplotlib's line styles.
+        outcome: Outcome of the optimizer.
+        color: Color as ``#rrggbb``.
+        style: Line style of matplotlib.
     """
 
     outcome: Outcome
-    colour: str
+    color: str
     style: Any
 
 
-def optimizer_lines(found: Sequence[Outcome]) -> list[Line]:
-    """A colour and a line for every optimizer, the known ones always the same.
+def legend_entries(compared: Sequence[Outcome]) -> list[LegendEntry]:
+    """Assign colors and line styles. Known variants look the same in all figures.
 
     Args:
-        found: The outcomes of one recipe.
+        compared: Outcomes of one recipe.
     """
-    taken: set[str] = set()
-    others = 0
-    lines = []
-    for outcome in found:
-        if outcome.variant in KNOWN and outcome.variant not in taken:
-            colour, style = KNOWN[outcome.variant]
-        else:
-            colour, style = _OTHERS[others % len(_OTHERS)]
-            others += 1
-        taken.add(outcome.variant)
-        lines.append(Line(outcome, colour, style))
-    return lines
+    known, others = dict(KNOWN), itertools.cycle(_OTHERS)
+    # If several outcomes have a known variant, the first one takes its color.
+    entries = []
+    for outcome in compared:
+        color, style = known.pop(outcome.variant) if outcome.variant in known else next(others)
+        entries.append(LegendEntry(outcome, color, style))
+    return entries
 
 
 def plot_curve(
     axes: Axes,
-    line: Line,
-    own: Curve,
+    entry: LegendEntry,
+    curve: Curve,
     axis: Axis,
     values: Sequence[float],
     width: float,
     marked: bool = False,
 ) -> None:
-    """A curve until it diverges, with a band if there are several seeds.
+    """Draw a curve up to the point where it diverges, with a band if there are several seeds.
 
     Args:
-        axes: Where to.
-        line: Whose curve it is.
-        own: The curve.
-        axis: What to draw it against.
-        values: Its means, or smoothed ones.
-        width: Of the line; below 1 it stays in the background.
-        marked: Whether its points show, if they are few.
+        axes: Axes to draw in.
+        entry: Optimizer of the curve.
+        curve: The curve.
+        axis: Quantity on the horizontal axis.
+        values: Means of the curve, or smoothed means.
+        width: Width of the line. A line thinner than 1 is drawn in the background, without a band.
+        marked: True if points are marked when there are few.
     """
-    x = own.steps if axis == "steps" else own.seconds
-    end = own.finite
+    x, end = getattr(curve, axis), curve.finite
     thin = width < 1
     axes.plot(
         x[:end],
         values[:end],
-        color=line.colour,
+        color=entry.color,
         linewidth=width,
-        linestyle="-" if thin else line.style,
+        linestyle="-" if thin else entry.style,
         alpha=0.65 if thin else 1,
-        # A single point has no line.
+        # A line through a single point is invisible.
         marker="o" if end == 1 or (marked and end <= 12) else None,
         markersize=3,
         zorder=2 if thin else 3,
     )
-    if not thin and len(line.outcome.counted) > 1:
-        axes.fill_between(
-            x[:end], own.low[:end], own.high[:end], color=line.colour, alpha=0.16, linewidth=0
-        )
+    if not thin and len(entry.outcome.counted) > 1:
+        band = curve.low[:end], curve.high[:end]
+        axes.fill_between(x[:end], *band, color=entry.color, alpha=0.16, linewidth=0)
 
 
-def mark_diverged(axes: Axes, line: Line, own: Curve, axis: Axis, size: float = 9) -> None:
-    """A cross at the last finite point of a curve that diverges, once the frame is known.
+def mark_diverged(
+    axes: Axes, entry: LegendEntry, curve: Curve, axis: Axis, size: float = 9
+) -> None:
+    """Draw a cross at the last finite point of a curve that diverges.
+
+    The limits of the axes must be set already.
 
     Args:
-        axes: Where the curve is drawn.
-        line: Whose curve it is.
-        own: The curve.
-        axis: What it is drawn against.
-        size: Of the cross, in points.
+        axes: Axes of the curve.
+        entry: Optimizer of the curve.
+        curve: The curve.
+        axis: Quantity on the horizontal axis.
+        size: Size of the cross in points.
     """
-    if not own.diverged:
+    if not curve.diverged:
         return
-    last = max(own.finite - 1, 0)
-    x = own.steps[last] if axis == "steps" else own.seconds[last]
-    # What rose out of the frame has its cross at the edge, what was never finite at mid-height.
-    y = _within(own.mean[last], axes.get_ylim()) if own.finite else 0.5
+    last = max(curve.finite - 1, 0)
+    x = getattr(curve, axis)[last]
+    # The cross of a curve that left the axes is at their edge; without a finite point, halfway up.
+    y = curve.mean[last] if curve.finite else 0.5
+    low, high = axes.get_ylim() if curve.finite else (0, 1)
+    left, right = axes.get_xlim()
     axes.plot(
-        _within(x, axes.get_xlim()),
-        y,
+        min(max(x, left), right),
+        min(max(y, low), high),
         marker="X",
         markersize=size,
-        markerfacecolor=line.colour,
+        markerfacecolor=entry.color,
         markeredgecolor="white",
         clip_on=False,
         zorder=5,
-        transform=axes.transData if own.finite else axes.get_xaxis_transform(),
+        transform=axes.transData if curve.finite else axes.get_xaxis_transform(),
     )
 
 
-def _within(value: float, limits: tuple[float, float]) -> float:
-    return min(max(value, limits[0]), limits[1])
-
-
 def frame_losses(axes: Axes, curves: Sequence[Curve]) -> None:
-    """Leave out the fall at the start, and what rises above it; logarithmic if it is still long.
+    """Set limits that cut off the first losses; use a logarithmic scale if the range is wide.
 
     Args:
-        axes: Where the curves are drawn.
-        curves: All of them.
+        axes: Axes of the curves.
+        curves: All curves.
     """
-    lows, highs = [], []
-    for own in curves:
-        end = own.finite
-        values = own.mean[:end]
+    low, high = math.inf, -math.inf
+    for curve in curves:
+        values = curve.mean[: curve.finite]
         if values:
-            late = [
-                value
-                for step, value in zip(own.steps[:end], values, strict=True)
-                if step >= _EARLY * own.steps[-1]
-            ]
-            lows.append(min(values))
-            highs.append(min(max(late or values), max(values[0], 2 * min(values))))
-    if not lows:
+            points = zip(curve.steps, values, strict=False)
+            late = [value for step, value in points if step >= _EARLY * curve.steps[-1]]
+            low = min(low, *values)
+            high = max(high, min(max(late or values), max(values[0], 2 * min(values))))
+    if low > high:
         return
-    low, high = min(lows), max(highs)
     if low > 0 and high > 15 * low:
         log_scale(axes)
         axes.set_ylim(low / 1.15, high * 1.15)
@@ -216,29 +225,30 @@ def frame_losses(axes: Axes, curves: Sequence[Curve]) -> None:
         axes.set_ylim(low - room, high + room)
 
 
-def frame_late(axes: Axes, curves: Sequence[Curve], low: bool, start: float) -> None:
-    """Show the later part of some curves, close up.
+def frame_late(axes: Axes, curves: Sequence[Curve], low: bool, start: float = math.inf) -> None:
+    """Set limits that show the later part of curves in detail.
 
     Args:
-        axes: Where they are drawn.
-        curves: All of them.
-        low: Whether low values are good.
-        start: A step that must be seen.
+        axes: Axes of the curves.
+        curves: All curves.
+        low: True if low values are good.
+        start: Step that must be visible.
     """
-    last = max((own.steps[-1] for own in curves if own.steps), default=0)
-    few = max(len(own.steps) for own in curves) <= 6
+    last = max((curve.steps[-1] for curve in curves if curve.steps), default=0)
+    few = max(len(curve.steps) for curve in curves) <= 6
     start = 0 if few else min(_LATE * last, start)
-    values = []
-    for own in curves:
-        for step, bottom, top in zip(own.steps[: own.finite], own.low, own.high, strict=False):
-            if step >= start:
-                values += [bottom, top]
+    values = [
+        value
+        for curve in curves
+        for step, *band in zip(curve.steps[: curve.finite], curve.low, curve.high, strict=False)
+        for value in band
+        if step >= start
+    ]
     if not values:
         return
-    # A curve that goes wrong in the end must not flatten all others.
+    # A curve that deteriorates at the end must not flatten the others.
     middle = sorted(values)[len(values) // 2]
-    best = min(values) if low else max(values)
-    worst = max(values) if low else min(values)
+    best, worst = (min(values), max(values)) if low else (max(values), min(values))
     if abs(worst - best) > 6 * abs(middle - best) > 0:
         worst = best + 6 * (middle - best)
     room = 0.06 * abs(worst - best) or 0.05 * abs(best) or 1
@@ -246,43 +256,51 @@ def frame_late(axes: Axes, curves: Sequence[Curve], low: bool, start: float) -> 
     axes.set_xlim(start, last + 0.02 * (last - start) or 1)
 
 
-def log_scale(axes: Axes) -> None:
-    """Make the vertical axis logarithmic, with plain numbers.
+def log_scale(axes: Axes, which: Literal["x", "y"] = "y", within: bool = True) -> None:
+    """Make an axis logarithmic, with plain numbers as labels.
 
     Args:
-        axes: Whose axis.
+        axes: Axes to change.
+        which: The horizontal or the vertical axis.
+        within: True if 2 and 5 are labelled, too, as powers of ten alone may be too few.
     """
     from matplotlib.ticker import LogLocator, NullFormatter
 
-    axes.set_yscale("log")
-    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axes.yaxis.set_major_formatter(lambda value, _: f"{value:,g}")
-    axes.yaxis.set_minor_formatter(NullFormatter())
+    axes.set(**{f"{which}scale": "log"})
+    axis = axes.xaxis if which == "x" else axes.yaxis
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5) if within else (1,)))
+    axis.set_major_formatter(lambda value, _: f"{value:,g}")
+    axis.set_minor_formatter(NullFormatter())
 
 
-def new_figure(lines: Sequence[Line]) -> tuple[Figure, Axes]:
-    """A figure with room for the legend above it.
+def new_figure(entries: Sequence[LegendEntry]) -> tuple[Figure, Axes]:
+    """Create a figure with a legend above the axes.
 
     Args:
-        lines: What the legend will name.
+        entries: Optimizers in the legend.
     """
-    from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
 
-    rows = sum(wrapped(line.outcome.full_label).count("\n") + 1 for line in lines)
-    figure = Figure(figsize=(_WIDTH, _HEIGHT + 0.09 * rows), layout="constrained")
-    return figure, figure.subplots()
+    labels = [wrapped(entry.outcome.full_label) for entry in entries]
+    figure, axes = _sized(_HEIGHT + 0.09 * sum(label.count("\n") + 1 for label in labels))
+    looks = [{"color": entry.color, "linestyle": entry.style} for entry in entries]
+    figure.legend(
+        [Line2D([], [], linewidth=1.9, **look) for look in looks],
+        labels,
+        loc="outside upper left",
+        ncols=1 if len(entries) == 1 else 2,
+        fontsize=8.5,
+    )
+    return figure, axes
 
 
 def row_figure(labels: Sequence[str]) -> tuple[Figure, Axes]:
-    """A figure with named rows, from the top.
+    """Create a figure with labelled rows, the first one at the top.
 
     Args:
-        labels: Their names.
+        labels: Labels of the rows.
     """
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(_WIDTH, max(2.0, 1.0 + 0.48 * len(labels))), layout="constrained")
-    axes = figure.subplots()
+    figure, axes = _sized(max(2.0, 1.0 + 0.48 * len(labels)))
     axes.set_yticks(range(len(labels)), [wrapped(label, 18) for label in labels])
     axes.set_ylim(len(labels) - 0.4, -0.6)
     axes.tick_params(axis="y", length=0)
@@ -290,85 +308,70 @@ def row_figure(labels: Sequence[str]) -> tuple[Figure, Axes]:
     return figure, axes
 
 
-def add_legend(figure: Figure, lines: Sequence[Line]) -> None:
-    """Name the optimizers above the figure, where no curve is.
+def _sized(height: float) -> tuple[Figure, Axes]:
+    from matplotlib.figure import Figure
 
-    Args:
-        figure: One of :func:`new_figure`.
-        lines: What is drawn in it.
-    """
-    from matplotlib.lines import Line2D
-
-    handles = [
-        Line2D([], [], color=line.colour, linestyle=line.style, linewidth=1.9) for line in lines
-    ]
-    figure.legend(
-        handles,
-        [wrapped(line.outcome.full_label) for line in lines],
-        loc="outside upper left",
-        ncols=1 if len(lines) == 1 else 2,
-        fontsize=8.5,
-    )
+    figure = Figure(figsize=(_WIDTH, height), layout="constrained")
+    return figure, figure.subplots()
 
 
 def wrapped(label: str, width: int = 28) -> str:
-    """The label in lines that fit, as matplotlib takes it.
+    """Break a label into lines, and escape it for matplotlib.
 
     Args:
-        label: What to write.
-        width: The most letters in a line.
+        label: The label.
+        width: Largest number of characters in a line.
     """
     return textwrap.fill(label.replace("$", r"\$"), width)
 
 
-def is_dark(colour: str) -> bool:
-    """Whether white can be read on it.
+def is_dark(color: str) -> bool:
+    """True if white text is legible on a color.
 
     Args:
-        colour: As ``#rrggbb``.
+        color: Color as ``#rrggbb``.
     """
-    red, green, blue = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
+    red, green, blue = (int(color[i : i + 2], 16) for i in (1, 3, 5))
     return 0.3 * red + 0.59 * green + 0.11 * blue < 130
 
 
 def to_png(figure: Figure) -> bytes:
-    """The figure as the content of a PNG file.
+    """Render a figure as PNG.
 
     Args:
-        figure: What to draw.
+        figure: The figure.
     """
     buffer = io.BytesIO()
     figure.savefig(buffer, dpi=_DPI, format="png")
     return buffer.getvalue()
 
 
-def notes(lines: Sequence[Line], curves: Sequence[Curve]) -> str:
-    """What a caption says of several seeds, and of curves that diverge.
+def notes(entries: Sequence[LegendEntry], curves: Sequence[Curve]) -> str:
+    """Explain bands and crosses, if the figure has any, for its caption.
 
     Args:
-        lines: What the figure shows.
-        curves: And its curves.
+        entries: Optimizers in the figure.
+        curves: Curves in the figure.
     """
-    found = ""
-    if any(len(line.outcome.counted) > 1 for line in lines):
-        found += " Mean over the seeds, and a band from the lowest to the highest."
-    if any(own.diverged for own in curves):
-        found += " A cross: from here on it is not a finite number."
-    return found
+    text = ""
+    if any(len(entry.outcome.counted) > 1 for entry in entries):
+        text += " Mean over the seeds, with a band from the lowest to the highest."
+    if any(curve.diverged for curve in curves):
+        text += " A cross: the values are not finite from here on."
+    return text
 
 
-def in_words(
-    lines: Sequence[Line],
-    value: Callable[[Outcome], Spread | None],
-    write: Callable[[float | None], str],
-) -> str:
-    """The numbers of a figure, for who does not see it.
+def in_words(entries: Sequence[LegendEntry], write: Write, *path: str) -> str:
+    """List the numbers of a figure, for its alternative text.
 
     Args:
-        lines: What the figure shows.
-        value: The number of each.
-        write: How numbers are written.
+        entries: Optimizers in the figure.
+        write: Format of the numbers.
+        *path: Path of the numbers in the summaries.
     """
-    found = [(line.outcome, value(line.outcome)) for line in lines]
-    told = [f"{own.full_label} {spread.text(write)}" for own, spread in found if spread is not None]
-    return (", ".join(told) or "unknown") + "."
+    numbers = [
+        f"{entry.outcome.full_label} {spread.text(write)}"
+        for entry in entries
+        if (spread := entry.outcome.spread(*path)) is not None
+    ]
+    return (", ".join(numbers) or "unknown") + "."

@@ -1,77 +1,78 @@
-"""How the lab writes numbers, in the terminal, in reports and in figures."""
+"""Formatting of numbers for the terminal, reports and figures."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import wraps
 
-MISSING = "\u2013"  # a dash as long as a number is wide
+MISSING = "\u2013"  # an en dash, as wide as a digit
+
+Write = Callable[[float | None], str]
 
 
-def loss_text(value: float | None) -> str:
-    """A loss or an error, with NaN and inf as such."""
-    if value is None:
-        return MISSING
-    if math.isnan(value):
-        return "NaN"
-    if math.isinf(value):
-        return "inf" if value > 0 else "-inf"
+def _formatter(write: Callable[[float], str]) -> Write:
+    """Extend a formatter of finite numbers: None becomes a dash, NaN and inf keep their names."""
+
+    @wraps(write)
+    def text(value: float | None) -> str:
+        if value is None:
+            return MISSING
+        if math.isnan(value):
+            return "NaN"
+        return write(value) if math.isfinite(value) else f"{value}"
+
+    return text
+
+
+@_formatter
+def loss_text(value: float) -> str:
+    """Format a loss or an error with four decimals, or in scientific notation."""
     size = abs(value)
     if size >= 1e5 or 0 < size < 1e-3:
         return f"{value:.2e}"
     return f"{value:.4f}" if size < 100 else f"{value:,.1f}"
 
 
-def percent_text(value: float | None) -> str:
-    """A share of one."""
-    if value is None:
-        return MISSING
-    return f"{100 * value:.1f} %" if math.isfinite(value) else loss_text(value)
+@_formatter
+def percent_text(value: float) -> str:
+    """Format a fraction of 1 as a percentage with one decimal."""
+    return f"{100 * value:.1f} %"
 
 
-def share_text(value: float | None) -> str:
-    """A ratio, in percent, to three digits."""
-    return MISSING if value is None else f"{100 * value:.3g} %"
+@_formatter
+def share_text(value: float) -> str:
+    """Format a ratio as a percentage with three significant digits."""
+    return f"{100 * value:.3g} %"
 
 
-def bytes_text(value: float | None) -> str:
-    """Memory in the unit that suits its size."""
-    if value is None:
-        return MISSING
+@_formatter
+def bytes_text(value: float) -> str:
+    """Format a number of bytes as KiB, MiB or GiB, whichever suits its size."""
     if value == 0:
         return "0"
-    unit, size = next(
-        (unit, size)
-        for unit, size, least in (
-            ("GiB", 2**30, 10 * 2**30),
-            ("MiB", 2**20, 2**20),
-            ("KiB", 2**10, -math.inf),
-        )
-        if value >= least
-    )
+    unit, size = ("KiB", 2**10) if value < 2**20 else ("MiB", 2**20)
+    if value >= 10 * 2**30:
+        unit, size = "GiB", 2**30
     amount = value / size
     return f"{amount:.1f} {unit}" if abs(amount) < 100 else f"{amount:,.0f} {unit}"
 
 
-def time_text(value: float | None) -> str:
-    """Milliseconds or seconds, without the unit."""
-    if value is None:
-        return MISSING
-    if not math.isfinite(value):
-        return loss_text(value)
+@_formatter
+def time_text(value: float) -> str:
+    """Format milliseconds or seconds, without the unit."""
     digits = 2 if value < 10 else 1 if value < 1000 else 0
     return f"{value:,.{digits}f}"
 
 
-def degrees_text(value: float | None) -> str:
-    """An angle."""
-    if value is None:
-        return MISSING
-    if not math.isfinite(value):
-        return loss_text(value)
+@_formatter
+def degrees_text(value: float) -> str:
+    """Format an angle in degrees."""
     digits = 3 if value < 1 else 2 if value < 10 else 1
     return f"{value:.{digits}f}°"
 
 
-def count_text(value: float | None) -> str:
-    """A whole number."""
-    return MISSING if value is None else f"{value:,}"
+@_formatter
+def count_text(value: float) -> str:
+    """Format an integer with thousands separators."""
+    return f"{value:,}"

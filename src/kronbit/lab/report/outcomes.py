@@ -1,4 +1,4 @@
-"""What each optimizer of a comparison came to: its seeds together, beside base and 32 bits."""
+"""Outcomes of a comparison: the seeds of a variant combined, and compared with base and 32 bits."""
 
 from __future__ import annotations
 
@@ -6,20 +6,24 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from operator import attrgetter
+from typing import Any, Generic, TypeVar
 
 from kronbit.lab.report.curves import Curve, curve
 from kronbit.lab.report.numbers import (
     MISSING,
+    Write,
     bytes_text,
     loss_text,
     percent_text,
     share_text,
     time_text,
 )
-from kronbit.lab.report.runs import ORDER, Run
+from kronbit.lab.report.runs import Run, rank, with_notes
 
-# Settings that decide how much is written down, not what comes out.
+T = TypeVar("T")
+
+# Settings that control logging and checkpoints; they do not affect the result.
 _BOOKKEEPING = (
     *("seed", "about", "paper", "log_every", "eval_every", "checkpoint_every", "keep"),
     "watched_blocks",
@@ -28,11 +32,11 @@ _BOOKKEEPING = (
 
 @dataclass(frozen=True)
 class Spread:
-    """A number over some runs.
+    """The mean and spread of a number over runs.
 
     Attributes:
-        mean: Of a single run, its very number.
-        deviation: The largest distance of a run from the mean; None for a single run.
+        mean: Mean over the runs.
+        deviation: Largest distance of a run from the mean; None for a single run.
     """
 
     mean: float
@@ -40,7 +44,7 @@ class Spread:
 
     @classmethod
     def over(cls, values: Sequence[float | None]) -> Spread | None:
-        """Of all values; None if one is missing, as a mean without it would be another."""
+        """Combine the values of runs. The result is None if a value is missing."""
         known = [value for value in values if value is not None]
         if not known or len(known) < len(values):
             return None
@@ -48,8 +52,8 @@ class Spread:
         far = max(abs(value - mean) for value in known) if len(known) > 1 else None
         return cls(mean, far)
 
-    def text(self, write: Callable[[float | None], str]) -> str:
-        """The mean, and the deviation if there are several runs."""
+    def text(self, write: Write) -> str:
+        """Format the mean, followed by the deviation if there are several runs."""
         if self.deviation is None or not math.isfinite(self.deviation):
             return write(self.mean)
         if write is percent_text:
@@ -59,19 +63,21 @@ class Spread:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the runs of one variant came to.
+    """The combined result of the runs of one variant.
 
     Attributes:
-        label: The optimizer's name for people, unlike all others of its recipe.
-        variant: Its key.
-        runs: All its runs.
-        counted: Those that numbers and curves are made of: unfinished ones only where there is no
-            other. Diverged runs count.
+        label: Display name of the optimizer, unique within the recipe.
+        variant: Key of the variant.
+        runs: All runs of the variant.
+        counted: Runs that enter numbers and curves. Diverged runs count; unfinished ones count only
+            if the variant has no finished run.
         losses: Validation loss over the course of training.
-        of_32: Its second-order state as a share of the 32-bit one of its family.
-        steps_to_base: When its validation loss first was at most the base's last one, as a share of
-            the base's steps; if it never was, the share that it trained for.
-        reached_base: Whether it ever was.
+        state_32: Bytes of second-order state of the 32-bit variant of the same algorithm, or None
+            if the comparison has no such variant.
+        steps_to_base: Step at which the validation loss first is at most the base's last one, as a
+            fraction of the base's steps. If the loss is never reached, the fraction that was
+            trained.
+        reached_base: True if the base's last loss is reached.
     """
 
     label: str
@@ -79,74 +85,60 @@ class Outcome:
     runs: list[Run]
     counted: list[Run]
     losses: Curve
-    of_32: float | None = None
+    state_32: float | None = None
     steps_to_base: float | None = None
     reached_base: bool = False
 
     @property
     def state(self) -> Spread | None:
-        """Second-order state, in bytes."""
-        return Spread.over([_state(run.summary) for run in self.counted])
+        """Bytes of second-order state."""
+        return self.spread("state")
+
+    @property
+    def of_32(self) -> float | None:
+        """Second-order state as a fraction of ``state_32``."""
+        state = self.state
+        return None if state is None or not self.state_32 else state.mean / self.state_32
 
     def spread(self, *path: str) -> Spread | None:
-        """A number of the summaries.
+        """Combine a number of the counted runs.
 
         Args:
-            *path: Its keys, from the outside in.
+            *path: Keys of the number, as in ``Run.number``.
         """
-        return Spread.over([number(run.summary, *path) for run in self.counted])
+        return Spread.over([run.number(*path) for run in self.counted])
 
     @property
     def full_label(self) -> str:
-        """The label, with what to beware of."""
-        notes = [
-            note
-            for note, true in (
-                ("diverged", any(run.diverged for run in self.counted)),
-                ("unfinished", not all(run.finished for run in self.counted)),
-            )
-            if true
-        ]
-        return f"{self.label} ({', '.join(notes)})" if notes else self.label
+        """The label, marked if a run diverged or is unfinished."""
+        diverged = any(run.diverged for run in self.counted)
+        return with_notes(self.label, diverged, all(run.finished for run in self.counted))
 
 
 @dataclass(frozen=True)
-class Column:
-    """A column of the table that a comparison ends with.
+class Column(Generic[T]):
+    """A column of a table of runs or outcomes.
 
     Attributes:
-        key: Names it in the report.
-        title: Its heading; breaks into two lines at the line break.
-        importance: The lowest go first where the terminal is narrow.
-        value: Its number, if the outcome has it.
-        text: How it reads.
+        key: Key of the column in the report.
+        title: Heading, which may contain a line break.
+        value: Returns the number of a row, or None if it is missing.
+        text: Returns the displayed text of a row.
+        importance: A narrow terminal drops the columns of lowest importance first.
     """
 
     key: str
     title: str
-    importance: int
-    value: Callable[[Outcome], float | None]
-    text: Callable[[Outcome], str]
-
-
-def number(summary: Mapping[str, Any], *path: str) -> float | None:
-    """A number of a summary, None where it is missing.
-
-    Args:
-        summary: What ``summary.json`` says.
-        *path: Its keys, from the outside in.
-    """
-    found: Any = summary
-    for key in path:
-        found = found.get(key) if isinstance(found, Mapping) else None
-    return found if isinstance(found, int | float) else None
+    value: Callable[[T], float | None]
+    text: Callable[[T], str]
+    importance: int = 0
 
 
 def outcomes(runs: Sequence[Run]) -> list[Outcome]:
-    """The outcomes of the runs of one recipe, in their fixed order.
+    """Combine the runs of one recipe into outcomes, in their fixed order.
 
-    Runs are seeds of one variant if their label, their variant and all settings that matter are
-    equal; where only settings tell two variants apart, their labels name those settings.
+    Runs are seeds of one variant if label, variant, hardware and all settings that affect the
+    result are equal. If two variants differ in settings alone, their labels name those settings.
 
     Args:
         runs: Runs of one recipe.
@@ -155,54 +147,48 @@ def outcomes(runs: Sequence[Run]) -> list[Outcome]:
     for run in runs:
         settings = json.dumps(_settings(run), sort_keys=True, default=str)
         gathered.setdefault((run.variant, run.label, settings), []).append(run)
-    found = []
-    for (variant, label, _), own in gathered.items():
+    combined = []
+    for (variant, label, _), seeds in gathered.items():
         alike = [others[0] for key, others in gathered.items() if key[:2] == (variant, label)]
-        counted = [run for run in own if run.finished or run.diverged] or own
-        full = label + _difference(own[0], alike)
-        found.append(Outcome(full, variant, own, counted, curve(counted, "evals", "loss")))
-    found.sort(key=lambda own: ORDER.index(own.variant) if own.variant in ORDER else len(ORDER))
-    return [_beside(own, find(found, "base"), found) for own in found]
+        counted = [run for run in seeds if run.finished or run.diverged] or seeds
+        full = label + _difference(seeds[0], alike)
+        combined.append(Outcome(full, variant, seeds, counted, curve(counted, "evals", "loss")))
+    combined.sort(key=lambda outcome: rank(outcome.variant))
+    return [_compared(outcome, combined) for outcome in combined]
 
 
-def find(found: Sequence[Outcome], variant: str) -> Outcome | None:
-    """The outcome of a variant, if there is one and only one.
+def find(compared: Sequence[Outcome], variant: str) -> Outcome | None:
+    """Return the outcome of a variant, or None unless exactly one outcome has that variant.
 
     Args:
-        found: All outcomes of a recipe.
-        variant: Its key.
+        compared: All outcomes of a recipe.
+        variant: Key of the variant.
     """
-    own = [outcome for outcome in found if outcome.variant == variant]
-    return own[0] if len(own) == 1 else None
+    matches = [outcome for outcome in compared if outcome.variant == variant]
+    return matches[0] if len(matches) == 1 else None
 
 
-def _beside(own: Outcome, base: Outcome | None, found: Sequence[Outcome]) -> Outcome:
-    """The outcome with what it is beside the base and beside 32 bits."""
-    of_32, steps_to_base, reached = None, None, False
-    full = find(found, f"{own.variant.split('-')[0]}-32")
-    if full is not None and full.state is not None and own.state is not None and full.state.mean:
-        of_32 = own.state.mean / full.state.mean
-    if base is not None and own.losses.steps and any(base.losses.steps):
+def _compared(outcome: Outcome, others: Sequence[Outcome]) -> Outcome:
+    """Return the outcome with its comparison with the base and the 32-bit variant filled in."""
+    base, full = find(others, "base"), find(others, f"{outcome.variant.split('-')[0]}-32")
+    state_32 = None if full is None else _mean(full.state)
+    steps_to_base, reached = None, False
+    losses = outcome.losses
+    if base is not None and losses.steps and any(base.losses.steps):
         final, last = base.losses.mean[-1], base.losses.steps[-1]
         if math.isfinite(final):
-            step = own.losses.first_at_most(final)
+            step = losses.first_at_most(final)
             reached = step is not None
-            steps_to_base = (own.losses.steps[-1] if step is None else step) / last
-    return replace(own, of_32=of_32, steps_to_base=steps_to_base, reached_base=reached)
-
-
-def _state(summary: Mapping[str, Any]) -> float | None:
-    parts = [number(summary, "memory", key) for key in ("statistics", "roots")]
-    known = [part for part in parts if part is not None]
-    return sum(known) if len(known) == len(parts) else None
+            steps_to_base = (losses.steps[-1] if step is None else step) / last
+    return replace(outcome, state_32=state_32, steps_to_base=steps_to_base, reached_base=reached)
 
 
 def flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Settings without mappings inside: ``model.name`` and so on.
+    """Flatten nested settings to names with dots, such as ``model.name``.
 
     Args:
-        settings: What a recipe says.
-        prefix: Goes before every name.
+        settings: Settings of a recipe.
+        prefix: Prefix of every name.
     """
     result: dict[str, Any] = {}
     for key, value in settings.items():
@@ -214,48 +200,39 @@ def flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _settings(run: Run) -> dict[str, Any]:
-    """What decides a run, the machine included: times of two machines have no mean."""
+    """Return the settings that affect the result, and the hardware, which affects times."""
     settings = {**flat(run.settings), "hardware": run.hardware}
     return {key: value for key, value in settings.items() if key not in _BOOKKEEPING}
 
 
 def _difference(run: Run, alike: Sequence[Run]) -> str:
-    """What tells a run from those that are named alike, in brackets."""
-    own, others = _settings(run), [_settings(other) for other in alike]
-    names = dict.fromkeys(name for settings in (own, *others) for name in settings)
-    told = [
-        f"{name.split('.')[-1]}={own.get(name)}"
+    """Return the settings in which a run differs from runs of the same label, in brackets."""
+    settings, others = _settings(run), [_settings(other) for other in alike]
+    names = dict.fromkeys(name for mapping in (settings, *others) for name in mapping)
+    different = [
+        f"{name.split('.')[-1]}={settings.get(name)}"
         for name in names
-        if any(other.get(name) != own.get(name) for other in others)
+        if any(other.get(name) != settings.get(name) for other in others)
     ]
-    return f" ({', '.join(told)})" if told else ""
+    return f" ({', '.join(different)})" if different else ""
 
 
-def _spread_column(
-    title: str, importance: int, write: Callable[[float | None], str], *path: str
-) -> Column:
+def _mean(spread: Spread | None) -> float | None:
+    return None if spread is None else spread.mean
+
+
+def _spread_column(title: str, importance: int, write: Write, *path: str) -> Column[Outcome]:
+    # The spread of times and memory over seeds is noise of the machine; it is not shown.
+    learnt = path in (("loss",), ("accuracy",), ("train_loss",))
+
     def value(outcome: Outcome) -> float | None:
-        spread = outcome.spread(*path)
-        return None if spread is None else spread.mean
+        return _mean(outcome.spread(*path))
 
     def text(outcome: Outcome) -> str:
         spread = outcome.spread(*path)
-        if spread is None:
-            return MISSING
-        # Elsewhere than in what was learnt, the spread over seeds is only noise of the machine.
-        shown = len(path) == 1 and path[0] in ("loss", "accuracy", "train_loss")
-        return spread.text(write) if shown else write(spread.mean)
+        return spread.text(write) if spread is not None and learnt else write(_mean(spread))
 
-    return Column(".".join(path), title, importance, value, text)
-
-
-def _state_value(outcome: Outcome) -> float | None:
-    return None if outcome.state is None else outcome.state.mean
-
-
-def _state_text(outcome: Outcome) -> str:
-    value = _state_value(outcome)
-    return bytes_text(value) if value else MISSING
+    return Column(".".join(path), title, value, text, importance)
 
 
 def _steps_text(outcome: Outcome) -> str:
@@ -264,23 +241,39 @@ def _steps_text(outcome: Outcome) -> str:
     return f"{'' if outcome.reached_base else '> '}{outcome.steps_to_base:.2f}"
 
 
-COLUMNS = (
+COLUMNS: tuple[Column[Outcome], ...] = (
     _spread_column("training\nloss", 2, loss_text, "train_loss"),
     _spread_column("validation\nloss", 9, loss_text, "loss"),
-    _spread_column("accuracy\n", 8, percent_text, "accuracy"),
-    Column("steps_to_base", "steps to\nbase loss", 4, lambda own: own.steps_to_base, _steps_text),
-    Column("state", "2nd-order\nstate", 7, _state_value, _state_text),
-    Column("of_32", "of\n32-bit", 5, lambda own: own.of_32, lambda own: share_text(own.of_32)),
+    _spread_column("accuracy", 8, percent_text, "accuracy"),
+    Column("steps_to_base", "steps to\nbase loss", attrgetter("steps_to_base"), _steps_text, 4),
+    _spread_column("2nd-order\nstate", 7, lambda size: bytes_text(size or None), "state"),
+    Column("of_32", "of\n32-bit", attrgetter("of_32"), lambda row: share_text(row.of_32), 5),
     _spread_column("peak\nmemory", 3, bytes_text, "memory", "peak"),
     _spread_column("ms per\nstep", 6, time_text, "step_ms", "median"),
-    _spread_column("seconds\n", 1, time_text, "seconds"),
+    _spread_column("seconds", 1, time_text, "seconds"),
 )
 
 
-def shown_columns(found: Sequence[Outcome]) -> list[Column]:
-    """The columns in which some outcome has a number.
+def shown_columns(columns: Sequence[Column[T]], rows: Sequence[T]) -> list[Column[T]]:
+    """Return the columns in which some row has a number other than 0.
 
     Args:
-        found: The rows of the table.
+        columns: Columns of the table.
+        rows: Rows of the table.
     """
-    return [column for column in COLUMNS if any(column.value(own) for own in found)]
+    return [column for column in columns if any(map(column.value, rows))]
+
+
+def explain_steps(compared: Sequence[Outcome]) -> str:
+    """Explain the column of steps to base loss; empty if the base is missing or alone.
+
+    Args:
+        compared: Outcomes in the rows of the table.
+    """
+    base = find(compared, "base")
+    if base is None or len(compared) == 1:
+        return ""
+    return (
+        f"Steps to base loss: the step at which the validation loss reaches {base.label}'s last "
+        f"one, as a fraction of {base.label}'s steps."
+    )

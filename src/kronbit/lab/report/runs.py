@@ -1,4 +1,4 @@
-"""Run folders: one training, or the trainings of a comparison, read back from their files."""
+"""Run folders: the files of one training, or of the trainings of a comparison, are read back."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from kronbit.lab.errors import LabError
 from kronbit.lab.optimizers import DEFAULT_VARIANTS
 
 FORMAT = 1
-# Variants of a comparison appear in this order; others follow, by name.
+# The variants of a comparison appear in this order; all others follow by name.
 ORDER = DEFAULT_VARIANTS
-# What a line of metrics must have to be of use; its numbers may be null.
+# The keys that each kind of metrics line must have; their values may be null.
 _NUMBERS = {
     "train": ("loss", "seconds"),
     "eval": ("loss", "seconds"),
@@ -29,21 +29,22 @@ class Run:
     """One training.
 
     Attributes:
-        folder: Where its files are.
-        label: The optimizer's name for people.
-        variant: The optimizer's name in a comparison.
-        recipe: The name of its recipe.
-        seed: Of weights and batches.
-        command: What to type to get it again.
-        settings: Everything that its recipe says.
-        versions: Of what it ran with.
-        hardware: What it ran on.
-        started: When, as ISO 8601 says it.
-        train: Lines of training, in order of steps.
-        evals: Lines of evaluation.
-        errors: Lines about stored inverse roots.
-        summary: What ``summary.json`` says; of an unfinished run, what its lines tell.
-        finished: Whether it came to its end.
+        folder: Folder of the run's files.
+        label: Display name of the optimizer.
+        variant: Key of the optimizer in a comparison.
+        recipe: Name of the recipe.
+        seed: Seed of weights and batches.
+        command: Command that repeats the run.
+        settings: Settings of the recipe.
+        versions: Versions of Python and of the packages that were used.
+        hardware: Description of the machine.
+        started: Start time in ISO 8601.
+        train: Training lines of the metrics, ordered by step.
+        evals: Evaluation lines, ordered by step.
+        errors: Lines about the errors of stored inverse roots, ordered by step.
+        summary: Content of ``summary.json``; for an unfinished run, the same numbers computed from
+            its metrics.
+        finished: True if the run completed.
     """
 
     folder: Path
@@ -64,28 +65,71 @@ class Run:
 
     @property
     def diverged(self) -> bool:
-        """Whether some loss is not a finite number."""
-        losses = [line["loss"] for line in (*self.train, *self.evals)]
-        return any(not math.isfinite(loss) for loss in losses)
+        """True if a training or validation loss is not finite."""
+        return not all(math.isfinite(line["loss"]) for line in (*self.train, *self.evals))
+
+    @property
+    def full_label(self) -> str:
+        """The label, marked if the run diverged or is unfinished."""
+        return with_notes(self.label, self.diverged, self.finished)
+
+    def number(self, *path: str) -> float | None:
+        """Return a number of the summary, or None if it is missing.
+
+        Args:
+            *path: Keys from the outermost to the innermost. Two numbers are derived: ``"seed"`` is
+                the run's seed, ``"state"`` the bytes of statistics and roots together.
+        """
+        if path == ("seed",):
+            return self.seed
+        if path == ("state",):
+            parts = [self.number("memory", key) for key in ("statistics", "roots")]
+            known = [part for part in parts if part is not None]
+            return sum(known) if known == parts else None
+        value: Any = self.summary
+        for key in path:
+            value = value.get(key) if isinstance(value, Mapping) else None
+        return value if isinstance(value, int | float) else None
 
     @property
     def step_ms(self) -> list[float]:
-        """The time of every step, in order."""
-        return [time for line in self.train for time in line.get("step_ms", ())]
+        """Time of every step in milliseconds."""
+        return _step_ms(self.train)
+
+
+def with_notes(label: str, diverged: bool, finished: bool) -> str:
+    """Append ``diverged`` and ``unfinished`` to a label, in brackets, where they apply.
+
+    Args:
+        label: Label of one run or of several.
+        diverged: True if one of the runs diverged.
+        finished: True if all of the runs completed.
+    """
+    notes = ["diverged"] * diverged + ["unfinished"] * (not finished)
+    return f"{label} ({', '.join(notes)})" if notes else label
+
+
+def rank(variant: str) -> int:
+    """Return the position of a variant in tables and legends.
+
+    Args:
+        variant: Key of the variant.
+    """
+    return ORDER.index(variant) if variant in ORDER else len(ORDER)
 
 
 def read_run(folder: Path) -> Run:
-    """Read a run folder; the run may be unfinished.
+    """Read a run folder. The run may be unfinished.
 
     Args:
-        folder: One with a ``run.json``.
+        folder: Folder with a ``run.json``.
 
     Raises:
-        LabError: There is no run, or a file of it cannot be understood.
+        LabError: If the folder holds no run, or one of its files is broken.
     """
     _check_exists(folder)
     if not _is_run(folder):
-        raise LabError(f"{folder} holds no run: there is no run.json in it")
+        raise LabError(f"{folder} holds no run: it has no run.json")
     about = _read_json(folder / "run.json")
     missing = [key for key in ("label", "variant", "recipe", "seed", "command") if key not in about]
     if missing:
@@ -118,40 +162,39 @@ def read_run(folder: Path) -> Run:
 
 
 def find_runs(paths: Sequence[Path]) -> list[Run]:
-    """Read all runs of some run folders and comparison folders, each run once.
+    """Read the runs of run folders and comparison folders, each run once.
 
     Args:
-        paths: Folders with a ``run.json``, or with such folders inside.
+        paths: Run folders, which have a ``run.json``, or folders that contain run folders.
 
     Raises:
-        LabError: A folder does not exist, holds no run, or holds one that cannot be understood.
+        LabError: If a folder does not exist, holds no run, or holds a broken one.
     """
-    found: dict[Path, Run] = {}
+    runs: dict[Path, Run] = {}
     for path in paths:
         _check_exists(path)
         folders = [path] if _is_run(path) else [inner for inner in path.iterdir() if _is_run(inner)]
         if not folders:
-            raise LabError(f"{path} holds no run: there is no run.json in it or one folder deeper")
+            raise LabError(f"{path} holds no run: neither it nor a folder in it has a run.json")
         for run in sorted(map(read_run, folders), key=_place):
-            found.setdefault(run.folder.resolve(), run)
-    return list(found.values())
+            runs.setdefault(run.folder.resolve(), run)
+    return list(runs.values())
 
 
 def by_recipe(runs: Sequence[Run]) -> dict[str, list[Run]]:
-    """The runs of every recipe, in the order in which recipes first appear.
+    """Group runs by recipe, in the order in which the recipes first appear.
 
     Args:
         runs: Runs of any recipes.
     """
-    found: dict[str, list[Run]] = {}
+    groups: dict[str, list[Run]] = {}
     for run in runs:
-        found.setdefault(run.recipe, []).append(run)
-    return found
+        groups.setdefault(run.recipe, []).append(run)
+    return groups
 
 
 def _place(run: Run) -> tuple[int, str, int]:
-    rank = ORDER.index(run.variant) if run.variant in ORDER else len(ORDER)
-    return rank, run.variant, run.seed
+    return rank(run.variant), run.variant, run.seed
 
 
 def _is_run(folder: Path) -> bool:
@@ -185,48 +228,44 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _read_lines(path: Path) -> list[dict[str, Any]]:
-    """Lines of the kinds that we know, null losses as NaN; a torn last line is left out."""
+    """Read the metrics lines of known kinds. An incomplete last line is dropped."""
     if not path.exists():
-        return []  # the run has just begun
-    *whole, last = _read(path).split(b"\n")
+        return []  # the run has written no metrics yet
     lines = []
-    for number, text in enumerate((*whole, last), 1):
-        if not text.strip():
-            continue
+    for number, text in enumerate(_read(path).splitlines(keepends=True), 1):
         try:
-            line = _checked(json.loads(text))
+            lines += _checked(json.loads(text)) if text.strip() else []
         except ValueError:
-            if number > len(whole):  # without its line break: the run was interrupted in it
+            if not text.endswith(b"\n"):  # the run was interrupted while it wrote this line
                 break
             raise LabError(
                 f"{path}, line {number} is broken: remove it or train this run again"
             ) from None
-        if line is not None:
-            lines.append(line)
     return lines
 
 
-def _checked(line: Any) -> dict[str, Any] | None:
-    """The line, or None if it is of a kind that we do not know."""
+def _checked(line: Any) -> list[dict[str, Any]]:
+    """Return the line with null replaced by NaN, or nothing if its kind is unknown."""
     if not isinstance(line, dict):
         raise ValueError
     kind = line.get("kind")
     if kind not in _NUMBERS:
-        return None
-    for key in ("step", *_NUMBERS[kind]):
-        if not isinstance(line.get(key), int | float | None) or key not in line:
-            raise ValueError
-    if line["step"] is None:
+        return []
+    numbers = [line[key] for key in _NUMBERS[kind] if key in line]
+    if len(numbers) < len(_NUMBERS[kind]) or not isinstance(line.get("step"), int | float):
         raise ValueError
-    # JSON has no NaN: who cannot write it writes null.
-    return line | {key: math.nan for key in _NUMBERS[kind] if line[key] is None}
+    if not all(isinstance(value, int | float | None) for value in numbers):
+        raise ValueError
+    # JSON has no NaN: a loss that is not finite is written as null.
+    return [line | {key: math.nan for key in _NUMBERS[kind] if line[key] is None}]
 
 
 def _summary_so_far(kinds: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
-    """What a summary would say now, as far as the lines tell."""
+    """Compute the summary of an unfinished run from its metrics."""
     train, evals, errors = (kinds[kind] for kind in ("train", "eval", "errors"))
-    times = [time for line in train for time in line.get("step_ms", ())]
+    times = _step_ms(train)
     accuracies = [line["accuracy"] for line in evals if line.get("accuracy") is not None]
+    middle = {"median": statistics.median(times), "mean": statistics.fmean(times)} if times else {}
     return {
         "steps": train[-1]["step"] if train else 0,
         "finished": False,
@@ -236,8 +275,10 @@ def _summary_so_far(kinds: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[st
         "accuracy": accuracies[-1] if accuracies else None,
         "best_accuracy": max(accuracies, default=None),
         "seconds": train[-1]["seconds"] if train else 0.0,
-        "step_ms": {"median": statistics.median(times), "mean": statistics.fmean(times)}
-        if times
-        else {},
+        "step_ms": middle,
         "errors": {key: errors[-1][key] for key in ("nre", "angle")} if errors else None,
     }
+
+
+def _step_ms(train: Sequence[Mapping[str, Any]]) -> list[float]:
+    return [time for line in train for time in line.get("step_ms", ())]

@@ -1,11 +1,18 @@
-"""The table that a comparison ends with, in the terminal."""
+"""The table of a comparison in the terminal."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from kronbit.lab.report.outcomes import Column, Outcome, find, outcomes, shown_columns
+from kronbit.lab.report.outcomes import (
+    COLUMNS,
+    Column,
+    Outcome,
+    explain_steps,
+    outcomes,
+    shown_columns,
+)
 from kronbit.lab.report.runs import Run, by_recipe
 
 if TYPE_CHECKING:
@@ -14,69 +21,65 @@ if TYPE_CHECKING:
 
 
 def show_table(runs: Sequence[Run], console: Console) -> None:
-    """Print a table for every recipe, with as many columns as the terminal is wide.
+    """Print a table for every recipe, with as many columns as the terminal has room for.
 
     Args:
-        runs: What to compare; several seeds of one optimizer make one row.
-        console: Where to.
+        runs: Runs to compare. The seeds of one optimizer share a row.
+        console: Console to print to.
     """
     recipes = by_recipe(runs)
-    for recipe, own in recipes.items():
-        found = outcomes(own)
-        columns = shown_columns(found)
-        table = _table(found, columns)
+    for recipe, runs_of_recipe in recipes.items():
+        compared = outcomes(runs_of_recipe)
+        columns = shown_columns(COLUMNS, compared)
+        table = _table(compared, columns)
         while columns and _width(table, console) > console.width:
-            least = min(columns, key=lambda column: column.importance)
-            columns = [column for column in columns if column is not least]
-            table = _table(found, columns)
+            columns.remove(min(columns, key=lambda column: column.importance))
+            table = _table(compared, columns)
         if len(recipes) > 1:
             console.print(recipe, style="bold", markup=False, highlight=False)
         console.print(table)
 
 
-def _table(found: Sequence[Outcome], columns: Sequence[Column]) -> Table:
+def new_table(**options: Any) -> Table:
+    """Create a table whose only line is the one below its headings.
+
+    Args:
+        **options: Further options of rich's table.
+    """
     from rich import box
     from rich.table import Table
+
+    return Table(
+        box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False, **options
+    )
+
+
+def _table(compared: Sequence[Outcome], columns: Sequence[Column[Outcome]]) -> Table:
     from rich.text import Text
 
-    table = Table(
-        box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-        pad_edge=False,
-        show_edge=False,
-        header_style="bold",
-        caption=Text(_note(found, columns), style="dim"),
-        caption_justify="left",
-    )
-    table.add_column(Text("\noptimizer"), overflow="fold")
+    table = new_table(caption=Text(_note(compared, columns), style="dim"), caption_justify="left")
+    table.add_column("optimizer", overflow="fold", vertical="bottom")
     for column in columns:
-        above, _, below = column.title.partition("\n")
-        table.add_column(
-            Text(f"{above}\n{below}" if below else f"\n{above}"), justify="right", no_wrap=True
-        )
-    for outcome in found:
-        # As text: labels may hold what rich takes for markup.
-        cells = [Text(outcome.full_label), *(Text(column.text(outcome)) for column in columns)]
-        table.add_row(*cells)
+        table.add_column(column.title, justify="right", no_wrap=True, vertical="bottom")
+    for outcome in compared:
+        # Text, because rich would interpret brackets in a label as markup.
+        texts = [outcome.full_label, *(column.text(outcome) for column in columns)]
+        table.add_row(*map(Text, texts))
     return table
 
 
-def _note(found: Sequence[Outcome], columns: Sequence[Column]) -> str:
-    """What the table does not explain by itself."""
+def _note(compared: Sequence[Outcome], columns: Sequence[Column[Outcome]]) -> str:
+    """Explain the columns and signs that are not obvious."""
     notes = []
-    base = find(found, "base")
-    if base is not None and "steps_to_base" in {column.key for column in columns}:
-        notes.append(
-            f"Steps to base loss: until the validation loss is at most {base.label}'s last one, as "
-            "a share of its steps."
-        )
-    if any(len(own.counted) > 1 for own in found):
-        notes.append("±: the largest distance of a seed from the mean.")
-    return " ".join(notes)
+    if any(column.key == "steps_to_base" for column in columns):
+        notes.append(explain_steps(compared))
+    if any(len(outcome.counted) > 1 for outcome in compared):
+        notes.append("±: largest distance of a seed from the mean.")
+    return " ".join(filter(None, notes))
 
 
 def _width(table: Table, console: Console) -> int:
-    """What the table takes if nothing in it wraps."""
+    """Return the width of the table if no cell wraps."""
     from rich.measure import Measurement
 
     return Measurement.get(console, console.options.update(width=10**4), table).maximum

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated
 
 import torch
@@ -34,6 +35,9 @@ def run(arguments: Sequence[str]) -> int:
     Args:
         arguments: Without the command's own name.
     """
+    folder = str(Path.cwd())  # where a package of the user's may be
+    if folder not in sys.path:
+        sys.path.append(folder)
     command = typer.main.get_command(app)
     try:
         result = command.main(list(arguments), prog_name="kronbit", standalone_mode=False)

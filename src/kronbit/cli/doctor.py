@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -39,7 +37,6 @@ def doctor(
     from kronbit.lab.training.world import find_device
 
     where = find_device(device)
-    sys.path.append(str(Path.cwd()))  # where a package of the user's may be
     try:
         subject = subject_of(optimizer, read_options(options))
     except ValueError as error:

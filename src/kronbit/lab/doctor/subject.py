@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import pkgutil
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from inspect import signature
@@ -33,9 +33,8 @@ class Subject:
         Raises:
             LabError: If there is none.
         """
-        module, _, name = self.path.rpartition(".")
         try:
-            return getattr(importlib.import_module(module), name)
+            return pkgutil.resolve_name(self.path)
         except Exception as error:  # of a package of the user's: anything
             raise LabError(f"cannot import {self.path!r}: {error}") from None
 

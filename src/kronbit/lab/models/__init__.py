@@ -62,5 +62,7 @@ def build(name: str, **options: Any) -> nn.Module:
 def logits(model: nn.Module, x: Tensor) -> Tensor:
     """The network's logits for a batch: of images, or of tokens (b, t) -> (b, t, vocabulary)."""
     output = model(x)
-    found: Tensor = output if isinstance(output, Tensor) else output.logits
+    if isinstance(output, Tensor):
+        return output
+    found: Tensor = output.logits if hasattr(output, "logits") else output[0]
     return found

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -16,13 +14,9 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from kronbit.lab.models import logits
 from kronbit.lab.plan.gpu_behaviour import GPUBehaviour, functions_of_torch_seen_through
-
-AMP: Mapping[str, torch.dtype | None] = {
-    "off": None,
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-}
+from kronbit.lab.precision import AMP, autocast
 
 
 @dataclass(frozen=True)
@@ -63,10 +57,7 @@ class Passes:
         if getattr(config, "is_encoder_decoder", False):  # reads targets as well
             found: Tensor = model(input_ids=x, labels=x).loss
             return found
-        output = model(x)
-        if not isinstance(output, Tensor):
-            output = output.logits if hasattr(output, "logits") else output[0]
-        rows = output.float().flatten(0, -2)
+        rows = logits(model, x).float().flatten(0, -2)
         return functional.cross_entropy(rows, torch.zeros(len(rows), dtype=torch.int64))
 
 
@@ -99,8 +90,9 @@ class _Held(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.bytes = 0
         self.curve: list[int] = []
-        self._known = {tensor.untyped_storage()._cdata for tensor in known}
-        self._alive: dict[int, tuple[int, weakref.ref[Any]]] = {}
+        self._alive: dict[int, tuple[int, weakref.ref[Any] | None]] = {
+            tensor.untyped_storage()._cdata: (0, None) for tensor in known
+        }
 
     def __torch_dispatch__(
         self,
@@ -118,14 +110,13 @@ class _Held(TorchDispatchMode):
 
     def _count(self, storage: torch.UntypedStorage) -> None:
         key = storage._cdata
-        if key not in self._known and key not in self._alive:
-            gone = weakref.ref(storage, partial(self._forget, key))
+        if key not in self._alive:
+            gone = weakref.ref(storage, lambda _: self._forget(key))
             self._alive[key] = storage.nbytes(), gone
             self.bytes += storage.nbytes()
 
-    def _forget(self, key: int, _: Any) -> None:
-        size, _ = self._alive.pop(key)
-        self.bytes -= size
+    def _forget(self, key: int) -> None:
+        self.bytes -= self._alive.pop(key)[0]
 
 
 def trace(model: nn.Module, passes: Passes, batch: int) -> Trace:
@@ -197,24 +188,16 @@ def measure(build: Callable[[], nn.Module], passes: Passes, batch: int) -> int:
     Raises:
         torch.OutOfMemoryError: If the GPU is too small.
     """
-    lower = AMP[passes.amp]
-    with _emptied(), torch.device("cuda"):
+    gc.collect()
+    torch.cuda.empty_cache()
+    with torch.device("cuda"):
         model = build().train()
         start = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
         for _ in range(1 + passes.repeated):
-            with torch.autocast("cuda", dtype=lower or torch.bfloat16, enabled=lower is not None):
+            with autocast("cuda", passes.amp):
                 loss = passes.loss(model, batch)
             loss.backward()
             del loss
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated() - start
-
-
-@contextmanager
-def _emptied() -> Iterator[None]:
-    """Without what others have left in the allocator."""
-    gc.collect()
-    torch.cuda.empty_cache()
-    yield
-    torch.cuda.empty_cache()

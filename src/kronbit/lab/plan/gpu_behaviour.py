@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -62,21 +63,12 @@ class GPUBehaviour(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         name = getattr(func, "__name__", "")
-        wanted = self._precision(name)
         given = dict(kwargs or {})
-        if wanted is not None:
-            args = tuple(self._cast(value, wanted) for value in args)
-            given = {key: self._cast(value, wanted) for key, value in given.items()}
-        if name == "scaled_dot_product_attention":
-            return _attention(*args, **given)
-        if name == "dropout":
-            return _dropout(*args, **given)
-        return func(*args, **given)
-
-    def _precision(self, name: str) -> torch.dtype | None:
-        if self._lower is None:
-            return None
-        return self._lower if name in _LOWER else torch.float32 if name in _FLOAT32 else None
+        if self._lower is not None and name in _LOWER | _FLOAT32:
+            dtype = self._lower if name in _LOWER else torch.float32
+            args = tuple(self._cast(value, dtype) for value in args)
+            given = {key: self._cast(value, dtype) for key, value in given.items()}
+        return _REPLACED.get(name, func)(*args, **given)
 
     def _cast(self, value: Any, dtype: torch.dtype) -> Any:
         if not isinstance(value, Tensor) or not value.is_floating_point() or value.dtype == dtype:
@@ -103,31 +95,27 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, _, _, mask = ctx.saved_tensors
-        wanted = ctx.needs_input_grad
         # The gradient of a bias is that of all scores, before it is summed up.
         return tuple(
-            torch.empty(x.shape, dtype=x.dtype, device=x.device) if needed else None
-            for x, needed in zip((q, k, v, mask), wanted, strict=True)
+            x.new_empty(x.shape) if needed else None
+            for x, needed in zip((q, k, v, mask), ctx.needs_input_grad, strict=True)
         )
 
 
 def _attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    *_: Any,
-    **__: Any,
-) -> Tensor:
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *_: Any, **__: Any
+) -> Any:
     if attn_mask is not None:
         attn_mask = attn_mask.expand(*query.shape[:-1], key.shape[-2])
-    found: Tensor = _Attention.apply(query, key, value, attn_mask)  # type: ignore[no-untyped-call]
-    return found
+    return _Attention.apply(query, key, value, attn_mask)  # type: ignore[no-untyped-call]
 
 
 def _dropout(input: Tensor, p: float, train: bool) -> Tensor:
     """With a mask of bytes, as the GPU's own kernel keeps it."""
     return torch.native_dropout(input, p, train)[0] if train and p > 0 else input
+
+
+_REPLACED: Mapping[str, Callable[..., Any]] = {"scaled_dot_product_attention": _attention, "dropout": _dropout}
 
 
 @contextlib.contextmanager
@@ -137,31 +125,19 @@ def functions_of_torch_seen_through() -> Iterator[None]:
     They would be handed to it whole, and run without it: attention inside of
     ``multi_head_attention_forward``, or all that a backward pass computes again.
     """
+    replaced: list[tuple[ModuleType, str]] = [
+        (functional, "has_torch_function"),
+        (functional, "has_torch_function_unary"),
+        (functional, "has_torch_function_variadic"),
+        (torch.autograd, "has_torch_function"),
+    ]
+    if "transformers" in sys.modules:
+        # It looks at the values of positions, to find several texts in one row. There are none.
+        with contextlib.suppress(ImportError):
+            masks = importlib.import_module("transformers.masking_utils")
+            replaced.append((masks, "find_packed_sequence_indices"))
     with contextlib.ExitStack() as stack:
-        for module, name in (
-            (functional, "has_torch_function"),
-            (functional, "has_torch_function_unary"),
-            (functional, "has_torch_function_variadic"),
-            (torch.autograd, "has_torch_function"),
-        ):
-            stack.enter_context(_replaced(module, name, lambda *_: False))
-        if "transformers" in sys.modules:
-            # It looks at the values of positions, to find several texts in one row. There are none.
-            with contextlib.suppress(ImportError):
-                masks = importlib.import_module("transformers.masking_utils")
-                name = "find_packed_sequence_indices"
-                stack.enter_context(_replaced(masks, name, lambda *_, **__: None))
+        for module, name in replaced:
+            if hasattr(module, name):
+                stack.enter_context(patch.object(module, name, lambda *_, **__: None))
         yield
-
-
-@contextlib.contextmanager
-def _replaced(module: ModuleType, name: str, value: Any) -> Iterator[None]:
-    if not hasattr(module, name):
-        yield
-        return
-    kept = getattr(module, name)
-    setattr(module, name, value)
-    try:
-        yield
-    finally:
-        setattr(module, name, kept)

@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from kronbit.lab.errors import LabError
-from kronbit.lab.plan.activations import AMP, Passes, estimate, measure
-from kronbit.lab.plan.networks import DTYPES, Network, resolve_model
+from kronbit.lab.errors import LabError, one_line
+from kronbit.lab.plan.activations import Passes, estimate, measure
+from kronbit.lab.plan.networks import Network, resolve_model
 from kronbit.lab.plan.rows import ALGORITHMS, Accounts, Row
+from kronbit.lab.precision import AMP, DTYPES
 
 # By the angle between their update and the exact one: docs/memory.md.
 _MOST_EXACT_FIRST = ("32", "8", "8-paper", "6+4", "4", "4-eigen", "4-paper", "4-naive", "3")
@@ -127,9 +128,9 @@ def make_plan(
     """
     _check(optimizer, dtype, amp, batch=batch, seq=length, image=image, order=order)
     limit = None if gpu is None else parse_size(gpu)
-    wishes = {"batch": batch, "length": length, "image": image, "base": base}
+    wishes: dict[str, Any] = {"batch": batch, "length": length, "image": image, "base": base}
     wishes |= {"dtype": dtype, "amp": amp, "repeated": None if batch is None else False}
-    given: dict[str, Any] = {key: value for key, value in wishes.items() if value is not None}
+    given = {key: value for key, value in wishes.items() if value is not None}
     network = replace(resolve_model(name), **given)
     model = network.build("meta", checkpointing)
     passes = _passes(network, model)
@@ -155,18 +156,17 @@ def make_plan(
 
 def to_json(plan: Plan) -> dict[str, Any]:
     """The plan as plain values."""
-    rows = [{**asdict(row), "second_order": row.second_order} for row in plan.rows]
+    rows = [
+        {**asdict(row), "total": row.total, "second_order": row.second_order} for row in plan.rows
+    ]
     return {"format": 1, **asdict(plan), "rows": rows}
 
 
 def _check(optimizer: str, dtype: str | None, amp: str | None, **numbers: int | None) -> None:
-    for what, value, allowed in (
-        ("--optimizer", optimizer, list(ALGORITHMS)),
-        ("--dtype", dtype, list(DTYPES)),
-        ("--amp", amp, list(AMP)),
-    ):
-        if value is not None and value not in allowed:
-            raise LabError(f"{what} must be one of {', '.join(allowed)}; got {value!r}")
+    known = {"optimizer": ALGORITHMS, "dtype": DTYPES, "amp": AMP}
+    for (what, names), value in zip(known.items(), (optimizer, dtype, amp), strict=True):
+        if value is not None and value not in names:
+            raise LabError(f"--{what} must be one of {', '.join(names)}; got {value!r}")
     for what, number in numbers.items():
         if number is not None and number < 1:
             raise LabError(f"--{what} must be at least 1; got {number}")
@@ -195,18 +195,19 @@ def _activations(
     try:
         found = estimate(model, passes, network.batch)
     except Exception as error:  # a network that cannot run without values raises anything
-        reason = (" ".join(str(error).split()) or type(error).__name__)[:160]
-        return Activations(None, None, f"not known: it does not run on meta ({reason})"), None
+        why_not = f"not known: it does not run on meta ({one_line(error)[:160]})"
+        return Activations(None, None, why_not), None
     saved, peak = found.first.saved, found.first.peak
-    how = "estimated: counted on the meta device, with fused attention"
-    if not measured:
-        return Activations(saved, peak, how), found.peak_at
-    if not torch.cuda.is_available():
-        return Activations(saved, peak, f"{how}; there is no CUDA device to measure"), found.peak_at
-    try:
-        seen = measure(lambda: network.build("cuda", checkpointing), passes, network.batch)
-    except torch.OutOfMemoryError:
-        return Activations(saved, peak, f"{how}; this GPU is too small to measure"), found.peak_at
-    how = f"measured: forward and backward on {torch.cuda.get_device_name()}"
-    share = Fraction(seen, peak)
-    return Activations(saved, seen, how), lambda batch: int(found.peak_at(batch) * share)
+    how, share = "estimated: counted on the meta device, with fused attention", Fraction(1)
+    if measured and not torch.cuda.is_available():
+        how += "; there is no CUDA device to measure"
+    elif measured:
+        try:
+            seen = measure(lambda: network.build("cuda", checkpointing), passes, network.batch)
+            how = f"measured: forward and backward on {torch.cuda.get_device_name()}"
+            share = Fraction(seen, peak)
+        except torch.OutOfMemoryError:
+            how += "; this GPU is too small to measure"
+    return Activations(saved, int(peak * share), how), lambda batch: int(
+        found.peak_at(batch) * share
+    )

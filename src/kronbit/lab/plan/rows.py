@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 
@@ -13,7 +13,7 @@ from kronbit.batches import NEWTON, PRECONDITION, UPDATE
 from kronbit.blocking import Blocking
 from kronbit.config import EIGEN_OPTIONS, OPTIONS, Config, take_options
 from kronbit.estimate import estimate_memory
-from kronbit.lab.errors import LabError
+from kronbit.lab.errors import LabError, one_line
 from kronbit.lab.optimizers import BASE_LABELS
 from kronbit.lab.plan.networks import Network
 from kronbit.optimizer import SecondOrder
@@ -27,8 +27,8 @@ ALGORITHMS: Mapping[str, tuple[type[SecondOrder], str]] = {
     "adabk": (AdaBK, "AdaBK"),
 }
 _EIGEN, _PAPER = {"method": "eigen"}, {"method": "eigen", "storage": "paper"}
-# Key -> (label, options).
-WAYS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+_Ways: TypeAlias = Mapping[str, tuple[str, Mapping[str, Any]]]  # key -> (label, options)
+WAYS: _Ways = {
     "32": ("32-bit {}", {"bits": 32}),
     "4-naive": ("4-bit {} (naive)", {"bits": 4, "method": "naive", "storage": "paper"}),
     "4-paper": ("4-bit {} (paper)", {"bits": 4, **_PAPER}),
@@ -64,7 +64,6 @@ class Row:
         activations: What forward and backward need beyond the room of the gradients.
         workspace: What updates need beyond the room of activations. K-FAC's sums over a batch,
             which are collected during the backward pass, count in full.
-        total: All of these.
         host: L and R that are offloaded to the host's memory.
         fits: Whether the total and ``CONTEXT`` fit; ``None`` without a limit.
         ratio: How many times as large the second-order state is in 32 bits.
@@ -80,7 +79,6 @@ class Row:
     roots: int
     activations: int
     workspace: int
-    total: int
     host: int
     fits: bool | None
     ratio: float | None
@@ -90,6 +88,12 @@ class Row:
     def second_order(self) -> int:
         """Statistics and roots, wherever they are."""
         return self.statistics + self.roots + self.host
+
+    @property
+    def total(self) -> int:
+        """All that is on the GPU."""
+        state = self.base + self.statistics + self.roots
+        return self.parameters + self.gradients + state + self.activations + self.workspace
 
 
 @dataclass(frozen=True)
@@ -148,18 +152,19 @@ class Accounts:
         Raises:
             LabError: If an option is wrong.
         """
-        own = self._options(algorithm, order)
-        found = [self._row("base", BASE_LABELS.get(self._network.base, self._network.base), None)]
-        found += self._rows_of(algorithm, own, WAYS)
-        stored = {key: own[key] for key in _STORED if key in own}
+        options = self._options(algorithm, order)
+        stored = {key: options[key] for key in _STORED if key in options}
+        ways = WAYS
         if stored:
             label = ", ".join(f"{key}={value}" for key, value in stored.items())
-            found += self._rows_of(algorithm, own, {"set": (f"{{}}, {label}", stored)})
+            ways = {**WAYS, "set": (f"{{}}, {label}", stored)}
+        base = self._row("base", BASE_LABELS.get(self._network.base, self._network.base))
+        found = [base, *self._rows_of(algorithm, options, ways)]
         if algorithm == "shampoo":
             try:
                 # AdaBK's state is K-FAC's. Layers are not cut: the order is not meant for them.
-                chosen = {key: (f"{key}-bit {{}} or AdaBK", WAYS[key][1]) for key in ("32", "4")}
-                found += self._rows_of("kfac", self._options("kfac", None), chosen)
+                ways = {key: (f"{key}-bit {{}} or AdaBK", WAYS[key][1]) for key in ("32", "4")}
+                found += self._rows_of("kfac", self._options("kfac", None), ways)
             except LabError as error:
                 self.notes.append(f"K-FAC and AdaBK are left out: {error}")
         return found
@@ -170,25 +175,19 @@ class Accounts:
         found = {key: value for key, value in source.items() if key in OPTIONS} | self._settings
         return found if order is None else {**found, "max_order": order}
 
-    def _rows_of(
-        self, algorithm: str, options: Mapping[str, Any], ways: Mapping[str, Any]
-    ) -> list[Row]:
+    def _rows_of(self, algorithm: str, options: Mapping[str, Any], ways: _Ways) -> list[Row]:
         kind, name = ALGORITHMS[algorithm]
         # How state is stored is each row's own, and how eigenvectors are followed costs nothing.
         shared = {k: v for k, v in options.items() if k not in (*_STORED, *EIGEN_OPTIONS)}
         whole = self._second_order(kind, {**shared, "bits": 32})
-        if not whole.statistics + whole.host:
-            raise LabError(f"{name} finds nothing to precondition in {self._network.name}")
         size = whole.statistics + whole.roots + whole.host
-        return [
-            self._row(
-                f"{algorithm}-{key}",
-                "+ " + label.format(name),
-                size,
-                self._second_order(kind, {**shared, **way}),
-            )
-            for key, (label, way) in ways.items()
-        ]
+        if not size:
+            raise LabError(f"{name} finds nothing to precondition in {self._network.name}")
+        rows = []
+        for key, (label, way) in ways.items():
+            held = self._second_order(kind, {**shared, **way})
+            rows.append(self._row(f"{algorithm}-{key}", f"+ {label.format(name)}", held, size))
+        return rows
 
     def _second_order(self, kind: type[SecondOrder], options: Mapping[str, Any]) -> _SecondOrder:
         held = _estimated(self._model, kind, None, options)
@@ -212,74 +211,59 @@ class Accounts:
             statistics = ActivationStatistics(self._model)
             statistics.adopt(self._trained)
             route = statistics.route
+        blockings = [route(p, config) for p in self._trained]
         shapes = {
-            grid.shape
-            for p in self._trained
-            if isinstance(blocking := route(p, config), Blocking)
-            for grid in blocking.grids
+            grid.shape for cut in blockings if isinstance(cut, Blocking) for grid in cut.grids
         }
         method = config.method or ("dense" if config.bits == 32 else "cholesky")
         by_newton = method in ("dense", "naive") or config.root == "schur_newton"
-        costs = (UPDATE, PRECONDITION, *([NEWTON] if by_newton else []))
         copied = (config.bits == 32) + config.offload_statistics
-        return max(
-            (
-                4 * ((cost.square + copied) * max(shape) ** 2 + cost.block * shape[0] * shape[1])
-                for cost in costs
-                for shape in shapes
-            ),
-            default=0,
-        )
+        elements = [
+            (cost.square + copied) * max(m, n) ** 2 + cost.block * m * n
+            for cost in (UPDATE, PRECONDITION, *([NEWTON] if by_newton else []))
+            for m, n in shapes
+        ]
+        return 4 * max(elements, default=0)
 
-    def _row(self, key: str, label: str, size: int | None, own: _SecondOrder | None = None) -> Row:
+    def _row(self, key: str, label: str, held: _SecondOrder | None = None, whole: int = 0) -> Row:
         """A row.
 
         Args:
             key: Its name.
             label: The same in words.
-            size: Second-order state in 32 bits.
-            own: What the optimizer holds besides the base's states.
+            held: What the optimizer holds besides the base's states.
+            whole: Second-order state in 32 bits.
         """
-        own = own or _SecondOrder()
-        kept = self._parameters + self._gradients + self._base + own.statistics + own.roots
-        kept += own.collected
-
-        def transient(batch: int) -> int:
-            """Beyond the gradients: in both passes, or in the step."""
-            return max(self._beyond_gradients(batch), own.workspace)
-
-        activations = self._beyond_gradients(self._network.batch)
-        workspace = max(0, own.workspace - activations)
-        total = kept + activations + workspace
+        held = held or _SecondOrder()
+        state = held.statistics + held.roots
+        kept = self._parameters + self._gradients + self._base + state + held.collected
+        activations = self._beyond_gradients(self._network.batch or 0)
         fits = largest = None
         if self._limit is not None:
             room = self._limit - CONTEXT - kept
-            fits = activations + workspace <= room
+            fits = max(activations, held.workspace) <= room
             if self._peak_at is not None:
                 batches = (2**i for i in range(_LARGEST_BATCH.bit_length()))
-                largest = max((b for b in batches if transient(b) <= room), default=0)
-        held = own.statistics + own.roots + own.host
+                needs = ((max(self._beyond_gradients(b), held.workspace), b) for b in batches)
+                largest = max((b for need, b in needs if need <= room), default=0)
         return Row(
             key=key,
             label=label,
             parameters=self._parameters,
             gradients=self._gradients,
             base=self._base,
-            statistics=own.statistics,
-            roots=own.roots,
+            statistics=held.statistics,
+            roots=held.roots,
             activations=activations,
-            workspace=own.collected + workspace,
-            total=total,
-            host=own.host,
+            workspace=held.collected + max(0, held.workspace - activations),
+            host=held.host,
             fits=fits,
-            ratio=size / held if size is not None and held else None,
+            ratio=whole / (state + held.host) if state + held.host else None,
             largest_batch=largest,
         )
 
-    def _beyond_gradients(self, batch: int | None) -> int:
-        if self._peak_at is None or batch is None:
-            return 0
-        return max(0, self._peak_at(batch) - self._gradients)
+    def _beyond_gradients(self, batch: int) -> int:
+        return 0 if self._peak_at is None else max(0, self._peak_at(batch) - self._gradients)
 
 
 def _estimated(
@@ -288,4 +272,4 @@ def _estimated(
     try:
         return estimate_memory(model, optimizer=kind, base=base, **options)
     except (TypeError, ValueError, ImportError) as error:
-        raise LabError(" ".join(str(error).split())) from error
+        raise LabError(one_line(error)) from error

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Annotated
 
 import torch
@@ -35,9 +34,8 @@ def run(arguments: Sequence[str]) -> int:
     Args:
         arguments: Without the command's own name.
     """
-    folder = str(Path.cwd())  # where a package of the user's may be
-    if folder not in sys.path:
-        sys.path.append(folder)
+    if "" not in sys.path:
+        sys.path.append("")  # the working folder, where a package of the user's may be
     command = typer.main.get_command(app)
     try:
         result = command.main(list(arguments), prog_name="kronbit", standalone_mode=False)

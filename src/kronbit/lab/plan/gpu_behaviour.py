@@ -115,7 +115,10 @@ def _dropout(input: Tensor, p: float, train: bool) -> Tensor:
     return torch.native_dropout(input, p, train)[0] if train and p > 0 else input
 
 
-_REPLACED: Mapping[str, Callable[..., Any]] = {"scaled_dot_product_attention": _attention, "dropout": _dropout}
+_REPLACED: Mapping[str, Callable[..., Any]] = {
+    "scaled_dot_product_attention": _attention,
+    "dropout": _dropout,
+}
 
 
 @contextlib.contextmanager

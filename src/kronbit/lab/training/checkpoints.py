@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import zipfile
 from collections.abc import Mapping
 from contextlib import suppress
@@ -11,13 +10,10 @@ from typing import Any
 
 import torch
 
-from kronbit.lab.errors import LabError
+from kronbit.lab.errors import LabError, one_line
+from kronbit.lab.training.files import replaced
 
 FORMAT = 1
-
-
-def _path(folder: Path, step: int) -> Path:
-    return folder / f"step-{step:08d}.pt"
 
 
 def checkpoints(folder: Path) -> list[Path]:
@@ -41,23 +37,17 @@ def save(folder: Path, step: int, content: Mapping[str, Any], keep: int) -> Path
         LabError: If it cannot be written, say because the disk is full; older ones stay.
     """
     place = folder / "checkpoints"
-    target = _path(place, step)
-    aside = target.with_suffix(".new")
+    target = place / f"step-{step:08d}.pt"
     try:
         place.mkdir(parents=True, exist_ok=True)
-        with aside.open("wb") as file:
+        with replaced(target) as file:
             torch.save({"format": FORMAT, "step": step, **content}, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(aside, target)
     except (OSError, RuntimeError) as error:  # torch raises either
-        with suppress(OSError):
-            aside.unlink(missing_ok=True)
         older = checkpoints(folder)
         rest = f"the last one, {older[-1]}, is kept" if older else "there was none before it"
         # torch's stream reports a failed write as an error of its own; the cause is the disk's.
         cause = error.__context__ if isinstance(error.__context__, OSError) else error
-        reason = cause.strerror if isinstance(cause, OSError) and cause.strerror else str(cause)
+        reason = getattr(cause, "strerror", None) or str(cause)
         raise LabError(f"cannot write the checkpoint {target}: {reason}; {rest}") from error
     for old in (*checkpoints(folder)[:-keep], *place.glob("*.new")):  # also of killed runs
         with suppress(OSError):
@@ -77,14 +67,6 @@ def load_last(folder: Path) -> dict[str, Any]:
     return read(found[-1])
 
 
-def _refuse_damaged(path: Path) -> None:
-    """A byte may have changed since: torch writes checksums, but does not look at them."""
-    with zipfile.ZipFile(path) as archive:
-        damaged = archive.testzip()
-    if damaged is not None:
-        raise ValueError(f"{damaged} in it is damaged")
-
-
 def read(path: Path) -> dict[str, Any]:
     """One checkpoint, on the CPU; only plain tensors, numbers and texts are read.
 
@@ -92,12 +74,15 @@ def read(path: Path) -> dict[str, Any]:
         LabError: If it cannot be read.
     """
     try:
-        _refuse_damaged(path)
+        with zipfile.ZipFile(path) as archive:
+            damaged = archive.testzip()  # torch writes checksums, but does not look at them
+        if damaged is not None:
+            raise ValueError(f"{damaged} in it is damaged")
         content = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # a broken file raises anything
         raise LabError(
-            f"cannot read the checkpoint {path}: {' '.join(str(error).split())[:200]}; remove it "
-            "to go on from the one before"
+            f"cannot read the checkpoint {path}: {one_line(error)[:200]}; remove it to go on from "
+            "the one before"
         ) from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise LabError(f"{path} is not a checkpoint of this version of the lab")

@@ -10,6 +10,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from kronbit.lab.errors import one_line
+
 T = TypeVar("T")
 
 
@@ -40,7 +42,7 @@ class Repeatable:
             if "deterministic" not in str(error):
                 raise
             self._wanted = False
-            reason = " ".join(str(error).split(". ")[0].split())
+            reason = one_line(error).split(". ")[0]
             warnings.warn(f"a resumed run will not be the same to the bit: {reason}", stacklevel=2)
             return passes()
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import time
-from types import TracebackType
-from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
@@ -21,14 +19,16 @@ class _Figures(ProgressColumn):
         self._width = width
 
     def render(self, task: Task) -> Text:
-        found = task.fields
-        parts = [f"loss {found['loss']:.4g}" if found["loss"] is not None else "loss ..."]
-        if self._width >= 80:
-            parts.append(f"lr {found['lr']:.3g}")
-        if self._width >= 100:
-            parts.append(f"{found['rate']:.3g} it/s" if found["rate"] else "... it/s")
-        if self._width >= 115 and found["memory"] is not None:
-            parts.append(f"{found['memory'] / 2**20:,.0f} MiB")
+        figures, width = task.fields, self._width
+        if not figures:
+            return Text("loss ...")
+        parts = [f"loss {figures['loss']:.4g}"]
+        if width >= 80:
+            parts.append(f"lr {figures['lr']:.3g}")
+        if width >= 100:
+            parts.append(f"{figures['rate']:.3g} it/s")
+        if width >= 115 and figures["memory"] is not None:
+            parts.append(f"{figures['memory'] / 2**20:,.0f} MiB")
         return Text("  ".join(parts))
 
 
@@ -62,12 +62,7 @@ class Display:
             self._progress.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._progress is not None:
             self._progress.stop()
 
@@ -77,8 +72,7 @@ class Display:
         if self._progress is not None:
             room = max(8, self._console.width // 4)
             name = label if len(label) <= room else label[: room - 1] + "…"
-            fields: dict[str, Any] = {"loss": None, "lr": 0.0, "rate": None, "memory": None}
-            self._task = self._progress.add_task(name, total=steps, completed=step, **fields)
+            self._task = self._progress.add_task(name, total=steps, completed=step)
 
     def step(self, step: int) -> None:
         """A step was handed to the device."""
@@ -99,12 +93,9 @@ class Display:
         if self._wanted and not self._live:
             accuracy = figures.get("accuracy")
             extra = "" if accuracy is None else f", accuracy {100 * accuracy:.2f} %"
-            self._console.print(
+            self.message(
                 f"{self._label}: step {step}/{self._steps}, held-out loss {figures['loss']:.4f}"
-                f"{extra}",
-                highlight=False,
-                markup=False,
-                soft_wrap=True,
+                f"{extra}"
             )
 
     def message(self, text: str) -> None:

@@ -60,8 +60,12 @@ def launched(world: World) -> list[str]:
 
 def resume_command(folder: Path, world: World) -> str:
     """What to type to go on with a run; the rest is in its folder."""
-    parallel = [] if world.parallel == "none" else ["--parallel", world.parallel]
-    return shlex.join([*launched(world), "train", "--resume", str(folder), *parallel])
+    words = [*launched(world), "train", "--resume", str(folder), *_parallel(world)]
+    return shlex.join(words)
+
+
+def _parallel(world: World) -> list[str]:
+    return [] if world.parallel == "none" else ["--parallel", world.parallel]
 
 
 def train_command(recipe: Recipe, source: str, running: Running, world: World) -> str:
@@ -72,30 +76,31 @@ def train_command(recipe: Recipe, source: str, running: Running, world: World) -
     settings += [flag for flag, given in flags.items() if given]
     if running.data != DATA_FOLDER:
         settings += ["--data", str(running.data)]
-    if world.parallel != "none":
-        settings += ["--parallel", world.parallel]
-    before, after = find_recipe(source).to_mapping(), recipe.to_mapping()
-    for name, value in after.items():
-        if value == before[name]:
+    settings += _parallel(world)
+    before, after = _flat(find_recipe(source)), _flat(recipe)
+    for key, value in after.items():
+        if value == before.get(key, ...):
             continue
-        if value is None and name in ("epochs", "steps"):  # the other one is given
+        if value is None and key in ("epochs", "steps"):  # the other one is given
             continue
-        if not isinstance(value, Mapping):
-            found = {name: value}
+        text = value if isinstance(value, str) else json.dumps(value)
+        if key in _OWN_FLAGS:
+            words += [f"--{key}", text]
         else:
-            prefix = "" if name in ("options", "base_options") else f"{name}."
-            found = {
-                f"{prefix}{key}": own
-                for key, own in value.items()
-                if own != before[name].get(key, ...)
-            }
-        for key, own in found.items():
-            text = own if isinstance(own, str) else json.dumps(own)
-            if key in _OWN_FLAGS:
-                words += [f"--{key}", text]
-            else:
-                settings += ["--set", f"{key}={text}"]
+            settings += ["--set", f"{key}={text}"]
     return shlex.join(words + settings)
+
+
+def _flat(recipe: Recipe) -> dict[str, Any]:
+    """Settings by the names that ``--set`` has for them."""
+    flat: dict[str, Any] = {}
+    for name, value in recipe.to_mapping().items():
+        if isinstance(value, Mapping):
+            prefix = "" if name in ("options", "base_options") else f"{name}."
+            flat |= {f"{prefix}{key}": part for key, part in value.items()}
+        else:
+            flat[name] = value
+    return flat
 
 
 def run_member(
@@ -130,7 +135,6 @@ def run_member(
     if world.first:
         make_folder(folder)
         if not resume:
-            started = dt.datetime.now(dt.timezone.utc).isoformat(timespec="seconds")
             details = {
                 "recipe": member.recipe.to_mapping(),
                 "seed": member.recipe.seed,
@@ -142,7 +146,7 @@ def run_member(
                     "compile": running.compile,
                     "graph": running.graph,
                 },
-                "started": started,
+                "started": dt.datetime.now(dt.timezone.utc).isoformat(timespec="seconds"),
             }
             write_json(folder / "run.json", origin | details)
     world.wait()

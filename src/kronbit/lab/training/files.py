@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from kronbit.lab.errors import LabError
 
@@ -33,20 +33,39 @@ def unwritable(folder: Path, error: OSError) -> LabError:
     return LabError(f"cannot write to {folder}: {error.strerror}; choose another with --out")
 
 
+@contextmanager
+def replaced(path: Path) -> Iterator[BinaryIO]:
+    """A file that takes the place of another once it is whole and on the disk."""
+    aside = path.with_name(f"{path.name}.new")
+    try:
+        with aside.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(aside, path)
+    except BaseException:
+        with suppress(OSError):
+            aside.unlink(missing_ok=True)
+        raise
+
+
+@contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """Errors of writing, as one line."""
+    try:
+        yield
+    except OSError as error:
+        raise LabError(f"cannot write {path}: {error.strerror}") from error
+
+
 def write_bytes(path: Path, content: bytes) -> None:
     """Write aside, then rename.
 
     Raises:
         LabError: If it cannot be written; what was there before stays.
     """
-    aside = path.with_name(f"{path.name}.new")
-    try:
-        aside.write_bytes(content)
-        os.replace(aside, path)
-    except OSError as error:
-        with suppress(OSError):
-            aside.unlink(missing_ok=True)
-        raise LabError(f"cannot write {path}: {error.strerror}") from error
+    with _named(path), replaced(path) as file:
+        file.write(content)
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
@@ -77,21 +96,14 @@ class MetricsFile:
     def __init__(self, path: Path, size: int, wanted: bool) -> None:
         self._path, self._wanted = path, wanted
         if wanted:
-            try:
-                with path.open("ab") as file:
-                    file.truncate(size)
-            except OSError as error:
-                raise LabError(f"cannot write {path}: {error.strerror}") from error
+            with _named(path), path.open("ab") as file:
+                file.truncate(size)
 
     def add(self, line: Mapping[str, Any]) -> None:
         """Append a line."""
-        if not self._wanted:
-            return
-        try:
-            with self._path.open("a", encoding="utf-8") as file:
+        if self._wanted:
+            with _named(self._path), self._path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(_strict(line), allow_nan=False) + "\n")
-        except OSError as error:
-            raise LabError(f"cannot write {self._path}: {error.strerror}") from error
 
     def size(self) -> int:
         """How many bytes there are."""

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -19,9 +20,10 @@ import torch
 from torch import Tensor, nn
 
 from kronbit.lab.data import open_data
-from kronbit.lab.errors import LabError
+from kronbit.lab.errors import LabError, one_line
 from kronbit.lab.models import build
 from kronbit.lab.optimizers import make_optimizer
+from kronbit.lab.precision import DTYPES
 from kronbit.lab.randomness import seed_of
 from kronbit.lab.recipe import Recipe
 from kronbit.lab.schedules import factor, warmup_steps
@@ -47,7 +49,6 @@ from kronbit.lab.training.world import (
 from kronbit.memory import held_bytes
 from kronbit.optimizer import SecondOrder
 
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _PATIENCE = 2  # lines without a finite loss
 
 Figures: TypeAlias = dict[str, float]
@@ -98,10 +99,9 @@ class Training:
             rank=world.rank,
             ranks=world.ranks,
         )
-        per_epoch = max(1, self.data.examples // recipe.batch)
-        self.per_epoch = per_epoch
-        self.steps = recipe.steps or max(1, round((recipe.epochs or 0) * per_epoch))
-        self.warmup = warmup_steps(recipe, self.steps, per_epoch)
+        self.per_epoch = max(1, self.data.examples // recipe.batch)
+        self.steps = recipe.steps or max(1, round((recipe.epochs or 0) * self.per_epoch))
+        self.warmup = warmup_steps(recipe, self.steps, self.per_epoch)
 
         torch.manual_seed(recipe.seed)
         self.model = self._build_model(device)
@@ -136,17 +136,16 @@ class Training:
         self._board: Any = None
 
     def _build_model(self, device: torch.device) -> nn.Module:
-        options = dict(self.recipe.model)
-        model = build(options.pop("name"), **options).to(device, _DTYPES[self.recipe.dtype])
+        options, needed = self.recipe.model, self.data.outputs
+        model = build(**options).to(device, DTYPES[self.recipe.dtype])
         if self.recipe.channels_last:
             model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        outputs = options.get("classes", options.get("vocab_size"))
-        if outputs is not None and outputs < self.data.outputs:
-            raise LabError(
-                f"the data has {self.data.outputs} classes or tokens, the model only {outputs}: "
-                f"--set model.{'classes' if 'classes' in options else 'vocab_size'}="
-                f"{self.data.outputs}"
-            )
+        for option in ("classes", "vocab_size"):
+            if options.get(option, needed) < needed:
+                raise LabError(
+                    f"the data has {needed} classes or tokens, the model only {options[option]}: "
+                    f"--set model.{option}={needed}"
+                )
         longest = getattr(getattr(model, "config", None), "max_position_embeddings", None)
         length = self.recipe.data.get("length")
         if longest is not None and length is not None and length > longest:
@@ -154,9 +153,12 @@ class Training:
         return model
 
     def _make_shadow(self) -> Shadow | None:
-        if not isinstance(self.optimizer, SecondOrder) or not self.world.first:
-            return None
-        if self.recipe.optimizer not in ("shampoo", "caspr") or not self.recipe.watched_blocks:
+        if not (
+            self.world.first
+            and self.recipe.watched_blocks
+            and self.recipe.optimizer in ("shampoo", "caspr")
+            and isinstance(self.optimizer, SecondOrder)
+        ):
             return None
         names: dict[Tensor, str] = {p: name for name, p in self.model.named_parameters()}
         return Shadow(self.optimizer, names, self.recipe.watched_blocks, self._aside)
@@ -274,14 +276,11 @@ class Training:
     @contextmanager
     def _aside(self) -> Iterator[None]:
         """What happens here is no part of the training's time and memory."""
-        on_gpu = self.world.device.type == "cuda"
-        if on_gpu:
-            torch.cuda.synchronize(self.world.device)
+        _synchronise(self.world.device)
         self.peak.note()
         start = time.perf_counter()
         yield
-        if on_gpu:
-            torch.cuda.synchronize(self.world.device)
+        _synchronise(self.world.device)
         passed = time.perf_counter() - start
         self._timer.skip(passed)
         self._since += passed
@@ -295,9 +294,7 @@ class Training:
     def _evaluate(self, display: Display) -> None:
         self._modes.evaluate(self.step)
         total = torch.zeros(3, dtype=torch.float64, device=self.world.device)
-        for number, (x, y) in enumerate(self.data.held_out()):
-            if self.recipe.eval_batches is not None and number >= self.recipe.eval_batches:
-                break
+        for x, y in islice(self.data.held_out(), self.recipe.eval_batches):
             total += self.objective.judge(self.model, x, y)
         loss, right, count = self.world.sum(total).tolist()
         found = {"loss": loss / count}
@@ -351,22 +348,25 @@ class Training:
             load_whole_state(self.model, self.optimizer, found, self.world)
             if self.scaler is not None:
                 self.scaler.load_state_dict(found["scaler"])
-            if (
-                self.shadow is not None
-                and found["shadow"].keys() == self.shadow.state_dict().keys()
-            ):
+            watched = {} if self.shadow is None else self.shadow.state_dict()
+            if self.shadow is not None and found["shadow"].keys() == watched.keys():
                 self.shadow.load_state_dict(found["shadow"])
             else:  # ranks that share parameters have not followed them: it is too late to begin
                 self.shadow = None
         except (KeyError, RuntimeError, ValueError) as error:
             raise LabError(
-                f"the checkpoint in {self.folder} does not fit: {' '.join(str(error).split())}"
+                f"the checkpoint in {self.folder} does not fit: {one_line(error)}"
             ) from error
         self.step, self.seconds = found["step"], found["seconds"]
         self.last, self.best, self.step_ms = found["last"], found["best"], found["step_ms"]
         if found["peak"] is not None:
             self.peak.raise_to(found["peak"])
         return int(found["metrics_size"])
+
+
+def _synchronise(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def _tensorboard(folder: Path, step: int) -> Any:

@@ -8,11 +8,9 @@ import gc
 import platform
 import time
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any
 
 import torch
-
-_Mark: TypeAlias = "torch.cuda.Event | float"
 
 _STATUS = Path("/proc/self/status")
 _CLEAR = Path("/proc/self/clear_refs")
@@ -23,10 +21,10 @@ class StepTimer:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._steps: list[tuple[_Mark, _Mark, float]] = []
+        self._steps: list[tuple[Any, Any, float]] = []  # both marks, and what to leave out
         self._last, self._skipped = self._now(), 0.0
 
-    def _now(self) -> _Mark:
+    def _now(self) -> Any:
         if self._device.type != "cuda":
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -49,15 +47,13 @@ class StepTimer:
 
     def gather(self) -> list[float]:
         """The steps since the last call. The device must be done with them."""
-        found = [_milliseconds(a, b) - skipped for a, b, skipped in self._steps]
+        on_gpu = self._device.type == "cuda"
+        found = [
+            round((a.elapsed_time(b) if on_gpu else 1e3 * (b - a)) - skipped, 3)
+            for a, b, skipped in self._steps
+        ]
         self._steps.clear()
-        return [round(value, 3) for value in found]
-
-
-def _milliseconds(a: _Mark, b: _Mark) -> float:
-    if isinstance(a, float) or isinstance(b, float):
-        return 1e3 * (float(b) - float(a))  # type: ignore[arg-type]  # either both or none
-    return float(a.elapsed_time(b))
+        return found
 
 
 class PeakMemory:
@@ -133,14 +129,18 @@ def left_over(device: torch.device) -> int:
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
 
 
-def _resident(name: str) -> int | None:
-    try:
-        for line in _STATUS.read_text().splitlines():
+def _line(path: Path, name: str) -> str | None:
+    """The value of a line ``name: value`` of a file of Linux."""
+    with contextlib.suppress(OSError):
+        for line in path.read_text().splitlines():
             if line.startswith(name):
-                return 1024 * int(line.split()[1])
-    except OSError:
-        pass
+                return line.partition(":")[2].strip()
     return None
+
+
+def _resident(name: str) -> int | None:
+    line = _line(_STATUS, name)
+    return None if line is None else 1024 * int(line.split()[0])
 
 
 def _give_back_free_memory() -> None:
@@ -153,12 +153,7 @@ def hardware(device: torch.device) -> str:
     """What it runs on, in words."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    model = platform.processor() or platform.machine()
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                model = line.partition(":")[2].strip()
-                break
+    model = _line(Path("/proc/cpuinfo"), "model name") or platform.processor() or platform.machine()
     return f"{model}, {torch.get_num_threads()} threads"
 
 

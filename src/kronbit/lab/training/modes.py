@@ -38,7 +38,7 @@ class Modes:
 
     def train(self) -> None:
         """For the next steps."""
-        self._tell("train")
+        getattr(self._optimizer, "train", lambda: None)()
         self._model.train()
         for buffer, value in zip(self._statistics(), self._kept, strict=False):
             buffer.copy_(value)
@@ -46,7 +46,7 @@ class Modes:
 
     def evaluate(self, step: int) -> None:
         """For held-out data, after so many steps."""
-        self._tell("eval")
+        getattr(self._optimizer, "eval", lambda: None)()
         self._model.eval()
         if self._batches is None or not self._norms:
             return
@@ -60,8 +60,3 @@ class Modes:
 
     def _statistics(self) -> list[Tensor]:
         return [buffer for norm in self._norms for buffer in norm.buffers()]
-
-    def _tell(self, mode: str) -> None:
-        own = getattr(self._optimizer, mode, None)
-        if own is not None:
-            own()

@@ -12,11 +12,10 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional
 
-from kronbit.lab.errors import LabError
 from kronbit.lab.models import logits
+from kronbit.lab.precision import autocast
 from kronbit.lab.training.determinism import Repeatable
 
-_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _WARM_UPS = 3
 
 
@@ -36,8 +35,7 @@ class Objective:
 
     def outputs(self, model: nn.Module, x: Tensor) -> Tensor:
         """Logits, in float32."""
-        kind = _AUTOCAST.get(self.amp, torch.bfloat16)
-        with torch.autocast(x.device.type, dtype=kind, enabled=self.amp != "off"):
+        with autocast(x.device.type, self.amp):
             found = logits(model, x)
         return found.float() if self.classifies else found.float().flatten(0, 1)
 
@@ -88,15 +86,13 @@ class Eager:
         self._optimizer.zero_grad(set_to_none=True)
         size = self._micro_batch or len(x)
         parts = list(zip(x.split(size), y.split(size), strict=True))
-        total = None
-        for number, (some, target) in enumerate(parts):
-            with self._without_exchange(number < len(parts) - 1):
+        losses = []
+        for number, (some, target) in enumerate(parts, 1):
+            with self._without_exchange(number < len(parts)):
                 loss = self._objective.loss(self._model, some, target) * (len(some) / len(x))
                 (loss if self._scaler is None else self._scaler.scale(loss)).backward()
-            total = loss.detach() if total is None else total + loss.detach()
-        if total is None:
-            raise LabError("a step needs at least one example: --set batch=...")
-        return total
+            losses.append(loss.detach())
+        return sum(losses[1:], losses[0])
 
     def _without_exchange(self, wanted: bool) -> AbstractContextManager[None]:
         """Gradients of parts are summed up here, and exchanged with the last one."""
@@ -125,12 +121,7 @@ class Captured:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        objective: Objective,
-        x: Tensor,
-        y: Tensor,
-        repeatable: Repeatable,
+        self, model: nn.Module, objective: Objective, x: Tensor, y: Tensor, repeatable: Repeatable
     ) -> None:
         self._model, self._objective = model, objective
         self._x, self._y = x.clone(), y.clone()
@@ -143,10 +134,10 @@ class Captured:
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             for _ in range(_WARM_UPS):
-                _clear(self._model)
+                self._model.zero_grad()
                 self._objective.loss(self._model, self._x, self._y).backward()
         torch.cuda.current_stream().wait_stream(side)
-        _clear(self._model)
+        self._model.zero_grad()
 
     def _capture(self) -> tuple[torch.cuda.CUDAGraph, Tensor]:
         graph = torch.cuda.CUDAGraph()
@@ -171,11 +162,6 @@ def rehearse(model: nn.Module, objective: Objective, x: Tensor, y: Tensor) -> No
     optimizer = torch.optim.AdamW(twin.parameters())
     objective.loss(twin, x, y).backward()
     optimizer.step()
-
-
-def _clear(model: nn.Module) -> None:
-    for p in model.parameters():
-        p.grad = None
 
 
 @contextmanager

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from kronbit.blocking import Block, Blocking
+from kronbit.blocking import Block
 from kronbit.config import Config
 from kronbit.distributed.placements import is_distributed
 from kronbit.factors.layout import decay_weights
@@ -205,26 +205,25 @@ def _knows_nothing(optimizer: SecondOrder) -> bool:
 
 def _largest(optimizer: SecondOrder, names: Mapping[Tensor, str], blocks: int) -> list[_Watch]:
     """The largest block of each parameter, as many as are wanted; of equal ones the first."""
-    found: list[tuple[tuple[int, int], _Watch]] = []
+    watches = []
     for number, group in enumerate(optimizer.param_groups):
         config = optimizer._config_of(group)
         for p in group["params"]:
             cut = optimizer._statistics.route(p, config)
             if isinstance(cut, str) or config.stagger or is_distributed(p) or not p.requires_grad:
                 continue
-            size, block = _largest_block(cut)
+            block = next(max(cut.grids, key=lambda grid: _size(*grid.shape)).blocks())
             name = names[p] if len(cut) == 1 else f"{names[p]} block_{block.index}"
-            found.append((size, _Watch(name, p, number, cut.matrices, block, {})))
+            watches.append(_Watch(name, p, number, cut.matrices, block, {}))
     # Sorting is stable: of equal ones, the first.
-    watches = [own for _, own in sorted(found, key=lambda pair: pair[0], reverse=True)[:blocks]]
-    for watch in watches:
+    watches.sort(key=lambda watch: _size(watch.block.m, watch.block.n), reverse=True)
+    for watch in watches[:blocks]:
         start = optimizer._config_of(optimizer.param_groups[watch.group]).start_value
         for side, order in zip(_SIDES, (watch.block.m, watch.block.n), strict=True):
             watch.exact[side] = start * torch.eye(order, dtype=torch.float64)
-    return watches
+    return watches[:blocks]
 
 
-def _largest_block(cut: Blocking) -> tuple[tuple[int, int], Block]:
-    """By its larger side, then by the other; with both."""
-    grid = max(cut.grids, key=lambda own: (max(own.shape), min(own.shape)))
-    return (max(grid.shape), min(grid.shape)), next(grid.blocks())
+def _size(m: int, n: int) -> tuple[int, int]:
+    """The larger side counts first, then the other."""
+    return max(m, n), min(m, n)

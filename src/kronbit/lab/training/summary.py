@@ -38,16 +38,12 @@ def summarise(training: Training) -> dict[str, Any]:
 
 
 def _distribution(times: list[float]) -> dict[str, float]:
-    ordered = sorted(times)
-
-    def at(share: float) -> float:
-        return ordered[round(share * (len(ordered) - 1))]
-
+    ordered, last = sorted(times), len(times) - 1
     return {
         "median": statistics.median(ordered),
         "mean": round(statistics.fmean(ordered), 4),
-        "p5": at(0.05),
-        "p95": at(0.95),
+        "p5": ordered[round(0.05 * last)],
+        "p95": ordered[round(0.95 * last)],
     }
 
 
@@ -56,11 +52,10 @@ def _memory(training: Training) -> dict[str, Any]:
     optimizer = training.optimizer
     if isinstance(optimizer, SecondOrder):
         held = optimizer.memory()
-    elif isinstance(optimizer, Around):
-        base = held_bytes(optimizer.base.state)
-        held = {"base": base, "statistics": max(0, held_bytes(optimizer.state) - base), "roots": 0}
     else:
-        held = {"base": held_bytes(optimizer.state), "statistics": 0, "roots": 0}
+        state = held_bytes(optimizer.state)
+        base = held_bytes(optimizer.base.state) if isinstance(optimizer, Around) else state
+        held = {"base": base, "statistics": max(0, state - base), "roots": 0}
     return {
         "peak": training.peak.read(),
         "peak_is": training.peak.kind,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -60,7 +61,8 @@ class Votes:
 
     def __init__(self, world: World) -> None:
         self._alone = world.ranks == 1
-        self._pending: tuple[dist.Work, Tensor] | None = None
+        self._work: dist.Work | None = None
+        self._votes = torch.tensor(0.0)
         if not self._alone:
             self._group = dist.new_group(backend="gloo")
 
@@ -68,15 +70,11 @@ class Votes:
         """The same on all ranks, which must all call it."""
         if self._alone:
             return wants
-        wanted = False
-        if self._pending is not None:
-            work, votes = self._pending
-            work.wait()
-            wanted = bool(votes.item())
-        votes = torch.tensor(float(wants))
-        work = dist.all_reduce(votes, group=self._group, async_op=True)
-        assert work is not None  # as always with async_op
-        self._pending = (work, votes)
+        if self._work is not None:
+            self._work.wait()
+        wanted = bool(self._votes)
+        self._votes = torch.tensor(float(wants))
+        self._work = dist.all_reduce(self._votes, group=self._group, async_op=True)
         return wanted
 
 
@@ -88,22 +86,17 @@ def find_device(name: str | None) -> torch.device:
     """
     if name is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise LabError(f"--device must be cpu, cuda or cuda:N; got {name!r}") from error
-    if device.type not in ("cpu", "cuda"):
+    if not re.fullmatch(r"cpu|cuda(:\d{1,2})?", name):
         raise LabError(f"--device must be cpu, cuda or cuda:N; got {name!r}")
-    if device.type == "cuda":
-        if not torch.cuda.is_available():
-            raise LabError(
-                f"--device {name}: torch sees no CUDA device here; leave --device out to use the "
-                "CPU, or install a torch with CUDA"
-            )
-        if (device.index or 0) >= torch.cuda.device_count():
-            raise LabError(
-                f"--device {name}: there are {torch.cuda.device_count()} CUDA devices, from cuda:0"
-            )
+    device = torch.device(name)
+    count = torch.cuda.device_count()
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise LabError(
+            f"--device {name}: torch sees no CUDA device here; leave --device out to use the CPU, "
+            "or install a torch with CUDA"
+        )
+    if device.type == "cuda" and (device.index or 0) >= count:
+        raise LabError(f"--device {name}: there are {count} CUDA devices, from cuda:0")
     return device
 
 
@@ -183,15 +176,14 @@ def whole_state(model: nn.Module, optimizer: Optimizer, world: World) -> dict[st
     from torch.distributed.tensor import DTensor
     from torch.utils._pytree import tree_map_only
 
-    def whole(state: Any) -> Any:
-        return tree_map_only(DTensor, lambda held: held.full_tensor().cpu(), state)
-
-    kept = (
-        consolidate_state_dict(optimizer)
+    state = {
+        "model": model.state_dict(),
+        "optimizer": consolidate_state_dict(optimizer)
         if isinstance(optimizer, SecondOrder)
-        else whole(optimizer.state_dict())
-    )
-    return {"model": whole(model.state_dict()), "optimizer": kept}
+        else optimizer.state_dict(),
+    }
+    whole: dict[str, Any] = tree_map_only(DTensor, lambda held: held.full_tensor().cpu(), state)
+    return whole
 
 
 def load_whole_state(

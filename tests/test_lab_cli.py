@@ -275,6 +275,15 @@ def test_help_has_examples_and_exit_codes(capsys: pytest.CaptureFixture[str]) ->
     assert run(["no-such-command"]) == 2
 
 
+def test_help_loads_nothing_heavy() -> None:
+    """Beside torch, which the package itself needs: packages and rooms that a subcommand loads."""
+    heavy = {"transformers", "matplotlib", "sklearn", "timm", "torchvision", "datasets"}
+    heavy |= {f"kronbit.lab.{room}" for room in ("training.loop", "models", "plan", "report")}
+    script = f"import sys, kronbit.cli; sys.exit(str({heavy!r} & set(sys.modules)))"
+    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert found.stderr == "set()\n"
+
+
 def test_every_bad_input_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     out = ["--out", str(tmp_path / "run")]
     assert "nearest: pydoc-gpt" in one_line(capsys, "train", "pydoc-gtp", *out)

@@ -52,11 +52,11 @@ def run(arguments: Sequence[str]) -> int:
         return 0
     except Exception as error:
         if hasattr(error, "format_message"):  # of typer, which brings its own click or uses click
-            if not error.format_message():  # the help was shown, since nothing was asked
+            message = error.format_message().rstrip(".")
+            if not message:  # the help was shown, since nothing was asked
                 return 2
-            context = getattr(error, "ctx", None)
-            path = context.command_path if context is not None else "kronbit"
-            return _fail(f"{error.format_message().rstrip('.')}; see {path} --help", 2)
+            path = getattr(getattr(error, "ctx", None), "command_path", "kronbit")
+            return _fail(f"{message}; see {path} --help", 2)
         if type(error).__name__ == "Abort":
             return _fail("interrupted", 130)
         raise

@@ -38,9 +38,10 @@ def doctor(
 
     where = find_device(device)
     try:
-        subject = subject_of(optimizer, read_options(options))
+        given = read_options(options)
     except ValueError as error:
         raise LabError(f"--options: {error}") from None
+    subject = subject_of(optimizer, given)
     environment, console = describe(where), Console()
     if not as_json:
         table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)

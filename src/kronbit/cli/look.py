@@ -6,12 +6,22 @@ import json
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
-from kronbit.cli.options import Device, Json, Out, Settings, command_line, show_runs
+from kronbit.cli.options import (
+    RECIPE,
+    Amp,
+    Base,
+    Device,
+    Json,
+    Out,
+    Settings,
+    command_line,
+    show_runs,
+)
 from kronbit.lab.errors import LabError
 from kronbit.lab.recipe import find_recipe, parse_settings, recipe_names
 
@@ -42,9 +52,7 @@ def recipes(context: typer.Context) -> None:
     Console().print(table)
 
 
-def show(
-    name: Annotated[str, typer.Argument(help="A recipe's name, or a YAML file of your own.")],
-) -> None:
+def show(name: Annotated[str, RECIPE]) -> None:
     """Print all settings as YAML: the start of a recipe of your own."""
     print(find_recipe(name).to_yaml(), end="")
 
@@ -108,12 +116,11 @@ def errors(
         raise LabError(f"--bits must be 3, 4, 6 or 8; got {', '.join(map(str, widths))}")
     with Console(stderr=True).status("decomposing matrices ...") as status:
         tell = status.update
+        shared: dict[str, Any] = {"bits": widths, "device": where, "tell": tell}
         if checkpoint is None:
-            found = synthetic_errors(order=order, bits=widths, device=where, tell=tell)
+            found = synthetic_errors(order=order, **shared)
         else:
-            found = checkpoint_errors(
-                checkpoint, matrices=matrices, bits=widths, device=where, tell=tell
-            )
+            found = checkpoint_errors(checkpoint, matrices=matrices, **shared)
         written = []
         if out is not None:
             from kronbit.lab.quantisation.figures import draw_errors
@@ -122,10 +129,9 @@ def errors(
             written = draw_errors(found, out, tell=tell)
     if as_json:
         print(json.dumps(found.to_dict(), indent=1))
-        return 0
-    show_errors(found, Console())
-    for path in written:
-        print(path)
+    else:
+        show_errors(found, Console())
+        print(*written, sep="\n", end="\n" if written else "")
     return 0
 
 
@@ -153,9 +159,9 @@ def plan(
     ] = None,
     optimizer: Annotated[str, typer.Option(help="shampoo, caspr, kfac or adabk.")] = "shampoo",
     order: Annotated[int | None, typer.Option(help="max_order: largest preconditioner.")] = None,
-    base: Annotated[str | None, typer.Option(help="The first-order optimizer.")] = None,
+    base: Base = None,
     dtype: Annotated[str | None, typer.Option(help="Of parameters: fp32 or bf16.")] = None,
-    amp: Annotated[str | None, typer.Option(help="Autocast: bf16, fp16 or off.")] = None,
+    amp: Amp = None,
     checkpointing: Annotated[
         bool, typer.Option("--checkpointing", help="Layers are computed again in the backward.")
     ] = False,

@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 
 from kronbit.lab.errors import LabError
-from kronbit.lab.training.files import unwritable
+from kronbit.lab.training.files import make_folder
 
 Out = Annotated[
     Path | None, typer.Option("--out", help="Folder to write to; by default a new one in runs/.")
@@ -36,6 +36,10 @@ Settings = Annotated[
         "data.length), an option of kronbit's, or one of the base's.",
     ),
 ]
+RECIPE = typer.Argument(help="A recipe's name, or a YAML file of your own.")
+Base = Annotated[
+    str | None, typer.Option(help="The first-order optimizer: adamw, sgd, nadamw, ...")
+]
 Device = Annotated[
     str | None, typer.Option(help="cpu, cuda or cuda:N; by default a GPU if there is one.")
 ]
@@ -55,10 +59,12 @@ def given(**values: Any) -> dict[str, Any]:
 
 def refuse_taken(out: Path | None, resume: bool) -> None:
     """Raise if a new run would be written over something else."""
-    if out is not None and out.is_dir() and any(out.iterdir()) and not resume:
-        raise LabError(f"{out} is not empty: choose another --out, or --resume")
-    if out is not None and out.exists() and not out.is_dir():
+    if out is None or not out.exists():
+        return
+    if not out.is_dir():
         raise LabError(f"--out {out} is a file: choose a folder")
+    if any(out.iterdir()) and not resume:
+        raise LabError(f"{out} is not empty: choose another --out, or --resume")
 
 
 @contextmanager
@@ -80,16 +86,11 @@ def folder_of(out: Path | None, name: str) -> Iterator[Path]:
 
 def _claimed(place: Path) -> bool:
     """Whether a folder is new, and ours from now on."""
-    try:
-        place.parent.mkdir(exist_ok=True)
-    except OSError as error:
-        raise unwritable(place.parent, error) from error
+    make_folder(place.parent)
     try:
         place.mkdir()
     except FileExistsError:
         return False
-    except OSError as error:
-        raise unwritable(place, error) from error
     return True
 
 

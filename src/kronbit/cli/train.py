@@ -11,7 +11,9 @@ import typer
 from rich.console import Console
 
 from kronbit.cli.options import (
+    RECIPE,
     Amp,
+    Base,
     Compile,
     CudaGraph,
     DataFolder,
@@ -43,17 +45,13 @@ COMPARE_EXAMPLES = (
 
 
 def train(
-    recipe: Annotated[
-        str | None, typer.Argument(help="A recipe's name, or a YAML file of your own.")
-    ] = None,
+    recipe: Annotated[str | None, RECIPE] = None,
     optimizer: Annotated[
         str | None,
         typer.Option(help="base (alone), shampoo, caspr, kfac, adabk, eva, mfac or muon."),
     ] = None,
     bits: Annotated[int | None, typer.Option(help="Of second-order state: 32, 8, 6, 4, 3.")] = None,
-    base: Annotated[
-        str | None, typer.Option(help="The first-order optimizer: adamw, sgd, nadamw, ...")
-    ] = None,
+    base: Base = None,
     settings: Settings = None,
     seed: Annotated[int | None, typer.Option(help="Of weights and data.")] = None,
     out: Out = None,
@@ -88,14 +86,9 @@ def train(
         if recipe is not None or wishes or settings or out is not None:
             raise LabError("--resume takes all settings from the run: give no others")
         one, before = read_member(resume)
-        device = device or before["device"]
+        device, data = device or before["device"], data or Path(before["data"])
+        compile, cuda_graph = compile or before["compile"], cuda_graph or before["graph"]
         place: AbstractContextManager[Path] = nullcontext(resume)
-        running = Running(
-            data or Path(before["data"]),
-            compile or before["compile"],
-            cuda_graph or before["graph"],
-            tensorboard,
-        )
     elif recipe is None:
         raise LabError("which recipe? `kronbit recipes` lists them; --resume RUN goes on with one")
     else:
@@ -103,7 +96,7 @@ def train(
         refuse_meaningless(made)
         refuse_taken(out, resume=False)
         place = folder_of(out, f"{made.name}-{made.optimizer}")
-        running = Running(data or DATA_FOLDER, compile, cuda_graph, tensorboard)
+    running = Running(data or DATA_FOLDER, compile, cuda_graph, tensorboard)
     world = join_world(parallel, device)
     console = Console(stderr=True)
     try:
@@ -124,7 +117,8 @@ def train(
             again = resume is not None
             summary = run_member(one, folder, world, running, display, again, interrupts)
     except Interrupted:
-        _tell(console, f"saved; go on with: {resume_command(folder, world)}", world.first)
+        if world.first:
+            _tell(console, f"saved; go on with: {resume_command(folder, world)}")
         return 130
     finally:
         leave_world(world)
@@ -136,15 +130,12 @@ def train(
     return 0
 
 
-def _tell(console: Console, text: str, wanted: bool = True) -> None:
-    if wanted:
-        console.print(text, markup=False, highlight=False, soft_wrap=True)
+def _tell(console: Console, text: str) -> None:
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def compare(
-    recipe: Annotated[
-        str, typer.Argument(help="A recipe's name, or a YAML file of your own.")
-    ] = "pydoc-gpt",
+    recipe: Annotated[str, RECIPE] = "pydoc-gpt",
     optimizers: Annotated[
         list[str] | None,
         typer.Option(
@@ -155,9 +146,7 @@ def compare(
         ),
     ] = None,
     seeds: Annotated[int, typer.Option(help="How many, from the recipe's.", min=1)] = 1,
-    base: Annotated[
-        str | None, typer.Option(help="The first-order optimizer: adamw, sgd, nadamw, ...")
-    ] = None,
+    base: Base = None,
     settings: Settings = None,
     out: Out = None,
     data: DataFolder = None,
@@ -211,7 +200,8 @@ def compare(
             make_folder(folder)
             found = run_all(members, folder, world, running, display, resume, interrupts)
     except Interrupted:
-        again = command if resume else _resumed(command, folder, out)
+        where = "" if out else f" --out {shlex.quote(str(folder))}"
+        again = command if resume else f"{command}{where} --resume"
         _tell(console, f"saved; go on with: {again}")
         return 130
     write_comparison(folder, start, command, world, found)
@@ -220,7 +210,3 @@ def compare(
     show_runs([folder])
     print(f"report: {written}")
     return 0
-
-
-def _resumed(command: str, folder: Path, out: Path | None) -> str:
-    return f"{command}{'' if out else f' --out {shlex.quote(str(folder))}'} --resume"

@@ -23,14 +23,10 @@ def make_folder(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         probe = folder / ".probe"
         probe.touch()
-        probe.unlink()
+        probe.unlink(missing_ok=True)  # another process may have done so
     except OSError as error:
-        raise unwritable(folder, error) from error
-
-
-def unwritable(folder: Path, error: OSError) -> LabError:
-    """What is said of a folder that cannot be written to."""
-    return LabError(f"cannot write to {folder}: {error.strerror}; choose another with --out")
+        reason = f"cannot write to {folder}: {error.strerror}; choose another with --out"
+        raise LabError(reason) from error
 
 
 @contextmanager

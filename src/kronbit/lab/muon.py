@@ -20,14 +20,12 @@ def hidden_matrices(model: nn.Module) -> list[tuple[str, Tensor]]:
     """
     names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
     # transformers' Conv1D, of which GPT-2 is made, is a linear layer by another name.
-    linear = [m for m in model.modules() if isinstance(m, nn.Linear) or _is_conv1d(m)]
+    linear = (
+        m for m in model.modules() if isinstance(m, nn.Linear) or type(m).__name__ == "Conv1D"
+    )
     weights = [m.weight for m in linear if isinstance(m.weight, Tensor)]
     kept = [p for p in weights[:-1] if p is not weights[-1] and p.requires_grad]
     return [(names[p], p) for p in dict.fromkeys(kept)]
-
-
-def _is_conv1d(module: nn.Module) -> bool:
-    return type(module).__name__ == "Conv1D"
 
 
 class MuonBesideBase(Optimizer):
@@ -61,11 +59,10 @@ class MuonBesideBase(Optimizer):
 
     def _share(self) -> None:
         """Let the two work on this optimizer's groups and state."""
-        first = len(self._parts[0].param_groups)
-        for part, groups in zip(
-            self._parts, (self.param_groups[:first], self.param_groups[first:]), strict=True
-        ):
-            part.param_groups, part.state = groups, self.state
+        muon, base = self._parts
+        first = len(muon.param_groups)
+        muon.param_groups, base.param_groups = self.param_groups[:first], self.param_groups[first:]
+        muon.state = base.state = self.state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from what ``state_dict`` returned."""

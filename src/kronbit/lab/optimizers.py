@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -11,14 +11,16 @@ from torch import nn
 from torch.optim import Optimizer
 
 from kronbit.algorithms import CASPR, KFAC, AdaBK, Shampoo
+from kronbit.around import Around
 from kronbit.baselines import EVA, MFAC
 from kronbit.config import Config
 from kronbit.first_order import resolve
-from kronbit.lab.errors import LabError
+from kronbit.lab.errors import LabError, one_line
 from kronbit.lab.models import build
 from kronbit.lab.muon import MuonBesideBase
 from kronbit.lab.named import refuse_unknown
 from kronbit.lab.recipe import OPTIMIZERS, Recipe, parse_settings
+from kronbit.optimizer import SecondOrder
 
 _FUSED = ("sgd", "adam", "adamw")  # whose fused kernels are the fastest way on a GPU
 
@@ -59,8 +61,13 @@ BASE_LABELS = {
 }
 
 
-_LABELS = {"shampoo": "Shampoo", "caspr": "CASPR", "kfac": "K-FAC", "adabk": "AdaBK"}
-_BASELINES = {"eva": "EVA", "mfac": "M-FAC"}
+ALGORITHMS: Mapping[str, tuple[type[SecondOrder], str]] = {
+    "shampoo": (Shampoo, "Shampoo"),
+    "caspr": (CASPR, "CASPR"),
+    "kfac": (KFAC, "K-FAC"),
+    "adabk": (AdaBK, "AdaBK"),
+}
+_BASELINES: Mapping[str, tuple[type[Around], str]] = {"eva": (EVA, "EVA"), "mfac": (MFAC, "M-FAC")}
 
 
 def label_of(recipe: Recipe) -> str:
@@ -70,11 +77,11 @@ def label_of(recipe: Recipe) -> str:
     if recipe.optimizer == "muon":
         return "Muon"
     if recipe.optimizer in _BASELINES:
-        return f"+ {_BASELINES[recipe.optimizer]}"
+        return f"+ {_BASELINES[recipe.optimizer][1]}"
     options = recipe.second_order_options()
     method = options.get("method")
     how = "paper" if method == "eigen" and options.get("storage") == "paper" else method
-    label = f"+ {options.get('bits', Config.bits)}-bit {_LABELS[recipe.optimizer]}"
+    label = f"+ {options.get('bits', Config.bits)}-bit {ALGORITHMS[recipe.optimizer][1]}"
     return f"{label} ({how})" if how else label
 
 
@@ -133,17 +140,13 @@ def check_optimizer(recipe: Recipe) -> None:
     Raises:
         LabError: If an option of the network or of the optimizer is wrong.
     """
-    options = dict(recipe.model)
     with torch.device("meta"):  # no memory, and no time
-        model = build(options.pop("name"), **options)
+        model = build(**recipe.model)
     make_optimizer(recipe, model, warmup=0)
 
 
 def make_optimizer(
-    recipe: Recipe,
-    model: nn.Module,
-    warmup: int,
-    scaler: torch.amp.GradScaler | None = None,
+    recipe: Recipe, model: nn.Module, warmup: int, scaler: torch.amp.GradScaler | None = None
 ) -> Optimizer:
     """The optimizer of a recipe.
 
@@ -169,14 +172,12 @@ def make_optimizer(
         if recipe.optimizer == "muon":
             return MuonBesideBase(model, recipe.base, keywords)
         keywords |= {"base": recipe.base, **options}
-        if recipe.optimizer in ("shampoo", "caspr"):
-            kind = Shampoo if recipe.optimizer == "shampoo" else CASPR
-            return kind(params, **keywords)
+        if recipe.optimizer in ("kfac", "adabk", "eva"):
+            keywords["model"] = model
         if recipe.optimizer in ("kfac", "adabk"):
-            of_layers = KFAC if recipe.optimizer == "kfac" else AdaBK
-            return of_layers(params, model=model, grad_scaler=scaler, **keywords)
-        if recipe.optimizer == "eva":
-            return EVA(params, model=model, **keywords)
-        return MFAC(params, **keywords)
+            keywords["grad_scaler"] = scaler
+        kind: Callable[..., Optimizer]
+        kind, _ = {**ALGORITHMS, **_BASELINES}[recipe.optimizer]
+        return kind(params, **keywords)
     except (TypeError, ValueError, ImportError, RuntimeError) as error:
-        raise LabError(" ".join(str(error).split())) from error
+        raise LabError(one_line(error)) from error

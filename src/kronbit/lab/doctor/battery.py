@@ -48,6 +48,13 @@ def _model(device: torch.device, dtype: torch.dtype = torch.float32) -> nn.Modul
     return model.to(device=device, dtype=dtype)
 
 
+def _start(
+    subject: Subject, device: torch.device, dtype: torch.dtype = torch.float32
+) -> tuple[nn.Module, Optimizer]:
+    model = _model(device, dtype)
+    return model, subject.make(model)
+
+
 def _backward(model: nn.Module, seed: int) -> Tensor:
     p = next(model.parameters())
     x = torch.randn(16, 72, generator=torch.Generator().manual_seed(seed))
@@ -87,8 +94,7 @@ def _distance(ours: Iterable[Tensor], others: Iterable[Tensor]) -> float:
 
 def closure(subject: Subject, device: torch.device) -> None:
     """A closure is called once, with gradients enabled, and its loss is returned."""
-    model = _model(device)
-    optimizer = subject.make(model)
+    model, optimizer = _start(subject, device)
     losses = []
 
     def evaluate() -> Any:
@@ -107,9 +113,9 @@ def closure(subject: Subject, device: torch.device) -> None:
 
 def bf16_parameters(subject: Subject, device: torch.device) -> None:
     """Parameters in bf16 train, and stay in bf16."""
-    model = _model(device, torch.bfloat16)
+    model, optimizer = _start(subject, device, torch.bfloat16)
     before = _copy(model.parameters())
-    _train(model, subject.make(model), range(6))
+    _train(model, optimizer, range(6))
     _require_finite(model.parameters())
     for p, q in zip(model.parameters(), before, strict=True):
         _require(p.dtype == torch.bfloat16, f"a parameter has become {p.dtype}")
@@ -128,18 +134,14 @@ def any_shape(subject: Subject, device: torch.device) -> None:
             p.grad = torch.randn(p.shape, generator=generator).to(device)
         optimizer.step()
     _require_finite(params)
-    still = [
-        tuple(p.shape)
-        for p, q in zip(params, before, strict=True)
-        if p.numel() and bool((p == q).all())
-    ]
-    _require(not still, f"a parameter of shape {still[0] if still else ()} has not moved")
+    for p, q in zip(params, before, strict=True):
+        moved = p.numel() == 0 or not torch.equal(p, q)
+        _require(moved, f"a parameter of shape {tuple(p.shape)} has not moved")
 
 
 def learning_rate_as_float(subject: Subject, device: torch.device) -> None:
     """A learning rate that is written into the groups, as schedulers do, counts."""
-    model = _model(device)
-    optimizer = subject.make(model)
+    model, optimizer = _start(subject, device)
     _train(model, optimizer, range(2))
     for group in optimizer.param_groups:
         group["lr"] = 0.0
@@ -150,8 +152,7 @@ def learning_rate_as_float(subject: Subject, device: torch.device) -> None:
 
 def neutral_first_step(subject: Subject, device: torch.device) -> None:
     """A step with zero gradients and lr=0, by which checkpointing makes state, does no harm."""
-    model = _model(device)
-    optimizer = subject.make(model)
+    model, optimizer = _start(subject, device)
     before, rates = _copy(model.parameters()), [group["lr"] for group in optimizer.param_groups]
     for p in model.parameters():
         p.grad = torch.zeros_like(p)
@@ -167,16 +168,15 @@ def neutral_first_step(subject: Subject, device: torch.device) -> None:
 
 def nan_gradient(subject: Subject, device: torch.device) -> None:
     """One NaN in one gradient, and training goes on with finite parameters."""
-    model = _model(device)
-    optimizer = subject.make(model)
-    for seed in range(6):
-        optimizer.zero_grad()
-        _backward(model, seed)
-        if seed == 3:
-            grad = next(model.parameters()).grad
-            assert grad is not None
-            grad.view(-1)[0] = torch.nan
-        optimizer.step()
+    model, optimizer = _start(subject, device)
+    _train(model, optimizer, range(3))
+    optimizer.zero_grad()
+    _backward(model, 3)
+    grad = next(model.parameters()).grad
+    assert grad is not None
+    grad.view(-1)[0] = torch.nan
+    optimizer.step()
+    _train(model, optimizer, range(4, 6))
     _require_finite(model.parameters())
 
 
@@ -186,12 +186,13 @@ def later_group(subject: Subject, device: torch.device) -> None:
     assert isinstance(model, nn.Sequential)
     optimizer = subject.make(model, model[2].parameters())
     _train(model, optimizer, range(2))
-    before = _copy(model[0].parameters())
-    optimizer.add_param_group({"params": list(model[0].parameters())})
+    later = list(model[0].parameters())
+    before = _copy(later)
+    optimizer.add_param_group({"params": later})
     _train(model, optimizer, range(2, 6))
     _require_finite(model.parameters())
-    moved = [not torch.equal(p, q) for p, q in zip(model[0].parameters(), before, strict=True)]
-    _require(all(moved), "the new group has not moved")
+    moved = not any(map(torch.equal, later, before))
+    _require(moved, "the new group has not moved")
 
 
 # -------------------------------------------------------------------------------- checkpoints
@@ -204,16 +205,20 @@ def _resume(
     through: Callable[[nn.Module, Optimizer, nn.Module, Optimizer], None],
 ) -> None:
     """Five steps, a copy of all that there is, and five steps of both."""
-    model = _model(device, dtype)
-    optimizer = subject.make(model)
+    model, optimizer = _start(subject, device, dtype)
     _train(model, optimizer, range(5))
-    twin = _model(device, dtype)
-    again = subject.make(twin)
+    twin, again = _start(subject, device, dtype)
     twin.load_state_dict(model.state_dict())
     through(model, optimizer, twin, again)
-    for own, stepping in ((model, optimizer), (twin, again)):
-        _train(own, stepping, range(5, 10))
-    _require_equal(twin.parameters(), model.parameters(), "the resumed run")
+    _require_same_end(model, optimizer, twin, again, "the resumed run")
+
+
+def _require_same_end(
+    model: nn.Module, optimizer: Optimizer, twin: nn.Module, again: Optimizer, what: str
+) -> None:
+    _train(model, optimizer, range(5, 10))
+    _train(twin, again, range(5, 10))
+    _require_equal(twin.parameters(), model.parameters(), what)
 
 
 def resume(subject: Subject, device: torch.device) -> None:
@@ -244,13 +249,10 @@ def weights_only(subject: Subject, device: torch.device) -> None:
 
 def pickled(subject: Subject, device: torch.device) -> None:
     """A pickled optimizer goes on, with its parameters."""
-    model = _model(device)
-    optimizer = subject.make(model)
+    model, optimizer = _start(subject, device)
     _train(model, optimizer, range(5))
     twin, again = pickle.loads(pickle.dumps((model, optimizer)))
-    for own, stepping in ((model, optimizer), (twin, again)):
-        _train(own, stepping, range(5, 10))
-    _require_equal(twin.parameters(), model.parameters(), "the copy's run")
+    _require_same_end(model, optimizer, twin, again, "the copy's run")
 
 
 def distributed_checkpoint(subject: Subject, device: torch.device) -> None:

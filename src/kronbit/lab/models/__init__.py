@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from kronbit.lab.errors import LabError
+from kronbit.lab.errors import LabError, one_line
 from kronbit.lab.models.digits import DigitsCNN
 from kronbit.lab.models.language import gpt2, llama
 from kronbit.lab.models.resnet import BasicBlock, Bottleneck, ResNet
@@ -56,7 +56,7 @@ def build(name: str, **options: Any) -> nn.Module:
     try:
         return MODELS[name](**options)
     except (TypeError, ValueError, ArithmeticError, RuntimeError) as error:
-        raise LabError(f"model {name!r} cannot be built: {' '.join(str(error).split())}") from error
+        raise LabError(f"model {name!r} cannot be built: {one_line(error)}") from error
 
 
 def logits(model: nn.Module, x: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from kronbit.lab.errors import LabError
+from kronbit.lab.errors import LabError, one_line
 from kronbit.lab.named import refuse_unknown
 
 
@@ -43,5 +43,5 @@ def _causal(name: str, config: str, model: str, options: dict[str, Any]) -> nn.M
     try:
         made: nn.Module = wrap(make(**{"use_cache": False, **options}))
     except Exception as error:  # their validation has classes of its own
-        raise LabError(f"model {name!r}: {' '.join(str(error).split())}") from error
+        raise LabError(f"model {name!r}: {one_line(error)}") from error
     return made

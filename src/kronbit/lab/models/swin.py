@@ -10,8 +10,7 @@ from torch.nn import functional
 
 from kronbit.lab.errors import LabError
 from kronbit.lab.models.transformer import (
-    MLP,
-    DropPath,
+    TransformerBlock,
     heads_of,
     initialise,
     patches,
@@ -94,7 +93,7 @@ class WindowAttention(nn.Module):
         return found
 
 
-class Block(nn.Module):
+class Block(TransformerBlock):
     """Attention within windows and an MLP, each normalised before and added.
 
     Tokens come and go in the order of the image. As in timm, a window is no larger than the image,
@@ -116,39 +115,29 @@ class Block(nn.Module):
     def __init__(
         self, width: int, heads: int, side: int, window: int, shifted: bool, drop_path: float
     ) -> None:
-        super().__init__()
         size = min(window, side)
-        self.whole = side == size
-        shift = size // 2 if shifted and not self.whole else 0
+        whole = side == size
+        shift = size // 2 if shifted and not whole else 0
         padding = -side % size
-        image = torch.arange(side**2).view(side, side).roll((-shift, -shift), (0, 1))
-        order = windows(functional.pad(image, (0, padding) * 2, value=-1), size).flatten()
-        self.register_buffer("order", order.clamp(min=0), persistent=False)
-        self.register_buffer("back", order.argsort()[-(side**2) :], persistent=False)
-        real = (order >= 0)[:, None] if padding else None
-        self.register_buffer("real", real, persistent=False)
         apart = None
         if shift:  # what the shift brings together at the end of the padded image stays apart
             place = torch.arange(side + padding)
             edge = (place >= len(place) - size).long() + (place >= len(place) - shift).long()
             region = windows(3 * edge[:, None] + edge[None, :], size)
             apart = region[:, :, None] != region[:, None, :]
-        self.norm1 = nn.LayerNorm(width)
-        self.attention = WindowAttention(width, heads, size, apart)
-        self.norm2 = nn.LayerNorm(width)
-        self.mlp = MLP(width)
-        self.drop = DropPath(drop_path)
+        super().__init__(WindowAttention(width, heads, size, apart), width, drop_path)
+        self.whole = whole
+        image = torch.arange(side**2).view(side, side).roll((-shift, -shift), (0, 1))
+        order = windows(functional.pad(image, (0, padding) * 2, value=-1), size).flatten()
+        self.register_buffer("order", order.clamp(min=0), persistent=False)
+        self.register_buffer("back", order.argsort()[-(side**2) :], persistent=False)
+        real = (order >= 0)[:, None] if padding else None
+        self.register_buffer("real", real, persistent=False)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def attend(self, x: Tensor) -> Tensor:
         """(b, side², width) -> the same."""
-        x = x + self.drop(self._attend(self.norm1(x)))
-        branch: Tensor = self.drop(self.mlp(self.norm2(x)))
-        return x + branch
-
-    def _attend(self, x: Tensor) -> Tensor:
         if self.whole:  # one window, in the order of the image
-            found: Tensor = self.attention(x)
-            return found
+            return super().attend(x)
         x = self._without_padding(gather(x, self.order, self.back))
         return gather(self._without_padding(self.attention(x)), self.back, self.order)
 

@@ -56,6 +56,38 @@ class DropPath(nn.Module):
         return x * functional.dropout(x.new_ones(len(x), 1, 1), self.rate)
 
 
+class TransformerBlock(nn.Module):
+    """Attention and an MLP, each normalised before and added.
+
+    Args:
+        attention: From tokens to tokens.
+        width: Of a token.
+        drop_path: Share of residual branches dropped while training.
+        eps: Of the norms.
+    """
+
+    def __init__(
+        self, attention: nn.Module, width: int, drop_path: float, eps: float = 1e-5
+    ) -> None:
+        super().__init__()
+        self.norm1 = nn.LayerNorm(width, eps)
+        self.attention = attention
+        self.norm2 = nn.LayerNorm(width, eps)
+        self.mlp = MLP(width)
+        self.drop = DropPath(drop_path)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(b, tokens, width) -> the same."""
+        x = x + self.drop(self.attend(self.norm1(x)))
+        branch: Tensor = self.drop(self.mlp(self.norm2(x)))
+        return x + branch
+
+    def attend(self, x: Tensor) -> Tensor:
+        """(b, tokens, width) -> the same."""
+        attended: Tensor = self.attention(x)
+        return attended
+
+
 def initialise(model: nn.Module) -> None:
     """Linear layers as transformers start: small weights, no bias."""
     for module in model.modules():

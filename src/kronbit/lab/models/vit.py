@@ -8,8 +8,7 @@ from torch.nn import functional
 
 from kronbit.lab.errors import LabError
 from kronbit.lab.models.transformer import (
-    MLP,
-    DropPath,
+    TransformerBlock,
     heads_of,
     initialise,
     patches,
@@ -33,24 +32,6 @@ class Attention(nn.Module):
         y = functional.scaled_dot_product_attention(q, k, v)
         found: Tensor = self.out(y.transpose(1, 2).flatten(2))
         return found
-
-
-class Block(nn.Module):
-    """Attention and an MLP, each normalised before and added."""
-
-    def __init__(self, width: int, heads: int, drop_path: float) -> None:
-        super().__init__()
-        self.norm1 = nn.LayerNorm(width, eps=1e-6)
-        self.attention = Attention(width, heads)
-        self.norm2 = nn.LayerNorm(width, eps=1e-6)
-        self.mlp = MLP(width)
-        self.drop = DropPath(drop_path)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(b, tokens, width) -> the same."""
-        x = x + self.drop(self.attention(self.norm1(x)))
-        branch: Tensor = self.drop(self.mlp(self.norm2(x)))
-        return x + branch
 
 
 class VisionTransformer(nn.Module):
@@ -84,9 +65,11 @@ class VisionTransformer(nn.Module):
         self.first = nn.Parameter(torch.empty(1, 1, width).normal_(std=1e-6))
         self.positions = table(1, 1 + patches(image, patch) ** 2, width)
         self.patches = nn.Conv2d(channels, width, patch, patch)
-        self.blocks = nn.Sequential(
-            *(Block(width, heads, rate) for rate in rates(drop_path, depth))
+        blocks = (
+            TransformerBlock(Attention(width, heads), width, rate, eps=1e-6)
+            for rate in rates(drop_path, depth)
         )
+        self.blocks = nn.Sequential(*blocks)
         self.norm = nn.LayerNorm(width, eps=1e-6)
         self.head = nn.Linear(width, classes)
         initialise(self)

@@ -12,9 +12,10 @@ import torch
 from torch import nn
 
 from kronbit.lab.errors import LabError, one_line
+from kronbit.lab.optimizers import ALGORITHMS
 from kronbit.lab.plan.activations import Passes, estimate, measure
 from kronbit.lab.plan.networks import Network, resolve_model
-from kronbit.lab.plan.rows import ALGORITHMS, Accounts, Row
+from kronbit.lab.plan.rows import Accounts, Row
 from kronbit.lab.precision import AMP, DTYPES
 
 # By the angle between their update and the exact one: docs/memory.md.

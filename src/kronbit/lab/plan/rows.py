@@ -8,24 +8,18 @@ from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 
-from kronbit.algorithms import CASPR, KFAC, AdaBK, Shampoo
+from kronbit.algorithms import KFAC, Shampoo
 from kronbit.batches import NEWTON, PRECONDITION, UPDATE
 from kronbit.blocking import Blocking
 from kronbit.config import EIGEN_OPTIONS, OPTIONS, Config, take_options
 from kronbit.estimate import estimate_memory
 from kronbit.lab.errors import LabError, one_line
-from kronbit.lab.optimizers import BASE_LABELS
+from kronbit.lab.optimizers import ALGORITHMS, BASE_LABELS
 from kronbit.lab.plan.networks import Network
 from kronbit.optimizer import SecondOrder
 from kronbit.statistics import GradientStatistics
 from kronbit.statistics.activations import ActivationStatistics
 
-ALGORITHMS: Mapping[str, tuple[type[SecondOrder], str]] = {
-    "shampoo": (Shampoo, "Shampoo"),
-    "caspr": (CASPR, "CASPR"),
-    "kfac": (KFAC, "K-FAC"),
-    "adabk": (AdaBK, "AdaBK"),
-}
 _EIGEN, _PAPER = {"method": "eigen"}, {"method": "eigen", "storage": "paper"}
 _Ways: TypeAlias = Mapping[str, tuple[str, Mapping[str, Any]]]  # key -> (label, options)
 WAYS: _Ways = {

@@ -175,7 +175,7 @@ def make_optimizer(
         if recipe.optimizer in ("kfac", "adabk", "eva"):
             keywords["model"] = model
         if recipe.optimizer in ("kfac", "adabk"):
-            keywords["grad_scaler"] = scaler
+            keywords["grad_scaler"] = scaler if scaler and scaler.is_enabled() else None
         kind: Callable[..., Optimizer]
         kind, _ = {**ALGORITHMS, **_BASELINES}[recipe.optimizer]
         return kind(params, **keywords)

@@ -112,7 +112,8 @@ class Training:
         self.peak = PeakMemory(device, held_bytes(list(self.model.parameters())), earlier)
         if world.parallel == "fsdp2":
             shard(self.model, world)
-        self.scaler = torch.amp.GradScaler(device.type) if recipe.amp == "fp16" else None
+        # One that is not enabled hands everything through.
+        self.scaler = torch.amp.GradScaler(device.type, enabled=recipe.amp == "fp16")
         self.optimizer = make_optimizer(recipe, self.model, self.warmup, self.scaler)
         runner = replicate(self.model, world) if world.parallel == "ddp" else self.model
         self._runner: nn.Module = torch.compile(runner) if running.compile else runner  # type: ignore[assignment]
@@ -229,17 +230,13 @@ class Training:
         # What the network draws, such as stochastic depth.
         torch.manual_seed(seed_of("network", recipe.seed, step, self.world.rank))
         self._losses.append(self._passes(x, y))
-        if self.scaler is not None:
-            self.scaler.unscale_(self.optimizer)
+        self.scaler.unscale_(self.optimizer)
         if recipe.clip is not None:
             nn.utils.clip_grad_norm_(self.model.parameters(), recipe.clip)
         if self.shadow is not None:
             self.shadow.before_step()
-        if self.scaler is None:
-            self.optimizer.step()
-        else:
-            self.scaler.step(self.optimizer)
-            self.scaler.update()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
         self.step += 1
         self._timer.mark()
         found = self.shadow.after_step() if self.shadow is not None else None
@@ -329,7 +326,7 @@ class Training:
         if self.world.first:
             content = {
                 **state,
-                "scaler": {} if self.scaler is None else self.scaler.state_dict(),
+                "scaler": self.scaler.state_dict(),
                 "shadow": {} if self.shadow is None else self.shadow.state_dict(),
                 "metrics_size": self._metrics.size(),
                 "seconds": self.seconds,
@@ -346,8 +343,7 @@ class Training:
         found = checkpoints.load_last(self.folder)
         try:
             load_whole_state(self.model, self.optimizer, found, self.world)
-            if self.scaler is not None:
-                self.scaler.load_state_dict(found["scaler"])
+            self.scaler.load_state_dict(found["scaler"])
             watched = {} if self.shadow is None else self.shadow.state_dict()
             if self.shadow is not None and found["shadow"].keys() == watched.keys():
                 self.shadow.load_state_dict(found["shadow"])

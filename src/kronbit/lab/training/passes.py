@@ -72,7 +72,7 @@ class Eager:
         objective: Objective,
         optimizer: torch.optim.Optimizer,
         micro_batch: int | None,
-        scaler: torch.amp.GradScaler | None,
+        scaler: torch.amp.GradScaler,
         repeatable: Repeatable,
     ) -> None:
         self._model, self._objective, self._optimizer = model, objective, optimizer
@@ -90,7 +90,7 @@ class Eager:
         for number, (some, target) in enumerate(parts, 1):
             with self._without_exchange(number < len(parts)):
                 loss = self._objective.loss(self._model, some, target) * (len(some) / len(x))
-                (loss if self._scaler is None else self._scaler.scale(loss)).backward()
+                self._scaler.scale(loss).backward()
             losses.append(loss.detach())
         return sum(losses[1:], losses[0])
 

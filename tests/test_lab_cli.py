@@ -27,7 +27,7 @@ from conftest import same_state, slow
 from ranks import run_script_on_ranks
 
 from kronbit.cli import run
-from kronbit.cli.options import folder_of
+from kronbit.cli.options import output_folder
 from kronbit.lab.recipe import recipe_names
 from kronbit.lab.training import checkpoints
 
@@ -144,7 +144,7 @@ def test_runs_that_begin_in_the_same_second_have_folders_of_their_own(
     noon = mock.Mock(**{"now.return_value": dt.datetime(2026, 1, 1, 12)})
     monkeypatch.setattr(dt, "datetime", noon)
     with ThreadPoolExecutor(8) as threads, ExitStack() as open_folders:
-        taken = [folder_of(None, "digits") for _ in range(20)]
+        taken = [output_folder(None, "digits") for _ in range(20)]
         found = list(threads.map(open_folders.enter_context, taken))
         assert len(set(found)) == 20
         (found[3] / "run.json").touch()

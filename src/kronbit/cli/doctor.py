@@ -56,6 +56,6 @@ def doctor(
             problem = findings[-1].problem
             console.print(f"  {check}: {problem or 'ok'}", markup=False, highlight=False)
     if as_json:
-        checks = {found.check: found.problem or "ok" for found in findings}
+        checks = {finding.check: finding.problem or "ok" for finding in findings}
         print(json.dumps({"environment": dict(environment), "checks": checks}, indent=1))
-    return int(any(found.problem for found in findings))
+    return int(any(finding.problem for finding in findings))

@@ -47,8 +47,8 @@ def recipes(context: typer.Context) -> None:
     for title in ("recipe", "what", "paper"):
         table.add_column(title, no_wrap=title == "recipe", overflow="fold")
     for name in recipe_names():
-        found = find_recipe(name)
-        table.add_row(name, found.about, found.paper)
+        recipe = find_recipe(name)
+        table.add_row(name, recipe.about, recipe.paper)
     Console().print(table)
 
 
@@ -66,13 +66,13 @@ def report(
     from kronbit.lab.report.writing import write_report
     from kronbit.lab.training.files import make_folder
 
-    found = find_runs(runs)
+    merged = find_runs(runs)
     if out is None and len(runs) > 1:
         raise LabError("several runs are merged into a new folder: say which with --out")
     folder = out or runs[0]
     make_folder(folder)
-    titles = list(dict.fromkeys(run.recipe for run in found))
-    written = write_report(found, folder, ", ".join(titles), _command_of(runs))
+    titles = list(dict.fromkeys(run.recipe for run in merged))
+    written = write_report(merged, folder, ", ".join(titles), _command_of(runs))
     show_runs(runs)
     print(f"report: {written}")
     return 0
@@ -118,19 +118,19 @@ def errors(
         tell = status.update
         shared: dict[str, Any] = {"bits": widths, "device": where, "tell": tell}
         if checkpoint is None:
-            found = synthetic_errors(order=order, **shared)
+            result = synthetic_errors(order=order, **shared)
         else:
-            found = checkpoint_errors(checkpoint, matrices=matrices, **shared)
+            result = checkpoint_errors(checkpoint, matrices=matrices, **shared)
         written = []
         if out is not None:
             from kronbit.lab.quantisation.figures import draw_errors
 
             make_folder(out)
-            written = draw_errors(found, out, tell=tell)
+            written = draw_errors(result, out, tell=tell)
     if as_json:
-        print(json.dumps(found.to_dict(), indent=1))
+        print(json.dumps(result.to_dict(), indent=1))
     else:
-        show_errors(found, Console())
+        show_errors(result, Console())
         print(*written, sep="\n", end="\n" if written else "")
     return 0
 
@@ -163,7 +163,7 @@ def plan(
     dtype: Annotated[str | None, typer.Option(help="Of parameters: fp32 or bf16.")] = None,
     amp: Amp = None,
     checkpointing: Annotated[
-        bool, typer.Option("--checkpointing", help="Layers are computed again in the backward.")
+        bool, typer.Option("--checkpointing", help="Layers are result again in the backward.")
     ] = False,
     measured: Annotated[
         bool, typer.Option("--measure", help="Run one batch on the GPU to measure activations.")
@@ -175,7 +175,7 @@ def plan(
     from kronbit.lab.plan.planning import make_plan, to_json
     from kronbit.lab.plan.table import show as show_plan
 
-    found = make_plan(
+    result = make_plan(
         model,
         batch=batch,
         length=seq,
@@ -191,7 +191,7 @@ def plan(
         settings=parse_settings(settings or ()),
     )
     if as_json:
-        print(json.dumps(to_json(found), indent=1))
+        print(json.dumps(to_json(result), indent=1))
     else:
-        show_plan(found, Console())
+        show_plan(result, Console())
     return 0

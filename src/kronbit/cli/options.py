@@ -52,12 +52,12 @@ TensorBoard = Annotated[bool, typer.Option("--tensorboard", help="Write TensorBo
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
 
-def given(**values: Any) -> dict[str, Any]:
+def drop_none(**values: Any) -> dict[str, Any]:
     """Options that were given at all."""
     return {name: value for name, value in values.items() if value is not None}
 
 
-def refuse_taken(out: Path | None, resume: bool) -> None:
+def refuse_used_folder(out: Path | None, resume: bool) -> None:
     """Raise if a new run would be written over something else."""
     if out is None or not out.exists():
         return
@@ -68,7 +68,7 @@ def refuse_taken(out: Path | None, resume: bool) -> None:
 
 
 @contextmanager
-def folder_of(out: Path | None, name: str) -> Iterator[Path]:
+def output_folder(out: Path | None, name: str) -> Iterator[Path]:
     """Where to write: as told, or a new folder, which goes again if nothing was written to it."""
     if out is not None:
         yield out
@@ -76,7 +76,7 @@ def folder_of(out: Path | None, name: str) -> Iterator[Path]:
     stem = f"{name}-{dt.datetime.now().strftime('%Y%m%d-%H%M%S')}"
     # Another run may have begun in the same second, or the clock was set back.
     names = chain([stem], (f"{stem}-{number}" for number in count(2)))
-    place = next(filter(_claimed, map(Path("runs").joinpath, names)))
+    place = next(filter(_claim, map(Path("runs").joinpath, names)))
     try:
         yield place
     finally:
@@ -84,7 +84,7 @@ def folder_of(out: Path | None, name: str) -> Iterator[Path]:
             place.rmdir()
 
 
-def _claimed(place: Path) -> bool:
+def _claim(place: Path) -> bool:
     """Whether a folder is new, and ours from now on."""
     make_folder(place.parent)
     try:

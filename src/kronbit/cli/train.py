@@ -22,9 +22,9 @@ from kronbit.cli.options import (
     Settings,
     TensorBoard,
     command_line,
-    folder_of,
-    given,
-    refuse_taken,
+    drop_none,
+    output_folder,
+    refuse_used_folder,
     show_runs,
 )
 from kronbit.lab.errors import LabError
@@ -67,7 +67,7 @@ def train(
     tensorboard: TensorBoard = False,
 ) -> int:
     """Train a recipe once: progress, evaluation, checkpoints; Ctrl-C saves."""
-    from kronbit.lab.optimizers import label_of, refuse_meaningless
+    from kronbit.lab.optimizers import label_of, refuse_unused_options
     from kronbit.lab.training.display import Display
     from kronbit.lab.training.experiment import (
         DATA_FOLDER,
@@ -81,7 +81,7 @@ def train(
     from kronbit.lab.training.loop import Interrupted, Running
     from kronbit.lab.training.world import agree_on, join_world, leave_world
 
-    wishes = given(optimizer=optimizer, bits=bits, base=base, seed=seed, amp=amp)
+    wishes = drop_none(optimizer=optimizer, bits=bits, base=base, seed=seed, amp=amp)
     if resume is not None:
         if recipe is not None or wishes or settings or out is not None:
             raise LabError("--resume takes all settings from the run: give no others")
@@ -93,9 +93,9 @@ def train(
         raise LabError("which recipe? `kronbit recipes` lists them; --resume RUN goes on with one")
     else:
         made = find_recipe(recipe).with_settings({**wishes, **parse_settings(settings or ())})
-        refuse_meaningless(made)
-        refuse_taken(out, resume=False)
-        place = folder_of(out, f"{made.name}-{made.optimizer}")
+        refuse_unused_options(made)
+        refuse_used_folder(out, resume=False)
+        place = output_folder(out, f"{made.name}-{made.optimizer}")
     running = Running(data or DATA_FOLDER, compile, cuda_graph, tensorboard)
     world = join_world(parallel, device)
     console = Console(stderr=True)
@@ -167,12 +167,12 @@ def compare(
     from kronbit.lab.training.files import make_folder
     from kronbit.lab.training.interrupts import Interrupts
     from kronbit.lab.training.loop import Interrupted, Running
-    from kronbit.lab.training.refusals import refuse_impossible
+    from kronbit.lab.training.refusals import refuse_conflicts
     from kronbit.lab.training.world import join_world
 
     if resume and out is None:
         raise LabError("--resume needs --out: the folder of the comparison")
-    wishes = {**given(base=base, amp=amp), **parse_settings(settings or ())}
+    wishes = {**drop_none(base=base, amp=amp), **parse_settings(settings or ())}
     start = find_recipe(recipe).with_settings(wishes)
     specs = optimizers or DEFAULT_VARIANTS
     world = join_world("none", device)
@@ -186,25 +186,25 @@ def compare(
     if len(set(names)) < len(names):
         raise LabError("the same optimizer was given twice: tell them apart by a setting")
     for one in members:
-        refuse_impossible(one.recipe, world, running)
+        refuse_conflicts(one.recipe, world, running)
         check_optimizer(one.recipe)
-    refuse_taken(out, resume)
+    refuse_used_folder(out, resume)
     console = Console(stderr=True)
     command = command_line()
     try:
         with (
-            folder_of(out, start.name) as folder,
+            output_folder(out, start.name) as folder,
             Display(console) as display,
             Interrupts() as interrupts,
         ):
             make_folder(folder)
-            found = run_all(members, folder, world, running, display, resume, interrupts)
+            summaries = run_all(members, folder, world, running, display, resume, interrupts)
     except Interrupted:
         where = "" if out else f" --out {shlex.quote(str(folder))}"
         again = command if resume else f"{command}{where} --resume"
         _tell(console, f"saved; go on with: {again}")
         return 130
-    write_comparison(folder, start, command, world, found)
+    write_comparison(folder, start, command, world, summaries)
     runs = find_runs([folder])
     written = write_report(runs, folder, f"{start.name}: {start.about}", command)
     show_runs([folder])

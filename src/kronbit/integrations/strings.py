@@ -24,15 +24,15 @@ def read_options(given: str | Mapping[str, Any]) -> dict[str, Any]:
     """
     if isinstance(given, Mapping):
         return {name: _value(value) for name, value in given.items()}
-    found: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     for part in filter(None, map(str.strip, _parts(given))):
         name, equals, value = (word.strip() for word in part.partition("="))
         if not (name.isidentifier() and equals and value):
             raise ValueError(f"options must be like bits=4,update_every=10; got {part!r}")
-        if name in found:
+        if name in options:
             raise ValueError(f"option {name!r} is given twice: {given!r}")
-        found[name] = _value(value)
-    return found
+        options[name] = _value(value)
+    return options
 
 
 def _parts(text: str) -> list[str]:
@@ -60,7 +60,7 @@ def _value(value: Any) -> Any:
     if text.lower() in _WORDS:
         return _WORDS[text.lower()]
     try:
-        found = ast.literal_eval(text)
+        read = ast.literal_eval(text)
     except (ValueError, SyntaxError):
         return text
-    return tuple(found) if isinstance(found, list) else found
+    return tuple(read) if isinstance(read, list) else read

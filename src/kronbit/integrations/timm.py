@@ -19,11 +19,11 @@ def _with_fallback(params: Any) -> Any:
     """Groups of timm for an optimizer of matrices say who is not one."""
     if not isinstance(params, Iterable):
         return params
-    found = list(params)
-    for group in found:
+    groups = list(params)
+    for group in groups:
         if isinstance(group, dict) and group.get("use_fallback"):
             group.setdefault("precondition", False)
-    return found
+    return groups
 
 
 class Shampoo4bit(kronbit.Shampoo):

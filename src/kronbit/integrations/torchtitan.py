@@ -34,8 +34,8 @@ class KronbitOptimizers(OptimizersContainer):  # type: ignore[misc, type-arg, un
         }
         if name in known:
             return known[name]
-        found: Callable[..., Optimizer] = OptimizersContainer._resolve_optimizer_factory(name)
-        return found
+        factory: Callable[..., Optimizer] = OptimizersContainer._resolve_optimizer_factory(name)
+        return factory
 
     def _register_bf16_optimizer_state_hook(self) -> None:
         raise ValueError(

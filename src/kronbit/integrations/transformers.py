@@ -56,8 +56,8 @@ class ShampooFactory:
         Raises:
             ValueError: If an option is given twice.
         """
-        own = {"skip": skip, "weight_decay": weight_decay}
-        options |= {name: value for name, value in own.items() if value is not None}
+        explicit = {"skip": skip, "weight_decay": weight_decay}
+        options |= {name: value for name, value in explicit.items() if value is not None}
         options, more = read_options(options), read_options(optim_args or {})
         twice = sorted(more.keys() & options.keys())
         if twice:
@@ -73,8 +73,8 @@ class ShampooFactory:
             for decays in (True, False):
                 params = [(name, p) for name, p in named if (p.ndim >= 2) == decays]
                 if params:
-                    there = {"params": params, "weight_decay": decay if decays else 0.0}
-                    groups.append({**group, **there})
+                    part = {"params": params, "weight_decay": decay if decays else 0.0}
+                    groups.append({**group, **part})
         return self._make(groups, model, options)
 
     def _make(

@@ -49,8 +49,8 @@ class MuonBesideBase(Optimizer):
             raise LabError(
                 "muon is for hidden linear layers, and the model has none: take a transformer"
             )
-        own = {p for _, p in hidden}
-        rest = [(name, p) for name, p in model.named_parameters() if p not in own]
+        chosen = {p for _, p in hidden}
+        rest = [(name, p) for name, p in model.named_parameters() if p not in chosen]
         shared = {name: keywords[name] for name in ("lr", "weight_decay") if name in keywords}
         muon = torch.optim.Muon(hidden, adjust_lr_fn="match_rms_adamw", **shared)
         self._parts = (muon, resolve(rest, base, keywords))

@@ -106,7 +106,7 @@ def variant(spec: str, recipe: Recipe) -> tuple[str, str, Recipe]:
     if not (isinstance(longer, (int, float)) and longer > 0):
         raise LabError(f"longer must be a positive number; got {longer!r}")
     made = recipe.with_settings({**VARIANTS.get(name, {"optimizer": name}), **settings})
-    refuse_meaningless(made, recipe.options)
+    refuse_unused_options(made, recipe.options)
     if longer != 1:
         length = {"epochs": made.epochs * longer} if made.epochs else {}
         made = made.with_settings(length or {"steps": round((made.steps or 0) * longer)})
@@ -118,7 +118,7 @@ def variant(spec: str, recipe: Recipe) -> tuple[str, str, Recipe]:
     return "-".join([name, *given]).replace("/", "_"), label, made
 
 
-def refuse_meaningless(recipe: Recipe, shared: Mapping[str, Any] | None = None) -> None:
+def refuse_unused_options(recipe: Recipe, shared: Mapping[str, Any] | None = None) -> None:
     """Refuse options of second order where there is none.
 
     Args:

@@ -102,11 +102,11 @@ def closure(subject: Subject, device: torch.device) -> None:
         losses.append(_backward(model, 0))
         return losses[-1]
 
-    found: Any = optimizer.step(evaluate)
+    returned: Any = optimizer.step(evaluate)
     _require(len(losses) == 1, f"the closure was called {len(losses)} times")
-    _require(found is not None, "the closure's loss was not returned")
+    _require(returned is not None, "the closure's loss was not returned")
     _require(
-        float(found.detach()) == float(losses[0].detach()),
+        float(returned.detach()) == float(losses[0].detach()),
         "another loss than the closure's was returned",
     )
 
@@ -268,9 +268,9 @@ def distributed_checkpoint(subject: Subject, device: torch.device) -> None:
         with tempfile.TemporaryDirectory() as folder:
             saved: Any = get_optimizer_state_dict(model, optimizer)
             save(saved, checkpoint_id=folder, no_dist=True)
-            found: Any = get_optimizer_state_dict(twin, again)
-            load(found, checkpoint_id=folder, no_dist=True)
-            set_optimizer_state_dict(twin, again, found)
+            loaded: Any = get_optimizer_state_dict(twin, again)
+            load(loaded, checkpoint_id=folder, no_dist=True)
+            set_optimizer_state_dict(twin, again, loaded)
 
     _resume(subject, device, torch.float32, through)
 
@@ -292,7 +292,7 @@ def _rank(rank: int, subject: Subject, folder: str) -> None:
     _train(model, subject.make(model), range(6))
     whole = [p.full_tensor() if isinstance(p, DTensor) else p for p in model.parameters()]
     if rank == 0:
-        torch.save([p.detach() for p in whole], Path(folder) / "found.pt")
+        torch.save([p.detach() for p in whole], Path(folder) / "sharded.pt")
     dist.destroy_process_group()
 
 
@@ -306,8 +306,8 @@ def fsdp2(subject: Subject, device: torch.device) -> None:
         torch.set_num_threads(threads)
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.spawn(_rank, (subject, folder), _RANKS)  # type: ignore[attr-defined, no-untyped-call]
-        found = torch.load(Path(folder) / "found.pt", weights_only=True)
-    largest = _distance(found, model.parameters())
+        sharded = torch.load(Path(folder) / "sharded.pt", weights_only=True)
+    largest = _distance(sharded, model.parameters())
     _require(largest < 1e-5, f"differs from one process by up to {largest:.1e}")
 
 

@@ -41,9 +41,9 @@ class Subject:
     def make(self, model: nn.Module, params: Iterable[Any] | None = None) -> Optimizer:
         """An optimizer of a model's parameters, or of some of them."""
         kind = self.find()
-        own: dict[str, Any] = {"model": model} if _takes_model(kind) else {}
+        model_option: dict[str, Any] = {"model": model} if _takes_model(kind) else {}
         made: Optimizer = kind(
-            model.parameters() if params is None else params, **own, **self.options
+            model.parameters() if params is None else params, **model_option, **self.options
         )
         return made
 
@@ -68,6 +68,6 @@ def subject_of(path: str, options: Mapping[str, Any]) -> Subject:
     Raises:
         LabError: If there is no such class.
     """
-    found = Subject(path, options).find()
-    ours = isinstance(found, type) and issubclass(found, SecondOrder)
+    kind = Subject(path, options).find()
+    ours = isinstance(kind, type) and issubclass(kind, SecondOrder)
     return Subject(path, {**(OFTEN if ours else {}), **options})

@@ -64,5 +64,5 @@ def logits(model: nn.Module, x: Tensor) -> Tensor:
     output = model(x)
     if isinstance(output, Tensor):
         return output
-    found: Tensor = output.logits if hasattr(output, "logits") else output[0]
-    return found
+    values: Tensor = output.logits if hasattr(output, "logits") else output[0]
+    return values

@@ -32,5 +32,5 @@ class DigitsCNN(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Logits of images (b, 1, 8, 8)."""
-        found: Tensor = self.layers(x)
-        return found
+        logits: Tensor = self.layers(x)
+        return logits

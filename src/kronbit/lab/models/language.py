@@ -17,9 +17,9 @@ def gpt2(**options: Any) -> nn.Module:
     Args:
         **options: Fields of ``transformers.GPT2Config``; dropout is off unless they say otherwise.
     """
-    own: dict[str, Any] = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-    own |= {"bos_token_id": None, "eos_token_id": None}  # GPT-2's may be beyond a vocabulary
-    return _causal("gpt2", "GPT2Config", "GPT2LMHeadModel", {**own, **options})
+    defaults: dict[str, Any] = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    defaults |= {"bos_token_id": None, "eos_token_id": None}  # GPT-2's may be beyond a vocabulary
+    return _causal("gpt2", "GPT2Config", "GPT2LMHeadModel", {**defaults, **options})
 
 
 def llama(**options: Any) -> nn.Module:

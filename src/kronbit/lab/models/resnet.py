@@ -92,5 +92,5 @@ class ResNet(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Logits of images (b, 3, h, w)."""
-        found: Tensor = self.head(self.blocks(self.stem(x)).mean((2, 3)))
-        return found
+        logits: Tensor = self.head(self.blocks(self.stem(x)).mean((2, 3)))
+        return logits

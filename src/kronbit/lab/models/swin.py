@@ -42,8 +42,8 @@ class Gather(torch.autograd.Function):
 
 def gather(x: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
     """x[:, index]; ``inverse`` gives each token's place in the result."""
-    found: Tensor = Gather.apply(x, index, inverse)  # type: ignore[no-untyped-call]
-    return found
+    gathered: Tensor = Gather.apply(x, index, inverse)  # type: ignore[no-untyped-call]
+    return gathered
 
 
 def windows(image: Tensor, size: int) -> Tensor:
@@ -89,8 +89,8 @@ class WindowAttention(nn.Module):
         if self.mask is not None:  # by window; without one, all windows share the bias
             bias = (bias + self.mask).to(q.dtype).repeat(b, 1, 1, 1)
         y = functional.scaled_dot_product_attention(q, k, v, attn_mask=bias.to(q.dtype))
-        found: Tensor = self.out(y.transpose(1, 2).reshape(x.shape))
-        return found
+        attended: Tensor = self.out(y.transpose(1, 2).reshape(x.shape))
+        return attended
 
 
 class Block(TransformerBlock):
@@ -159,8 +159,8 @@ class Merge(nn.Module):
         """(b, side², width) -> (b, side² / 4, 2 width)."""
         half = self.side // 2
         x = x.view(len(x), half, 2, half, 2, -1).permute(0, 1, 3, 4, 2, 5)
-        found: Tensor = self.reduction(self.norm(x.reshape(len(x), half * half, -1)))
-        return found
+        merged: Tensor = self.reduction(self.norm(x.reshape(len(x), half * half, -1)))
+        return merged
 
 
 class SwinTiny(nn.Module):
@@ -204,5 +204,5 @@ class SwinTiny(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Logits of images (b, 3, image, image)."""
         tokens = self.norm(self.patches(x).flatten(2).mT)
-        found: Tensor = self.head(self.last_norm(self.layers(tokens)).mean(1))
-        return found
+        logits: Tensor = self.head(self.last_norm(self.layers(tokens)).mean(1))
+        return logits

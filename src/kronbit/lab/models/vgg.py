@@ -36,5 +36,5 @@ class VGG19(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Logits of images (b, 3, h, w) whose sides are at least 32."""
-        found: Tensor = self.head(self.features(x).mean((2, 3)))
-        return found
+        logits: Tensor = self.head(self.features(x).mean((2, 3)))
+        return logits

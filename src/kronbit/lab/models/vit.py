@@ -30,8 +30,8 @@ class Attention(nn.Module):
         """(b, tokens, width) -> the same."""
         q, k, v = heads_of(self.qkv(x), self.heads)
         y = functional.scaled_dot_product_attention(q, k, v)
-        found: Tensor = self.out(y.transpose(1, 2).flatten(2))
-        return found
+        attended: Tensor = self.out(y.transpose(1, 2).flatten(2))
+        return attended
 
 
 class VisionTransformer(nn.Module):
@@ -78,5 +78,5 @@ class VisionTransformer(nn.Module):
         """Logits of images (b, channels, image, image)."""
         tokens = self.patches(x).flatten(2).mT
         tokens = torch.cat((self.first.expand(len(x), -1, -1), tokens), 1) + self.positions
-        found: Tensor = self.head(self.norm(self.blocks(tokens)[:, 0]))
-        return found
+        logits: Tensor = self.head(self.norm(self.blocks(tokens)[:, 0]))
+        return logits

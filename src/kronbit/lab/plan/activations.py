@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from kronbit.lab.models import logits
-from kronbit.lab.plan.gpu_behaviour import GPUBehaviour, functions_of_torch_seen_through
+from kronbit.lab.plan.gpu_behaviour import GPUEmulation, expose_torch_functions
 from kronbit.lab.precision import AMP, autocast
 
 
@@ -55,8 +55,8 @@ class Passes:
         x = self.inputs.batch(batch, next(model.parameters()).dtype)
         config = getattr(model, "config", None)
         if getattr(config, "is_encoder_decoder", False):  # reads targets as well
-            found: Tensor = model(input_ids=x, labels=x).loss
-            return found
+            loss: Tensor = model(input_ids=x, labels=x).loss
+            return loss
         rows = logits(model, x).float().flatten(0, -2)
         return functional.cross_entropy(rows, torch.zeros(len(rows), dtype=torch.int64))
 
@@ -101,12 +101,12 @@ class _Held(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        found = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(found):
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor) and tensor.device.type == "meta":
                 self._count(tensor.untyped_storage())
         self.curve.append(self.bytes)
-        return found
+        return result
 
     def _count(self, storage: torch.UntypedStorage) -> None:
         key = storage._cdata
@@ -134,11 +134,11 @@ def trace(model: nn.Module, passes: Passes, batch: int) -> Trace:
     saved = 0
     model.train()
     try:
-        with functions_of_torch_seen_through(), torch.device("meta"), held:
+        with expose_torch_functions(), torch.device("meta"), held:
             for _ in range(1 + passes.repeated):
-                with GPUBehaviour(AMP[passes.amp]) as behaviour:
+                with GPUEmulation(AMP[passes.amp]) as behaviour:
                     loss = passes.loss(model, batch)
-                    behaviour.end_forward()
+                    behaviour.end_forward_pass()
                     saved = saved or held.bytes
                     torch.autograd.backward(loss)
                     del loss

@@ -38,7 +38,7 @@ _FLOAT32 = frozenset(
 )
 
 
-class GPUBehaviour(TorchFunctionMode):
+class GPUEmulation(TorchFunctionMode):
     """Replaces attention and dropout, and casts as autocast does.
 
     Args:
@@ -51,7 +51,7 @@ class GPUBehaviour(TorchFunctionMode):
         # Autocast casts a weight once per forward pass.
         self._cast_weights: dict[Tensor, Tensor] | None = {}
 
-    def end_forward(self) -> None:
+    def end_forward_pass(self) -> None:
         """What comes now is computed again by checkpointing: autocast's copies are gone."""
         self._cast_weights = None
 
@@ -122,7 +122,7 @@ _REPLACED: Mapping[str, Callable[..., Any]] = {
 
 
 @contextlib.contextmanager
-def functions_of_torch_seen_through() -> Iterator[None]:
+def expose_torch_functions() -> Iterator[None]:
     """Let a mode see what torch's Python functions call inside, as it sees all else.
 
     They would be handed to it whole, and run without it: attention inside of

@@ -181,9 +181,9 @@ def _of_folder(folder: Path, name: str) -> Network:
 
 def _import_factory(name: str) -> Callable[[], Any]:
     try:
-        found: Any = pkgutil.resolve_name(name)
+        factory: Any = pkgutil.resolve_name(name)
     except Exception as error:  # a module may raise anything as it is imported
         raise LabError(f"cannot import {name}: {one_line(error)}") from error
-    if not callable(found):
+    if not callable(factory):
         raise LabError(f"{name} is not callable: give a function that returns an nn.Module")
-    return found  # type: ignore[no-any-return]
+    return factory  # type: ignore[no-any-return]

@@ -85,10 +85,10 @@ def parse_size(text: str) -> int:
     Raises:
         LabError: If it is not such a size.
     """
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([MGT])(?:i?B)?\s*", text, re.IGNORECASE)
-    if found is None or float(found[1]) == 0:
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([MGT])(?:i?B)?\s*", text, re.IGNORECASE)
+    if match is None or float(match[1]) == 0:
         raise LabError(f"{text!r} is not a size of memory: write 80GB, 24G, 80GiB or 81920MiB")
-    return int(float(found[1]) * 1024 ** (2 + "MGT".index(found[2].upper())))
+    return int(float(match[1]) * 1024 ** (2 + "MGT".index(match[2].upper())))
 
 
 def make_plan(
@@ -194,11 +194,11 @@ def _activations(
     if isinstance(passes, str):
         return Activations(None, None, f"not known: {passes}"), None
     try:
-        found = estimate(model, passes, network.batch)
+        counted = estimate(model, passes, network.batch)
     except Exception as error:  # a network that cannot run without values raises anything
         why_not = f"not known: it does not run on meta ({one_line(error)[:160]})"
         return Activations(None, None, why_not), None
-    saved, peak = found.first.saved, found.first.peak
+    saved, peak = counted.first.saved, counted.first.peak
     how, share = "estimated: counted on the meta device, with fused attention", Fraction(1)
     if measured and not torch.cuda.is_available():
         how += "; there is no CUDA device to measure"
@@ -210,5 +210,5 @@ def _activations(
         except torch.OutOfMemoryError:
             how += "; this GPU is too small to measure"
     return Activations(saved, int(peak * share), how), lambda batch: int(
-        found.peak_at(batch) * share
+        counted.peak_at(batch) * share
     )

@@ -153,21 +153,21 @@ class Accounts:
             label = ", ".join(f"{key}={value}" for key, value in stored.items())
             ways = {**WAYS, "set": (f"{{}}, {label}", stored)}
         base = self._row("base", BASE_LABELS.get(self._network.base, self._network.base))
-        found = [base, *self._rows_of(algorithm, options, ways)]
+        rows = [base, *self._rows_of(algorithm, options, ways)]
         if algorithm == "shampoo":
             try:
                 # AdaBK's state is K-FAC's. Layers are not cut: the order is not meant for them.
                 ways = {key: (f"{key}-bit {{}} or AdaBK", WAYS[key][1]) for key in ("32", "4")}
-                found += self._rows_of("kfac", self._options("kfac", None), ways)
+                rows += self._rows_of("kfac", self._options("kfac", None), ways)
             except LabError as error:
                 self.notes.append(f"K-FAC and AdaBK are left out: {error}")
-        return found
+        return rows
 
     def _options(self, algorithm: str, order: int | None) -> dict[str, Any]:
         of_layers = algorithm in ("kfac", "adabk")
         source = self._network.kfac if of_layers else self._network.shampoo
-        found = {key: value for key, value in source.items() if key in OPTIONS} | self._settings
-        return found if order is None else {**found, "max_order": order}
+        options = {key: value for key, value in source.items() if key in OPTIONS} | self._settings
+        return options if order is None else {**options, "max_order": order}
 
     def _rows_of(self, algorithm: str, options: Mapping[str, Any], ways: _Ways) -> list[Row]:
         kind, name = ALGORITHMS[algorithm]
@@ -231,14 +231,16 @@ class Accounts:
         held = held or _SecondOrder()
         state = held.statistics + held.roots
         kept = self._parameters + self._gradients + self._base + state + held.collected
-        activations = self._beyond_gradients(self._network.batch or 0)
+        activations = self._needed_beyond_gradients(self._network.batch or 0)
         fits = largest = None
         if self._limit is not None:
             room = self._limit - CONTEXT - kept
             fits = max(activations, held.workspace) <= room
             if self._peak_at is not None:
                 batches = (2**i for i in range(_LARGEST_BATCH.bit_length()))
-                needs = ((max(self._beyond_gradients(b), held.workspace), b) for b in batches)
+                needs = (
+                    (max(self._needed_beyond_gradients(b), held.workspace), b) for b in batches
+                )
                 largest = max((b for need, b in needs if need <= room), default=0)
         return Row(
             key=key,
@@ -256,7 +258,7 @@ class Accounts:
             largest_batch=largest,
         )
 
-    def _beyond_gradients(self, batch: int) -> int:
+    def _needed_beyond_gradients(self, batch: int) -> int:
         return 0 if self._peak_at is None else max(0, self._peak_at(batch) - self._gradients)
 
 

@@ -61,10 +61,10 @@ def load_last(folder: Path) -> dict[str, Any]:
     Raises:
         LabError: If there is none, or it cannot be read.
     """
-    found = checkpoints(folder)
-    if not found:
+    paths = checkpoints(folder)
+    if not paths:
         raise LabError(f"{folder} has no checkpoint to go on from: start anew without --resume")
-    return read(found[-1])
+    return read(paths[-1])
 
 
 def read(path: Path) -> dict[str, Any]:

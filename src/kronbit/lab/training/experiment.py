@@ -164,10 +164,10 @@ def read_member(folder: Path) -> tuple[Member, dict[str, Any]]:
     """
     path = folder / "run.json"
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        recipe = recipe_from(found["recipe"], found["recipe"]["name"], str(path))
-        made = Member(found["variant"], found["label"], recipe, found["command"])
-        return made, dict(found["running"])
+        content = json.loads(path.read_text(encoding="utf-8"))
+        recipe = recipe_from(content["recipe"], content["recipe"]["name"], str(path))
+        member = Member(content["variant"], content["label"], recipe, content["command"])
+        return member, dict(content["running"])
     except OSError as error:
         raise LabError(f"{folder} is not the folder of a run: it has no run.json") from error
     except (KeyError, TypeError, ValueError) as error:
@@ -200,24 +200,24 @@ def run_all(
     Raises:
         Interrupted: If the user wants to stop.
     """
-    found = []
+    summaries = []
     for one in members:
         name = f"{one.key}-seed{one.recipe.seed}"
-        own = folder / name
-        done = own / "summary.json"
-        goes_on = resume and bool(checkpoints(own)) and (own / "run.json").is_file()
-        if (goes_on or (resume and done.is_file())) and read_member(own)[0].recipe != one.recipe:
-            raise LabError(f"{own} was run with other settings: choose another --out")
+        place = folder / name
+        done = place / "summary.json"
+        goes_on = resume and bool(checkpoints(place)) and (place / "run.json").is_file()
+        if (goes_on or (resume and done.is_file())) and read_member(place)[0].recipe != one.recipe:
+            raise LabError(f"{place} was run with other settings: choose another --out")
         if resume and done.is_file():
             summary = json.loads(done.read_text(encoding="utf-8"))
         elif interrupts.wanted:
             raise Interrupted
         else:
-            if own.exists() and not goes_on:
-                shutil.rmtree(own)
-            summary = run_member(one, own, world, running, display, goes_on, interrupts)
-        found.append((name, summary))
-    return found
+            if place.exists() and not goes_on:
+                shutil.rmtree(place)
+            summary = run_member(one, place, world, running, display, goes_on, interrupts)
+        summaries.append((name, summary))
+    return summaries
 
 
 def write_comparison(
@@ -225,7 +225,7 @@ def write_comparison(
     recipe: Recipe,
     command: str,
     world: World,
-    found: Sequence[tuple[str, Mapping[str, Any]]],
+    summaries: Sequence[tuple[str, Mapping[str, Any]]],
 ) -> None:
     """The comparison's ``summary.json``."""
     content = {
@@ -235,6 +235,6 @@ def write_comparison(
         "command": command,
         "versions": versions(),
         "hardware": hardware(world.device),
-        "runs": [{**summary, "folder": name} for name, summary in found],
+        "runs": [{**summary, "folder": name} for name, summary in summaries],
     }
     write_json(folder / "summary.json", content)

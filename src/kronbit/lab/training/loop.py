@@ -32,10 +32,10 @@ from kronbit.lab.training.determinism import Repeatable
 from kronbit.lab.training.display import Display
 from kronbit.lab.training.files import MetricsFile
 from kronbit.lab.training.interrupts import Interrupts
-from kronbit.lab.training.measures import PeakMemory, StepTimer, left_over
+from kronbit.lab.training.measures import PeakMemory, StepTimer, allocated_earlier
 from kronbit.lab.training.modes import Modes
 from kronbit.lab.training.passes import Captured, Eager, Objective, rehearse
-from kronbit.lab.training.refusals import refuse_impossible
+from kronbit.lab.training.refusals import refuse_conflicts
 from kronbit.lab.training.shadow import Shadow
 from kronbit.lab.training.summary import summarise
 from kronbit.lab.training.world import (
@@ -87,9 +87,9 @@ class Training:
 
     def __init__(self, recipe: Recipe, folder: Path, world: World, running: Running) -> None:
         self.recipe, self.folder, self.world = recipe, folder, world
-        refuse_impossible(recipe, world, running)
+        refuse_conflicts(recipe, world, running)
         device = world.device
-        earlier = left_over(device)
+        earlier = allocated_earlier(device)
         self.data = open_data(
             recipe.data,
             running.data,
@@ -197,7 +197,7 @@ class Training:
             self._take_step()
             display.step(self.step)
             last = self.step == self.steps
-            stop = self._votes.anyone(interrupts.wanted)
+            stop = self._votes.any_rank(interrupts.wanted)
             saved = self.step % save_every == 0
             due = self.step % recipe.log_every == 0
             evaluated = self.step % eval_every == 0
@@ -239,10 +239,10 @@ class Training:
         self.scaler.update()
         self.step += 1
         self._timer.mark()
-        found = self.shadow.after_step() if self.shadow is not None else None
-        if found is not None:
+        errors = self.shadow.after_step() if self.shadow is not None else None
+        if errors is not None:
             # Before the line of losses: both are of this step, and this one was first.
-            self._add({"kind": "errors", **self._place(), **found})
+            self._add({"kind": "errors", **self._place(), **errors})
 
     def _make_passes(self, x: Tensor, y: Tensor) -> Eager | Captured:
         repeatable = Repeatable(self.world.device, self.recipe.deterministic)
@@ -294,13 +294,13 @@ class Training:
         for x, y in islice(self.data.held_out(), self.recipe.eval_batches):
             total += self.objective.judge(self.model, x, y)
         loss, right, count = self.world.sum(total).tolist()
-        found = {"loss": loss / count}
+        figures = {"loss": loss / count}
         if self.data.classifies:
-            found["accuracy"] = right / count
-            self.best["accuracy"] = max(self.best.get("accuracy", 0.0), found["accuracy"])
-        self.best["loss"] = min(self.best.get("loss", math.inf), found["loss"])
-        self._add({"kind": "eval", **self._place(), **found})
-        display.evaluation(self.step, found)
+            figures["accuracy"] = right / count
+            self.best["accuracy"] = max(self.best.get("accuracy", 0.0), figures["accuracy"])
+        self.best["loss"] = min(self.best.get("loss", math.inf), figures["loss"])
+        self._add({"kind": "eval", **self._place(), **figures})
+        display.evaluation(self.step, figures)
         self._modes.train()
 
     def _place(self) -> Figures:
@@ -340,24 +340,24 @@ class Training:
 
     def _load(self) -> int:
         """Go on from the last checkpoint; returns the size of the metrics then."""
-        found = checkpoints.load_last(self.folder)
+        state = checkpoints.load_last(self.folder)
         try:
-            load_whole_state(self.model, self.optimizer, found, self.world)
-            self.scaler.load_state_dict(found["scaler"])
+            load_whole_state(self.model, self.optimizer, state, self.world)
+            self.scaler.load_state_dict(state["scaler"])
             watched = {} if self.shadow is None else self.shadow.state_dict()
-            if self.shadow is not None and found["shadow"].keys() == watched.keys():
-                self.shadow.load_state_dict(found["shadow"])
+            if self.shadow is not None and state["shadow"].keys() == watched.keys():
+                self.shadow.load_state_dict(state["shadow"])
             else:  # ranks that share parameters have not followed them: it is too late to begin
                 self.shadow = None
         except (KeyError, RuntimeError, ValueError) as error:
             raise LabError(
                 f"the checkpoint in {self.folder} does not fit: {one_line(error)}"
             ) from error
-        self.step, self.seconds = found["step"], found["seconds"]
-        self.last, self.best, self.step_ms = found["last"], found["best"], found["step_ms"]
-        if found["peak"] is not None:
-            self.peak.raise_to(found["peak"])
-        return int(found["metrics_size"])
+        self.step, self.seconds = state["step"], state["seconds"]
+        self.last, self.best, self.step_ms = state["last"], state["best"], state["step_ms"]
+        if state["peak"] is not None:
+            self.peak.raise_to(state["peak"])
+        return int(state["metrics_size"])
 
 
 def _synchronise(device: torch.device) -> None:

@@ -48,12 +48,12 @@ class StepTimer:
     def gather(self) -> list[float]:
         """The steps since the last call. The device must be done with them."""
         on_gpu = self._device.type == "cuda"
-        found = [
+        times = [
             round((a.elapsed_time(b) if on_gpu else 1e3 * (b - a)) - skipped, 3)
             for a, b, skipped in self._steps
         ]
         self._steps.clear()
-        return found
+        return times
 
 
 class PeakMemory:
@@ -65,7 +65,7 @@ class PeakMemory:
     Args:
         device: Where training takes place.
         held: Bytes of parameters, which are there already.
-        earlier: Bytes that were allocated before the run; see ``left_over``.
+        earlier: Bytes that were allocated before the run; see ``allocated_earlier``.
 
     Attributes:
         kind: What the figure means.
@@ -123,7 +123,7 @@ class PeakMemory:
         return _resident("VmRSS")
 
 
-def left_over(device: torch.device) -> int:
+def allocated_earlier(device: torch.device) -> int:
     """What earlier runs of this process still have on a GPU: workspaces of cuBLAS, above all."""
     gc.collect()
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0

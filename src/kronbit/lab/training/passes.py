@@ -36,8 +36,8 @@ class Objective:
     def outputs(self, model: nn.Module, x: Tensor) -> Tensor:
         """Logits, in float32."""
         with autocast(x.device.type, self.amp):
-            found = logits(model, x)
-        return found.float() if self.classifies else found.float().flatten(0, 1)
+            outputs = logits(model, x)
+        return outputs.float() if self.classifies else outputs.float().flatten(0, 1)
 
     def loss(self, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
         """The mean loss of a batch in training. Mixed targets are smoothed already."""
@@ -48,9 +48,9 @@ class Objective:
     @torch.no_grad()
     def judge(self, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
         """(sum of losses, right answers, answers) of held-out data, on the device."""
-        found, target = self.outputs(model, x), y.flatten()
-        loss = functional.cross_entropy(found, target, reduction="sum")
-        right = (found.argmax(-1) == target).sum()
+        outputs, target = self.outputs(model, x), y.flatten()
+        loss = functional.cross_entropy(outputs, target, reduction="sum")
+        right = (outputs.argmax(-1) == target).sum()
         return torch.stack([loss.double(), right.double(), torch.full_like(loss, len(target))])
 
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from kronbit.lab.training.world import World
 
 
-def refuse_impossible(recipe: Recipe, world: World, running: Running) -> None:
+def refuse_conflicts(recipe: Recipe, world: World, running: Running) -> None:
     """Refuse ways to run that do not go with the device, the optimizer or each other.
 
     Args:

@@ -53,10 +53,13 @@ class _Watch:
         wide = torch.float64 if grad.dtype == torch.float64 else torch.float32
         if not bool(torch.isfinite(torch.linalg.vector_norm(grad, dtype=wide).float())):
             return None
-        own = self.block
-        rows, columns = slice(own.row, own.row + own.m), slice(own.column, own.column + own.n)
-        found = grad.detach().reshape(self.matrices)[own.batch, rows, columns]
-        return found.to(torch.float64, copy=True)
+        block = self.block
+        rows, columns = (
+            slice(block.row, block.row + block.m),
+            slice(block.column, block.column + block.n),
+        )
+        G = grad.detach().reshape(self.matrices)[block.batch, rows, columns]
+        return G.to(torch.float64, copy=True)
 
     def update(self, G: Tensor, beta: float) -> None:
         """A ← β A + (1 - β) M on both sides."""
@@ -92,7 +95,7 @@ class Shadow:
         aside: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self._optimizer, self._aside = optimizer, aside
-        self._watches = [] if _knows_nothing(optimizer) else _largest(optimizer, names, blocks)
+        self._watches = [] if _cannot_watch(optimizer) else _largest(optimizer, names, blocks)
 
     @property
     def watches(self) -> tuple[str, ...]:
@@ -133,27 +136,27 @@ class Shadow:
                 watch.G = None
             if not refreshed:
                 return None
-            found = self._errors(refreshed)
-        whole, beside = zip(*found.values(), strict=True)
+            errors = self._errors(refreshed)
+        whole, beside = zip(*errors.values(), strict=True)
         return {
             **_mean(whole),
             "off_diagonal": _mean(beside),
-            "blocks": {name: asdict(own) for name, (own, _) in found.items()},
+            "blocks": {name: asdict(whole) for name, (whole, _) in errors.items()},
         }
 
     def _errors(self, refreshed: list[_Watch]) -> dict[str, tuple[Deviation, Deviation]]:
         plan = self._optimizer._plan
         assert plan is not None, "a step has been taken"
         planned = {(block.p, block.key): block for block in plan.blocks()}
-        found = {}
+        errors = {}
         for watch in refreshed:
-            own = planned[watch.p, f"block_{watch.block.index}"]
-            for side, factors in own.sides.items():
-                root = factors.roots(slice(own.row, own.row + 1))[0]
+            block = planned[watch.p, f"block_{watch.block.index}"]
+            for side, factors in block.sides.items():
+                root = factors.roots(slice(block.row, block.row + 1))[0]
                 A = watch.exact[side].to(root.device)
                 exact = Statistic.of(A, self._config(watch)).root()
-                found[f"{watch.name} {side}"] = deviations(root, exact)
-        return found
+                errors[f"{watch.name} {side}"] = deviations(root, exact)
+        return errors
 
     def state_dict(self) -> dict[str, Tensor]:
         """The exact preconditioners by name and side."""
@@ -167,11 +170,11 @@ class Shadow:
         Raises:
             LabError: If it is of other blocks.
         """
-        own = self.state_dict()
-        for name in own.keys() ^ state_dict.keys():
+        current = self.state_dict()
+        for name in current.keys() ^ state_dict.keys():
             where = "not watched here" if name in state_dict else "not in the checkpoint"
             raise LabError(f"exact preconditioners of other blocks: {name} is {where}")
-        for name, A in own.items():
+        for name, A in current.items():
             if state_dict[name].shape != A.shape:
                 raise LabError(
                     f"the exact preconditioner {name} has shape {tuple(state_dict[name].shape)} in "
@@ -188,14 +191,15 @@ class Shadow:
         return int(self._optimizer.state.get(watch.p, {}).get("step", 0))
 
 
-def _mean(found: Sequence[Deviation]) -> dict[str, float]:
+def _mean(deviations: Sequence[Deviation]) -> dict[str, float]:
     """Of both errors."""
     return {
-        name: sum(getattr(own, name) for own in found) / len(found) for name in ("nre", "angle")
+        name: sum(getattr(one, name) for one in deviations) / len(deviations)
+        for name in ("nre", "angle")
     }
 
 
-def _knows_nothing(optimizer: SecondOrder) -> bool:
+def _cannot_watch(optimizer: SecondOrder) -> bool:
     return (
         optimizer._statistics.name != "gradients"
         or optimizer.config.shard_state

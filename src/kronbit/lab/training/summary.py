@@ -66,5 +66,5 @@ def _memory(training: Training) -> dict[str, Any]:
 
 
 def _counters(optimizer: Optimizer) -> dict[str, int]:
-    found = optimizer.diagnostics() if hasattr(optimizer, "diagnostics") else {}
-    return {name: value for name, value in found.items() if type(value) is int}
+    diagnostics = optimizer.diagnostics() if hasattr(optimizer, "diagnostics") else {}
+    return {name: value for name, value in diagnostics.items() if type(value) is int}

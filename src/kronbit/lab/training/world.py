@@ -66,7 +66,7 @@ class Votes:
         if not self._alone:
             self._group = dist.new_group(backend="gloo")
 
-    def anyone(self, wants: bool) -> bool:
+    def any_rank(self, wants: bool) -> bool:
         """The same on all ranks, which must all call it."""
         if self._alone:
             return wants
@@ -117,12 +117,12 @@ def join_world(parallel: str, device: str | None) -> World:
             f"--parallel {parallel} needs torchrun: "
             f"torchrun --nproc-per-node 2 -m kronbit train ... --parallel {parallel}"
         )
-    found = find_device(device)
-    if found.type == "cuda":
-        found = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
-        torch.cuda.set_device(found)
-    dist.init_process_group("nccl" if found.type == "cuda" else "gloo")
-    return World(parallel, found, dist.get_rank(), dist.get_world_size())
+    local = find_device(device)
+    if local.type == "cuda":
+        local = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        torch.cuda.set_device(local)
+    dist.init_process_group("nccl" if local.type == "cuda" else "gloo")
+    return World(parallel, local, dist.get_rank(), dist.get_world_size())
 
 
 def agree_on(text: str, world: World) -> str:
@@ -151,13 +151,13 @@ def shard(model: nn.Module, world: World) -> None:
 
 def _blocks(model: nn.Module) -> list[nn.Module]:
     """The members of the outermost lists of layers."""
-    found: list[nn.Module] = []
+    blocks: list[nn.Module] = []
     for child in model.children():
         if isinstance(child, (nn.ModuleList, nn.Sequential)):
-            found += [block for block in child if any(True for _ in block.parameters())]
+            blocks += [block for block in child if any(True for _ in block.parameters())]
         else:
-            found += _blocks(child)
-    return found
+            blocks += _blocks(child)
+    return blocks
 
 
 def replicate(model: nn.Module, world: World) -> nn.Module:

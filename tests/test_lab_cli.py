@@ -82,7 +82,7 @@ def test_a_run_that_was_killed_or_interrupted_equals_one_that_was_not(tmp_path: 
     process.send_signal(signal.SIGINT)
     _, said = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert f"go on with: kronbit train --resume {parts}" in said
+    assert f"resume with: kronbit train --resume {parts}" in said
     assert killed_at < wait_for_checkpoint(parts) < "step-00000100"
 
     assert run(["train", "--resume", str(parts)]) == 0
@@ -311,7 +311,7 @@ def test_every_bad_input_is_one_line(capsys: pytest.CaptureFixture[str], tmp_pat
     plain = ["train", "digits-cnn", "--optimizer", "base", "--bits", "4", *out]
     assert "means nothing to base" in one_line(capsys, *plain)
     longer = ["train", "pydoc-gpt", "--set", "data.length=128", *out]
-    assert "more than the 64 places" in one_line(capsys, *longer)
+    assert "exceeds the 64 positions" in one_line(capsys, *longer)
     assert "--set data.NAME=VALUE" in one_line(capsys, "train", "digits-cnn", "--set", "data=3")
     assert "--bits must be" in one_line(capsys, "errors", "--bits", "5")
     assert not (tmp_path / "run").exists()

@@ -205,7 +205,7 @@ def test_broken_checkpoints_are_named(tmp_path: Path) -> None:
     trained(recipe, tmp_path / "run")
     newest = checkpoints.checkpoints(tmp_path / "run")[-1]
     newest.write_bytes(newest.read_bytes()[:1000])
-    with pytest.raises(LabError, match="remove it to go on"):
+    with pytest.raises(LabError, match="remove it to resume"):
         trained(recipe, tmp_path / "run", resume=True)
     newest.unlink()
     assert trained(recipe, tmp_path / "run", resume=True).step == 12

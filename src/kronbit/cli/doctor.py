@@ -1,4 +1,4 @@
-"""``kronbit doctor``."""
+"""The subcommand ``kronbit doctor``."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ def doctor(
     optimizer: Annotated[
         str, typer.Option("--optimizer", "-o", help="Import path of the optimizer.")
     ] = "kronbit.Shampoo",
-    options: Annotated[str, typer.Option(help="Its options, like bits=8,lr=1e-3.")] = "",
+    options: Annotated[str, typer.Option(help="Its options, e.g. bits=8,lr=1e-3.")] = "",
     device: Device = None,
     as_json: Json = False,
 ) -> int:
-    """Look what is installed here, and whether an optimizer does what trainers rely on.
+    """Show what is installed, and check that an optimizer behaves as trainers expect.
 
-    Exit code 1 if a check fails.
+    The exit code is 1 if a check fails.
     """
     from kronbit.integrations.strings import read_options
     from kronbit.lab.doctor.battery import CHECKS, examine

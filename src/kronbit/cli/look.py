@@ -1,4 +1,4 @@
-"""``kronbit recipes``, ``kronbit report``, ``kronbit errors`` and ``kronbit plan``."""
+"""The subcommands ``recipes``, ``report``, ``errors`` and ``plan``."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ ERRORS_EXAMPLES = (
 
 
 def recipes(context: typer.Context) -> None:
-    """List recipes, with the table of the paper that they belong to."""
+    """List recipes, with the paper's table that each belongs to."""
     if context.invoked_subcommand is not None:
         return
     from rich.table import Table
@@ -53,7 +53,7 @@ def recipes(context: typer.Context) -> None:
 
 
 def show(name: Annotated[str, RECIPE]) -> None:
-    """Print all settings as YAML: the start of a recipe of your own."""
+    """Print all settings of a recipe as YAML, to edit as your own."""
     print(find_recipe(name).to_yaml(), end="")
 
 
@@ -68,7 +68,7 @@ def report(
 
     merged = find_runs(runs)
     if out is None and len(runs) > 1:
-        raise LabError("several runs are merged into a new folder: say which with --out")
+        raise LabError("several runs are merged into a new folder: choose it with --out")
     folder = out or runs[0]
     make_folder(folder)
     titles = list(dict.fromkeys(run.recipe for run in merged))
@@ -79,7 +79,7 @@ def report(
 
 
 def _command_of(runs: Sequence[Path]) -> str:
-    """Of the comparison itself, if there is one; else what was typed now."""
+    """Return the command that made the comparison, or else the current one."""
     path = runs[0] / "summary.json"
     if len(runs) == 1 and path.is_file():
         with suppress(OSError, ValueError, KeyError):
@@ -91,20 +91,22 @@ def errors(
     checkpoint: Annotated[
         Path | None,
         typer.Argument(
-            help="A run's folder, or a file with an optimizer's state; by default the "
-            "paper's synthetic matrix."
+            help="A run's folder, or a file with an optimizer's state; default: the paper's "
+            "synthetic matrix."
         ),
     ] = None,
-    bits: Annotated[list[int] | None, typer.Option(help="Repeatable; by default 4 and 8.")] = None,
-    order: Annotated[int, typer.Option(help="Of the synthetic matrix.", min=2)] = 1200,
+    bits: Annotated[
+        list[int] | None, typer.Option(help="Bit widths, repeatable; default: 4 and 8.")
+    ] = None,
+    order: Annotated[int, typer.Option(help="Order of the synthetic matrix.", min=2)] = 1200,
     matrices: Annotated[
-        int, typer.Option(help="Of how many preconditioners to make tables, the largest.", min=0)
+        int, typer.Option(help="Number of preconditioners to analyse, largest first.", min=0)
     ] = 4,
     out: Annotated[Path | None, typer.Option(help="Folder for figures.")] = None,
     device: Device = None,
     as_json: Json = False,
 ) -> int:
-    """Quantisation errors of preconditioners: the paper's tables and figures."""
+    """Show the quantisation errors of preconditioners: the paper's tables and figures."""
     from kronbit.lab.quantisation.report import checkpoint_errors, synthetic_errors
     from kronbit.lab.quantisation.tables import show_errors
     from kronbit.lab.training.files import make_folder
@@ -155,15 +157,17 @@ def plan(
     seq: Annotated[int | None, typer.Option(help="Length of sequences.")] = None,
     image: Annotated[int | None, typer.Option(help="Side of images.")] = None,
     gpu: Annotated[
-        str | None, typer.Option(help="Its memory, such as 80GB (80 x 1024 MiB) or 24G.")
+        str | None, typer.Option(help="Memory of the GPU, e.g. 80GB (80 x 1024 MiB) or 24G.")
     ] = None,
     optimizer: Annotated[str, typer.Option(help="shampoo, caspr, kfac or adabk.")] = "shampoo",
-    order: Annotated[int | None, typer.Option(help="max_order: largest preconditioner.")] = None,
+    order: Annotated[
+        int | None, typer.Option(help="max_order: the largest order of a preconditioner.")
+    ] = None,
     base: Base = None,
-    dtype: Annotated[str | None, typer.Option(help="Of parameters: fp32 or bf16.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="Dtype of parameters: fp32 or bf16.")] = None,
     amp: Amp = None,
     checkpointing: Annotated[
-        bool, typer.Option("--checkpointing", help="Layers are result again in the backward.")
+        bool, typer.Option("--checkpointing", help="Recompute layers in the backward pass.")
     ] = False,
     measured: Annotated[
         bool, typer.Option("--measure", help="Run one batch on the GPU to measure activations.")
@@ -171,7 +175,7 @@ def plan(
     settings: Settings = None,
     as_json: Json = False,
 ) -> int:
-    """Memory of a training for every method and bit width, and what fits."""
+    """Show the memory of a training for each method and bit width, and what fits."""
     from kronbit.lab.plan.planning import make_plan, to_json
     from kronbit.lab.plan.table import show as show_plan
 

@@ -1,4 +1,4 @@
-"""``kronbit train`` and ``kronbit compare``."""
+"""The subcommands ``train`` and ``compare``."""
 
 from __future__ import annotations
 
@@ -50,14 +50,16 @@ def train(
         str | None,
         typer.Option(help="base (alone), shampoo, caspr, kfac, adabk, eva, mfac or muon."),
     ] = None,
-    bits: Annotated[int | None, typer.Option(help="Of second-order state: 32, 8, 6, 4, 3.")] = None,
+    bits: Annotated[
+        int | None, typer.Option(help="Bits of the second-order state: 32, 8, 6, 4 or 3.")
+    ] = None,
     base: Base = None,
     settings: Settings = None,
-    seed: Annotated[int | None, typer.Option(help="Of weights and data.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of weights and data.")] = None,
     out: Out = None,
     data: DataFolder = None,
     resume: Annotated[
-        Path | None, typer.Option(help="Go on with the run in this folder, bit for bit.")
+        Path | None, typer.Option(help="Resume the run in this folder, bit for bit.")
     ] = None,
     parallel: Annotated[str, typer.Option(help="none; ddp or fsdp2 under torchrun.")] = "none",
     device: Device = None,
@@ -66,7 +68,7 @@ def train(
     cuda_graph: CudaGraph = False,
     tensorboard: TensorBoard = False,
 ) -> int:
-    """Train a recipe once: progress, evaluation, checkpoints; Ctrl-C saves."""
+    """Train a recipe once, with evaluations and checkpoints. Ctrl-C saves and stops."""
     from kronbit.lab.optimizers import label_of, refuse_unused_options
     from kronbit.lab.training.display import Display
     from kronbit.lab.training.experiment import (
@@ -90,7 +92,7 @@ def train(
         compile, cuda_graph = compile or before["compile"], cuda_graph or before["graph"]
         place: AbstractContextManager[Path] = nullcontext(resume)
     elif recipe is None:
-        raise LabError("which recipe? `kronbit recipes` lists them; --resume RUN goes on with one")
+        raise LabError("which recipe? `kronbit recipes` lists them; --resume RUN resumes a run")
     else:
         made = find_recipe(recipe).with_settings({**wishes, **parse_settings(settings or ())})
         refuse_unused_options(made)
@@ -101,7 +103,9 @@ def train(
     console = Console(stderr=True)
     try:
         with (
-            place if world.first else nullcontext(Path()) as folder,  # the first rank's is all's
+            place
+            if world.first
+            else nullcontext(Path()) as folder,  # all ranks use the folder of the first
             Display(console, world.first) as display,
             Interrupts() as interrupts,
         ):
@@ -111,14 +115,14 @@ def train(
                 one = Member(made.optimizer, label_of(made), made, command)
             elif (before["parallel"], before["ranks"]) != (world.parallel, world.ranks):
                 display.message(
-                    f"begun on {before['ranks']} ranks ({before['parallel']}), goes on with "
-                    f"{world.ranks} ({world.parallel}): not the same to the bit"
+                    f"started on {before['ranks']} ranks ({before['parallel']}), resumed on "
+                    f"{world.ranks} ({world.parallel}): results differ in rounding"
                 )
             again = resume is not None
             summary = run_member(one, folder, world, running, display, again, interrupts)
     except Interrupted:
         if world.first:
-            _tell(console, f"saved; go on with: {resume_command(folder, world)}")
+            _tell(console, f"saved; resume with: {resume_command(folder, world)}")
         return 130
     finally:
         leave_world(world)
@@ -126,7 +130,7 @@ def train(
         show_runs([folder])
         print(f"{summary['steps']} steps, written to {folder}")
         if not summary["finished"]:
-            raise LabError(f"the loss was not finite any more at step {summary['steps']}")
+            raise LabError(f"the loss was no longer finite at step {summary['steps']}")
     return 0
 
 
@@ -142,23 +146,25 @@ def compare(
             "--optimizer",
             "-o",
             help="Repeatable: base, shampoo-32, shampoo-4-naive, shampoo-4-paper, shampoo-4, "
-            "caspr-4, kfac-4, ..., with settings after it if you like.",
+            "caspr-4, kfac-4, ..., optionally followed by settings.",
         ),
     ] = None,
-    seeds: Annotated[int, typer.Option(help="How many, from the recipe's.", min=1)] = 1,
+    seeds: Annotated[
+        int, typer.Option(help="Number of seeds, counted from the recipe's.", min=1)
+    ] = 1,
     base: Base = None,
     settings: Settings = None,
     out: Out = None,
     data: DataFolder = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Keep finished runs in --out, go on with the others.")
+        bool, typer.Option("--resume", help="Keep finished runs in --out and resume the others.")
     ] = False,
     device: Device = None,
     amp: Amp = None,
     compile: Compile = False,
     cuda_graph: CudaGraph = False,
 ) -> int:
-    """Train the same network from the same seed with several optimizers, and report."""
+    """Train one network from one seed with several optimizers, and write a report."""
     from kronbit.lab.optimizers import DEFAULT_VARIANTS, check_optimizer
     from kronbit.lab.report.runs import find_runs
     from kronbit.lab.report.writing import write_report
@@ -184,7 +190,7 @@ def compare(
     ]
     names = [f"{one.key}-seed{one.recipe.seed}" for one in members]
     if len(set(names)) < len(names):
-        raise LabError("the same optimizer was given twice: tell them apart by a setting")
+        raise LabError("the same optimizer was given twice: add a setting to one of them")
     for one in members:
         refuse_conflicts(one.recipe, world, running)
         check_optimizer(one.recipe)
@@ -202,7 +208,7 @@ def compare(
     except Interrupted:
         where = "" if out else f" --out {shlex.quote(str(folder))}"
         again = command if resume else f"{command}{where} --resume"
-        _tell(console, f"saved; go on with: {again}")
+        _tell(console, f"saved; resume with: {again}")
         return 130
     write_comparison(folder, start, command, world, summaries)
     runs = find_runs([folder])

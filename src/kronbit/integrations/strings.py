@@ -1,4 +1,4 @@
-"""Options that arrive as text: on a command line, or in a trainer's ``optim_args``."""
+"""Options given as text, on a command line or in a trainer's ``optim_args``."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ _WORDS = {"true": True, "false": False, "none": None, "null": None}
 
 
 def read_options(given: str | Mapping[str, Any]) -> dict[str, Any]:
-    """Options as values: ``"bits=4, method=cholesky, betas=(0.9, 0.95)"``.
+    """Parse options such as ``"bits=4, method=cholesky, betas=(0.9, 0.95)"``.
 
     Args:
         given: ``name=value`` pairs, separated by commas, or a mapping whose values may be text.
 
     Returns:
-        Numbers, ``True``, ``False``, ``None`` and tuples for what reads like them; other text stays
-        text, and values that are no text stay what they are.
+        The options. Text that reads as a number, ``True``, ``False``, ``None`` or a tuple is
+        converted; other text and other values are kept.
 
     Raises:
         ValueError: If a part has no name or no value, or a name occurs twice.
@@ -36,7 +36,7 @@ def read_options(given: str | Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _parts(text: str) -> list[str]:
-    """What is between commas; those inside of brackets, or of a value in quotes, belong to it."""
+    """Split at commas, except inside brackets and quoted values."""
     parts, depth, quote = [""], 0, ""
     for character in text:
         if quote:

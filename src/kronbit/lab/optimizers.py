@@ -1,4 +1,4 @@
-"""Optimizers by name: what a recipe runs, and what a comparison compares."""
+"""Optimizers by name, as recipes and comparisons use them."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from kronbit.lab.named import refuse_unknown
 from kronbit.lab.recipe import OPTIMIZERS, Recipe, parse_settings
 from kronbit.optimizer import SecondOrder
 
-_FUSED = ("sgd", "adam", "adamw")  # whose fused kernels are the fastest way on a GPU
+_FUSED = ("sgd", "adam", "adamw")  # their fused kernels are the fastest on a GPU
 
-# Members of a comparison: settings of the recipe by name.
+# Optimizers of a comparison by name, as settings of the recipe.
 VARIANTS: Mapping[str, Mapping[str, Any]] = {
     "base": {"optimizer": "base"},
     **{
@@ -71,7 +71,7 @@ _BASELINES: Mapping[str, tuple[type[Around], str]] = {"eva": (EVA, "EVA"), "mfac
 
 
 def label_of(recipe: Recipe) -> str:
-    """What its optimizer is called in tables: "AdamW", "+ 4-bit Shampoo (paper)"."""
+    """Return the optimizer's label in tables: "AdamW", "+ 4-bit Shampoo (paper)"."""
     if recipe.optimizer == "base":
         return BASE_LABELS.get(recipe.base, recipe.base.rpartition(".")[2])
     if recipe.optimizer == "muon":
@@ -86,18 +86,18 @@ def label_of(recipe: Recipe) -> str:
 
 
 def variant(spec: str, recipe: Recipe) -> tuple[str, str, Recipe]:
-    """One member of a comparison.
+    """Resolve one optimizer of a comparison.
 
     Args:
-        spec: A key of ``VARIANTS`` or a name of an optimizer, and settings after it, as in
-            ``"shampoo-4 beta=0.9 lr=2e-3"``; ``"base longer=1.5"`` runs 1.5 times as long.
-        recipe: What they start from.
+        spec: A key of ``VARIANTS`` or the name of an optimizer, followed by settings, as in
+            ``"shampoo-4 beta=0.9 lr=2e-3"``; ``"base longer=1.5"`` trains 1.5 times as long.
+        recipe: The recipe to change.
 
     Returns:
         A key for folders, a label for tables, and the recipe.
 
     Raises:
-        LabError: If there is no such optimizer, or it does not have such a setting.
+        LabError: If the optimizer or a setting does not exist.
     """
     name, *given = shlex.split(spec) or [""]
     refuse_unknown("an optimizer", [name], [*VARIANTS, *OPTIMIZERS])
@@ -113,20 +113,20 @@ def variant(spec: str, recipe: Recipe) -> tuple[str, str, Recipe]:
     label = label_of(made)
     for text in given:
         if name == "base" and text.startswith("base="):
-            continue  # that is what the label says
+            continue  # the label names it already
         label += f", {text.removeprefix('longer=')} x as long" if "longer=" in text else f", {text}"
     return "-".join([name, *given]).replace("/", "_"), label, made
 
 
 def refuse_unused_options(recipe: Recipe, shared: Mapping[str, Any] | None = None) -> None:
-    """Refuse options of second order where there is none.
+    """Refuse second-order options of an optimizer that is of first order.
 
     Args:
-        recipe: What is to run.
-        shared: Options that are for other members of a comparison as well.
+        recipe: The recipe to run.
+        shared: Options that other optimizers of a comparison use.
 
     Raises:
-        LabError: If there is one.
+        LabError: If an option has no effect.
     """
     if recipe.optimizer in ("base", "muon"):
         for name in recipe.options:
@@ -135,12 +135,12 @@ def refuse_unused_options(recipe: Recipe, shared: Mapping[str, Any] | None = Non
 
 
 def check_optimizer(recipe: Recipe) -> None:
-    """Refuse now what the optimizer would refuse when its run begins, hours later in a comparison.
+    """Build the optimizer on the meta device, so that a comparison refuses wrong options at once.
 
     Raises:
         LabError: If an option of the network or of the optimizer is wrong.
     """
-    with torch.device("meta"):  # no memory, and no time
+    with torch.device("meta"):  # takes neither memory nor time
         model = build(**recipe.model)
     make_optimizer(recipe, model, warmup=0)
 
@@ -148,16 +148,16 @@ def check_optimizer(recipe: Recipe) -> None:
 def make_optimizer(
     recipe: Recipe, model: nn.Module, warmup: int, scaler: torch.amp.GradScaler | None = None
 ) -> Optimizer:
-    """The optimizer of a recipe.
+    """Build the optimizer of a recipe.
 
     Args:
-        recipe: Its settings.
-        model: Whose parameters; K-FAC, AdaBK and EVA watch its layers.
-        warmup: Steps of rise, which a schedule-free F makes itself.
-        scaler: Of fp16 training, whose scale K-FAC's statistics must be freed of.
+        recipe: The recipe.
+        model: The network; K-FAC, AdaBK and EVA watch its layers.
+        warmup: Warm-up steps, which a schedule-free F handles itself.
+        scaler: Loss scaler of fp16 training; K-FAC divides its statistics by the scale.
 
     Raises:
-        LabError: If an option is wrong; the message is the library's.
+        LabError: If an option is wrong; the message is that of the library.
     """
     params = list(model.named_parameters())
     keywords: dict[str, Any] = {"lr": recipe.lr, **recipe.base_options}

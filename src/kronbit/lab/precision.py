@@ -1,4 +1,4 @@
-"""Precisions by the names that recipes and options give them."""
+"""Names of precisions in recipes and options, and the dtypes they stand for."""
 
 from __future__ import annotations
 
@@ -15,5 +15,5 @@ AMP: Mapping[str, torch.dtype | None] = {
 
 
 def autocast(device: str, amp: str) -> torch.autocast:
-    """Autocast on a kind of device, or a context that changes nothing if ``amp`` is ``off``."""
+    """Return autocast for a device type; it is disabled if ``amp`` is ``off``."""
     return torch.autocast(device, AMP[amp], enabled=AMP[amp] is not None)

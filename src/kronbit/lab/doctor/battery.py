@@ -1,7 +1,7 @@
-"""Checks that trainers and users rely on, for any optimizer that can be built of parameters.
+"""Checks of properties that trainers and users rely on, for any optimizer.
 
-Each check trains something small, judges by what it sees, and raises ``BrokenError`` where that is
-not what it should be. They know nothing of kronbit.
+Each check trains a small model and raises ``BrokenError`` if the outcome is wrong. The checks use
+nothing of kronbit.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ _RANKS = 2
 
 
 class BrokenError(Exception):
-    """What was seen instead of what should be."""
+    """A check has failed; the message says how."""
 
 
 class Finding(NamedTuple):
-    """The outcome of a check: ``problem`` is empty where all is well."""
+    """The outcome of a check; ``problem`` is empty if it passed."""
 
     check: str
     problem: str
@@ -43,7 +43,7 @@ def _require(condition: bool, otherwise: str) -> None:
 
 def _model(device: torch.device, dtype: torch.dtype = torch.float32) -> nn.Module:
     torch.manual_seed(0)
-    # Matrices of 4,096 elements and more: below, optimizers of few bits keep 32.
+    # Matrices have at least 4,096 elements: low-bit optimizers keep smaller ones in 32 bits.
     model = nn.Sequential(nn.Linear(72, 80), nn.Tanh(), nn.Linear(80, 66))
     return model.to(device=device, dtype=dtype)
 
@@ -78,14 +78,16 @@ def _require_finite(params: Iterable[Tensor]) -> None:
     _require(all(bool(torch.isfinite(p).all()) for p in params), "parameters are not finite")
 
 
-def _require_equal(ours: Iterable[Tensor], others: Iterable[Tensor], what: str) -> None:
-    largest = _distance(ours, others)
+def _require_equal(actual: Iterable[Tensor], expected: Iterable[Tensor], what: str) -> None:
+    largest = _distance(actual, expected)
     _require(largest == 0, f"{what} differs by up to {largest:.1e}")
 
 
-def _distance(ours: Iterable[Tensor], others: Iterable[Tensor]) -> float:
-    """The largest difference of two elements; NaN if there is one."""
-    pairs = [(p.detach().float(), q.detach().float()) for p, q in zip(ours, others, strict=True)]
+def _distance(actual: Iterable[Tensor], expected: Iterable[Tensor]) -> float:
+    """Return the largest absolute difference of two elements; NaN if one of them is NaN."""
+    pairs = [
+        (p.detach().float(), q.detach().float()) for p, q in zip(actual, expected, strict=True)
+    ]
     return float(torch.stack([(p - q).abs().max() for p, q in pairs]).max())
 
 
@@ -93,7 +95,7 @@ def _distance(ours: Iterable[Tensor], others: Iterable[Tensor]) -> float:
 
 
 def closure(subject: Subject, device: torch.device) -> None:
-    """A closure is called once, with gradients enabled, and its loss is returned."""
+    """``step(closure)`` calls the closure once, with gradients enabled, and returns its loss."""
     model, optimizer = _start(subject, device)
     losses = []
 
@@ -107,23 +109,23 @@ def closure(subject: Subject, device: torch.device) -> None:
     _require(returned is not None, "the closure's loss was not returned")
     _require(
         float(returned.detach()) == float(losses[0].detach()),
-        "another loss than the closure's was returned",
+        "a loss other than the closure's was returned",
     )
 
 
 def bf16_parameters(subject: Subject, device: torch.device) -> None:
-    """Parameters in bf16 train, and stay in bf16."""
+    """Parameters in bf16 train and stay in bf16."""
     model, optimizer = _start(subject, device, torch.bfloat16)
     before = _copy(model.parameters())
     _train(model, optimizer, range(6))
     _require_finite(model.parameters())
     for p, q in zip(model.parameters(), before, strict=True):
-        _require(p.dtype == torch.bfloat16, f"a parameter has become {p.dtype}")
+        _require(p.dtype == torch.bfloat16, f"a parameter was converted to {p.dtype}")
         _require(not torch.equal(p, q), "a parameter has not moved")
 
 
 def any_shape(subject: Subject, device: torch.device) -> None:
-    """Scalars, vectors, convolutions, stacks of matrices and empty parameters."""
+    """Scalars, vectors, convolutions, stacks of matrices and empty parameters train."""
     shapes = [(), (7,), (4, 3, 3, 3), (2, 5, 6), (0,), (0, 4)]
     params = nn.ParameterList(torch.ones(shape, device=device) for shape in shapes)
     before = _copy(params)
@@ -140,7 +142,7 @@ def any_shape(subject: Subject, device: torch.device) -> None:
 
 
 def learning_rate_as_float(subject: Subject, device: torch.device) -> None:
-    """A learning rate that is written into the groups, as schedulers do, counts."""
+    """A learning rate that is written to the groups, as schedulers do, takes effect."""
     model, optimizer = _start(subject, device)
     _train(model, optimizer, range(2))
     for group in optimizer.param_groups:
@@ -151,7 +153,7 @@ def learning_rate_as_float(subject: Subject, device: torch.device) -> None:
 
 
 def neutral_first_step(subject: Subject, device: torch.device) -> None:
-    """A step with zero gradients and lr=0, by which checkpointing makes state, does no harm."""
+    """A step with zero gradients and lr=0, which checkpointing uses to create state, is neutral."""
     model, optimizer = _start(subject, device)
     before, rates = _copy(model.parameters()), [group["lr"] for group in optimizer.param_groups]
     for p in model.parameters():
@@ -159,7 +161,7 @@ def neutral_first_step(subject: Subject, device: torch.device) -> None:
     for group in optimizer.param_groups:
         group["lr"] = 0.0
     optimizer.step()
-    _require_equal(model.parameters(), before, "a parameter after that step")
+    _require_equal(model.parameters(), before, "a parameter after this step")
     for group, lr in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = lr
     _train(model, optimizer, range(4))
@@ -167,7 +169,7 @@ def neutral_first_step(subject: Subject, device: torch.device) -> None:
 
 
 def nan_gradient(subject: Subject, device: torch.device) -> None:
-    """One NaN in one gradient, and training goes on with finite parameters."""
+    """Parameters stay finite after one NaN in one gradient."""
     model, optimizer = _start(subject, device)
     _train(model, optimizer, range(3))
     optimizer.zero_grad()
@@ -181,7 +183,7 @@ def nan_gradient(subject: Subject, device: torch.device) -> None:
 
 
 def later_group(subject: Subject, device: torch.device) -> None:
-    """A group that is added after a step trains, as in progressive unfreezing."""
+    """A group that is added after a step trains, as in gradual unfreezing."""
     model = _model(device)
     assert isinstance(model, nn.Sequential)
     optimizer = subject.make(model, model[2].parameters())
@@ -204,7 +206,7 @@ def _resume(
     dtype: torch.dtype,
     through: Callable[[nn.Module, Optimizer, nn.Module, Optimizer], None],
 ) -> None:
-    """Five steps, a copy of all that there is, and five steps of both."""
+    """Take five steps, copy model and optimizer, take five steps with both, and compare."""
     model, optimizer = _start(subject, device, dtype)
     _train(model, optimizer, range(5))
     twin, again = _start(subject, device, dtype)
@@ -222,12 +224,12 @@ def _require_same_end(
 
 
 def resume(subject: Subject, device: torch.device) -> None:
-    """A resumed run is the uninterrupted one, to the bit."""
+    """A resumed run equals the uninterrupted one bit for bit."""
     _resume(subject, device, torch.float32, _by_state_dict)
 
 
 def resume_bf16(subject: Subject, device: torch.device) -> None:
-    """And with parameters in bf16."""
+    """A resumed run with bf16 parameters equals the uninterrupted one bit for bit."""
     _resume(subject, device, torch.bfloat16, _by_state_dict)
 
 
@@ -236,7 +238,7 @@ def _by_state_dict(_: nn.Module, optimizer: Optimizer, __: nn.Module, again: Opt
 
 
 def weights_only(subject: Subject, device: torch.device) -> None:
-    """The state dict is read by ``torch.load(weights_only=True)``, which runs no code."""
+    """``torch.load(weights_only=True)``, which runs no code, loads the state dict."""
 
     def through(_: nn.Module, optimizer: Optimizer, __: nn.Module, again: Optimizer) -> None:
         file = io.BytesIO()
@@ -248,7 +250,7 @@ def weights_only(subject: Subject, device: torch.device) -> None:
 
 
 def pickled(subject: Subject, device: torch.device) -> None:
-    """A pickled optimizer goes on, with its parameters."""
+    """A copy by pickle, parameters included, trains like the original."""
     model, optimizer = _start(subject, device)
     _train(model, optimizer, range(5))
     twin, again = pickle.loads(pickle.dumps((model, optimizer)))
@@ -256,7 +258,7 @@ def pickled(subject: Subject, device: torch.device) -> None:
 
 
 def distributed_checkpoint(subject: Subject, device: torch.device) -> None:
-    """``torch.distributed.checkpoint`` saves and loads it, to the bit."""
+    """``torch.distributed.checkpoint`` saves and loads the optimizer bit for bit."""
     from torch.distributed.checkpoint.state_dict import (
         get_optimizer_state_dict,
         set_optimizer_state_dict,
@@ -297,9 +299,9 @@ def _rank(rank: int, subject: Subject, folder: str) -> None:
 
 
 def fsdp2(subject: Subject, device: torch.device) -> None:
-    """Training on shards (FSDP2, two ranks of the CPU) is training in one process."""
+    """Training on shards (FSDP2, two ranks on the CPU) equals training in one process."""
     model, threads = _model(torch.device("cpu")), torch.get_num_threads()
-    torch.set_num_threads(1)  # as on the ranks: sums have an order
+    torch.set_num_threads(1)  # as on the ranks, for the same order of sums
     try:
         _train(model, subject.make(model), range(6))
     finally:
@@ -333,7 +335,7 @@ def examine(subject: Subject, device: torch.device, check: str) -> Finding:
 
     Args:
         subject: The optimizer.
-        device: Where it runs; several ranks are on the CPU in any case.
+        device: Device of the check; checks with several ranks use the CPU.
         check: A key of ``CHECKS``.
     """
     state = torch.random.get_rng_state()
@@ -343,7 +345,7 @@ def examine(subject: Subject, device: torch.device, check: str) -> Finding:
             CHECKS[check](subject, device)
     except BrokenError as broken:
         return Finding(check, str(broken))
-    except Exception as error:  # of other people's optimizers: anything
+    except Exception as error:  # other optimizers can raise anything
         lines = str(error).strip().splitlines() or [""]
         return Finding(check, f"{type(error).__name__}: {lines[-1].strip()}")
     finally:

@@ -1,4 +1,4 @@
-"""The vision transformer: patches, a class token, learned positions."""
+"""The vision transformer: patches, a class token and learned positions."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kronbit.lab.models.transformer import (
 
 
 class Attention(nn.Module):
-    """Every token looks at every token."""
+    """Multi-head attention among all tokens."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -27,7 +27,7 @@ class Attention(nn.Module):
         self.out = nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(b, tokens, width) -> the same."""
+        """Map (b, tokens, width) to the same shape."""
         q, k, v = heads_of(self.qkv(x), self.heads)
         y = functional.scaled_dot_product_attention(q, k, v)
         attended: Tensor = self.out(y.transpose(1, 2).flatten(2))
@@ -40,12 +40,12 @@ class VisionTransformer(nn.Module):
     Args:
         image: Side of the images.
         patch: Side of a patch.
-        width: Of a token.
+        width: Width of a token.
         depth: Number of blocks.
-        heads: Per attention.
-        classes: How many.
-        channels: Of the images.
-        drop_path: Share of residual branches dropped by the last block while training.
+        heads: Number of heads.
+        classes: Number of classes.
+        channels: Channels of the images.
+        drop_path: Share of residual branches that the last block drops in training.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class VisionTransformer(nn.Module):
         initialise(self)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits of images (b, channels, image, image)."""
+        """Return the logits of images (b, channels, image, image)."""
         tokens = self.patches(x).flatten(2).mT
         tokens = torch.cat((self.first.expand(len(x), -1, -1), tokens), 1) + self.positions
         logits: Tensor = self.head(self.norm(self.blocks(tokens)[:, 0]))

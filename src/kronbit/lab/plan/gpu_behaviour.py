@@ -1,6 +1,6 @@
-"""Functions on the meta device, as a GPU would run them: it keeps other tensors for backward.
+"""Emulation of a GPU on the meta device: the same tensors are saved for the backward pass.
 
-The meta device computes attention step by step, keeps float masks of dropout, and has no autocast.
+The meta device itself decomposes attention, keeps dropout masks in float and has no autocast.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-# What CUDA's autocast runs in the lower precision, and what in float32; all else takes what comes.
+# Functions that CUDA's autocast runs in low precision, and those it runs in float32. All other
+# functions run in the precision of their inputs.
 _LOWER = frozenset(
     {
         *("linear", "matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "mv", "addmm", "addbmm"),
@@ -39,20 +40,20 @@ _FLOAT32 = frozenset(
 
 
 class GPUEmulation(TorchFunctionMode):
-    """Replaces attention and dropout, and casts as autocast does.
+    """Replaces attention and dropout by their memory on a GPU, and casts as autocast does.
 
     Args:
-        lower: The precision of autocast; ``None`` for none.
+        lower: Low precision of autocast; ``None`` disables it.
     """
 
     def __init__(self, lower: torch.dtype | None) -> None:
         super().__init__()
         self._lower = lower
-        # Autocast casts a weight once per forward pass.
+        # Autocast caches the cast of a weight during a forward pass.
         self._cast_weights: dict[Tensor, Tensor] | None = {}
 
     def end_forward_pass(self) -> None:
-        """What comes now is computed again by checkpointing: autocast's copies are gone."""
+        """Drop the cached casts: autocast has none when checkpointing recomputes layers."""
         self._cast_weights = None
 
     def __torch_function__(
@@ -81,7 +82,7 @@ class GPUEmulation(TorchFunctionMode):
 
 
 class _Attention(torch.autograd.Function):
-    """What flash and memory-efficient attention keep: a float for each row of the scores."""
+    """Attention that saves what flash and memory-efficient kernels save: a float per score row."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
@@ -95,7 +96,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, _, _, mask = ctx.saved_tensors
-        # The gradient of a bias is that of all scores, before it is summed up.
+        # The gradient of a bias has the size of all scores before it is reduced.
         return tuple(
             x.new_empty(x.shape) if needed else None
             for x, needed in zip((q, k, v, mask), ctx.needs_input_grad, strict=True)
@@ -111,7 +112,7 @@ def _attention(
 
 
 def _dropout(input: Tensor, p: float, train: bool) -> Tensor:
-    """With a mask of bytes, as the GPU's own kernel keeps it."""
+    """Apply dropout with a mask of bytes, as the CUDA kernel does."""
     return torch.native_dropout(input, p, train)[0] if train and p > 0 else input
 
 
@@ -123,10 +124,10 @@ _REPLACED: Mapping[str, Callable[..., Any]] = {
 
 @contextlib.contextmanager
 def expose_torch_functions() -> Iterator[None]:
-    """Let a mode see what torch's Python functions call inside, as it sees all else.
+    """Expose the calls inside torch's Python functions to a torch function mode.
 
-    They would be handed to it whole, and run without it: attention inside of
-    ``multi_head_attention_forward``, or all that a backward pass computes again.
+    By default a mode gets the outer call alone, and the inner calls run without it: attention in
+    ``multi_head_attention_forward``, or all layers that a backward pass recomputes.
     """
     replaced: list[tuple[ModuleType, str]] = [
         (functional, "has_torch_function"),
@@ -135,7 +136,7 @@ def expose_torch_functions() -> Iterator[None]:
         (torch.autograd, "has_torch_function"),
     ]
     if "transformers" in sys.modules:
-        # It looks at the values of positions, to find several texts in one row. There are none.
+        # The function reads values of positions to detect packed sequences. None are packed here.
         with contextlib.suppress(ImportError):
             masks = importlib.import_module("transformers.masking_utils")
             replaced.append((masks, "find_packed_sequence_indices"))

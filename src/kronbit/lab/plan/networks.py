@@ -1,4 +1,4 @@
-"""The network of a plan: a preset, a recipe's, a configuration of transformers, or a factory's."""
+"""Networks to plan for: a preset, a recipe, a transformers configuration, or a factory."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ from kronbit.lab.plan.presets import PRESETS
 from kronbit.lab.precision import DTYPES
 from kronbit.lab.recipe import Recipe, find_recipe, recipe_names
 
-_LENGTH, _IMAGE = 256, 224  # where nothing else is said
-_SIDES = {"digits": 8, "cifar100": 32, "tiny-imagenet": 64}  # of data whose images have one size
+_LENGTH, _IMAGE = 256, 224  # defaults
+_SIDES = {"digits": 8, "cifar100": 32, "tiny-imagenet": 64}  # of data sets with one image size
 
 
 @dataclass(frozen=True)
 class Network:
-    """A network, and what its source says of its training.
+    """A network, with the training settings of its source.
 
     Attributes:
-        name: As it was given.
-        make: Builds it on the default device.
-        dtype: ``fp32`` or ``bf16``.
-        length: Of sequences.
+        name: Name given by the user.
+        make: Builds the network on the default device.
+        dtype: Dtype of the parameters: ``fp32`` or ``bf16``.
+        length: Length of sequences.
         image: Side of images.
         batch: Examples per pass.
-        repeated: Whether several passes make a step.
-        amp: Autocast.
+        repeated: True if a step takes several passes.
+        amp: Autocast: ``off``, ``bf16`` or ``fp16``.
         base: The first-order optimizer.
-        base_options: Its options.
+        base_options: Options of the first-order optimizer.
         shampoo: Options of Shampoo and CASPR.
         kfac: Options of K-FAC and AdaBK.
     """
@@ -57,14 +57,14 @@ class Network:
     kfac: Mapping[str, Any] = field(default_factory=dict)
 
     def build(self, device: str, checkpointing: bool = False) -> nn.Module:
-        """The network.
+        """Build the network.
 
         Args:
-            device: On ``meta`` it has no weights, and takes no memory.
-            checkpointing: Whether layers are computed again in the backward pass.
+            device: Where the parameters are; on ``meta`` they take no memory.
+            checkpointing: True to recompute layers in the backward pass.
 
         Raises:
-            LabError: If it cannot be built, or has no checkpointing.
+            LabError: If the network cannot be built, or does not support checkpointing.
         """
         kept = torch.get_default_dtype()
         torch.set_default_dtype(DTYPES[self.dtype])
@@ -85,17 +85,17 @@ class Network:
             enable = getattr(made, "gradient_checkpointing_enable", None)
             if enable is None:
                 raise LabError(
-                    f"{self.name} has no gradient_checkpointing_enable(), as models of "
-                    "transformers have: leave --checkpointing out"
+                    f"{self.name} has no gradient_checkpointing_enable(), unlike models "
+                    "of transformers: leave --checkpointing out"
                 )
             enable()
         return made.to(DTYPES[self.dtype])
 
     def inputs(self, model: nn.Module) -> Inputs:
-        """What the network reads, by its first layer.
+        """Infer the inputs of the network from its first layer.
 
         Raises:
-            LabError: If that does not tell.
+            LabError: If there is no embedding, 2-d convolution or linear layer.
         """
         for layer in model.modules():
             if isinstance(layer, nn.Embedding):
@@ -106,18 +106,18 @@ class Network:
                 return Inputs((layer.in_channels, *sides), tokens=False)
             if isinstance(layer, nn.Linear):
                 return Inputs((layer.in_features,), tokens=False)
-        raise LabError("the first layer is no embedding, 2-d convolution or linear layer")
+        raise LabError("the model has no embedding, 2-d convolution or linear layer")
 
 
 def resolve_model(name: str) -> Network:
-    """The network that is meant.
+    """Find a network by its name.
 
     Args:
         name: A preset, a recipe or its YAML file, a folder with a ``config.json`` of transformers,
             or ``package.module:factory``.
 
     Raises:
-        LabError: If there is none.
+        LabError: If no network has this name.
     """
     path = Path(name)
     if name in PRESETS:
@@ -160,7 +160,7 @@ def _of_recipe(recipe: Recipe, name: str) -> Network:
 
 def _of_folder(folder: Path, name: str) -> Network:
     if not (folder / "config.json").is_file():
-        raise LabError(f"{name} has no config.json: give a folder with a model of transformers")
+        raise LabError(f"{name} has no config.json: give the folder of a transformers model")
     try:
         import transformers
     except ImportError as error:
@@ -171,7 +171,7 @@ def _of_folder(folder: Path, name: str) -> Network:
         raise LabError(f"{name}/config.json cannot be read: {one_line(error)}") from error
     config.use_cache = False
     architecture = next(iter(config.architectures or []), "")
-    # A configuration alone is most often that of a language model.
+    # A configuration without an architecture is usually that of a language model.
     language = transformers.AutoModelForCausalLM.from_config
     make = getattr(transformers, architecture, language)
     kept = getattr(config, "dtype", None)
@@ -182,7 +182,7 @@ def _of_folder(folder: Path, name: str) -> Network:
 def _import_factory(name: str) -> Callable[[], Any]:
     try:
         factory: Any = pkgutil.resolve_name(name)
-    except Exception as error:  # a module may raise anything as it is imported
+    except Exception as error:  # importing a module can raise anything
         raise LabError(f"cannot import {name}: {one_line(error)}") from error
     if not callable(factory):
         raise LabError(f"{name} is not callable: give a function that returns an nn.Module")

@@ -1,4 +1,4 @@
-"""What ``kronbit plan`` computes: whether a training fits, for every way to keep the state."""
+"""The computation behind ``kronbit plan``: memory of a training for each way to keep the state."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from kronbit.lab.plan.networks import Network, resolve_model
 from kronbit.lab.plan.rows import Accounts, Row
 from kronbit.lab.precision import AMP, DTYPES
 
-# By the angle between their update and the exact one: docs/memory.md.
+# Sorted by the angle between their update and the exact one: docs/memory.md.
 _MOST_EXACT_FIRST = ("32", "8", "8-paper", "6+4", "4", "4-eigen", "4-paper", "4-naive", "3")
 
 
 @dataclass(frozen=True)
 class Activations:
-    """Memory of forward and backward besides parameters, for one batch.
+    """Bytes that the forward and backward pass of a batch allocate besides parameters.
 
     Attributes:
-        saved: What autograd has saved when the backward pass begins; ``None`` if not known.
-        peak: The fullest moment of both passes, with the gradients that are there by then.
-        how: Whether that is estimated or measured, and how; or why it is not known.
+        saved: Bytes saved by autograd when the backward pass starts; ``None`` if unknown.
+        peak: Peak of both passes, with the gradients that exist at that moment.
+        how: How the numbers were obtained (estimated or measured), or why they are unknown.
     """
 
     saved: int | None
@@ -39,20 +39,21 @@ class Activations:
 
 @dataclass(frozen=True)
 class Plan:
-    """Memory of a training, for every way to keep the second-order state.
+    """Memory of a training, for each way to keep the second-order state.
 
     Attributes:
-        model: As it was given.
-        algorithm: Whose ways: ``shampoo``, ``caspr``, ``kfac`` or ``adabk``.
-        parameters_count: How many there are.
-        dtype: Of them.
+        model: Name given by the user.
+        algorithm: ``shampoo``, ``caspr``, ``kfac`` or ``adabk``.
+        parameters_count: Number of parameters.
+        dtype: Dtype of the parameters.
         batch: Examples per pass; ``None`` if not given.
-        shape: Of an example: (length,) of tokens, or (channels, side, side); ``None`` if not known.
+        shape: Shape of an example: (length,) for tokens, (channels, side, side) for images;
+            ``None`` if unknown.
         base: The first-order optimizer.
-        activations: Of a batch.
-        rows: The base alone first.
-        gpu_bytes: The limit, if there is one.
-        notes: What else is to be said.
+        activations: Memory of the passes.
+        rows: One row per optimizer; the first is the base alone.
+        gpu_bytes: Memory of the GPU; ``None`` for no limit.
+        notes: Further remarks for the user.
     """
 
     model: str
@@ -68,22 +69,22 @@ class Plan:
     notes: tuple[str, ...]
 
     def row(self, way: str) -> Row | None:
-        """The row of the algorithm that keeps its state so, such as ``"4"``."""
+        """Return the algorithm's row for one of ``WAYS``, such as ``"4"``; ``None`` if absent."""
         return next((row for row in self.rows if row.key == f"{self.algorithm}-{way}"), None)
 
     def best(self) -> Row | None:
-        """The most exact way of the algorithm that fits."""
+        """Return the most exact row of the algorithm that fits, or ``None``."""
         ranked = (self.row(way) for way in _MOST_EXACT_FIRST)
         return next((row for row in ranked if row is not None and row.fits), None)
 
 
 def parse_size(text: str) -> int:
-    """Bytes of ``80GB``, ``24G``, ``80GiB`` or ``81920MiB``.
+    """Return the bytes of ``80GB``, ``24G``, ``80GiB`` or ``81920MiB``.
 
     GB and MB count as GiB and MiB: a card of 80 GB has 81,920 MiB.
 
     Raises:
-        LabError: If it is not such a size.
+        LabError: If the text is not a size.
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([MGT])(?:i?B)?\s*", text, re.IGNORECASE)
     if match is None or float(match[1]) == 0:
@@ -107,25 +108,25 @@ def make_plan(
     measured: bool = False,
     settings: Mapping[str, Any] | None = None,
 ) -> Plan:
-    """Plan a training. What is ``None`` is as the model's source says.
+    """Plan a training. Arguments that are ``None`` default to the settings of the model's source.
 
     Args:
         name: The model; see ``resolve_model``.
-        batch: Examples per pass; without any, activations are left out.
-        length: Of sequences.
+        batch: Examples per pass; activations are left out if no batch is known.
+        length: Length of sequences.
         image: Side of images.
         gpu: Memory of the GPU, such as ``80GB``.
         optimizer: ``shampoo`` (with rows of K-FAC and AdaBK), ``caspr``, ``kfac`` or ``adabk``.
         order: ``max_order`` of that optimizer.
         base: The first-order optimizer.
-        dtype: Of the parameters: ``fp32`` or ``bf16``.
+        dtype: Dtype of the parameters: ``fp32`` or ``bf16``.
         amp: Autocast: ``off``, ``bf16`` or ``fp16``.
-        checkpointing: Whether layers are computed again in the backward pass.
-        measured: Runs one batch on the GPU, if there is one.
-        settings: Other options of kronbit's optimizers, or of the base.
+        checkpointing: True to recompute layers in the backward pass.
+        measured: True to run one batch on the GPU, if there is one.
+        settings: Further options of kronbit's optimizers or of the base.
 
     Raises:
-        LabError: If something is wrong with any of these.
+        LabError: If an argument is wrong.
     """
     _check(optimizer, dtype, amp, batch=batch, seq=length, image=image, order=order)
     limit = None if gpu is None else parse_size(gpu)
@@ -139,7 +140,9 @@ def make_plan(
     accounts = Accounts(network, model, settings or {}, limit, peak_at)
     rows = accounts.rows(optimizer, order)
     if network.repeated:
-        accounts.notes.append("gradients of several passes are summed up, and held all along")
+        accounts.notes.append(
+            "gradients of several passes are accumulated, so they are allocated throughout"
+        )
     return Plan(
         model=name,
         algorithm=optimizer,
@@ -156,7 +159,7 @@ def make_plan(
 
 
 def to_json(plan: Plan) -> dict[str, Any]:
-    """The plan as plain values."""
+    """Return the plan as values that JSON can hold."""
     rows = [
         {**asdict(row), "total": row.total, "second_order": row.second_order} for row in plan.rows
     ]
@@ -174,7 +177,7 @@ def _check(optimizer: str, dtype: str | None, amp: str | None, **numbers: int | 
 
 
 def _passes(network: Network, model: nn.Module) -> Passes | str:
-    """How the network is run, or why that is not known."""
+    """Return the passes of a step, or the reason why they are unknown."""
     try:
         return Passes(network.inputs(model), network.amp, network.repeated)
     except LabError as error:
@@ -188,14 +191,14 @@ def _activations(
     checkpointing: bool,
     measured: bool,
 ) -> tuple[Activations, Callable[[int], int] | None]:
-    """Those of a batch, and the peak at any batch, if it is known."""
+    """Return the memory of a batch, and a function for the peak at any batch size, if known."""
     if network.batch is None:
         return Activations(None, None, "not counted: give --batch"), None
     if isinstance(passes, str):
         return Activations(None, None, f"not known: {passes}"), None
     try:
         counted = estimate(model, passes, network.batch)
-    except Exception as error:  # a network that cannot run without values raises anything
+    except Exception as error:  # a network that depends on values can raise anything
         why_not = f"not known: it does not run on meta ({one_line(error)[:160]})"
         return Activations(None, None, why_not), None
     saved, peak = counted.first.saved, counted.first.peak

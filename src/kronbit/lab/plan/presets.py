@@ -1,4 +1,4 @@
-"""Networks that ``kronbit plan`` knows by name: those of the paper, and a few large ones."""
+"""Networks that ``kronbit plan`` knows by name: those of the paper, and a few larger ones."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Preset:
-    """A network as it is usually trained.
+    """A network in the precision it is usually trained in.
 
     Attributes:
-        model: Its name for ``kronbit.lab.models.build``.
-        options: What that takes besides.
-        dtype: Of the parameters: ``fp32`` or ``bf16``.
-        image: Side of the images; ``None`` if it reads tokens.
+        model: Name for ``kronbit.lab.models.build``.
+        options: Options for ``kronbit.lab.models.build``.
+        dtype: Dtype of the parameters: ``fp32`` or ``bf16``.
+        image: Side of the images; ``None`` if the inputs are tokens.
     """
 
     model: str
@@ -32,7 +32,7 @@ def _llama(
     shared: int | None = None,
     vocabulary: int = 32000,
 ) -> Preset:
-    """LLaMA; ``shared`` is the number of heads of keys and values, by default that of queries."""
+    """Return LLaMA; ``shared`` is the number of key and value heads, ``heads`` by default."""
     options = {
         "hidden_size": width,
         "intermediate_size": inner,
@@ -49,7 +49,7 @@ def _imagenet(model: str, **options: int) -> Preset:
 
 
 PRESETS: Mapping[str, Preset] = {
-    # 50304: the vocabulary of 50257 filled up to a multiple of 64, as it is trained for speed.
+    # 50304 is the vocabulary of 50257, padded to a multiple of 64 for speed.
     "gpt2-124m": Preset("gpt2", {"vocab_size": 50304}, "bf16"),
     "llama-130m": _llama(768, 2048, layers=12, heads=12),
     "llama-350m": _llama(1024, 2736, layers=24, heads=16),

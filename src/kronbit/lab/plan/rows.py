@@ -1,4 +1,4 @@
-"""The rows of a plan: what a training holds at its fullest, for every way to keep the state."""
+"""The rows of a plan: peak memory of a training for each way to keep the state."""
 
 from __future__ import annotations
 
@@ -34,33 +34,33 @@ WAYS: _Ways = {
     "8-paper": ("8-bit {} (paper)", {"bits": 8, **_PAPER}),
 }
 _STORED = ("bits", "root_bits", "method", "storage", "block_size")
-# Of a process on a GPU, outside of torch's allocator: CUDA's own state and loaded kernels.
+# GPU memory of a process outside torch's allocator: the CUDA context and loaded kernels.
 CONTEXT = 512 * 2**20
 _LARGEST_BATCH = 2**20
 
 
 @dataclass(frozen=True)
 class Row:
-    """The fullest moment of a training with one optimizer, in bytes.
+    """Peak memory of a training with one optimizer, in bytes.
 
-    Gradients come as activations go, and an optimizer works when activations are gone. So these
-    count as far as they need more room than the gradients, and the workspace as far as it needs
-    more room than they do: the parts add up to the total.
+    Activations are freed while gradients are allocated, and the optimizer runs when all activations
+    are freed. So activations count only beyond the size of the gradients, and the workspace only
+    beyond the size of the activations; the parts then add up to the total.
 
     Attributes:
         key: Name of the row, such as ``shampoo-4``.
-        label: The same in words.
-        parameters: Weights and buffers.
-        gradients: Of all parameters.
-        base: States of the first-order optimizer.
-        statistics: L and R, as far as they are on the GPU.
-        roots: Their inverse roots.
-        activations: What forward and backward need beyond the room of the gradients.
-        workspace: What updates need beyond the room of activations. K-FAC's sums over a batch,
-            which are collected during the backward pass, count in full.
-        host: L and R that are offloaded to the host's memory.
-        fits: Whether the total and ``CONTEXT`` fit; ``None`` without a limit.
-        ratio: How many times as large the second-order state is in 32 bits.
+        label: Name of the row in tables.
+        parameters: Parameters and buffers.
+        gradients: Gradients of all parameters.
+        base: State of the first-order optimizer.
+        statistics: L and R on the GPU.
+        roots: Inverse roots of L and R.
+        activations: Memory of both passes beyond the gradients.
+        workspace: Memory of updates beyond the activations. K-FAC's sums over a batch are collected
+            during the backward pass, so they count in full.
+        host: L and R that are offloaded to the host.
+        fits: True if the total and ``CONTEXT`` fit; ``None`` without a limit.
+        ratio: Size of the 32-bit second-order state divided by the size of this one.
         largest_batch: The largest power of two that fits; 0 if none does.
     """
 
@@ -80,19 +80,19 @@ class Row:
 
     @property
     def second_order(self) -> int:
-        """Statistics and roots, wherever they are."""
+        """Bytes of statistics and roots, on the GPU and on the host."""
         return self.statistics + self.roots + self.host
 
     @property
     def total(self) -> int:
-        """All that is on the GPU."""
+        """All bytes on the GPU."""
         state = self.base + self.statistics + self.roots
         return self.parameters + self.gradients + state + self.activations + self.workspace
 
 
 @dataclass(frozen=True)
 class _SecondOrder:
-    """What an optimizer holds besides the base's states, and for how long."""
+    """Bytes that an optimizer allocates besides the base's state."""
 
     statistics: int = 0
     roots: int = 0
@@ -102,20 +102,20 @@ class _SecondOrder:
 
 
 class Accounts:
-    """Adds up the rows of one network.
+    """Computes the rows of one network.
 
     Args:
-        network: The network, and what its source says.
-        model: It, on the meta device.
-        settings: Options of kronbit's optimizers, or of the base.
-        limit: Of the GPU, in bytes.
-        peak_at: Batch -> bytes of forward and backward; ``None`` if that is not known.
+        network: The network, with the training settings of its source.
+        model: The network on the meta device.
+        settings: Options of kronbit's optimizers or of the base.
+        limit: Memory of the GPU in bytes; ``None`` for no limit.
+        peak_at: Maps a batch size to the peak of both passes in bytes; ``None`` if unknown.
 
     Attributes:
-        notes: What was left out, and why.
+        notes: Rows that were left out, and why.
 
     Raises:
-        LabError: If the base is not known, or cannot be estimated.
+        LabError: If the base is unknown, or its memory cannot be estimated.
     """
 
     def __init__(
@@ -137,11 +137,11 @@ class Accounts:
         self.notes: list[str] = []
 
     def rows(self, algorithm: str, order: int | None) -> list[Row]:
-        """The base alone, then all ways to keep the state of an algorithm.
+        """Return the row of the base alone, then one row per way to keep an algorithm's state.
 
         Args:
-            algorithm: One of ``ALGORITHMS``; Shampoo's rows are followed by K-FAC's.
-            order: Its ``max_order``.
+            algorithm: A key of ``ALGORITHMS``; Shampoo's rows are followed by K-FAC's.
+            order: ``max_order`` of the algorithm.
 
         Raises:
             LabError: If an option is wrong.
@@ -156,7 +156,7 @@ class Accounts:
         rows = [base, *self._rows_of(algorithm, options, ways)]
         if algorithm == "shampoo":
             try:
-                # AdaBK's state is K-FAC's. Layers are not cut: the order is not meant for them.
+                # AdaBK has the state of K-FAC. Both keep layers whole: ``order`` does not apply.
                 ways = {key: (f"{key}-bit {{}} or AdaBK", WAYS[key][1]) for key in ("32", "4")}
                 rows += self._rows_of("kfac", self._options("kfac", None), ways)
             except LabError as error:
@@ -171,7 +171,7 @@ class Accounts:
 
     def _rows_of(self, algorithm: str, options: Mapping[str, Any], ways: _Ways) -> list[Row]:
         kind, name = ALGORITHMS[algorithm]
-        # How state is stored is each row's own, and how eigenvectors are followed costs nothing.
+        # Storage options differ by row; options of the eigenvector updates take no memory.
         shared = {k: v for k, v in options.items() if k not in (*_STORED, *EIGEN_OPTIONS)}
         whole = self._second_order(kind, {**shared, "bits": 32})
         size = whole.statistics + whole.roots + whole.host
@@ -193,13 +193,13 @@ class Accounts:
         if config.keep_gradients:
             workspace += self._gradients
         collected = 0
-        if issubclass(kind, KFAC):  # Y Yᵀ and X Xᵀ of all layers, in float32
+        if issubclass(kind, KFAC):  # Y Yᵀ and X Xᵀ of all layers in float32
             plain = {k: v for k, v in options.items() if k not in _STORED}
             collected = _estimated(self._model, kind, None, {**plain, "bits": 32})["statistics"]
         return _SecondOrder(statistics, held["roots"], host, collected, workspace)
 
     def _largest_block(self, kind: type[SecondOrder], config: Config) -> int:
-        """Bytes that a single block needs, even if the workspace is smaller."""
+        """Return the bytes that the largest block needs, which may exceed ``workspace_mb``."""
         route: Callable[[Tensor, Config], Blocking | str] = GradientStatistics().route
         if issubclass(kind, KFAC):
             statistics = ActivationStatistics(self._model)
@@ -220,13 +220,13 @@ class Accounts:
         return 4 * max(elements, default=0)
 
     def _row(self, key: str, label: str, held: _SecondOrder | None = None, whole: int = 0) -> Row:
-        """A row.
+        """Return a row.
 
         Args:
-            key: Its name.
-            label: The same in words.
-            held: What the optimizer holds besides the base's states.
-            whole: Second-order state in 32 bits.
+            key: Name of the row.
+            label: Name of the row in tables.
+            held: Memory of the optimizer besides the base's state.
+            whole: Bytes of the second-order state in 32 bits.
         """
         held = held or _SecondOrder()
         state = held.statistics + held.roots

@@ -1,4 +1,4 @@
-"""A plan in the terminal: a bar of memory for every optimizer, against the GPU's limit."""
+"""A plan as a table for the terminal, with a memory bar per optimizer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class _Part(NamedTuple):
-    """A part of the bar, told from the others by its sign, too."""
+    """A part of the bar, marked by color and by sign."""
 
     name: str
     sign: str
@@ -32,14 +32,14 @@ _PARTS = (
     _Part("activations", "░", "A", "yellow", lambda row: row.activations),
     _Part("workspace", "▖", "W", "white", lambda row: row.workspace),
 )
-_CUT = 1.5  # times the limit: longer bars would leave no room to tell the others apart
+_CUT = 1.5  # times the limit: a longer scale makes the other bars too short
 _SHORTEST_BAR = 12
 
 
 class _Column(NamedTuple):
     title: str
     text: Callable[[Row], str]
-    at: int  # least width of the terminal
+    at: int  # minimum width of the terminal
 
 
 _BEFORE = (
@@ -55,11 +55,11 @@ _AFTER = (
 
 
 def show(plan: Plan, console: Console) -> None:
-    """Print a plan, as wide as the terminal.
+    """Print a plan over the full width of the terminal.
 
     Args:
         plan: The plan.
-        console: Where to.
+        console: The console to print to.
     """
     from rich.table import Table
     from rich.text import Text
@@ -93,7 +93,7 @@ def show(plan: Plan, console: Console) -> None:
 
 
 class _Scale:
-    """The scale of all bars, and their header: the limit above its mark."""
+    """The common scale of the bars; as a header, it prints the limit above its mark."""
 
     def __init__(self, plan: Plan) -> None:
         self.limit = plan.gpu_bytes
@@ -105,7 +105,7 @@ class _Scale:
                 self.size = min(self.size, round(_CUT * self.limit))
 
     def place(self, size: int, width: int) -> int:
-        """Characters from the left of a bar of this width."""
+        """Return the column of a size in a bar of this width."""
         return min(width, round(size * width / self.size))
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
@@ -121,7 +121,7 @@ class _Scale:
 
 
 class _Bar(NamedTuple):
-    """Parts side by side; cut at the end of the scale."""
+    """The bar of a row: its parts side by side, cut at the end of the scale."""
 
     scale: _Scale
     row: Row
@@ -145,10 +145,10 @@ class _Bar(NamedTuple):
 
 
 def _title(plan: Plan) -> Iterator[str]:
-    of = ""
+    examples = ""
     if plan.batch is not None and plan.shape is not None:
-        of = f", batch {' x '.join(map(str, (plan.batch, *plan.shape)))}"
-    yield f"{plan.model}: {plan.parameters_count:,} parameters in {plan.dtype}{of}"
+        examples = f", batch {' x '.join(map(str, (plan.batch, *plan.shape)))}"
+    yield f"{plan.model}: {plan.parameters_count:,} parameters in {plan.dtype}{examples}"
     held = plan.activations
     if held.peak is None:
         yield f"Activations {held.how}"
@@ -170,14 +170,14 @@ def _sentences(plan: Plan) -> Iterator[str]:
         elif base.fits:
             yield f"No second-order state fits {limit}; {base.label} alone does."
         else:
-            yield f"Nothing fits {limit}: not even {base.label} alone."
+            yield f"Nothing fits {limit}, not even {base.label} alone."
         rows = [row for row in (base, whole, default) if row is not None]
         if base.largest_batch is not None:
             batches = "; ".join(f"{row.label}: {row.largest_batch or 'none'}" for row in rows)
             yield f"Largest batch that fits, of powers of two: {batches}."
         yield (
-            f"{bytes_text(CONTEXT)} are left to CUDA itself. Fragmentation comes on top: "
-            "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True keeps it small."
+            f"{bytes_text(CONTEXT)} are reserved for the CUDA context. Fragmentation is not "
+            "counted: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True reduces it."
         )
     for note in plan.notes:
         yield f"{note[0].upper()}{note[1:]}."

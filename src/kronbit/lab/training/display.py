@@ -1,4 +1,4 @@
-"""What a training shows: a live bar in a terminal, a line per evaluation elsewhere."""
+"""Display of a training: a progress bar in a terminal, a line per evaluation elsewhere."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _REDRAWN_EVERY = 0.1  # seconds
 
 
 class _Figures(ProgressColumn):
-    """Loss, and where there is room learning rate, speed and memory."""
+    """Loss, and in wide terminals learning rate, speed and memory."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -33,11 +33,11 @@ class _Figures(ProgressColumn):
 
 
 class Display:
-    """Progress of one training, or of several in turn.
+    """Shows the progress of one training, or of several in sequence.
 
     Args:
-        console: Where.
-        wanted: Whether anything is shown: only by the first rank.
+        console: The console to print to.
+        wanted: False to show nothing, as on all ranks but the first.
     """
 
     def __init__(self, console: Console, wanted: bool = True) -> None:
@@ -67,7 +67,7 @@ class Display:
             self._progress.stop()
 
     def begin(self, label: str, step: int, steps: int) -> None:
-        """A training begins, or goes on."""
+        """Show a training that starts or resumes at ``step``."""
         self._label, self._steps = label, steps
         if self._progress is not None:
             room = max(8, self._console.width // 4)
@@ -75,21 +75,21 @@ class Display:
             self._task = self._progress.add_task(name, total=steps, completed=step)
 
     def step(self, step: int) -> None:
-        """A step was handed to the device."""
+        """Show that a step was launched."""
         now = time.monotonic()
         if self._progress is not None and now - self._drawn > _REDRAWN_EVERY:
             self._drawn = now
             self._progress.update(self._task, completed=step)
 
     def figures(self, step: int, loss: float, lr: float, rate: float, memory: int | None) -> None:
-        """Figures that the device has given back."""
+        """Show figures that were read from the device."""
         if self._progress is not None:
             self._progress.update(
                 self._task, completed=step, loss=loss, lr=lr, rate=rate, memory=memory
             )
 
     def evaluation(self, step: int, figures: dict[str, float]) -> None:
-        """Held-out figures: a line where there is no bar."""
+        """Print held-out figures, unless a progress bar is shown."""
         if self._wanted and not self._live:
             accuracy = figures.get("accuracy")
             extra = "" if accuracy is None else f", accuracy {100 * accuracy:.2f} %"
@@ -99,6 +99,6 @@ class Display:
             )
 
     def message(self, text: str) -> None:
-        """A line above the bar."""
+        """Print a line, above the progress bar if there is one."""
         if self._wanted:
             self._console.print(text, highlight=False, markup=False, soft_wrap=True)

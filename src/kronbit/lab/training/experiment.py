@@ -1,4 +1,4 @@
-"""One run in its folder, and several of them as a comparison."""
+"""Runs in their folders, alone or as a comparison."""
 
 from __future__ import annotations
 
@@ -23,13 +23,26 @@ from kronbit.lab.training.measures import hardware, versions
 from kronbit.lab.training.world import World
 
 FORMAT = 1
-DATA_FOLDER = Path("data")  # unless --data or KRONBIT_DATA says otherwise
-_OWN_FLAGS = ("optimizer", "bits", "base", "amp", "seed")  # the others go through --set
+DATA_FOLDER = Path("data")  # default of --data and KRONBIT_DATA
+_FLAGS = (
+    "optimizer",
+    "bits",
+    "base",
+    "amp",
+    "seed",
+)  # settings with an option; all others use --set
 
 
 @dataclass(frozen=True)
 class Member:
-    """One run: its name in folders, its name in tables, its settings, and how to get it again."""
+    """One run of a comparison.
+
+    Attributes:
+        key: Name in folders.
+        label: Name in tables.
+        recipe: The settings.
+        command: Command that repeats the run.
+    """
 
     key: str
     label: str
@@ -38,28 +51,28 @@ class Member:
 
 
 def member(spec: str, recipe: Recipe, source: str, running: Running, world: World) -> Member:
-    """A run of a recipe with an optimizer.
+    """Return the run of a recipe with an optimizer.
 
     Args:
-        spec: See ``kronbit.lab.optimizers.variant``.
-        recipe: What it starts from.
-        source: The recipe's name or file.
-        running: How it runs.
-        world: Where.
+        spec: The optimizer; see ``kronbit.lab.optimizers.variant``.
+        recipe: The recipe to change.
+        source: Name or file of the recipe.
+        running: How the training runs.
+        world: This process among the ranks.
     """
     key, label, made = variant(spec, recipe)
     return Member(key, label, made, train_command(made, source, running, world))
 
 
 def launched(world: World) -> list[str]:
-    """How the command is started."""
+    """Return the words that start the command on these ranks."""
     if world.parallel == "none":
         return ["kronbit"]
     return ["torchrun", "--nproc-per-node", str(world.ranks), "-m", "kronbit"]
 
 
 def resume_command(folder: Path, world: World) -> str:
-    """What to type to go on with a run; the rest is in its folder."""
+    """Return the command that resumes a run. Its settings are in the folder."""
     words = [*launched(world), "train", "--resume", str(folder), *_parallel(world)]
     return shlex.join(words)
 
@@ -69,7 +82,7 @@ def _parallel(world: World) -> list[str]:
 
 
 def train_command(recipe: Recipe, source: str, running: Running, world: World) -> str:
-    """What to type to get this recipe's run: the file, what differs from it, and how it ran."""
+    """Return the command that repeats a run: the source and all settings that differ from it."""
     words = [*launched(world), "train", source]
     settings: list[str] = []
     flags = {"--compile": running.compile, "--cuda-graph": running.graph}
@@ -81,10 +94,10 @@ def train_command(recipe: Recipe, source: str, running: Running, world: World) -
     for key, value in after.items():
         if value == before.get(key, ...):
             continue
-        if value is None and key in ("epochs", "steps"):  # the other one is given
+        if value is None and key in ("epochs", "steps"):  # the other one is set
             continue
         text = value if isinstance(value, str) else json.dumps(value)
-        if key in _OWN_FLAGS:
+        if key in _FLAGS:
             words += [f"--{key}", text]
         else:
             settings += ["--set", f"{key}={text}"]
@@ -92,7 +105,7 @@ def train_command(recipe: Recipe, source: str, running: Running, world: World) -
 
 
 def _flat(recipe: Recipe) -> dict[str, Any]:
-    """Settings by the names that ``--set`` has for them."""
+    """Return all settings by their names for ``--set``."""
     flat: dict[str, Any] = {}
     for name, value in recipe.to_mapping().items():
         if isinstance(value, Mapping):
@@ -118,7 +131,7 @@ def run_member(
         The summary.
 
     Raises:
-        LabError: If something cannot be had.
+        LabError: If the run is impossible, or data, a package or space on the disk is missing.
         Interrupted: If the user wants to stop.
     """
     origin = {
@@ -131,7 +144,7 @@ def run_member(
     }
     if not resume and checkpoints(folder):
         raise LabError(f"{folder} has checkpoints of another run: choose another --out")
-    training = Training(member.recipe, folder, world, running)  # refuses before anything is written
+    training = Training(member.recipe, folder, world, running)  # raises before anything is written
     if world.first:
         make_folder(folder)
         if not resume:
@@ -157,10 +170,10 @@ def run_member(
 
 
 def read_member(folder: Path) -> tuple[Member, dict[str, Any]]:
-    """The run that a folder was made for, and how it ran.
+    """Read the run of a folder, and how it ran.
 
     Raises:
-        LabError: If there is none.
+        LabError: If the folder has no readable ``run.json``.
     """
     path = folder / "run.json"
     try:
@@ -183,19 +196,19 @@ def run_all(
     resume: bool,
     interrupts: Interrupts,
 ) -> list[tuple[str, dict[str, Any]]]:
-    """The runs of a comparison in turn, each in a folder of its own.
+    """Run a comparison, one run after the other, each in its folder.
 
     Args:
-        members: Which.
-        folder: Of the comparison.
-        world: Where this process stands.
-        running: How they run.
-        display: Where progress is shown.
-        resume: Whether finished runs are kept, and others go on from their checkpoints.
-        interrupts: Tells whether the user wants to stop.
+        members: The runs.
+        folder: Folder of the comparison.
+        world: This process among the ranks.
+        running: How the trainings run.
+        display: Shows the progress.
+        resume: True to keep finished runs and resume the others from their checkpoints.
+        interrupts: Tells if the user wants to stop.
 
     Returns:
-        (folder's name, summary) of each.
+        (name of the folder, summary) of each run.
 
     Raises:
         Interrupted: If the user wants to stop.
@@ -227,7 +240,7 @@ def write_comparison(
     world: World,
     summaries: Sequence[tuple[str, Mapping[str, Any]]],
 ) -> None:
-    """The comparison's ``summary.json``."""
+    """Write the ``summary.json`` of a comparison."""
     content = {
         "format": FORMAT,
         "recipe": recipe.name,

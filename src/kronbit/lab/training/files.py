@@ -1,4 +1,4 @@
-"""The files of a run: what is written there, and never half."""
+"""Files of a run: written atomically, with errors in one line."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from kronbit.lab.errors import LabError
 
 
 def make_folder(folder: Path) -> None:
-    """A folder that can be written to.
+    """Create a folder, and verify that files can be written to it.
 
     Raises:
-        LabError: If it cannot.
+        LabError: If the folder cannot be created or written to.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         probe = folder / ".probe"
         probe.touch()
-        probe.unlink(missing_ok=True)  # another process may have done so
+        probe.unlink(missing_ok=True)  # another process may have removed it
     except OSError as error:
         reason = f"cannot write to {folder}: {error.strerror}; choose another with --out"
         raise LabError(reason) from error
@@ -31,23 +31,23 @@ def make_folder(folder: Path) -> None:
 
 @contextmanager
 def replaced(path: Path) -> Iterator[BinaryIO]:
-    """A file that takes the place of another once it is whole and on the disk."""
-    aside = path.with_name(f"{path.name}.new")
+    """Open a temporary file that replaces ``path`` when all of it is on the disk."""
+    temporary = path.with_name(f"{path.name}.new")
     try:
-        with aside.open("wb") as file:
+        with temporary.open("wb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        os.replace(aside, path)
+        os.replace(temporary, path)
     except BaseException:
         with suppress(OSError):
-            aside.unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)
         raise
 
 
 @contextmanager
-def _named(path: Path) -> Iterator[None]:
-    """Errors of writing, as one line."""
+def _errors_in_one_line(path: Path) -> Iterator[None]:
+    """Turn an error of writing into a ``LabError``."""
     try:
         yield
     except OSError as error:
@@ -55,27 +55,27 @@ def _named(path: Path) -> Iterator[None]:
 
 
 def write_bytes(path: Path, content: bytes) -> None:
-    """Write aside, then rename.
+    """Write a file atomically.
 
     Raises:
-        LabError: If it cannot be written; what was there before stays.
+        LabError: If the file cannot be written; an existing file is kept.
     """
-    with _named(path), replaced(path) as file:
+    with _errors_in_one_line(path), replaced(path) as file:
         file.write(content)
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Write aside, then rename."""
-    text = json.dumps(_strict(content), indent=1, ensure_ascii=False, allow_nan=False)
+    """Write a JSON file atomically; NaN and infinities become null."""
+    text = json.dumps(_without_nan(content), indent=1, ensure_ascii=False, allow_nan=False)
     write_bytes(path, f"{text}\n".encode())
 
 
-def _strict(value: Any) -> Any:
-    """JSON has no NaN: null stands for a loss that is no number any more."""
+def _without_nan(value: Any) -> Any:
+    """Replace NaN and infinities by ``None``, since JSON has neither."""
     if isinstance(value, Mapping):
-        return {key: _strict(item) for key, item in value.items()}
+        return {key: _without_nan(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_strict(item) for item in value]
+        return [_without_nan(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -83,24 +83,24 @@ class MetricsFile:
     """``metrics.jsonl``: one line per figure, in order of steps.
 
     Args:
-        path: Where.
-        size: Go on after so many bytes: what follows was written after the checkpoint that the run
-            goes on from, and will be written again.
-        wanted: Whether anything is written: only by the first rank.
+        path: Path of the file.
+        size: Bytes to keep. The lines after them were written after the checkpoint that the run
+            resumes from, and will be written again.
+        wanted: False to write nothing, as on all ranks but the first.
     """
 
     def __init__(self, path: Path, size: int, wanted: bool) -> None:
         self._path, self._wanted = path, wanted
         if wanted:
-            with _named(path), path.open("ab") as file:
+            with _errors_in_one_line(path), path.open("ab") as file:
                 file.truncate(size)
 
     def add(self, line: Mapping[str, Any]) -> None:
         """Append a line."""
         if self._wanted:
-            with _named(self._path), self._path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(_strict(line), allow_nan=False) + "\n")
+            with _errors_in_one_line(self._path), self._path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(_without_nan(line), allow_nan=False) + "\n")
 
     def size(self) -> int:
-        """How many bytes there are."""
+        """Return the size of the file in bytes."""
         return self._path.stat().st_size if self._wanted else 0

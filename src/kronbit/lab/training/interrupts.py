@@ -1,4 +1,4 @@
-"""Ctrl-C and the scheduler's SIGTERM: the step is finished and saved before the end."""
+"""Ctrl-C and SIGTERM: the step is finished and saved before the process ends."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Interrupts:
-    """Notes the first signal; the second one ends the process at once, as usual.
+    """Records the first signal; the second one ends the process at once, as by default.
 
     Attributes:
-        wanted: Whether there was one.
+        wanted: True after the first signal.
     """
 
     def __init__(self) -> None:

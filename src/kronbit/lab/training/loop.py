@@ -1,8 +1,8 @@
-"""The training loop: as a good hand-written one, and it can be stopped at any moment.
+"""The training loop, which can be stopped at any moment.
 
-The host never waits for the device on an ordinary step: losses are read every ``log_every`` steps.
-Everything random is a function of seed, step and rank, so that a run that was killed goes on bit
-for bit as if it had not been.
+The host does not wait for the device on ordinary steps: losses are read every ``log_every`` steps.
+All random numbers are functions of seed, step and rank, so a resumed run equals an uninterrupted
+one bit for bit.
 """
 
 from __future__ import annotations
@@ -49,24 +49,24 @@ from kronbit.lab.training.world import (
 from kronbit.memory import held_bytes
 from kronbit.optimizer import SecondOrder
 
-_PATIENCE = 2  # lines without a finite loss
+_PATIENCE = 2  # lines of non-finite loss before a run is given up
 
 Figures: TypeAlias = dict[str, float]
 
 
-class Interrupted(Exception):  # noqa: N818  # it is none
-    """The user wants to stop; a checkpoint was written."""
+class Interrupted(Exception):  # noqa: N818  # not an error
+    """The user has stopped the run; a checkpoint was written."""
 
 
 @dataclass(frozen=True)
 class Running:
-    """How a training runs, which its result should not depend on.
+    """How a training runs. Its results should not depend on these settings.
 
     Attributes:
-        data: Folder with downloaded sets.
-        compile: Whether ``torch.compile`` runs the network.
-        graph: Whether forward and backward pass are a CUDA graph.
-        tensorboard: Whether its files are written, too.
+        data: Folder with downloaded data sets.
+        compile: True to compile the network with ``torch.compile``.
+        graph: True to capture the forward and backward pass in a CUDA graph.
+        tensorboard: True to write TensorBoard files, too.
     """
 
     data: Path
@@ -79,10 +79,10 @@ class Training:
     """One run of a recipe.
 
     Args:
-        recipe: Its settings.
-        folder: Where its files go.
-        world: Where this process stands.
-        running: How it runs.
+        recipe: The settings of the training.
+        folder: Folder for the files of the run.
+        world: This process among the ranks.
+        running: How the training runs.
     """
 
     def __init__(self, recipe: Recipe, folder: Path, world: World, running: Running) -> None:
@@ -112,7 +112,7 @@ class Training:
         self.peak = PeakMemory(device, held_bytes(list(self.model.parameters())), earlier)
         if world.parallel == "fsdp2":
             shard(self.model, world)
-        # One that is not enabled hands everything through.
+        # A scaler that is not enabled passes everything through.
         self.scaler = torch.amp.GradScaler(device.type, enabled=recipe.amp == "fp16")
         self.optimizer = make_optimizer(recipe, self.model, self.warmup, self.scaler)
         runner = replicate(self.model, world) if world.parallel == "ddp" else self.model
@@ -150,7 +150,7 @@ class Training:
         longest = getattr(getattr(model, "config", None), "max_position_embeddings", None)
         length = self.recipe.data.get("length")
         if longest is not None and length is not None and length > longest:
-            raise LabError(f"data.length={length} is more than the {longest} places of the model")
+            raise LabError(f"data.length={length} exceeds the {longest} positions of the model")
         return model
 
     def _make_shadow(self) -> Shadow | None:
@@ -172,10 +172,10 @@ class Training:
         """Train to the end.
 
         Args:
-            display: Where progress is shown.
-            label: What it is called there.
-            resume: Whether to go on from the last checkpoint.
-            interrupts: Tells whether the user wants to stop.
+            display: Shows the progress.
+            label: Name of the run on the display.
+            resume: True to resume from the last checkpoint.
+            interrupts: Tells if the user wants to stop.
 
         Returns:
             The figures of ``summary.json``.
@@ -217,7 +217,7 @@ class Training:
         return summarise(self)
 
     def _take_step(self) -> None:
-        """One step of the optimizer; the host does not wait."""
+        """Take one step of the optimizer, without waiting for the device."""
         recipe, step = self.recipe, self.step
         lr = recipe.lr * factor(recipe.schedule, step, self.steps, self.warmup)
         for group in self.optimizer.param_groups:
@@ -227,7 +227,7 @@ class Training:
             x = x.contiguous(memory_format=torch.channels_last)
         if self._passes is None:
             self._passes = self._make_passes(x, y)
-        # What the network draws, such as stochastic depth.
+        # For random numbers of the network, such as stochastic depth.
         torch.manual_seed(seed_of("network", recipe.seed, step, self.world.rank))
         self._losses.append(self._passes(x, y))
         self.scaler.unscale_(self.optimizer)
@@ -241,8 +241,8 @@ class Training:
         self._timer.mark()
         errors = self.shadow.after_step() if self.shadow is not None else None
         if errors is not None:
-            # Before the line of losses: both are of this step, and this one was first.
-            self._add({"kind": "errors", **self._place(), **errors})
+            # This line precedes that of the losses of the same step.
+            self._add({"kind": "errors", **self._position(), **errors})
 
     def _make_passes(self, x: Tensor, y: Tensor) -> Eager | Captured:
         repeatable = Repeatable(self.world.device, self.recipe.deterministic)
@@ -254,7 +254,7 @@ class Training:
         return Eager(self._runner, self.objective, self.optimizer, share, self.scaler, repeatable)
 
     def _flush(self, display: Display) -> None:
-        """Read the losses since the last time. Waits for the device."""
+        """Write the mean loss since the last call. Waits for the device."""
         mean = torch.stack(self._losses).double().mean()
         loss = float(self.world.sum(mean)) / self.world.ranks
         count = len(self._losses)
@@ -266,13 +266,13 @@ class Training:
         lr = self.optimizer.param_groups[0]["lr"]
         times = self._timer.gather()
         self.step_ms += times
-        self._add({"kind": "train", **self._place(), "loss": loss, "lr": lr, "step_ms": times})
+        self._add({"kind": "train", **self._position(), "loss": loss, "lr": lr, "step_ms": times})
         self._since = time.perf_counter()
         display.figures(self.step, loss, lr, count / max(passed, 1e-9), self.peak.now())
 
     @contextmanager
     def _aside(self) -> Iterator[None]:
-        """What happens here is no part of the training's time and memory."""
+        """Exclude the body from the time and the memory of the training."""
         _synchronise(self.world.device)
         self.peak.note()
         start = time.perf_counter()
@@ -299,11 +299,11 @@ class Training:
             figures["accuracy"] = right / count
             self.best["accuracy"] = max(self.best.get("accuracy", 0.0), figures["accuracy"])
         self.best["loss"] = min(self.best.get("loss", math.inf), figures["loss"])
-        self._add({"kind": "eval", **self._place(), **figures})
+        self._add({"kind": "eval", **self._position(), **figures})
         display.evaluation(self.step, figures)
         self._modes.train()
 
-    def _place(self) -> Figures:
+    def _position(self) -> Figures:
         return {
             "step": self.step,
             "epoch": round(self.step / self.per_epoch, 4),
@@ -339,7 +339,7 @@ class Training:
         self.world.wait()
 
     def _load(self) -> int:
-        """Go on from the last checkpoint; returns the size of the metrics then."""
+        """Load the last checkpoint; return the size of the metrics file at that time."""
         state = checkpoints.load_last(self.folder)
         try:
             load_whole_state(self.model, self.optimizer, state, self.world)
@@ -347,7 +347,7 @@ class Training:
             watched = {} if self.shadow is None else self.shadow.state_dict()
             if self.shadow is not None and state["shadow"].keys() == watched.keys():
                 self.shadow.load_state_dict(state["shadow"])
-            else:  # ranks that share parameters have not followed them: it is too late to begin
+            else:  # the run was watched on other ranks: watching cannot start midway
                 self.shadow = None
         except (KeyError, RuntimeError, ValueError) as error:
             raise LabError(
@@ -370,5 +370,5 @@ def _tensorboard(folder: Path, step: int) -> Any:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
         raise LabError("--tensorboard needs a package: pip install tensorboard") from error
-    # What was written after the checkpoint that the run goes on from will be written again.
+    # Steps after the checkpoint are written again.
     return SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)

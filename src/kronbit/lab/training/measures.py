@@ -1,4 +1,4 @@
-"""Time of each step, and peak memory: measured without waiting for the device."""
+"""Time of each step and peak memory, measured without waiting for the device."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _CLEAR = Path("/proc/self/clear_refs")
 
 
 class StepTimer:
-    """Milliseconds from one mark to the next; on a GPU by events, which are read later."""
+    """Measures milliseconds between marks; on a GPU with events, which are read later."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._steps: list[tuple[Any, Any, float]] = []  # both marks, and what to leave out
+        self._steps: list[tuple[Any, Any, float]] = []  # start, end, milliseconds to exclude
         self._last, self._skipped = self._now(), 0.0
 
     def _now(self) -> Any:
@@ -32,21 +32,21 @@ class StepTimer:
         return event
 
     def mark(self) -> None:
-        """A step is over."""
+        """Mark the end of a step."""
         now = self._now()
         self._steps.append((self._last, now, self._skipped))
         self._last, self._skipped = now, 0.0
 
     def restart(self) -> None:
-        """Something else than a step has taken time; the next one begins now."""
+        """Start the next step now; the time since the last mark is not counted."""
         self._last, self._skipped = self._now(), 0.0
 
     def skip(self, seconds: float) -> None:
-        """Something within a step is no part of it."""
+        """Exclude a duration from the current step."""
         self._skipped += 1e3 * seconds
 
     def gather(self) -> list[float]:
-        """The steps since the last call. The device must be done with them."""
+        """Return the times since the last call. The device must have finished these steps."""
         on_gpu = self._device.type == "cuda"
         times = [
             round((a.elapsed_time(b) if on_gpu else 1e3 * (b - a)) - skipped, 3)
@@ -57,18 +57,18 @@ class StepTimer:
 
 
 class PeakMemory:
-    """The most that training took.
+    """Peak memory of a training.
 
-    On a GPU it is what was allocated, and what a CUDA graph keeps, else what the process grew by.
-    Evaluation between ``note`` and ``restart`` does not count.
+    On a GPU it is the peak of allocated bytes, with the memory of a CUDA graph. On a CPU it is the
+    growth of the process. Evaluation between ``note`` and ``restart`` does not count.
 
     Args:
-        device: Where training takes place.
-        held: Bytes of parameters, which are there already.
+        device: Device of the training.
+        held: Bytes of parameters, which are allocated already.
         earlier: Bytes that were allocated before the run; see ``allocated_earlier``.
 
     Attributes:
-        kind: What the figure means.
+        kind: Meaning of the number, in words.
     """
 
     def __init__(self, device: torch.device, held: int, earlier: int = 0) -> None:
@@ -86,7 +86,7 @@ class PeakMemory:
         self.restart()
 
     def note(self) -> None:
-        """Take what the last steps needed into account."""
+        """Include the peak since the last ``restart``."""
         if self._device.type == "cuda":
             self.raise_to(torch.cuda.max_memory_allocated(self._device) + self._beside)
         elif self._counts:
@@ -99,38 +99,38 @@ class PeakMemory:
             return
         self._counts = False
         with contextlib.suppress(OSError):
-            _CLEAR.write_text("5")  # Linux: the peak is what is held now
+            _CLEAR.write_text("5")  # Linux resets the peak to the current size
             self._counts = bool(self._start)
 
     def add_beside(self, value: int) -> None:
-        """From now on so much is taken that does not count as allocated: by a CUDA graph."""
+        """Add bytes of a CUDA graph, which torch does not count as allocated."""
         self._beside += value
         self.kind = "allocated on the GPU, and kept by a CUDA graph"
         self.restart()
 
     def raise_to(self, value: int) -> None:
-        """Another part of the same run has needed so much."""
+        """Include the peak of another part of the same run."""
         self._peak = max(value, self._peak or 0)
 
     def read(self) -> int | None:
-        """Bytes; ``None`` where it cannot be told."""
+        """Return the peak in bytes; ``None`` if the system does not report it."""
         return self._peak
 
     def now(self) -> int | None:
-        """Bytes held at present, for the progress bar."""
+        """Return the current memory in bytes, for the progress bar."""
         if self._device.type == "cuda":
             return torch.cuda.memory_allocated(self._device) + self._beside
         return _resident("VmRSS")
 
 
 def allocated_earlier(device: torch.device) -> int:
-    """What earlier runs of this process still have on a GPU: workspaces of cuBLAS, above all."""
+    """Return the GPU memory of earlier runs of this process, such as workspaces of cuBLAS."""
     gc.collect()
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
 
 
 def _line(path: Path, name: str) -> str | None:
-    """The value of a line ``name: value`` of a file of Linux."""
+    """Return the value of a line ``name: value``; ``None`` if the file or the line is missing."""
     with contextlib.suppress(OSError):
         for line in path.read_text().splitlines():
             if line.startswith(name):
@@ -144,13 +144,13 @@ def _resident(name: str) -> int | None:
 
 
 def _give_back_free_memory() -> None:
-    """What an earlier run has freed must not count for nothing in this one."""
+    """Return freed memory to the system, so that its reuse counts as growth of the process."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL("libc.so.6").malloc_trim(0)
 
 
 def hardware(device: torch.device) -> str:
-    """What it runs on, in words."""
+    """Return the name of the GPU or CPU."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     model = _line(Path("/proc/cpuinfo"), "model name") or platform.processor() or platform.machine()
@@ -158,7 +158,7 @@ def hardware(device: torch.device) -> str:
 
 
 def versions() -> dict[str, str | None]:
-    """What a figure must be quoted with."""
+    """Return the versions that figures are quoted with."""
     import kronbit
 
     return {

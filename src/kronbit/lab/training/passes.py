@@ -1,4 +1,4 @@
-"""Forward and backward: one step's gradients, eagerly or by replaying a CUDA graph."""
+"""The gradients of a step, computed eagerly or by a CUDA graph."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _WARM_UPS = 3
 
 @dataclass(frozen=True)
 class Objective:
-    """The loss, and how the network is run for it.
+    """The loss of a network.
 
     Attributes:
-        classifies: Whether a target belongs to a whole example, else to each token.
-        amp: ``off``, ``bf16`` or ``fp16``.
-        smoothing: Of labels in training.
+        classifies: True if an example has one target, false if each token has one.
+        amp: Autocast: ``off``, ``bf16`` or ``fp16``.
+        smoothing: Label smoothing in training.
     """
 
     classifies: bool
@@ -34,20 +34,20 @@ class Objective:
     smoothing: float = 0.0
 
     def outputs(self, model: nn.Module, x: Tensor) -> Tensor:
-        """Logits, in float32."""
+        """Return the logits in float32."""
         with autocast(x.device.type, self.amp):
             outputs = logits(model, x)
         return outputs.float() if self.classifies else outputs.float().flatten(0, 1)
 
     def loss(self, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        """The mean loss of a batch in training. Mixed targets are smoothed already."""
+        """Return the mean loss of a training batch. Mixed targets are smoothed already."""
         smoothing = 0.0 if y.is_floating_point() else self.smoothing
         target = y if y.is_floating_point() else y.flatten()
         return functional.cross_entropy(self.outputs(model, x), target, label_smoothing=smoothing)
 
     @torch.no_grad()
     def judge(self, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        """(sum of losses, right answers, answers) of held-out data, on the device."""
+        """Return (sum of losses, correct answers, answers) for held-out data, on the device."""
         outputs, target = self.outputs(model, x), y.flatten()
         loss = functional.cross_entropy(outputs, target, reduction="sum")
         right = (outputs.argmax(-1) == target).sum()
@@ -55,15 +55,15 @@ class Objective:
 
 
 class Eager:
-    """The gradients of a step, in one or several parts.
+    """Computes the gradients of a step, in one or several passes.
 
     Args:
-        model: The network, wrapped as it runs.
-        objective: Its loss.
-        optimizer: Whose gradients are cleared.
-        micro_batch: Examples per part; ``None`` for all at once.
-        scaler: Of fp16 training.
-        repeatable: How to get the same gradients every time.
+        model: The network, with its wrappers (DDP, FSDP, compiled).
+        objective: The loss.
+        optimizer: The optimizer, whose gradients are cleared.
+        micro_batch: Examples per pass; ``None`` for the whole batch.
+        scaler: Loss scaler of fp16 training.
+        repeatable: Runs the passes deterministically.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Eager:
         self._micro_batch, self._scaler, self._repeatable = micro_batch, scaler, repeatable
 
     def __call__(self, x: Tensor, y: Tensor) -> Tensor:
-        """Fills the gradients; returns the loss, which is still on the device."""
+        """Compute the gradients; return the loss as a tensor on the device."""
         return self._repeatable(lambda: self._run(x, y))
 
     def _run(self, x: Tensor, y: Tensor) -> Tensor:
@@ -95,7 +95,7 @@ class Eager:
         return sum(losses[1:], losses[0])
 
     def _without_exchange(self, wanted: bool) -> AbstractContextManager[None]:
-        """Gradients of parts are summed up here, and exchanged with the last one."""
+        """Accumulate gradients locally; the last pass exchanges them with the other ranks."""
         if wanted and isinstance(self._model, nn.parallel.DistributedDataParallel):
             return self._model.no_sync()
         if isinstance(self._model, FSDPModule):
@@ -104,20 +104,20 @@ class Eager:
 
 
 class Captured:
-    """The same as one CUDA graph, which is replayed: no launches by the host.
+    """Computes the gradients of a step by replaying a CUDA graph.
 
-    Inputs are copied to where the graph reads, and gradients stay where it writes them.
+    Inputs are copied to the graph's inputs; gradients stay in the tensors the graph writes to.
 
     Args:
         model: The network.
-        objective: Its loss.
-        x: Inputs of the shape of every step.
-        y: Targets of the shape of every step.
-        repeatable: How to get the same gradients every time.
+        objective: The loss.
+        x: Inputs with the shape of every step.
+        y: Targets with the shape of every step.
+        repeatable: Runs the capture deterministically.
 
     Attributes:
-        freed_bytes: What the pass frees again as it goes. It stays the graph's own, although
-            torch does not count it as allocated.
+        freed_bytes: Bytes that the passes allocate and free. The graph keeps them, although torch
+            does not count them as allocated.
     """
 
     def __init__(
@@ -149,7 +149,7 @@ class Captured:
         return graph, loss.detach()
 
     def __call__(self, x: Tensor, y: Tensor) -> Tensor:
-        """Fills the gradients; returns the loss, which is still on the device."""
+        """Compute the gradients; return the loss as a tensor on the device."""
         self._x.copy_(x)
         self._y.copy_(y)
         self._graph.replay()
@@ -157,7 +157,7 @@ class Captured:
 
 
 def rehearse(model: nn.Module, objective: Objective, x: Tensor, y: Tensor) -> None:
-    """A step of a copy: what torch loads and sets up at the first one is no part of a training."""
+    """Run a step on a copy, so that torch's one-time initialisation is not measured."""
     twin = copy.deepcopy(model)
     optimizer = torch.optim.AdamW(twin.parameters())
     objective.loss(twin, x, y).backward()
@@ -166,7 +166,7 @@ def rehearse(model: nn.Module, objective: Objective, x: Tensor, y: Tensor) -> No
 
 @contextmanager
 def _unchanged(model: nn.Module) -> Iterator[None]:
-    """Statistics of batch norm must not count what is only a rehearsal."""
+    """Restore all buffers, such as statistics of batch norm, after warm-up and capture."""
     kept = [(buffer, buffer.clone()) for buffer in model.buffers()]
     yield
     for buffer, value in kept:

@@ -1,4 +1,4 @@
-"""The figures of a finished run."""
+"""The summary of a finished run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def summarise(training: Training) -> dict[str, Any]:
-    """What ``summary.json`` says of a training, but for its name and origin."""
+    """Return the content of ``summary.json``, except for the name and origin of the run."""
     last = training.last
     evaluated, errors = last.get("eval", {}), last.get("errors")
     return {

@@ -1,4 +1,4 @@
-"""One process or several: where this one stands, and how a model is spread."""
+"""One process or several: ranks, devices, and models that are sharded or replicated."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ PARALLEL = ("none", "ddp", "fsdp2")
 
 @dataclass(frozen=True)
 class World:
-    """Where this process stands.
+    """This process among the ranks.
 
     Attributes:
         parallel: ``none``, ``ddp`` or ``fsdp2``.
-        device: What it computes on.
-        rank: Its number.
-        ranks: Of how many.
+        device: Device of this process.
+        rank: Rank of this process.
+        ranks: Number of ranks.
     """
 
     parallel: str
@@ -38,25 +38,25 @@ class World:
 
     @property
     def first(self) -> bool:
-        """Whether it writes files and the terminal."""
+        """True on the rank that writes files and to the terminal."""
         return self.rank == 0
 
     def sum(self, values: Tensor) -> Tensor:
-        """The sum over all ranks."""
+        """Return the sum over all ranks."""
         if self.ranks > 1:
             dist.all_reduce(values)
         return values
 
     def wait(self) -> None:
-        """Until all ranks are here."""
+        """Wait for all ranks."""
         if self.ranks > 1:
             dist.barrier()
 
 
 class Votes:
-    """Whether any rank wants to stop: asked at every step, answered at the next.
+    """Asks all ranks if any of them wants to stop; the answer comes one step later.
 
-    So nobody waits: neither for the device nor, on steps of usual length, for other hosts.
+    So no rank waits for its device, nor for other hosts on steps of usual length.
     """
 
     def __init__(self, world: World) -> None:
@@ -67,7 +67,7 @@ class Votes:
             self._group = dist.new_group(backend="gloo")
 
     def any_rank(self, wants: bool) -> bool:
-        """The same on all ranks, which must all call it."""
+        """Return the answer of the previous call; it is the same on all ranks. All must call it."""
         if self._alone:
             return wants
         if self._work is not None:
@@ -79,10 +79,10 @@ class Votes:
 
 
 def find_device(name: str | None) -> torch.device:
-    """The device that was asked for; else a GPU, if there is one.
+    """Return the named device; by default a GPU if there is one, else the CPU.
 
     Raises:
-        LabError: If there is no such device.
+        LabError: If the device does not exist.
     """
     if name is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -101,16 +101,16 @@ def find_device(name: str | None) -> torch.device:
 
 
 def join_world(parallel: str, device: str | None) -> World:
-    """Meet the other ranks, which ``torchrun`` has started.
+    """Join the process group of the ranks that ``torchrun`` started.
 
     Raises:
-        LabError: If it has not.
+        LabError: If ``parallel`` and the way the process was started do not match.
     """
     if parallel not in PARALLEL:
         raise LabError(f"--parallel must be one of {', '.join(PARALLEL)}; got {parallel!r}")
     if parallel == "none":
         if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-            raise LabError("several ranks were started: say how with --parallel ddp or fsdp2")
+            raise LabError("several ranks were started: choose --parallel ddp or fsdp2")
         return World("none", find_device(device))
     if "RANK" not in os.environ:
         raise LabError(
@@ -126,21 +126,21 @@ def join_world(parallel: str, device: str | None) -> World:
 
 
 def agree_on(text: str, world: World) -> str:
-    """What the first rank says."""
-    said = [text]
+    """Return the text of the first rank."""
+    texts = [text]
     if world.ranks > 1:
-        dist.broadcast_object_list(said)
-    return said[0]
+        dist.broadcast_object_list(texts)
+    return texts[0]
 
 
 def leave_world(world: World) -> None:
-    """Say good-bye."""
+    """Leave the process group."""
     if world.parallel != "none":
         dist.destroy_process_group()
 
 
 def shard(model: nn.Module, world: World) -> None:
-    """FSDP2: each block of the network by itself, then the rest."""
+    """Shard a network with FSDP2: each block by itself, then the rest."""
     from torch.distributed.fsdp import fully_shard
 
     mesh = dist.device_mesh.init_device_mesh(world.device.type, (world.ranks,))
@@ -150,7 +150,7 @@ def shard(model: nn.Module, world: World) -> None:
 
 
 def _blocks(model: nn.Module) -> list[nn.Module]:
-    """The members of the outermost lists of layers."""
+    """Return the members of the outermost lists of layers that have parameters."""
     blocks: list[nn.Module] = []
     for child in model.children():
         if isinstance(child, (nn.ModuleList, nn.Sequential)):
@@ -161,7 +161,7 @@ def _blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def replicate(model: nn.Module, world: World) -> nn.Module:
-    """DDP around a network."""
+    """Wrap a network in DDP."""
     ids = [world.device.index] if world.device.type == "cuda" else None
     return nn.parallel.DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True)
 
@@ -170,7 +170,7 @@ def replicate(model: nn.Module, world: World) -> nn.Module:
 
 
 def whole_state(model: nn.Module, optimizer: Optimizer, world: World) -> dict[str, Any]:
-    """Weights and state as a single process would have them; all ranks call it together."""
+    """Return weights and state as those of a single process. All ranks must call it."""
     if world.ranks == 1 and world.parallel != "fsdp2":
         return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
     from torch.distributed.tensor import DTensor

@@ -32,8 +32,9 @@ from kronbit.lab.optimizers import variant
 from kronbit.lab.recipe import Recipe, find_recipe
 from kronbit.lab.training.display import Display
 from kronbit.lab.training.interrupts import Interrupts
-from kronbit.lab.training.loop import Running, Training
+from kronbit.lab.training.loop import Training
 from kronbit.lab.training.measures import hardware, versions
+from kronbit.lab.training.running import Running
 from kronbit.lab.training.world import World
 
 WARM_UP = 100

@@ -43,13 +43,14 @@ from kronbit.step.failures import (
     report_failure,
     writable,
 )
-from kronbit.step.nonfinite import NonfiniteGuard, measure, refuse_nonfinite
+from kronbit.step.nonfinite import NonfiniteGuard
 from kronbit.step.state_plan import StatePlan
 from kronbit.step.step_plan import (
     DevicePlan,
     StepPlan,
     expected_updates,
     is_due,
+    refuse_nonfinite,
 )
 
 if TYPE_CHECKING:
@@ -259,7 +260,7 @@ class SecondOrder(Around):
             planned = plan.state_plan.places
             with self._statistics.matrices(plan.params, planned, whole.grads) as matrices:
                 dtypes = whole.dtypes if matrices is whole.grads else plain_dtypes(matrices)
-                measure(plan, matrices, dtypes, self._guards, self.config)
+                plan.measure(matrices, dtypes, self._guards, self.config)
                 if self.config.nonfinite == "raise":
                     refuse_nonfinite(plan.devices, self._ranks.any_rank, self._name)
                 yield plan

@@ -18,7 +18,7 @@ from kronbit.lab.report.runs import read_run
 from kronbit.lab.training.display import Display
 from kronbit.lab.training.experiment import Member, run_member
 from kronbit.lab.training.interrupts import Interrupts
-from kronbit.lab.training.loop import Running
+from kronbit.lab.training.running import Running
 from kronbit.lab.training.world import join_world
 
 ROOT = Path(__file__).parents[2]

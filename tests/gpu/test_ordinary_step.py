@@ -735,6 +735,6 @@ def test_outer_products_are_read_where_gradients_lie(mixed: bool, kernels: torch
         assert M.shape == expected.shape
         assert (M - expected).abs().max() <= 1e-6 * expected.abs().max()
         count += len(M)
-    assert own in statistics._tables
+    assert own.stacks in statistics._tables
     assert (max(map(len, orders)) > 1) == mixed
     assert count == sum(2 * len(own.stacks.members[i].blocking) for i in due)

@@ -735,7 +735,7 @@ def test_what_torchtitan_can_do_to_its_own_adamw_only_is_refused() -> None:
 
     config = shampoo4bit()
     config.implementation = "fused_opt_states_bf16"
-    with pytest.raises(ValueError, match=r"fused_opt_states_bf16.*take 'fused'"):
+    with pytest.raises(ValueError, match=r"fused_opt_states_bf16.*use 'fused'"):
         config.build(model_parts=[nn.Linear(20, 30)])
 
 

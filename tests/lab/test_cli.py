@@ -27,7 +27,7 @@ from support.numerics import same_state, slow
 from support.ranks import run_script_on_ranks
 
 from kronbit.cli import run
-from kronbit.cli.options import folder_of
+from kronbit.cli.options import output_folder
 from kronbit.lab.recipe import recipe_names
 from kronbit.lab.training import checkpoints
 
@@ -82,7 +82,7 @@ def test_a_run_that_was_killed_or_interrupted_equals_one_that_was_not(tmp_path: 
     process.send_signal(signal.SIGINT)
     _, said = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert f"go on with: kronbit train --resume {parts}" in said
+    assert f"resume with: kronbit train --resume {parts}" in said
     assert killed_at < wait_for_checkpoint(parts) < "step-00000100"
 
     assert run(["train", "--resume", str(parts)]) == 0
@@ -144,7 +144,7 @@ def test_runs_that_begin_in_the_same_second_have_folders_of_their_own(
     noon = mock.Mock(**{"now.return_value": dt.datetime(2026, 1, 1, 12)})
     monkeypatch.setattr(dt, "datetime", noon)
     with ThreadPoolExecutor(8) as threads, ExitStack() as open_folders:
-        taken = [folder_of(None, "digits") for _ in range(20)]
+        taken = [output_folder(None, "digits") for _ in range(20)]
         found = list(threads.map(open_folders.enter_context, taken))
         assert len(set(found)) == 20
         (found[3] / "run.json").touch()
@@ -275,6 +275,15 @@ def test_help_has_examples_and_exit_codes(capsys: pytest.CaptureFixture[str]) ->
     assert run(["no-such-command"]) == 2
 
 
+def test_help_loads_nothing_heavy() -> None:
+    """Beside torch, which the package itself needs: packages and rooms that a subcommand loads."""
+    heavy = {"transformers", "matplotlib", "sklearn", "timm", "torchvision", "datasets"}
+    heavy |= {f"kronbit.lab.{room}" for room in ("training.loop", "models", "plan", "report")}
+    script = f"import sys, kronbit.cli; sys.exit(str({heavy!r} & set(sys.modules)))"
+    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert found.stderr == "set()\n"
+
+
 def test_every_bad_input_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     out = ["--out", str(tmp_path / "run")]
     assert "nearest: pydoc-gpt" in one_line(capsys, "train", "pydoc-gtp", *out)
@@ -302,7 +311,7 @@ def test_every_bad_input_is_one_line(capsys: pytest.CaptureFixture[str], tmp_pat
     plain = ["train", "digits-cnn", "--optimizer", "base", "--bits", "4", *out]
     assert "means nothing to base" in one_line(capsys, *plain)
     longer = ["train", "pydoc-gpt", "--set", "data.length=128", *out]
-    assert "more than the 64 places" in one_line(capsys, *longer)
+    assert "exceeds the 64 positions" in one_line(capsys, *longer)
     assert "--set data.NAME=VALUE" in one_line(capsys, "train", "digits-cnn", "--set", "data=3")
     assert "--bits must be" in one_line(capsys, "errors", "--bits", "5")
     assert not (tmp_path / "run").exists()

@@ -308,7 +308,8 @@ def test_swin_on_a_gpu_waits_for_nothing_and_replays() -> None:
     x, y = torch.randn(8, 3, 64, 64, device="cuda"), torch.randint(0, 100, (8,), device="cuda")
 
     def passes(amp: str) -> tuple[Tensor, list[Tensor]]:
-        run = Eager(model, Objective(True, amp), optimizer, None, None, plainly)
+        scaler = torch.amp.GradScaler(enabled=False)
+        run = Eager(model, Objective(True, amp), optimizer, None, scaler, plainly)
         return run(x, y).clone(), [p.grad.clone() for p in model.parameters()]
 
     plainly = Repeatable(x.device, False)

@@ -18,7 +18,8 @@ from kronbit.lab.recipe import Recipe, find_recipe, parse_settings
 from kronbit.lab.training import checkpoints
 from kronbit.lab.training.display import Display
 from kronbit.lab.training.interrupts import Interrupts
-from kronbit.lab.training.loop import Running, Training
+from kronbit.lab.training.loop import Training
+from kronbit.lab.training.running import Running
 from kronbit.lab.training.world import World
 
 KEYWORDS = {"lr": 3e-3, "weight_decay": 0.05}

@@ -28,7 +28,8 @@ from kronbit.lab.training import checkpoints
 from kronbit.lab.training.display import Display
 from kronbit.lab.training.experiment import member, run_all, run_member, train_command
 from kronbit.lab.training.interrupts import Interrupts
-from kronbit.lab.training.loop import Interrupted, Running, Training
+from kronbit.lab.training.loop import Interrupted, Training
+from kronbit.lab.training.running import Running
 from kronbit.lab.training.world import World
 
 CPU = World("none", torch.device("cpu"))
@@ -205,7 +206,7 @@ def test_broken_checkpoints_are_named(tmp_path: Path) -> None:
     trained(recipe, tmp_path / "run")
     newest = checkpoints.checkpoints(tmp_path / "run")[-1]
     newest.write_bytes(newest.read_bytes()[:1000])
-    with pytest.raises(LabError, match="remove it to go on"):
+    with pytest.raises(LabError, match="remove it to resume"):
         trained(recipe, tmp_path / "run", resume=True)
     newest.unlink()
     assert trained(recipe, tmp_path / "run", resume=True).step == 12

@@ -1,4 +1,4 @@
-"""The command: what each subcommand takes, and how it fails."""
+"""The command ``kronbit``: its subcommands, errors and exit codes."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from kronbit import __version__
 from kronbit.cli import doctor, look, train
 from kronbit.lab.errors import LabError
 
-_EXIT_CODES = "Exit codes: 0 done, 1 an error (one line on stderr), 2 wrong usage, 130 interrupted."
+_EXIT_CODES = "Exit codes: 0 success, 1 error (one line on stderr), 2 wrong usage, 130 interrupted."
 
 app = typer.Typer(
     name="kronbit",
-    help="Train, compare, plan and look: second-order optimizers whose state takes 4 bits.",
+    help="Train, compare, plan and report: second-order optimizers whose state takes 4 bits.",
     epilog=_EXIT_CODES,
     no_args_is_help=True,
     add_completion=False,
@@ -29,11 +29,13 @@ app.add_typer(recipes_app, name="recipes")
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run the command and tell its exit code; what a user can mend is one line on stderr.
+    """Run the command and return its exit code; errors of the user are one line on stderr.
 
     Args:
-        arguments: Without the command's own name.
+        arguments: Command line without the name of the command.
     """
+    if "" not in sys.path:
+        sys.path.append("")  # the working folder may have packages of the user
     command = typer.main.get_command(app)
     try:
         result = command.main(list(arguments), prog_name="kronbit", standalone_mode=False)
@@ -46,15 +48,15 @@ def run(arguments: Sequence[str]) -> int:
     except KeyboardInterrupt:
         return _fail("interrupted", 130)
     except BrokenPipeError:  # `kronbit recipes | head`
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # nobody reads any more
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # the reader has closed the pipe
         return 0
     except Exception as error:
-        if hasattr(error, "format_message"):  # of typer, which brings its own click or uses click
-            if not error.format_message():  # the help was shown, since nothing was asked
+        if hasattr(error, "format_message"):  # an error of click, or of the click inside typer
+            message = error.format_message().rstrip(".")
+            if not message:  # no arguments: the help was shown
                 return 2
-            context = getattr(error, "ctx", None)
-            path = context.command_path if context is not None else "kronbit"
-            return _fail(f"{error.format_message().rstrip('.')}; see {path} --help", 2)
+            path = getattr(getattr(error, "ctx", None), "command_path", "kronbit")
+            return _fail(f"{message}; see {path} --help", 2)
         if type(error).__name__ == "Abort":
             return _fail("interrupted", 130)
         raise
@@ -78,7 +80,7 @@ def _main(
         typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version."),
     ] = False,
 ) -> None:
-    """Train, compare, plan and look: second-order optimizers whose state takes 4 bits."""
+    """Train, compare, plan and report: second-order optimizers whose state takes 4 bits."""
 
 
 app.command(epilog=train.TRAIN_EXAMPLES)(train.train)

@@ -1,10 +1,8 @@
-"""``kronbit doctor``."""
+"""The subcommand ``kronbit doctor``."""
 
 from __future__ import annotations
 
 import json
-import sys
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -24,13 +22,13 @@ def doctor(
     optimizer: Annotated[
         str, typer.Option("--optimizer", "-o", help="Import path of the optimizer.")
     ] = "kronbit.Shampoo",
-    options: Annotated[str, typer.Option(help="Its options, like bits=8,lr=1e-3.")] = "",
+    options: Annotated[str, typer.Option(help="Its options, e.g. bits=8,lr=1e-3.")] = "",
     device: Device = None,
     as_json: Json = False,
 ) -> int:
-    """Look what is installed here, and whether an optimizer does what trainers rely on.
+    """Show what is installed, and check that an optimizer behaves as trainers expect.
 
-    Exit code 1 if a check fails.
+    The exit code is 1 if a check fails.
     """
     from kronbit.integrations.strings import read_options
     from kronbit.lab.doctor.battery import CHECKS, examine
@@ -39,11 +37,11 @@ def doctor(
     from kronbit.lab.training.world import find_device
 
     where = find_device(device)
-    sys.path.append(str(Path.cwd()))  # where a package of the user's may be
     try:
-        subject = subject_of(optimizer, read_options(options))
+        given = read_options(options)
     except ValueError as error:
         raise LabError(f"--options: {error}") from None
+    subject = subject_of(optimizer, given)
     environment, console = describe(where), Console()
     if not as_json:
         table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
@@ -58,6 +56,6 @@ def doctor(
             problem = findings[-1].problem
             console.print(f"  {check}: {problem or 'ok'}", markup=False, highlight=False)
     if as_json:
-        checks = {found.check: found.problem or "ok" for found in findings}
+        checks = {finding.check: finding.problem or "ok" for finding in findings}
         print(json.dumps({"environment": dict(environment), "checks": checks}, indent=1))
-    return int(any(found.problem for found in findings))
+    return int(any(finding.problem for finding in findings))

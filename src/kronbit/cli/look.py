@@ -1,4 +1,4 @@
-"""``kronbit recipes``, ``kronbit report``, ``kronbit errors`` and ``kronbit plan``."""
+"""The subcommands ``recipes``, ``report``, ``errors`` and ``plan``."""
 
 from __future__ import annotations
 
@@ -6,12 +6,22 @@ import json
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
-from kronbit.cli.options import Device, Json, Out, Settings, command_line, show_runs
+from kronbit.cli.options import (
+    RECIPE,
+    Amp,
+    Base,
+    Device,
+    Json,
+    Out,
+    Settings,
+    command_line,
+    show_runs,
+)
 from kronbit.lab.errors import LabError
 from kronbit.lab.recipe import find_recipe, parse_settings, recipe_names
 
@@ -28,7 +38,7 @@ ERRORS_EXAMPLES = (
 
 
 def recipes(context: typer.Context) -> None:
-    """List recipes, with the table of the paper that they belong to."""
+    """List recipes, with the paper's table that each belongs to."""
     if context.invoked_subcommand is not None:
         return
     from rich.table import Table
@@ -37,15 +47,13 @@ def recipes(context: typer.Context) -> None:
     for title in ("recipe", "what", "paper"):
         table.add_column(title, no_wrap=title == "recipe", overflow="fold")
     for name in recipe_names():
-        found = find_recipe(name)
-        table.add_row(name, found.about, found.paper)
+        recipe = find_recipe(name)
+        table.add_row(name, recipe.about, recipe.paper)
     Console().print(table)
 
 
-def show(
-    name: Annotated[str, typer.Argument(help="A recipe's name, or a YAML file of your own.")],
-) -> None:
-    """Print all settings as YAML: the start of a recipe of your own."""
+def show(name: Annotated[str, RECIPE]) -> None:
+    """Print all settings of a recipe as YAML, to edit as your own."""
     print(find_recipe(name).to_yaml(), end="")
 
 
@@ -58,20 +66,20 @@ def report(
     from kronbit.lab.report.writing import write_report
     from kronbit.lab.training.files import make_folder
 
-    found = find_runs(runs)
+    merged = find_runs(runs)
     if out is None and len(runs) > 1:
-        raise LabError("several runs are merged into a new folder: say which with --out")
+        raise LabError("several runs are merged into a new folder: choose it with --out")
     folder = out or runs[0]
     make_folder(folder)
-    titles = list(dict.fromkeys(run.recipe for run in found))
-    written = write_report(found, folder, ", ".join(titles), _command_of(runs))
+    titles = list(dict.fromkeys(run.recipe for run in merged))
+    written = write_report(merged, folder, ", ".join(titles), _command_of(runs))
     show_runs(runs)
     print(f"report: {written}")
     return 0
 
 
 def _command_of(runs: Sequence[Path]) -> str:
-    """Of the comparison itself, if there is one; else what was typed now."""
+    """Return the command that made the comparison, or else the current one."""
     path = runs[0] / "summary.json"
     if len(runs) == 1 and path.is_file():
         with suppress(OSError, ValueError, KeyError):
@@ -83,20 +91,22 @@ def errors(
     checkpoint: Annotated[
         Path | None,
         typer.Argument(
-            help="A run's folder, or a file with an optimizer's state; by default the "
-            "paper's synthetic matrix."
+            help="A run's folder, or a file with an optimizer's state; default: the paper's "
+            "synthetic matrix."
         ),
     ] = None,
-    bits: Annotated[list[int] | None, typer.Option(help="Repeatable; by default 4 and 8.")] = None,
-    order: Annotated[int, typer.Option(help="Of the synthetic matrix.", min=2)] = 1200,
+    bits: Annotated[
+        list[int] | None, typer.Option(help="Bit widths, repeatable; default: 4 and 8.")
+    ] = None,
+    order: Annotated[int, typer.Option(help="Order of the synthetic matrix.", min=2)] = 1200,
     matrices: Annotated[
-        int, typer.Option(help="Of how many preconditioners to make tables, the largest.", min=0)
+        int, typer.Option(help="Number of preconditioners to analyse, largest first.", min=0)
     ] = 4,
     out: Annotated[Path | None, typer.Option(help="Folder for figures.")] = None,
     device: Device = None,
     as_json: Json = False,
 ) -> int:
-    """Quantisation errors of preconditioners: the paper's tables and figures."""
+    """Show the quantisation errors of preconditioners: the paper's tables and figures."""
     from kronbit.lab.quantisation.report import checkpoint_errors, synthetic_errors
     from kronbit.lab.quantisation.tables import show_errors
     from kronbit.lab.training.files import make_folder
@@ -108,24 +118,22 @@ def errors(
         raise LabError(f"--bits must be 3, 4, 6 or 8; got {', '.join(map(str, widths))}")
     with Console(stderr=True).status("decomposing matrices ...") as status:
         tell = status.update
+        shared: dict[str, Any] = {"bits": widths, "device": where, "tell": tell}
         if checkpoint is None:
-            found = synthetic_errors(order=order, bits=widths, device=where, tell=tell)
+            result = synthetic_errors(order=order, **shared)
         else:
-            found = checkpoint_errors(
-                checkpoint, matrices=matrices, bits=widths, device=where, tell=tell
-            )
+            result = checkpoint_errors(checkpoint, matrices=matrices, **shared)
         written = []
         if out is not None:
             from kronbit.lab.quantisation.figures import draw_errors
 
             make_folder(out)
-            written = draw_errors(found, out, tell=tell)
+            written = draw_errors(result, out, tell=tell)
     if as_json:
-        print(json.dumps(found.to_dict(), indent=1))
-        return 0
-    show_errors(found, Console())
-    for path in written:
-        print(path)
+        print(json.dumps(result.to_dict(), indent=1))
+    else:
+        show_errors(result, Console())
+        print(*written, sep="\n", end="\n" if written else "")
     return 0
 
 
@@ -149,15 +157,17 @@ def plan(
     seq: Annotated[int | None, typer.Option(help="Length of sequences.")] = None,
     image: Annotated[int | None, typer.Option(help="Side of images.")] = None,
     gpu: Annotated[
-        str | None, typer.Option(help="Its memory, such as 80GB (80 x 1024 MiB) or 24G.")
+        str | None, typer.Option(help="Memory of the GPU, e.g. 80GB (80 x 1024 MiB) or 24G.")
     ] = None,
     optimizer: Annotated[str, typer.Option(help="shampoo, caspr, kfac or adabk.")] = "shampoo",
-    order: Annotated[int | None, typer.Option(help="max_order: largest preconditioner.")] = None,
-    base: Annotated[str | None, typer.Option(help="The first-order optimizer.")] = None,
-    dtype: Annotated[str | None, typer.Option(help="Of parameters: fp32 or bf16.")] = None,
-    amp: Annotated[str | None, typer.Option(help="Autocast: bf16, fp16 or off.")] = None,
+    order: Annotated[
+        int | None, typer.Option(help="max_order: the largest order of a preconditioner.")
+    ] = None,
+    base: Base = None,
+    dtype: Annotated[str | None, typer.Option(help="Dtype of parameters: fp32 or bf16.")] = None,
+    amp: Amp = None,
     checkpointing: Annotated[
-        bool, typer.Option("--checkpointing", help="Layers are computed again in the backward.")
+        bool, typer.Option("--checkpointing", help="Recompute layers in the backward pass.")
     ] = False,
     measured: Annotated[
         bool, typer.Option("--measure", help="Run one batch on the GPU to measure activations.")
@@ -165,11 +175,11 @@ def plan(
     settings: Settings = None,
     as_json: Json = False,
 ) -> int:
-    """Memory of a training for every method and bit width, and what fits."""
+    """Show the memory of a training for each method and bit width, and what fits."""
     from kronbit.lab.plan.planning import make_plan, to_json
     from kronbit.lab.plan.table import show as show_plan
 
-    found = make_plan(
+    result = make_plan(
         model,
         batch=batch,
         length=seq,
@@ -185,7 +195,7 @@ def plan(
         settings=parse_settings(settings or ()),
     )
     if as_json:
-        print(json.dumps(to_json(found), indent=1))
+        print(json.dumps(to_json(result), indent=1))
     else:
-        show_plan(found, Console())
+        show_plan(result, Console())
     return 0

@@ -1,4 +1,4 @@
-"""``kronbit train`` and ``kronbit compare``."""
+"""The subcommands ``train`` and ``compare``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ import typer
 from rich.console import Console
 
 from kronbit.cli.options import (
+    RECIPE,
     Amp,
+    Base,
     Compile,
     CudaGraph,
     DataFolder,
@@ -20,9 +22,9 @@ from kronbit.cli.options import (
     Settings,
     TensorBoard,
     command_line,
-    folder_of,
-    given,
-    refuse_taken,
+    drop_none,
+    output_folder,
+    refuse_used_folder,
     show_runs,
 )
 from kronbit.lab.errors import LabError
@@ -43,23 +45,21 @@ COMPARE_EXAMPLES = (
 
 
 def train(
-    recipe: Annotated[
-        str | None, typer.Argument(help="A recipe's name, or a YAML file of your own.")
-    ] = None,
+    recipe: Annotated[str | None, RECIPE] = None,
     optimizer: Annotated[
         str | None,
         typer.Option(help="base (alone), shampoo, caspr, kfac, adabk, eva, mfac or muon."),
     ] = None,
-    bits: Annotated[int | None, typer.Option(help="Of second-order state: 32, 8, 6, 4, 3.")] = None,
-    base: Annotated[
-        str | None, typer.Option(help="The first-order optimizer: adamw, sgd, nadamw, ...")
+    bits: Annotated[
+        int | None, typer.Option(help="Bits of the second-order state: 32, 8, 6, 4 or 3.")
     ] = None,
+    base: Base = None,
     settings: Settings = None,
-    seed: Annotated[int | None, typer.Option(help="Of weights and data.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of weights and data.")] = None,
     out: Out = None,
     data: DataFolder = None,
     resume: Annotated[
-        Path | None, typer.Option(help="Go on with the run in this folder, bit for bit.")
+        Path | None, typer.Option(help="Resume the run in this folder, bit for bit.")
     ] = None,
     parallel: Annotated[str, typer.Option(help="none; ddp or fsdp2 under torchrun.")] = "none",
     device: Device = None,
@@ -68,8 +68,8 @@ def train(
     cuda_graph: CudaGraph = False,
     tensorboard: TensorBoard = False,
 ) -> int:
-    """Train a recipe once: progress, evaluation, checkpoints; Ctrl-C saves."""
-    from kronbit.lab.optimizers import label_of, refuse_meaningless
+    """Train a recipe once, with evaluations and checkpoints. Ctrl-C saves and stops."""
+    from kronbit.lab.optimizers import label_of, refuse_unused_options
     from kronbit.lab.training.display import Display
     from kronbit.lab.training.experiment import (
         DATA_FOLDER,
@@ -80,35 +80,33 @@ def train(
         train_command,
     )
     from kronbit.lab.training.interrupts import Interrupts
-    from kronbit.lab.training.loop import Interrupted, Running
+    from kronbit.lab.training.loop import Interrupted
+    from kronbit.lab.training.running import Running
     from kronbit.lab.training.world import agree_on, join_world, leave_world
 
-    wishes = given(optimizer=optimizer, bits=bits, base=base, seed=seed, amp=amp)
+    wishes = drop_none(optimizer=optimizer, bits=bits, base=base, seed=seed, amp=amp)
     if resume is not None:
         if recipe is not None or wishes or settings or out is not None:
             raise LabError("--resume takes all settings from the run: give no others")
         one, before = read_member(resume)
-        device = device or before["device"]
+        device, data = device or before["device"], data or Path(before["data"])
+        compile, cuda_graph = compile or before["compile"], cuda_graph or before["graph"]
         place: AbstractContextManager[Path] = nullcontext(resume)
-        running = Running(
-            data or Path(before["data"]),
-            compile or before["compile"],
-            cuda_graph or before["graph"],
-            tensorboard,
-        )
     elif recipe is None:
-        raise LabError("which recipe? `kronbit recipes` lists them; --resume RUN goes on with one")
+        raise LabError("which recipe? `kronbit recipes` lists them; --resume RUN resumes a run")
     else:
         made = find_recipe(recipe).with_settings({**wishes, **parse_settings(settings or ())})
-        refuse_meaningless(made)
-        refuse_taken(out, resume=False)
-        place = folder_of(out, f"{made.name}-{made.optimizer}")
-        running = Running(data or DATA_FOLDER, compile, cuda_graph, tensorboard)
+        refuse_unused_options(made)
+        refuse_used_folder(out, resume=False)
+        place = output_folder(out, f"{made.name}-{made.optimizer}")
+    running = Running(data or DATA_FOLDER, compile, cuda_graph, tensorboard)
     world = join_world(parallel, device)
     console = Console(stderr=True)
     try:
         with (
-            place if world.first else nullcontext(Path()) as folder,  # the first rank's is all's
+            place
+            if world.first
+            else nullcontext(Path()) as folder,  # all ranks use the folder of the first
             Display(console, world.first) as display,
             Interrupts() as interrupts,
         ):
@@ -118,13 +116,14 @@ def train(
                 one = Member(made.optimizer, label_of(made), made, command)
             elif (before["parallel"], before["ranks"]) != (world.parallel, world.ranks):
                 display.message(
-                    f"begun on {before['ranks']} ranks ({before['parallel']}), goes on with "
-                    f"{world.ranks} ({world.parallel}): not the same to the bit"
+                    f"started on {before['ranks']} ranks ({before['parallel']}), resumed on "
+                    f"{world.ranks} ({world.parallel}): results differ in rounding"
                 )
             again = resume is not None
             summary = run_member(one, folder, world, running, display, again, interrupts)
     except Interrupted:
-        _tell(console, f"saved; go on with: {resume_command(folder, world)}", world.first)
+        if world.first:
+            _tell(console, f"saved; resume with: {resume_command(folder, world)}")
         return 130
     finally:
         leave_world(world)
@@ -132,44 +131,41 @@ def train(
         show_runs([folder])
         print(f"{summary['steps']} steps, written to {folder}")
         if not summary["finished"]:
-            raise LabError(f"the loss was not finite any more at step {summary['steps']}")
+            raise LabError(f"the loss was no longer finite at step {summary['steps']}")
     return 0
 
 
-def _tell(console: Console, text: str, wanted: bool = True) -> None:
-    if wanted:
-        console.print(text, markup=False, highlight=False, soft_wrap=True)
+def _tell(console: Console, text: str) -> None:
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def compare(
-    recipe: Annotated[
-        str, typer.Argument(help="A recipe's name, or a YAML file of your own.")
-    ] = "pydoc-gpt",
+    recipe: Annotated[str, RECIPE] = "pydoc-gpt",
     optimizers: Annotated[
         list[str] | None,
         typer.Option(
             "--optimizer",
             "-o",
             help="Repeatable: base, shampoo-32, shampoo-4-naive, shampoo-4-paper, shampoo-4, "
-            "caspr-4, kfac-4, ..., with settings after it if you like.",
+            "caspr-4, kfac-4, ..., optionally followed by settings.",
         ),
     ] = None,
-    seeds: Annotated[int, typer.Option(help="How many, from the recipe's.", min=1)] = 1,
-    base: Annotated[
-        str | None, typer.Option(help="The first-order optimizer: adamw, sgd, nadamw, ...")
-    ] = None,
+    seeds: Annotated[
+        int, typer.Option(help="Number of seeds, counted from the recipe's.", min=1)
+    ] = 1,
+    base: Base = None,
     settings: Settings = None,
     out: Out = None,
     data: DataFolder = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Keep finished runs in --out, go on with the others.")
+        bool, typer.Option("--resume", help="Keep finished runs in --out and resume the others.")
     ] = False,
     device: Device = None,
     amp: Amp = None,
     compile: Compile = False,
     cuda_graph: CudaGraph = False,
 ) -> int:
-    """Train the same network from the same seed with several optimizers, and report."""
+    """Train one network from one seed with several optimizers, and write a report."""
     from kronbit.lab.optimizers import DEFAULT_VARIANTS, check_optimizer
     from kronbit.lab.report.runs import find_runs
     from kronbit.lab.report.writing import write_report
@@ -177,13 +173,14 @@ def compare(
     from kronbit.lab.training.experiment import DATA_FOLDER, member, run_all, write_comparison
     from kronbit.lab.training.files import make_folder
     from kronbit.lab.training.interrupts import Interrupts
-    from kronbit.lab.training.loop import Interrupted, Running
-    from kronbit.lab.training.refusals import refuse_impossible
+    from kronbit.lab.training.loop import Interrupted
+    from kronbit.lab.training.refusals import refuse_conflicts
+    from kronbit.lab.training.running import Running
     from kronbit.lab.training.world import join_world
 
     if resume and out is None:
         raise LabError("--resume needs --out: the folder of the comparison")
-    wishes = {**given(base=base, amp=amp), **parse_settings(settings or ())}
+    wishes = {**drop_none(base=base, amp=amp), **parse_settings(settings or ())}
     start = find_recipe(recipe).with_settings(wishes)
     specs = optimizers or DEFAULT_VARIANTS
     world = join_world("none", device)
@@ -195,32 +192,29 @@ def compare(
     ]
     names = [f"{one.key}-seed{one.recipe.seed}" for one in members]
     if len(set(names)) < len(names):
-        raise LabError("the same optimizer was given twice: tell them apart by a setting")
+        raise LabError("the same optimizer was given twice: add a setting to one of them")
     for one in members:
-        refuse_impossible(one.recipe, world, running)
+        refuse_conflicts(one.recipe, world, running)
         check_optimizer(one.recipe)
-    refuse_taken(out, resume)
+    refuse_used_folder(out, resume)
     console = Console(stderr=True)
     command = command_line()
     try:
         with (
-            folder_of(out, start.name) as folder,
+            output_folder(out, start.name) as folder,
             Display(console) as display,
             Interrupts() as interrupts,
         ):
             make_folder(folder)
-            found = run_all(members, folder, world, running, display, resume, interrupts)
+            summaries = run_all(members, folder, world, running, display, resume, interrupts)
     except Interrupted:
-        again = command if resume else _resumed(command, folder, out)
-        _tell(console, f"saved; go on with: {again}")
+        where = "" if out else f" --out {shlex.quote(str(folder))}"
+        again = command if resume else f"{command}{where} --resume"
+        _tell(console, f"saved; resume with: {again}")
         return 130
-    write_comparison(folder, start, command, world, found)
+    write_comparison(folder, start, command, world, summaries)
     runs = find_runs([folder])
     written = write_report(runs, folder, f"{start.name}: {start.about}", command)
     show_runs([folder])
     print(f"report: {written}")
     return 0
-
-
-def _resumed(command: str, folder: Path, out: Path | None) -> str:
-    return f"{command}{'' if out else f' --out {shlex.quote(str(folder))}'} --resume"

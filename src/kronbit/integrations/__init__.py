@@ -1,1 +1,1 @@
-"""Other packages' ways to make an optimizer; nothing here is imported unless asked for."""
+"""Adapters for other packages. kronbit itself imports none of these modules."""

@@ -1,4 +1,4 @@
-"""Options that arrive as text: on a command line, or in a trainer's ``optim_args``."""
+"""Options given as text, on a command line or in a trainer's ``optim_args``."""
 
 from __future__ import annotations
 
@@ -10,33 +10,33 @@ _WORDS = {"true": True, "false": False, "none": None, "null": None}
 
 
 def read_options(given: str | Mapping[str, Any]) -> dict[str, Any]:
-    """Options as values: ``"bits=4, method=cholesky, betas=(0.9, 0.95)"``.
+    """Parse options such as ``"bits=4, method=cholesky, betas=(0.9, 0.95)"``.
 
     Args:
         given: ``name=value`` pairs, separated by commas, or a mapping whose values may be text.
 
     Returns:
-        Numbers, ``True``, ``False``, ``None`` and tuples for what reads like them; other text stays
-        text, and values that are no text stay what they are.
+        The options. Text that reads as a number, ``True``, ``False``, ``None`` or a tuple is
+        converted; other text and other values are kept.
 
     Raises:
         ValueError: If a part has no name or no value, or a name occurs twice.
     """
     if isinstance(given, Mapping):
         return {name: _value(value) for name, value in given.items()}
-    found: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     for part in filter(None, map(str.strip, _parts(given))):
         name, equals, value = (word.strip() for word in part.partition("="))
         if not (name.isidentifier() and equals and value):
             raise ValueError(f"options must be like bits=4,update_every=10; got {part!r}")
-        if name in found:
+        if name in options:
             raise ValueError(f"option {name!r} is given twice: {given!r}")
-        found[name] = _value(value)
-    return found
+        options[name] = _value(value)
+    return options
 
 
 def _parts(text: str) -> list[str]:
-    """What is between commas; those inside of brackets, or of a value in quotes, belong to it."""
+    """Split at commas, except inside brackets and quoted values."""
     parts, depth, quote = [""], 0, ""
     for character in text:
         if quote:
@@ -60,7 +60,7 @@ def _value(value: Any) -> Any:
     if text.lower() in _WORDS:
         return _WORDS[text.lower()]
     try:
-        found = ast.literal_eval(text)
+        read = ast.literal_eval(text)
     except (ValueError, SyntaxError):
         return text
-    return tuple(found) if isinstance(found, list) else found
+    return tuple(read) if isinstance(read, list) else read

@@ -1,7 +1,7 @@
-"""timm's registry: ``import kronbit.integrations.timm``, and then ``opt="shampoo4bit"``.
+"""Entries in timm's registry of optimizers: ``opt="shampoo4bit"`` and ``opt="caspr4bit"``.
 
-``timm.optim.create_optimizer_v2`` and its training script know ``shampoo4bit`` and ``caspr4bit``
-from then on. Param groups with timm's flag ``use_fallback`` are left to the base optimizer.
+Importing this module registers both names for ``timm.optim.create_optimizer_v2`` and timm's
+training script. The base optimizer takes param groups with timm's flag ``use_fallback``.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ import kronbit
 
 
 def _with_fallback(params: Any) -> Any:
-    """Groups of timm for an optimizer of matrices say who is not one."""
+    """Set ``precondition=False`` on groups with timm's flag ``use_fallback``."""
     if not isinstance(params, Iterable):
         return params
-    found = list(params)
-    for group in found:
+    groups = list(params)
+    for group in groups:
         if isinstance(group, dict) and group.get("use_fallback"):
             group.setdefault("precondition", False)
-    return found
+    return groups
 
 
 class Shampoo4bit(kronbit.Shampoo):
-    """``kronbit.Shampoo`` of timm's param groups; AdamW underneath unless ``base`` is given."""
+    """``kronbit.Shampoo`` for timm's param groups, by default around AdamW."""
 
     def __init__(self, params: Any, **options: Any) -> None:
         super().__init__(_with_fallback(params), **options)
 
 
 class CASPR4bit(kronbit.CASPR):
-    """``kronbit.CASPR`` of timm's param groups; AdamW underneath unless ``base`` is given."""
+    """``kronbit.CASPR`` for timm's param groups, by default around AdamW."""
 
     def __init__(self, params: Any, **options: Any) -> None:
         super().__init__(_with_fallback(params), **options)

@@ -1,4 +1,4 @@
-"""torchtitan's container of optimizers, with kronbit's among those that it knows by name."""
+"""torchtitan's container of optimizers, extended by those of kronbit."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from kronbit.config import GROUP_OPTIONS
 
 
 class KronbitOptimizers(OptimizersContainer):  # type: ignore[misc, type-arg, unused-ignore]
-    """Param groups may say ``optimizer_name="Shampoo"`` or ``"CASPR"``, beside torchtitan's own.
+    """Accepts ``optimizer_name="Shampoo"`` or ``"CASPR"`` in param groups, and torchtitan's names.
 
-    Options of kronbit and of the base, in the group's ``optimizer_kwargs``, hold for that group.
-    What holds for an optimizer as a whole (``base``, ``workspace_mb``, ``blocks``, ...) stands in
+    ``optimizer_kwargs`` of a group takes the group's options of kronbit and of the base. Options of
+    the whole optimizer (``base``, ``workspace_mb``, ``blocks``, ...) belong in
     ``optimizer_factory_kwargs_by_name``.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(OptimizersContainer.Config):  # type: ignore[misc, unused-ignore]
-        """As torchtitan's; it builds this container."""
+        """torchtitan's config, which builds this container."""
 
     @staticmethod
     def _resolve_optimizer_factory(name: str) -> Callable[..., Optimizer]:
@@ -34,12 +34,12 @@ class KronbitOptimizers(OptimizersContainer):  # type: ignore[misc, type-arg, un
         }
         if name in known:
             return known[name]
-        found: Callable[..., Optimizer] = OptimizersContainer._resolve_optimizer_factory(name)
-        return found
+        factory: Callable[..., Optimizer] = OptimizersContainer._resolve_optimizer_factory(name)
+        return factory
 
     def _register_bf16_optimizer_state_hook(self) -> None:
         raise ValueError(
-            "implementation='fused_opt_states_bf16' knows torch's own Adam and AdamW only: take "
+            "implementation='fused_opt_states_bf16' supports torch's Adam and AdamW only: use "
             "'fused', or base='adamw8bit' in optimizer_factory_kwargs_by_name"
         )
 
@@ -47,18 +47,18 @@ class KronbitOptimizers(OptimizersContainer):  # type: ignore[misc, type-arg, un
 def shampoo4bit(
     lr: float = 8e-4, left_to_base: str | None = None, **options: Any
 ) -> KronbitOptimizers.Config:
-    """What stands in the place of torchtitan's ``default_adamw``.
+    """Return a config that replaces torchtitan's ``default_adamw``.
 
     Args:
-        lr: The base's learning rate.
-        left_to_base: A regular expression for names of parameters that are not preconditioned,
-            such as ``"tok_embeddings|output"``.
-        **options: Of ``kronbit.Shampoo`` and of its base, which is AdamW with torchtitan's defaults
-            unless ``base`` is given. One that neither of them knows is an error when it is built.
+        lr: Learning rate of the base.
+        left_to_base: Regular expression for names of parameters that are not preconditioned, such
+            as ``"tok_embeddings|output"``.
+        **options: Options of ``kronbit.Shampoo`` and of its base, by default AdamW with
+            torchtitan's defaults. Building the optimizer raises an error for an unknown option.
     """
     defaults = {} if "base" in options else {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
     given = {"lr": lr, **defaults, **options}
-    # The container writes these into groups, where they would hide what the whole is given.
+    # The container writes these into groups, where they override options of the whole optimizer.
     of_groups = {*GROUP_OPTIONS, *IMPLEMENTATION, "lr"}
     whole = {name: given.pop(name) for name in list(given) if name not in of_groups}
     groups = [ParamGroupConfig(pattern=".*", optimizer_name="Shampoo", optimizer_kwargs=given)]

@@ -1,7 +1,7 @@
-"""Optimizers that are made of a model: factories for the Trainer of transformers.
+"""Factories for the Trainer of transformers, which build an optimizer from a model.
 
-``Trainer(optimizer_cls_and_kwargs=(Shampoo, {...}))`` needs nothing of this. A factory sees the
-model, so that parameters have names, kinds of modules can be left out, and K-FAC finds its layers.
+``Trainer(optimizer_cls_and_kwargs=(Shampoo, {...}))`` works without them. A factory gets the model,
+so that parameters have names, kinds of modules can be skipped, and K-FAC can watch the layers.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import kronbit
 from kronbit.integrations.strings import read_options
 from kronbit.optimizer import SecondOrder
 
-# Of LoRA's factors: blocks that are not far larger than they are.
+# max_order of LoRA factors, so that blocks are not much larger than the rank.
 LOW_RANK_ORDER = 128
 
 
 class ShampooFactory:
-    """What ``Trainer`` calls with the model: ``ShampooFactory()(model, **options)``.
+    """Builds ``kronbit.Shampoo``; ``Trainer`` calls ``ShampooFactory()(model, **options)``.
 
     Example::
 
@@ -41,30 +41,30 @@ class ShampooFactory:
         device_mesh: object = None,
         **options: Any,
     ) -> SecondOrder:
-        """Make the optimizer of a model's trainable parameters.
+        """Build the optimizer for a model's trainable parameters.
 
         Args:
             model: The model.
-            skip: What is left to the base optimizer, as for ``kronbit.param_groups``.
-            weight_decay: Of matrices; biases and the parameters of norms, which have fewer than two
-                axes, get none.
-            optim_args: More options, as text (``TrainingArguments.optim_args``).
-            device_mesh: What axolotl hands on; not needed, since sharded parameters know theirs.
-            **options: Of the optimizer and of its base, such as ``lr``; ``Trainer`` does not hand
-                its ``learning_rate`` and its ``weight_decay`` on.
+            skip: Parameters left to the base optimizer, as for ``kronbit.param_groups``.
+            weight_decay: Weight decay of parameters with two or more axes; biases and the
+                parameters of norms get none.
+            optim_args: Further options as text (``TrainingArguments.optim_args``).
+            device_mesh: Ignored; axolotl passes it, but sharded parameters know their mesh.
+            **options: Options of the optimizer and of its base, such as ``lr``. ``Trainer`` does
+                not pass on its ``learning_rate`` and ``weight_decay``.
 
         Raises:
             ValueError: If an option is given twice.
         """
-        own = {"skip": skip, "weight_decay": weight_decay}
-        options |= {name: value for name, value in own.items() if value is not None}
+        explicit = {"skip": skip, "weight_decay": weight_decay}
+        options |= {name: value for name, value in explicit.items() if value is not None}
         options, more = read_options(options), read_options(optim_args or {})
         twice = sorted(more.keys() & options.keys())
         if twice:
             raise ValueError(f"option {twice[0]!r} is given twice, once of it in optim_args")
         options |= more
         skipped, decay = options.pop("skip", None) or (), options.pop("weight_decay", None) or 0.0
-        # Layers of K-FAC are not cut, and an order that is given is that of all.
+        # K-FAC keeps layers whole, and a given max_order holds for all parameters.
         uncut = issubclass(self.optimizer, kronbit.KFAC) or "max_order" in options
         order = None if uncut else LOW_RANK_ORDER
         groups = []
@@ -73,8 +73,8 @@ class ShampooFactory:
             for decays in (True, False):
                 params = [(name, p) for name, p in named if (p.ndim >= 2) == decays]
                 if params:
-                    there = {"params": params, "weight_decay": decay if decays else 0.0}
-                    groups.append({**group, **there})
+                    part = {"params": params, "weight_decay": decay if decays else 0.0}
+                    groups.append({**group, **part})
         return self._make(groups, model, options)
 
     def _make(
@@ -84,13 +84,13 @@ class ShampooFactory:
 
 
 class CASPRFactory(ShampooFactory):
-    """As ``ShampooFactory``, for ``kronbit.CASPR``."""
+    """Like ``ShampooFactory``, for ``kronbit.CASPR``."""
 
     optimizer = kronbit.CASPR
 
 
 class KFACFactory(ShampooFactory):
-    """As ``ShampooFactory``, for ``kronbit.KFAC``, which watches the layers of the model."""
+    """Like ``ShampooFactory``, for ``kronbit.KFAC``, which watches the layers of the model."""
 
     optimizer: ClassVar[type[kronbit.KFAC]] = kronbit.KFAC
 
@@ -101,6 +101,6 @@ class KFACFactory(ShampooFactory):
 
 
 class AdaBKFactory(KFACFactory):
-    """As ``KFACFactory``, for ``kronbit.AdaBK``."""
+    """Like ``KFACFactory``, for ``kronbit.AdaBK``."""
 
     optimizer = kronbit.AdaBK

@@ -1,1 +1,1 @@
-"""The lab: train, compare, plan and look, from one command (``pip install "kronbit[lab]"``)."""
+"""The lab: trainings, comparisons, plans and reports (``pip install "kronbit[lab]"``)."""

@@ -1,4 +1,4 @@
-"""torch's Muon, to compare with: for hidden matrices, beside F for all other parameters."""
+"""torch's Muon as a baseline: Muon for hidden matrices, F for all other parameters."""
 
 from __future__ import annotations
 
@@ -14,32 +14,30 @@ from kronbit.lab.errors import LabError
 
 
 def hidden_matrices(model: nn.Module) -> list[tuple[str, Tensor]]:
-    """The weights of linear layers but the last one, which makes the logits.
+    """Return names and weights of all linear layers except the last, which computes the logits.
 
-    Embeddings, convolutions, and what is tied to the last layer are none.
+    Embeddings, convolutions and weights tied to the last layer are excluded.
     """
     names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
-    # transformers' Conv1D, of which GPT-2 is made, is a linear layer by another name.
-    linear = [m for m in model.modules() if isinstance(m, nn.Linear) or _is_conv1d(m)]
+    # GPT-2 uses Conv1D of transformers, which is a linear layer.
+    linear = (
+        m for m in model.modules() if isinstance(m, nn.Linear) or type(m).__name__ == "Conv1D"
+    )
     weights = [m.weight for m in linear if isinstance(m.weight, Tensor)]
     kept = [p for p in weights[:-1] if p is not weights[-1] and p.requires_grad]
     return [(names[p], p) for p in dict.fromkeys(kept)]
 
 
-def _is_conv1d(module: nn.Module) -> bool:
-    return type(module).__name__ == "Conv1D"
-
-
 class MuonBesideBase(Optimizer):
-    """Two optimizers as one: their param groups and their state are those of this one.
+    """Muon and F as one optimizer, which owns the param groups and the state of both.
 
-    The update of Muon gets AdamW's usual size (``match_rms_adamw``), so that both have the same
+    Muon's update is scaled to the usual size of AdamW's (``match_rms_adamw``), so that both share
     learning rate, weight decay and schedule.
 
     Args:
-        model: Whose parameters.
-        base: F's name.
-        keywords: F's options; Muon takes ``lr`` and ``weight_decay`` of them.
+        model: The network to optimize.
+        base: Name of F.
+        keywords: Options of F; Muon takes ``lr`` and ``weight_decay`` from them.
 
     Raises:
         LabError: If the model has no hidden matrix.
@@ -49,10 +47,10 @@ class MuonBesideBase(Optimizer):
         hidden = hidden_matrices(model)
         if not hidden:
             raise LabError(
-                "muon is for hidden linear layers, and the model has none: take a transformer"
+                "muon is for hidden linear layers, and the model has none: use a transformer"
             )
-        own = {p for _, p in hidden}
-        rest = [(name, p) for name, p in model.named_parameters() if p not in own]
+        chosen = {p for _, p in hidden}
+        rest = [(name, p) for name, p in model.named_parameters() if p not in chosen]
         shared = {name: keywords[name] for name in ("lr", "weight_decay") if name in keywords}
         muon = torch.optim.Muon(hidden, adjust_lr_fn="match_rms_adamw", **shared)
         self._parts = (muon, resolve(rest, base, keywords))
@@ -60,21 +58,20 @@ class MuonBesideBase(Optimizer):
         self._share()
 
     def _share(self) -> None:
-        """Let the two work on this optimizer's groups and state."""
-        first = len(self._parts[0].param_groups)
-        for part, groups in zip(
-            self._parts, (self.param_groups[:first], self.param_groups[first:]), strict=True
-        ):
-            part.param_groups, part.state = groups, self.state
+        """Make both optimizers use the groups and the state of this one."""
+        muon, base = self._parts
+        first = len(muon.param_groups)
+        muon.param_groups, base.param_groups = self.param_groups[:first], self.param_groups[first:]
+        muon.state = base.state = self.state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from what ``state_dict`` returned."""
+        """Load what ``state_dict`` returned."""
         super().load_state_dict(state_dict)
         self._share()
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Both take their step."""
+        """Take a step with both optimizers."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

@@ -1,4 +1,4 @@
-"""Names that must be among others."""
+"""Names that must be known."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from kronbit.lab.errors import LabError
 
 
 def refuse_unknown(what: str, given: Iterable[str], known: Iterable[str]) -> None:
-    """Look all names up.
+    """Refuse names that are not known.
 
     Raises:
-        LabError: For the first that is not known, with those nearest to it, or all.
+        LabError: For the first unknown name. The message suggests similar names, or lists all.
     """
     known = list(known)
     for name in given:

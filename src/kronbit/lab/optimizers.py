@@ -1,9 +1,9 @@
-"""Optimizers by name: what a recipe runs, and what a comparison compares."""
+"""Optimizers by name, as recipes and comparisons use them."""
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -11,18 +11,19 @@ from torch import nn
 from torch.optim import Optimizer
 
 from kronbit.algorithms import CASPR, KFAC, AdaBK, Shampoo
-from kronbit.base import resolve
+from kronbit.base import Around, resolve
 from kronbit.baselines import EVA, MFAC
 from kronbit.config import Config
-from kronbit.lab.errors import LabError
+from kronbit.lab.errors import LabError, one_line
 from kronbit.lab.models import build
 from kronbit.lab.muon import MuonBesideBase
 from kronbit.lab.named import refuse_unknown
 from kronbit.lab.recipe import OPTIMIZERS, Recipe, parse_settings
+from kronbit.optimizer import SecondOrder
 
-_FUSED = ("sgd", "adam", "adamw")  # whose fused kernels are the fastest way on a GPU
+_FUSED = ("sgd", "adam", "adamw")  # their fused kernels are the fastest on a GPU
 
-# Members of a comparison: settings of the recipe by name.
+# Optimizers of a comparison by name, as settings of the recipe.
 VARIANTS: Mapping[str, Mapping[str, Any]] = {
     "base": {"optimizer": "base"},
     **{
@@ -59,38 +60,43 @@ BASE_LABELS = {
 }
 
 
-_LABELS = {"shampoo": "Shampoo", "caspr": "CASPR", "kfac": "K-FAC", "adabk": "AdaBK"}
-_BASELINES = {"eva": "EVA", "mfac": "M-FAC"}
+ALGORITHMS: Mapping[str, tuple[type[SecondOrder], str]] = {
+    "shampoo": (Shampoo, "Shampoo"),
+    "caspr": (CASPR, "CASPR"),
+    "kfac": (KFAC, "K-FAC"),
+    "adabk": (AdaBK, "AdaBK"),
+}
+_BASELINES: Mapping[str, tuple[type[Around], str]] = {"eva": (EVA, "EVA"), "mfac": (MFAC, "M-FAC")}
 
 
 def label_of(recipe: Recipe) -> str:
-    """What its optimizer is called in tables: "AdamW", "+ 4-bit Shampoo (paper)"."""
+    """Return the optimizer's label in tables: "AdamW", "+ 4-bit Shampoo (paper)"."""
     if recipe.optimizer == "base":
         return BASE_LABELS.get(recipe.base, recipe.base.rpartition(".")[2])
     if recipe.optimizer == "muon":
         return "Muon"
     if recipe.optimizer in _BASELINES:
-        return f"+ {_BASELINES[recipe.optimizer]}"
+        return f"+ {_BASELINES[recipe.optimizer][1]}"
     options = recipe.second_order_options()
     method = options.get("method")
     how = "paper" if method == "eigen" and options.get("storage") == "paper" else method
-    label = f"+ {options.get('bits', Config.bits)}-bit {_LABELS[recipe.optimizer]}"
+    label = f"+ {options.get('bits', Config.bits)}-bit {ALGORITHMS[recipe.optimizer][1]}"
     return f"{label} ({how})" if how else label
 
 
 def variant(spec: str, recipe: Recipe) -> tuple[str, str, Recipe]:
-    """One member of a comparison.
+    """Resolve one optimizer of a comparison.
 
     Args:
-        spec: A key of ``VARIANTS`` or a name of an optimizer, and settings after it, as in
-            ``"shampoo-4 beta=0.9 lr=2e-3"``; ``"base longer=1.5"`` runs 1.5 times as long.
-        recipe: What they start from.
+        spec: A key of ``VARIANTS`` or the name of an optimizer, followed by settings, as in
+            ``"shampoo-4 beta=0.9 lr=2e-3"``; ``"base longer=1.5"`` trains 1.5 times as long.
+        recipe: The recipe to change.
 
     Returns:
         A key for folders, a label for tables, and the recipe.
 
     Raises:
-        LabError: If there is no such optimizer, or it does not have such a setting.
+        LabError: If the optimizer or a setting does not exist.
     """
     name, *given = shlex.split(spec) or [""]
     refuse_unknown("an optimizer", [name], [*VARIANTS, *OPTIMIZERS])
@@ -99,27 +105,27 @@ def variant(spec: str, recipe: Recipe) -> tuple[str, str, Recipe]:
     if not (isinstance(longer, (int, float)) and longer > 0):
         raise LabError(f"longer must be a positive number; got {longer!r}")
     made = recipe.with_settings({**VARIANTS.get(name, {"optimizer": name}), **settings})
-    refuse_meaningless(made, recipe.options)
+    refuse_unused_options(made, recipe.options)
     if longer != 1:
         length = {"epochs": made.epochs * longer} if made.epochs else {}
         made = made.with_settings(length or {"steps": round((made.steps or 0) * longer)})
     label = label_of(made)
     for text in given:
         if name == "base" and text.startswith("base="):
-            continue  # that is what the label says
+            continue  # the label names it already
         label += f", {text.removeprefix('longer=')} x as long" if "longer=" in text else f", {text}"
     return "-".join([name, *given]).replace("/", "_"), label, made
 
 
-def refuse_meaningless(recipe: Recipe, shared: Mapping[str, Any] | None = None) -> None:
-    """Refuse options of second order where there is none.
+def refuse_unused_options(recipe: Recipe, shared: Mapping[str, Any] | None = None) -> None:
+    """Refuse second-order options of an optimizer that is of first order.
 
     Args:
-        recipe: What is to run.
-        shared: Options that are for other members of a comparison as well.
+        recipe: The recipe to run.
+        shared: Options that other optimizers of a comparison use.
 
     Raises:
-        LabError: If there is one.
+        LabError: If an option has no effect.
     """
     if recipe.optimizer in ("base", "muon"):
         for name in recipe.options:
@@ -128,33 +134,29 @@ def refuse_meaningless(recipe: Recipe, shared: Mapping[str, Any] | None = None) 
 
 
 def check_optimizer(recipe: Recipe) -> None:
-    """Refuse now what the optimizer would refuse when its run begins, hours later in a comparison.
+    """Build the optimizer on the meta device, so that a comparison refuses wrong options at once.
 
     Raises:
         LabError: If an option of the network or of the optimizer is wrong.
     """
-    options = dict(recipe.model)
-    with torch.device("meta"):  # no memory, and no time
-        model = build(options.pop("name"), **options)
+    with torch.device("meta"):  # takes neither memory nor time
+        model = build(**recipe.model)
     make_optimizer(recipe, model, warmup=0)
 
 
 def make_optimizer(
-    recipe: Recipe,
-    model: nn.Module,
-    warmup: int,
-    scaler: torch.amp.GradScaler | None = None,
+    recipe: Recipe, model: nn.Module, warmup: int, scaler: torch.amp.GradScaler | None = None
 ) -> Optimizer:
-    """The optimizer of a recipe.
+    """Build the optimizer of a recipe.
 
     Args:
-        recipe: Its settings.
-        model: Whose parameters; K-FAC, AdaBK and EVA watch its layers.
-        warmup: Steps of rise, which a schedule-free F makes itself.
-        scaler: Of fp16 training, whose scale K-FAC's statistics must be freed of.
+        recipe: The recipe.
+        model: The network; K-FAC, AdaBK and EVA watch its layers.
+        warmup: Warm-up steps, which a schedule-free F handles itself.
+        scaler: Loss scaler of fp16 training; K-FAC divides its statistics by the scale.
 
     Raises:
-        LabError: If an option is wrong; the message is the library's.
+        LabError: If an option is wrong; the message is that of the library.
     """
     params = list(model.named_parameters())
     keywords: dict[str, Any] = {"lr": recipe.lr, **recipe.base_options}
@@ -169,14 +171,12 @@ def make_optimizer(
         if recipe.optimizer == "muon":
             return MuonBesideBase(model, recipe.base, keywords)
         keywords |= {"base": recipe.base, **options}
-        if recipe.optimizer in ("shampoo", "caspr"):
-            kind = Shampoo if recipe.optimizer == "shampoo" else CASPR
-            return kind(params, **keywords)
+        if recipe.optimizer in ("kfac", "adabk", "eva"):
+            keywords["model"] = model
         if recipe.optimizer in ("kfac", "adabk"):
-            of_layers = KFAC if recipe.optimizer == "kfac" else AdaBK
-            return of_layers(params, model=model, grad_scaler=scaler, **keywords)
-        if recipe.optimizer == "eva":
-            return EVA(params, model=model, **keywords)
-        return MFAC(params, **keywords)
+            keywords["grad_scaler"] = scaler if scaler and scaler.is_enabled() else None
+        kind: Callable[..., Optimizer]
+        kind, _ = {**ALGORITHMS, **_BASELINES}[recipe.optimizer]
+        return kind(params, **keywords)
     except (TypeError, ValueError, ImportError, RuntimeError) as error:
-        raise LabError(" ".join(str(error).split())) from error
+        raise LabError(one_line(error)) from error

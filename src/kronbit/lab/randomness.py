@@ -1,4 +1,4 @@
-"""Seeds that are functions of what they are for."""
+"""Seeds that are derived from their purpose."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import hashlib
 
 
 def seed_of(*parts: int | str) -> int:
-    """A seed of 32 bits, all that torch's generator of the CPU looks at.
+    """Return a seed of 32 bits, the part that torch's CPU generator uses.
 
     Args:
-        *parts: Whatever tells this use apart from all others: purpose, seed, step, rank.
+        *parts: Values that identify the purpose: a name, the run's seed, the step, the rank.
     """
     text = " ".join(map(str, parts)).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=4).digest(), "big")

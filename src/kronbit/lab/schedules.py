@@ -1,4 +1,4 @@
-"""Learning rates by step: functions of the step alone, so that a resumed run needs no state."""
+"""Learning rate schedules, as functions of the step, so that a resumed run needs no state."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from kronbit.lab.recipe import Recipe
 
 
 def warmup_steps(recipe: Recipe, steps: int, steps_per_epoch: float) -> int:
-    """Over how many steps the learning rate rises."""
+    """Return the number of warm-up steps."""
     return round(recipe.warmup * steps + recipe.warmup_epochs * steps_per_epoch)
 
 
 def factor(schedule: str, step: int, steps: int, warmup: int) -> float:
-    """The share of the highest learning rate.
+    """Return the learning rate divided by its maximum.
 
     Args:
-        schedule: See ``Recipe``.
-        step: From 0.
-        steps: Of the whole run.
-        warmup: Steps of linear rise at the start. A schedule-free F has its own.
+        schedule: Name of the schedule; see ``Recipe``.
+        step: Index of the step, from 0.
+        steps: Steps of the whole run.
+        warmup: Steps of the linear warm-up. A schedule-free F handles it itself.
     """
     if schedule == "schedule-free":
         return 1.0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,7 +14,6 @@ from kronbit.gpu.norms import Measured
 from kronbit.kernels.graphs import Replay
 from kronbit.kernels.guard import has_kernels
 from kronbit.messages import warn
-from kronbit.step.step_plan import DevicePlan, StepPlan
 
 if TYPE_CHECKING:
     from kronbit.gpu.addresses import AddressTable
@@ -162,49 +161,3 @@ class NonfiniteGuard:
             self._under_way = True
         self._steps += 1
         return 0
-
-
-def measure(
-    plan: StepPlan,
-    grads: list[Tensor],
-    dtypes: set[torch.dtype] | None,
-    guards: dict[torch.device, NonfiniteGuard],
-    config: Config,
-) -> None:
-    """Measure a step's gradients, device by device.
-
-    Args:
-        plan: The step's plan, which takes what is measured.
-        grads: The gradients of its parameters.
-        dtypes: The dtypes of the gradients, as returned by ``plain_dtypes``.
-        guards: By device; missing ones are added.
-        config: Says what becomes of gradients that are not finite.
-    """
-    for part in plan.devices:
-        device = part.stacks.device
-        if device not in guards:
-            guards[device] = NonfiniteGuard(device, config)
-        part.measured = guards[device].measure(part.pick(grads), part.sizes, part.taps, dtypes)
-
-
-def refuse_nonfinite(
-    devices: Iterable[DevicePlan], any_rank: Callable[[bool], bool], name: Callable[[Tensor], str]
-) -> None:
-    """Raise an error if a gradient is not finite, here or on a rank that waits for this one.
-
-    Args:
-        devices: The parts of the step.
-        any_rank: Returns True if its argument is true on any of these ranks.
-        name: Returns the name of a parameter.
-    """
-    nonfinite = [pair for device in devices for pair in device.nonfinite()]
-    if not any_rank(bool(nonfinite)):
-        return
-    where = "on another rank"
-    if nonfinite:
-        p, step = nonfinite[0]
-        where = f"that of {name(p)} first, at its step {step}"
-    raise FloatingPointError(
-        f"{len(nonfinite) or 'some'} gradient(s) are not finite, {where}; nothing was changed. "
-        "With nonfinite='zero' the step would go on without them"
-    )

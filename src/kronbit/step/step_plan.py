@@ -16,6 +16,7 @@ from kronbit.blocks.groups import DeviceStacks, Due, Turn
 from kronbit.config import Config
 from kronbit.gpu.norms import Measured
 from kronbit.statistics import Statistics
+from kronbit.step.nonfinite import NonfiniteGuard
 from kronbit.step.preconditioner import Preconditioner
 from kronbit.step.schedule import EVENTS, Event, due_blocks, refreshes_at, turns_at, updates_at
 from kronbit.step.state_plan import StatePlan
@@ -247,6 +248,27 @@ class StepPlan:
             device.schedule()
         return any(device.updates or device.refreshes for device in self.devices)
 
+    def measure(
+        self,
+        grads: list[Tensor],
+        dtypes: set[torch.dtype] | None,
+        guards: dict[torch.device, NonfiniteGuard],
+        config: Config,
+    ) -> None:
+        """Measure the gradients, device by device.
+
+        Args:
+            grads: The gradients of the parameters.
+            dtypes: The dtypes of the gradients, as returned by ``plain_dtypes``.
+            guards: By device; missing ones are added.
+            config: Says what becomes of gradients that are not finite.
+        """
+        for part in self.devices:
+            device = part.stacks.device
+            if device not in guards:
+                guards[device] = NonfiniteGuard(device, config)
+            part.measured = guards[device].measure(part.pick(grads), part.sizes, part.taps, dtypes)
+
     def settle(self) -> None:
         """Forget how far the step has come: it counts."""
         for device in self.devices:
@@ -297,3 +319,26 @@ def expected_updates(
                 known[key] = bool(turns_at(updates_at, config, step + 1, turns))
             if known[key]:
                 yield p, config
+
+
+def refuse_nonfinite(
+    devices: Iterable[DevicePlan], any_rank: Callable[[bool], bool], name: Callable[[Tensor], str]
+) -> None:
+    """Raise an error if a gradient is not finite, here or on a rank that waits for this one.
+
+    Args:
+        devices: The parts of the step.
+        any_rank: Returns True if its argument is true on any of these ranks.
+        name: Returns the name of a parameter.
+    """
+    nonfinite = [pair for device in devices for pair in device.nonfinite()]
+    if not any_rank(bool(nonfinite)):
+        return
+    where = "on another rank"
+    if nonfinite:
+        p, step = nonfinite[0]
+        where = f"that of {name(p)} first, at its step {step}"
+    raise FloatingPointError(
+        f"{len(nonfinite) or 'some'} gradient(s) are not finite, {where}; nothing was changed. "
+        "With nonfinite='zero' the step would go on without them"
+    )

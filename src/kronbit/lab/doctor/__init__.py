@@ -1,1 +1,1 @@
-"""``kronbit doctor``: what works on this installation, of kronbit and of other optimizers."""
+"""``kronbit doctor``: checks of this installation and of any optimizer."""

@@ -1,7 +1,7 @@
-"""Checks that trainers and users rely on, for any optimizer that can be built of parameters.
+"""Checks of properties that trainers and users rely on, for any optimizer.
 
-Each check trains something small, judges by what it sees, and raises ``BrokenError`` where that is
-not what it should be. They know nothing of kronbit.
+Each check trains a small model and raises ``BrokenError`` if the outcome is wrong. The checks use
+nothing of kronbit.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ _RANKS = 2
 
 
 class BrokenError(Exception):
-    """What was seen instead of what should be."""
+    """A check has failed; the message says how."""
 
 
 class Finding(NamedTuple):
-    """The outcome of a check: ``problem`` is empty where all is well."""
+    """The outcome of a check; ``problem`` is empty if it passed."""
 
     check: str
     problem: str
@@ -43,9 +43,16 @@ def _require(condition: bool, otherwise: str) -> None:
 
 def _model(device: torch.device, dtype: torch.dtype = torch.float32) -> nn.Module:
     torch.manual_seed(0)
-    # Matrices of 4,096 elements and more: below, optimizers of few bits keep 32.
+    # Matrices have at least 4,096 elements: low-bit optimizers keep smaller ones in 32 bits.
     model = nn.Sequential(nn.Linear(72, 80), nn.Tanh(), nn.Linear(80, 66))
     return model.to(device=device, dtype=dtype)
+
+
+def _start(
+    subject: Subject, device: torch.device, dtype: torch.dtype = torch.float32
+) -> tuple[nn.Module, Optimizer]:
+    model = _model(device, dtype)
+    return model, subject.make(model)
 
 
 def _backward(model: nn.Module, seed: int) -> Tensor:
@@ -71,14 +78,16 @@ def _require_finite(params: Iterable[Tensor]) -> None:
     _require(all(bool(torch.isfinite(p).all()) for p in params), "parameters are not finite")
 
 
-def _require_equal(ours: Iterable[Tensor], others: Iterable[Tensor], what: str) -> None:
-    largest = _distance(ours, others)
+def _require_equal(actual: Iterable[Tensor], expected: Iterable[Tensor], what: str) -> None:
+    largest = _distance(actual, expected)
     _require(largest == 0, f"{what} differs by up to {largest:.1e}")
 
 
-def _distance(ours: Iterable[Tensor], others: Iterable[Tensor]) -> float:
-    """The largest difference of two elements; NaN if there is one."""
-    pairs = [(p.detach().float(), q.detach().float()) for p, q in zip(ours, others, strict=True)]
+def _distance(actual: Iterable[Tensor], expected: Iterable[Tensor]) -> float:
+    """Return the largest absolute difference of two elements; NaN if one of them is NaN."""
+    pairs = [
+        (p.detach().float(), q.detach().float()) for p, q in zip(actual, expected, strict=True)
+    ]
     return float(torch.stack([(p - q).abs().max() for p, q in pairs]).max())
 
 
@@ -86,9 +95,8 @@ def _distance(ours: Iterable[Tensor], others: Iterable[Tensor]) -> float:
 
 
 def closure(subject: Subject, device: torch.device) -> None:
-    """A closure is called once, with gradients enabled, and its loss is returned."""
-    model = _model(device)
-    optimizer = subject.make(model)
+    """``step(closure)`` calls the closure once, with gradients enabled, and returns its loss."""
+    model, optimizer = _start(subject, device)
     losses = []
 
     def evaluate() -> Any:
@@ -96,28 +104,28 @@ def closure(subject: Subject, device: torch.device) -> None:
         losses.append(_backward(model, 0))
         return losses[-1]
 
-    found: Any = optimizer.step(evaluate)
+    returned: Any = optimizer.step(evaluate)
     _require(len(losses) == 1, f"the closure was called {len(losses)} times")
-    _require(found is not None, "the closure's loss was not returned")
+    _require(returned is not None, "the closure's loss was not returned")
     _require(
-        float(found.detach()) == float(losses[0].detach()),
-        "another loss than the closure's was returned",
+        float(returned.detach()) == float(losses[0].detach()),
+        "a loss other than the closure's was returned",
     )
 
 
 def bf16_parameters(subject: Subject, device: torch.device) -> None:
-    """Parameters in bf16 train, and stay in bf16."""
-    model = _model(device, torch.bfloat16)
+    """Parameters in bf16 train and stay in bf16."""
+    model, optimizer = _start(subject, device, torch.bfloat16)
     before = _copy(model.parameters())
-    _train(model, subject.make(model), range(6))
+    _train(model, optimizer, range(6))
     _require_finite(model.parameters())
     for p, q in zip(model.parameters(), before, strict=True):
-        _require(p.dtype == torch.bfloat16, f"a parameter has become {p.dtype}")
+        _require(p.dtype == torch.bfloat16, f"a parameter was converted to {p.dtype}")
         _require(not torch.equal(p, q), "a parameter has not moved")
 
 
 def any_shape(subject: Subject, device: torch.device) -> None:
-    """Scalars, vectors, convolutions, stacks of matrices and empty parameters."""
+    """Scalars, vectors, convolutions, stacks of matrices and empty parameters train."""
     shapes = [(), (7,), (4, 3, 3, 3), (2, 5, 6), (0,), (0, 4)]
     params = nn.ParameterList(torch.ones(shape, device=device) for shape in shapes)
     before = _copy(params)
@@ -128,18 +136,14 @@ def any_shape(subject: Subject, device: torch.device) -> None:
             p.grad = torch.randn(p.shape, generator=generator).to(device)
         optimizer.step()
     _require_finite(params)
-    still = [
-        tuple(p.shape)
-        for p, q in zip(params, before, strict=True)
-        if p.numel() and bool((p == q).all())
-    ]
-    _require(not still, f"a parameter of shape {still[0] if still else ()} has not moved")
+    for p, q in zip(params, before, strict=True):
+        moved = p.numel() == 0 or not torch.equal(p, q)
+        _require(moved, f"a parameter of shape {tuple(p.shape)} has not moved")
 
 
 def learning_rate_as_float(subject: Subject, device: torch.device) -> None:
-    """A learning rate that is written into the groups, as schedulers do, counts."""
-    model = _model(device)
-    optimizer = subject.make(model)
+    """A learning rate that is written to the groups, as schedulers do, takes effect."""
+    model, optimizer = _start(subject, device)
     _train(model, optimizer, range(2))
     for group in optimizer.param_groups:
         group["lr"] = 0.0
@@ -149,16 +153,15 @@ def learning_rate_as_float(subject: Subject, device: torch.device) -> None:
 
 
 def neutral_first_step(subject: Subject, device: torch.device) -> None:
-    """A step with zero gradients and lr=0, by which checkpointing makes state, does no harm."""
-    model = _model(device)
-    optimizer = subject.make(model)
+    """A step with zero gradients and lr=0, which checkpointing uses to create state, is neutral."""
+    model, optimizer = _start(subject, device)
     before, rates = _copy(model.parameters()), [group["lr"] for group in optimizer.param_groups]
     for p in model.parameters():
         p.grad = torch.zeros_like(p)
     for group in optimizer.param_groups:
         group["lr"] = 0.0
     optimizer.step()
-    _require_equal(model.parameters(), before, "a parameter after that step")
+    _require_equal(model.parameters(), before, "a parameter after this step")
     for group, lr in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = lr
     _train(model, optimizer, range(4))
@@ -166,32 +169,32 @@ def neutral_first_step(subject: Subject, device: torch.device) -> None:
 
 
 def nan_gradient(subject: Subject, device: torch.device) -> None:
-    """One NaN in one gradient, and training goes on with finite parameters."""
-    model = _model(device)
-    optimizer = subject.make(model)
-    for seed in range(6):
-        optimizer.zero_grad()
-        _backward(model, seed)
-        if seed == 3:
-            grad = next(model.parameters()).grad
-            assert grad is not None
-            grad.view(-1)[0] = torch.nan
-        optimizer.step()
+    """Parameters stay finite after one NaN in one gradient."""
+    model, optimizer = _start(subject, device)
+    _train(model, optimizer, range(3))
+    optimizer.zero_grad()
+    _backward(model, 3)
+    grad = next(model.parameters()).grad
+    assert grad is not None
+    grad.view(-1)[0] = torch.nan
+    optimizer.step()
+    _train(model, optimizer, range(4, 6))
     _require_finite(model.parameters())
 
 
 def later_group(subject: Subject, device: torch.device) -> None:
-    """A group that is added after a step trains, as in progressive unfreezing."""
+    """A group that is added after a step trains, as in gradual unfreezing."""
     model = _model(device)
     assert isinstance(model, nn.Sequential)
     optimizer = subject.make(model, model[2].parameters())
     _train(model, optimizer, range(2))
-    before = _copy(model[0].parameters())
-    optimizer.add_param_group({"params": list(model[0].parameters())})
+    later = list(model[0].parameters())
+    before = _copy(later)
+    optimizer.add_param_group({"params": later})
     _train(model, optimizer, range(2, 6))
     _require_finite(model.parameters())
-    moved = [not torch.equal(p, q) for p, q in zip(model[0].parameters(), before, strict=True)]
-    _require(all(moved), "the new group has not moved")
+    moved = not any(map(torch.equal, later, before))
+    _require(moved, "the new group has not moved")
 
 
 # -------------------------------------------------------------------------------- checkpoints
@@ -203,26 +206,30 @@ def _resume(
     dtype: torch.dtype,
     through: Callable[[nn.Module, Optimizer, nn.Module, Optimizer], None],
 ) -> None:
-    """Five steps, a copy of all that there is, and five steps of both."""
-    model = _model(device, dtype)
-    optimizer = subject.make(model)
+    """Take five steps, copy model and optimizer, take five steps with both, and compare."""
+    model, optimizer = _start(subject, device, dtype)
     _train(model, optimizer, range(5))
-    twin = _model(device, dtype)
-    again = subject.make(twin)
+    twin, again = _start(subject, device, dtype)
     twin.load_state_dict(model.state_dict())
     through(model, optimizer, twin, again)
-    for own, stepping in ((model, optimizer), (twin, again)):
-        _train(own, stepping, range(5, 10))
-    _require_equal(twin.parameters(), model.parameters(), "the resumed run")
+    _require_same_end(model, optimizer, twin, again, "the resumed run")
+
+
+def _require_same_end(
+    model: nn.Module, optimizer: Optimizer, twin: nn.Module, again: Optimizer, what: str
+) -> None:
+    _train(model, optimizer, range(5, 10))
+    _train(twin, again, range(5, 10))
+    _require_equal(twin.parameters(), model.parameters(), what)
 
 
 def resume(subject: Subject, device: torch.device) -> None:
-    """A resumed run is the uninterrupted one, to the bit."""
+    """A resumed run equals the uninterrupted one bit for bit."""
     _resume(subject, device, torch.float32, _by_state_dict)
 
 
 def resume_bf16(subject: Subject, device: torch.device) -> None:
-    """And with parameters in bf16."""
+    """A resumed run with bf16 parameters equals the uninterrupted one bit for bit."""
     _resume(subject, device, torch.bfloat16, _by_state_dict)
 
 
@@ -231,7 +238,7 @@ def _by_state_dict(_: nn.Module, optimizer: Optimizer, __: nn.Module, again: Opt
 
 
 def weights_only(subject: Subject, device: torch.device) -> None:
-    """The state dict is read by ``torch.load(weights_only=True)``, which runs no code."""
+    """``torch.load(weights_only=True)``, which runs no code, loads the state dict."""
 
     def through(_: nn.Module, optimizer: Optimizer, __: nn.Module, again: Optimizer) -> None:
         file = io.BytesIO()
@@ -243,18 +250,15 @@ def weights_only(subject: Subject, device: torch.device) -> None:
 
 
 def pickled(subject: Subject, device: torch.device) -> None:
-    """A pickled optimizer goes on, with its parameters."""
-    model = _model(device)
-    optimizer = subject.make(model)
+    """A copy by pickle, parameters included, trains like the original."""
+    model, optimizer = _start(subject, device)
     _train(model, optimizer, range(5))
     twin, again = pickle.loads(pickle.dumps((model, optimizer)))
-    for own, stepping in ((model, optimizer), (twin, again)):
-        _train(own, stepping, range(5, 10))
-    _require_equal(twin.parameters(), model.parameters(), "the copy's run")
+    _require_same_end(model, optimizer, twin, again, "the copy's run")
 
 
 def distributed_checkpoint(subject: Subject, device: torch.device) -> None:
-    """``torch.distributed.checkpoint`` saves and loads it, to the bit."""
+    """``torch.distributed.checkpoint`` saves and loads the optimizer bit for bit."""
     from torch.distributed.checkpoint.state_dict import (
         get_optimizer_state_dict,
         set_optimizer_state_dict,
@@ -266,9 +270,9 @@ def distributed_checkpoint(subject: Subject, device: torch.device) -> None:
         with tempfile.TemporaryDirectory() as folder:
             saved: Any = get_optimizer_state_dict(model, optimizer)
             save(saved, checkpoint_id=folder, no_dist=True)
-            found: Any = get_optimizer_state_dict(twin, again)
-            load(found, checkpoint_id=folder, no_dist=True)
-            set_optimizer_state_dict(twin, again, found)
+            loaded: Any = get_optimizer_state_dict(twin, again)
+            load(loaded, checkpoint_id=folder, no_dist=True)
+            set_optimizer_state_dict(twin, again, loaded)
 
     _resume(subject, device, torch.float32, through)
 
@@ -290,22 +294,22 @@ def _rank(rank: int, subject: Subject, folder: str) -> None:
     _train(model, subject.make(model), range(6))
     whole = [p.full_tensor() if isinstance(p, DTensor) else p for p in model.parameters()]
     if rank == 0:
-        torch.save([p.detach() for p in whole], Path(folder) / "found.pt")
+        torch.save([p.detach() for p in whole], Path(folder) / "sharded.pt")
     dist.destroy_process_group()
 
 
 def fsdp2(subject: Subject, device: torch.device) -> None:
-    """Training on shards (FSDP2, two ranks of the CPU) is training in one process."""
+    """Training on shards (FSDP2, two ranks on the CPU) equals training in one process."""
     model, threads = _model(torch.device("cpu")), torch.get_num_threads()
-    torch.set_num_threads(1)  # as on the ranks: sums have an order
+    torch.set_num_threads(1)  # as on the ranks, for the same order of sums
     try:
         _train(model, subject.make(model), range(6))
     finally:
         torch.set_num_threads(threads)
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.spawn(_rank, (subject, folder), _RANKS)  # type: ignore[attr-defined, no-untyped-call]
-        found = torch.load(Path(folder) / "found.pt", weights_only=True)
-    largest = _distance(found, model.parameters())
+        sharded = torch.load(Path(folder) / "sharded.pt", weights_only=True)
+    largest = _distance(sharded, model.parameters())
     _require(largest < 1e-5, f"differs from one process by up to {largest:.1e}")
 
 
@@ -331,7 +335,7 @@ def examine(subject: Subject, device: torch.device, check: str) -> Finding:
 
     Args:
         subject: The optimizer.
-        device: Where it runs; several ranks are on the CPU in any case.
+        device: Device of the check; checks with several ranks use the CPU.
         check: A key of ``CHECKS``.
     """
     state = torch.random.get_rng_state()
@@ -341,7 +345,7 @@ def examine(subject: Subject, device: torch.device, check: str) -> Finding:
             CHECKS[check](subject, device)
     except BrokenError as broken:
         return Finding(check, str(broken))
-    except Exception as error:  # of other people's optimizers: anything
+    except Exception as error:  # other optimizers can raise anything
         lines = str(error).strip().splitlines() or [""]
         return Finding(check, f"{type(error).__name__}: {lines[-1].strip()}")
     finally:

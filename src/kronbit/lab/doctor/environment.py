@@ -1,4 +1,4 @@
-"""What is installed here, by its metadata: nothing of it is imported."""
+"""Installed packages by their metadata; none of them is imported."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 import kronbit
 from kronbit.kernels import guard
 
-# Distributions that kronbit works with, by what they are for.
+# Distributions that kronbit works with, and their purpose.
 INTEGRATIONS = {
     "triton": "kernels on NVIDIA GPUs",
     "transformers": "Trainer",
@@ -27,7 +27,7 @@ INTEGRATIONS = {
 
 
 def describe(device: torch.device) -> list[tuple[str, str]]:
-    """Versions, the device, whether kernels run there, and packages that are found."""
+    """Return (name, value) rows: versions, the device, the use of kernels, installed packages."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor()
     why_not = guard.why_not(device)
     rows = [

@@ -1,8 +1,8 @@
-"""The optimizer that is examined: an import path and options, so that ranks can make their own."""
+"""The optimizer under test, as an import path and options, which other processes can rebuild."""
 
 from __future__ import annotations
 
-import importlib
+import pkgutil
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from inspect import signature
@@ -17,58 +17,57 @@ from kronbit.optimizer import SecondOrder
 
 @dataclass(frozen=True)
 class Subject:
-    """An optimizer by its path.
+    """An optimizer class and its options.
 
     Attributes:
-        path: Such as ``kronbit.Shampoo`` or ``torch.optim.AdamW``.
-        options: What it is built with.
+        path: Import path, such as ``kronbit.Shampoo`` or ``torch.optim.AdamW``.
+        options: Keyword arguments of the class.
     """
 
     path: str
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def find(self) -> Any:
-        """The class.
+        """Import the class.
 
         Raises:
-            LabError: If there is none.
+            LabError: If the import fails.
         """
-        module, _, name = self.path.rpartition(".")
         try:
-            return getattr(importlib.import_module(module), name)
-        except Exception as error:  # of a package of the user's: anything
+            return pkgutil.resolve_name(self.path)
+        except Exception as error:  # importing a package can raise anything
             raise LabError(f"cannot import {self.path!r}: {error}") from None
 
     def make(self, model: nn.Module, params: Iterable[Any] | None = None) -> Optimizer:
-        """An optimizer of a model's parameters, or of some of them."""
+        """Build the optimizer for all parameters of a model, or for ``params``."""
         kind = self.find()
-        own: dict[str, Any] = {"model": model} if _takes_model(kind) else {}
+        model_option: dict[str, Any] = {"model": model} if _takes_model(kind) else {}
         made: Optimizer = kind(
-            model.parameters() if params is None else params, **own, **self.options
+            model.parameters() if params is None else params, **model_option, **self.options
         )
         return made
 
 
 def _takes_model(kind: Any) -> bool:
-    """Whether it, or what it is made of, has an argument of that name."""
+    """True if a constructor of the class, or of a class it inherits from, takes ``model``."""
     makers = kind.__mro__[:-1] if isinstance(kind, type) else [kind]
     return any("model" in signature(make).parameters for make in makers)
 
 
-# Second order is in use from the second step on.
-OFTEN = {"lr": 1e-2, "update_every": 1, "refresh_every": 2}
+# Intervals so short that second order takes effect from the second step.
+SHORT_INTERVALS = {"lr": 1e-2, "update_every": 1, "refresh_every": 2}
 
 
 def subject_of(path: str, options: Mapping[str, Any]) -> Subject:
-    """Ours, and what is made of them, with short intervals; others with what is given.
+    """Return the subject for a class; kronbit's optimizers and subclasses get short intervals.
 
     Args:
-        path: Of the class.
-        options: That were asked for.
+        path: Import path of the class.
+        options: Options given by the user.
 
     Raises:
-        LabError: If there is no such class.
+        LabError: If the import fails.
     """
-    found = Subject(path, options).find()
-    ours = isinstance(found, type) and issubclass(found, SecondOrder)
-    return Subject(path, {**(OFTEN if ours else {}), **options})
+    kind = Subject(path, options).find()
+    second_order = isinstance(kind, type) and issubclass(kind, SecondOrder)
+    return Subject(path, {**(SHORT_INTERVALS if second_order else {}), **options})

@@ -1,7 +1,7 @@
 """Networks of the lab, by name.
 
-Those for images take (b, channels, h, w) and give logits; they are built, counted and initialised
-as timm builds them, so that results can be compared.
+Image networks take (b, channels, h, w) and return logits. Layers, parameter counts and
+initialisation are those of timm, so that results can be compared.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from kronbit.lab.errors import LabError
+from kronbit.lab.errors import LabError, one_line
 from kronbit.lab.models.digits import DigitsCNN
 from kronbit.lab.models.language import gpt2, llama
 from kronbit.lab.models.resnet import BasicBlock, Bottleneck, ResNet
@@ -39,28 +39,30 @@ MODELS: Mapping[str, Callable[..., nn.Module]] = {
 
 
 def build(name: str, **options: Any) -> nn.Module:
-    """A network with fresh weights, on the current default device.
+    """Build a network with fresh weights on the default device.
 
     Args:
-        name: One of ``MODELS``.
-        **options: What that network takes: ``classes``, ``image`` (the side), ``patch``, ...; for
+        name: A key of ``MODELS``.
+        **options: Arguments of the network: ``classes``, ``image`` (the side), ``patch``, ...; for
             ``gpt2`` and ``llama`` the fields of their transformers configuration.
 
     Raises:
-        LabError: If there is no such network, no such option, or a value does not fit.
+        LabError: If the network or an option does not exist, or a value is wrong.
     """
     refuse_unknown("model.name", [name], MODELS)
     taken = inspect.signature(MODELS[name]).parameters.values()
-    if not any(one.kind is one.VAR_KEYWORD for one in taken):  # else it looks for itself
+    if not any(one.kind is one.VAR_KEYWORD for one in taken):  # those with **options check them
         refuse_unknown(f"an option of model {name!r}", options, [one.name for one in taken])
     try:
         return MODELS[name](**options)
     except (TypeError, ValueError, ArithmeticError, RuntimeError) as error:
-        raise LabError(f"model {name!r} cannot be built: {' '.join(str(error).split())}") from error
+        raise LabError(f"model {name!r} cannot be built: {one_line(error)}") from error
 
 
 def logits(model: nn.Module, x: Tensor) -> Tensor:
-    """The network's logits for a batch: of images, or of tokens (b, t) -> (b, t, vocabulary)."""
+    """Return the logits of images, or of tokens: (b, t) -> (b, t, vocabulary)."""
     output = model(x)
-    found: Tensor = output if isinstance(output, Tensor) else output.logits
-    return found
+    if isinstance(output, Tensor):
+        return output
+    values: Tensor = output.logits if hasattr(output, "logits") else output[0]
+    return values

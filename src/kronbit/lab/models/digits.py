@@ -9,8 +9,8 @@ class DigitsCNN(nn.Module):
     """Three convolutions and two linear layers for images of 1 x 8 x 8.
 
     Args:
-        classes: How many.
-        width: Of the first convolution; the others have twice that.
+        classes: Number of classes.
+        width: Width of the first convolution; the others are twice as wide.
     """
 
     def __init__(self, classes: int = 10, width: int = 48) -> None:
@@ -31,6 +31,6 @@ class DigitsCNN(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits of images (b, 1, 8, 8)."""
-        found: Tensor = self.layers(x)
-        return found
+        """Return the logits of images (b, 1, 8, 8)."""
+        logits: Tensor = self.layers(x)
+        return logits

@@ -1,4 +1,4 @@
-"""Language models of transformers, from their configurations."""
+"""Language models of transformers, built from their configurations."""
 
 from __future__ import annotations
 
@@ -7,23 +7,26 @@ from typing import Any
 
 from torch import nn
 
-from kronbit.lab.errors import LabError
+from kronbit.lab.errors import LabError, one_line
 from kronbit.lab.named import refuse_unknown
 
 
 def gpt2(**options: Any) -> nn.Module:
-    """GPT-2; without options the one of 124 million parameters.
+    """Build GPT-2, by default with 124 million parameters and without dropout.
 
     Args:
-        **options: Fields of ``transformers.GPT2Config``; dropout is off unless they say otherwise.
+        **options: Fields of ``transformers.GPT2Config``.
     """
-    own: dict[str, Any] = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-    own |= {"bos_token_id": None, "eos_token_id": None}  # GPT-2's may be beyond a vocabulary
-    return _causal("gpt2", "GPT2Config", "GPT2LMHeadModel", {**own, **options})
+    defaults: dict[str, Any] = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    defaults |= {
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }  # GPT-2's ids may exceed a vocabulary
+    return _causal("gpt2", "GPT2Config", "GPT2LMHeadModel", {**defaults, **options})
 
 
 def llama(**options: Any) -> nn.Module:
-    """LLaMA; without options the one of 7 billion parameters.
+    """Build LLaMA, by default with 7 billion parameters.
 
     Args:
         **options: Fields of ``transformers.LlamaConfig``.
@@ -42,6 +45,6 @@ def _causal(name: str, config: str, model: str, options: dict[str, Any]) -> nn.M
     refuse_unknown(f"an option of model {name!r}", options, known)
     try:
         made: nn.Module = wrap(make(**{"use_cache": False, **options}))
-    except Exception as error:  # their validation has classes of its own
-        raise LabError(f"model {name!r}: {' '.join(str(error).split())}") from error
+    except Exception as error:  # transformers raises errors of many classes
+        raise LabError(f"model {name!r}: {one_line(error)}") from error
     return made

@@ -6,18 +6,18 @@ from torch import Tensor, nn
 
 from kronbit.lab.errors import LabError
 
-WIDTHS, COUNTS = (64, 128, 256, 512), (3, 4, 6, 3)  # of the stages, of both networks
+WIDTHS, COUNTS = (64, 128, 256, 512), (3, 4, 6, 3)  # of the stages of both networks
 
 
 def convolution(inner: int, outer: int, kernel: int, stride: int = 1) -> list[nn.Module]:
-    """A convolution that keeps the side, up to its stride, and its normalisation."""
+    """Return a convolution, padded to keep the side if the stride is 1, and its batch norm."""
     conv = nn.Conv2d(inner, outer, kernel, stride, kernel // 2, bias=False)
     nn.init.kaiming_normal_(conv.weight, mode="fan_out", nonlinearity="relu")
     return [conv, nn.BatchNorm2d(outer)]
 
 
 class Residual(nn.Module):
-    """relu(branch(x) + shortcut(x)), where the branch gives 0 at first."""
+    """relu(branch(x) + shortcut(x)); the branch is 0 at initialisation."""
 
     def __init__(self, branch: list[nn.Module], inner: int, outer: int, stride: int) -> None:
         super().__init__()
@@ -27,13 +27,13 @@ class Residual(nn.Module):
         self.shortcut = nn.Sequential(*([] if same else convolution(inner, outer, 1, stride)))
 
     def forward(self, x: Tensor) -> Tensor:
-        """(b, inner, h, w) -> (b, outer, h / stride, w / stride)."""
+        """Map (b, inner, h, w) to (b, outer, h / stride, w / stride)."""
         y: Tensor = self.branch(x)
         return y.add_(self.shortcut(x)).relu_()
 
 
 class BasicBlock(Residual):
-    """Two convolutions of 3 x 3."""
+    """A residual block of two 3 x 3 convolutions."""
 
     expansion = 1
 
@@ -47,7 +47,7 @@ class BasicBlock(Residual):
 
 
 class Bottleneck(Residual):
-    """One of 3 x 3, which has the stride, between two of 1 x 1; the last is four times as wide."""
+    """A residual block of 1 x 1, 3 x 3 (with the stride) and 1 x 1 (four times as wide)."""
 
     expansion = 4
 
@@ -66,9 +66,9 @@ class ResNet(nn.Module):
     """Four stages of blocks.
 
     Args:
-        block: ``BasicBlock`` makes ResNet-34 of them, ``Bottleneck`` ResNet-50.
-        classes: How many.
-        stem: ``cifar`` keeps the side of the image, ``imagenet`` quarters it.
+        block: ``BasicBlock`` for ResNet-34, ``Bottleneck`` for ResNet-50.
+        classes: Number of classes.
+        stem: ``cifar`` keeps the side of the image, ``imagenet`` divides it by four.
     """
 
     def __init__(
@@ -91,6 +91,6 @@ class ResNet(nn.Module):
         self.head = nn.Linear(inner, classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits of images (b, 3, h, w)."""
-        found: Tensor = self.head(self.blocks(self.stem(x)).mean((2, 3)))
-        return found
+        """Return the logits of images (b, 3, h, w)."""
+        logits: Tensor = self.head(self.blocks(self.stem(x)).mean((2, 3)))
+        return logits

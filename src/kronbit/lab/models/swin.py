@@ -1,4 +1,4 @@
-"""Swin-Tiny: attention within windows that are shifted in every second block."""
+"""Swin-Tiny: attention within windows, which are shifted in every second block."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from torch.nn import functional
 
 from kronbit.lab.errors import LabError
 from kronbit.lab.models.transformer import (
-    MLP,
-    DropPath,
+    TransformerBlock,
     heads_of,
     initialise,
     patches,
@@ -23,32 +22,32 @@ WIDTH, STAGES = 96, ((2, 3), (2, 6), (6, 12), (2, 24))  # (blocks, heads); the w
 
 
 class Gather(torch.autograd.Function):
-    """x[:, index] for x (b, tokens, width), whose gradient is a gather as well.
+    """x[:, index] for x (b, tokens, width), with a gather as its backward pass.
 
-    Autograd would scatter: additions into zeros, although no token is added to another.
+    Autograd would use a scatter-add, although no two gradients belong to the same token.
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
-        """The gather."""
+        """Gather tokens."""
         ctx.save_for_backward(inverse)
         return x.index_select(1, index)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        """The gradient of each token, from its place."""
+        """Gather the gradients by the inverse permutation."""
         (inverse,) = ctx.saved_tensors
         return grad.index_select(1, inverse), None, None
 
 
 def gather(x: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
-    """x[:, index]; ``inverse`` gives each token's place in the result."""
-    found: Tensor = Gather.apply(x, index, inverse)  # type: ignore[no-untyped-call]
-    return found
+    """Return x[:, index]; ``inverse`` is the position of each token in the result."""
+    gathered: Tensor = Gather.apply(x, index, inverse)  # type: ignore[no-untyped-call]
+    return gathered
 
 
 def windows(image: Tensor, size: int) -> Tensor:
-    """(h, w) -> (windows, size²)."""
+    """Split an image into windows: (h, w) -> (windows, size²)."""
     h, w = image.shape
     return image.view(h // size, size, w // size, size).transpose(1, 2).reshape(-1, size * size)
 
@@ -57,10 +56,10 @@ class WindowAttention(nn.Module):
     """Attention within windows, with a learned bias for each offset between two tokens.
 
     Args:
-        width: Of a token.
-        heads: How many.
+        width: Width of a token.
+        heads: Number of heads.
         size: Side of a window.
-        apart: (windows, size², size²), true where two tokens must not see each other, or ``None``.
+        apart: (windows, size², size²), true for pairs of tokens that are masked; ``None`` for none.
     """
 
     offsets: Tensor
@@ -75,38 +74,38 @@ class WindowAttention(nn.Module):
         place = torch.cartesian_prod(torch.arange(size), torch.arange(size))
         offset = place[:, None] - place[None, :] + size - 1
         offset = offset[..., 0] * (2 * size - 1) + offset[..., 1]
-        # One row per offset: a product with it looks biases up, and its gradient adds them up
-        # without a scatter.
+        # One-hot rows turn the lookup of biases into a product, whose backward pass needs no
+        # scatter.
         rows = functional.one_hot(offset.flatten(), (2 * size - 1) ** 2).mT.float()
         self.register_buffer("offsets", rows, persistent=False)
         mask = None if apart is None else -100.0 * apart[:, None]
         self.register_buffer("mask", mask, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(b, windows · size², width) -> the same."""
+        """Map (b, windows · size², width) to the same shape."""
         b, length = len(x), self.size**2
         q, k, v = heads_of(self.qkv(x).unflatten(1, (-1, length)).flatten(0, 1), self.heads)
         bias = (self.bias.mT @ self.offsets).view(1, self.heads, length, length)
-        if self.mask is not None:  # by window; without one, all windows share the bias
+        if self.mask is not None:  # one bias per window; without a mask, all windows share one
             bias = (bias + self.mask).to(q.dtype).repeat(b, 1, 1, 1)
         y = functional.scaled_dot_product_attention(q, k, v, attn_mask=bias.to(q.dtype))
-        found: Tensor = self.out(y.transpose(1, 2).reshape(x.shape))
-        return found
+        attended: Tensor = self.out(y.transpose(1, 2).reshape(x.shape))
+        return attended
 
 
-class Block(nn.Module):
-    """Attention within windows and an MLP, each normalised before and added.
+class Block(TransformerBlock):
+    """A pre-norm block with attention within windows.
 
-    Tokens come and go in the order of the image. As in timm, a window is no larger than the image,
-    is not shifted where it covers it, and the image is shifted first and then padded at its end.
+    Inputs and outputs have the order of the image. As in timm, a window is at most as large as the
+    image and is not shifted if it covers the image; the image is first shifted, then padded.
 
     Args:
-        width: Of a token.
-        heads: Per attention.
-        side: Of the image, in tokens.
+        width: Width of a token.
+        heads: Number of heads.
+        side: Side of the image, in tokens.
         window: Side of a window.
-        shifted: Whether windows are shifted by half their side.
-        drop_path: Share of residual branches dropped while training.
+        shifted: True to shift windows by half their side.
+        drop_path: Share of residual branches that are dropped in training.
     """
 
     order: Tensor
@@ -116,49 +115,39 @@ class Block(nn.Module):
     def __init__(
         self, width: int, heads: int, side: int, window: int, shifted: bool, drop_path: float
     ) -> None:
-        super().__init__()
         size = min(window, side)
-        self.whole = side == size
-        shift = size // 2 if shifted and not self.whole else 0
+        whole = side == size
+        shift = size // 2 if shifted and not whole else 0
         padding = -side % size
+        apart = None
+        if shift:  # regions that only the shift makes neighbours are masked
+            place = torch.arange(side + padding)
+            edge = (place >= len(place) - size).long() + (place >= len(place) - shift).long()
+            region = windows(3 * edge[:, None] + edge[None, :], size)
+            apart = region[:, :, None] != region[:, None, :]
+        super().__init__(WindowAttention(width, heads, size, apart), width, drop_path)
+        self.whole = whole
         image = torch.arange(side**2).view(side, side).roll((-shift, -shift), (0, 1))
         order = windows(functional.pad(image, (0, padding) * 2, value=-1), size).flatten()
         self.register_buffer("order", order.clamp(min=0), persistent=False)
         self.register_buffer("back", order.argsort()[-(side**2) :], persistent=False)
         real = (order >= 0)[:, None] if padding else None
         self.register_buffer("real", real, persistent=False)
-        apart = None
-        if shift:  # what the shift brings together at the end of the padded image stays apart
-            place = torch.arange(side + padding)
-            edge = (place >= len(place) - size).long() + (place >= len(place) - shift).long()
-            region = windows(3 * edge[:, None] + edge[None, :], size)
-            apart = region[:, :, None] != region[:, None, :]
-        self.norm1 = nn.LayerNorm(width)
-        self.attention = WindowAttention(width, heads, size, apart)
-        self.norm2 = nn.LayerNorm(width)
-        self.mlp = MLP(width)
-        self.drop = DropPath(drop_path)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """(b, side², width) -> the same."""
-        x = x + self.drop(self._attend(self.norm1(x)))
-        branch: Tensor = self.drop(self.mlp(self.norm2(x)))
-        return x + branch
-
-    def _attend(self, x: Tensor) -> Tensor:
-        if self.whole:  # one window, in the order of the image
-            found: Tensor = self.attention(x)
-            return found
+    def attend(self, x: Tensor) -> Tensor:
+        """Map (b, side², width) to the same shape."""
+        if self.whole:  # a single window needs no reordering
+            return super().attend(x)
         x = self._without_padding(gather(x, self.order, self.back))
         return gather(self._without_padding(self.attention(x)), self.back, self.order)
 
     def _without_padding(self, x: Tensor) -> Tensor:
-        """Zeros in the places of the padding, where ``gather`` puts some token or gradient."""
+        """Set padding to 0; ``gather`` fills it with an arbitrary token or gradient."""
         return x if self.real is None else x * self.real
 
 
 class Merge(nn.Module):
-    """Four neighbours become one token of twice the width."""
+    """Merges four neighbouring tokens into one of twice the width."""
 
     def __init__(self, width: int, side: int) -> None:
         super().__init__()
@@ -167,11 +156,11 @@ class Merge(nn.Module):
         self.reduction = nn.Linear(4 * width, 2 * width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(b, side², width) -> (b, side² / 4, 2 width)."""
+        """Map (b, side², width) to (b, side² / 4, 2 width)."""
         half = self.side // 2
         x = x.view(len(x), half, 2, half, 2, -1).permute(0, 1, 3, 4, 2, 5)
-        found: Tensor = self.reduction(self.norm(x.reshape(len(x), half * half, -1)))
-        return found
+        merged: Tensor = self.reduction(self.norm(x.reshape(len(x), half * half, -1)))
+        return merged
 
 
 class SwinTiny(nn.Module):
@@ -181,8 +170,8 @@ class SwinTiny(nn.Module):
         image: Side of the images.
         patch: Side of a patch.
         window: Side of a window, in patches.
-        classes: How many.
-        drop_path: Share of residual branches dropped by the last block while training.
+        classes: Number of classes.
+        drop_path: Share of residual branches that the last block drops in training.
     """
 
     def __init__(
@@ -213,7 +202,7 @@ class SwinTiny(nn.Module):
         initialise(self)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits of images (b, 3, image, image)."""
+        """Return the logits of images (b, 3, image, image)."""
         tokens = self.norm(self.patches(x).flatten(2).mT)
-        found: Tensor = self.head(self.last_norm(self.layers(tokens)).mean(1))
-        return found
+        logits: Tensor = self.head(self.last_norm(self.layers(tokens)).mean(1))
+        return logits

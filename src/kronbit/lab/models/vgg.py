@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-# (width, convolutions) of the five stages; each ends by halving the side
+# (width, convolutions) of the five stages; each stage halves the side at its end
 STAGES = ((64, 2), (128, 2), (256, 4), (512, 4), (512, 4))
 
 
 class VGG19(nn.Module):
-    """Sixteen convolutions and one linear layer, on the mean over whatever side is left.
+    """Sixteen convolutions, the mean over the image, and one linear layer.
 
     Args:
-        classes: How many.
+        classes: Number of classes.
     """
 
     def __init__(self, classes: int = 100) -> None:
@@ -35,6 +35,6 @@ class VGG19(nn.Module):
         nn.init.zeros_(self.head.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits of images (b, 3, h, w) whose sides are at least 32."""
-        found: Tensor = self.head(self.features(x).mean((2, 3)))
-        return found
+        """Return the logits of images (b, 3, h, w) whose sides are at least 32."""
+        logits: Tensor = self.head(self.features(x).mean((2, 3)))
+        return logits

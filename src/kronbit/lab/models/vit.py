@@ -1,4 +1,4 @@
-"""The vision transformer: patches, a class token, learned positions."""
+"""The vision transformer: patches, a class token and learned positions."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from torch.nn import functional
 
 from kronbit.lab.errors import LabError
 from kronbit.lab.models.transformer import (
-    MLP,
-    DropPath,
+    TransformerBlock,
     heads_of,
     initialise,
     patches,
@@ -19,7 +18,7 @@ from kronbit.lab.models.transformer import (
 
 
 class Attention(nn.Module):
-    """Every token looks at every token."""
+    """Multi-head attention among all tokens."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -28,29 +27,11 @@ class Attention(nn.Module):
         self.out = nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(b, tokens, width) -> the same."""
+        """Map (b, tokens, width) to the same shape."""
         q, k, v = heads_of(self.qkv(x), self.heads)
         y = functional.scaled_dot_product_attention(q, k, v)
-        found: Tensor = self.out(y.transpose(1, 2).flatten(2))
-        return found
-
-
-class Block(nn.Module):
-    """Attention and an MLP, each normalised before and added."""
-
-    def __init__(self, width: int, heads: int, drop_path: float) -> None:
-        super().__init__()
-        self.norm1 = nn.LayerNorm(width, eps=1e-6)
-        self.attention = Attention(width, heads)
-        self.norm2 = nn.LayerNorm(width, eps=1e-6)
-        self.mlp = MLP(width)
-        self.drop = DropPath(drop_path)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(b, tokens, width) -> the same."""
-        x = x + self.drop(self.attention(self.norm1(x)))
-        branch: Tensor = self.drop(self.mlp(self.norm2(x)))
-        return x + branch
+        attended: Tensor = self.out(y.transpose(1, 2).flatten(2))
+        return attended
 
 
 class VisionTransformer(nn.Module):
@@ -59,12 +40,12 @@ class VisionTransformer(nn.Module):
     Args:
         image: Side of the images.
         patch: Side of a patch.
-        width: Of a token.
+        width: Width of a token.
         depth: Number of blocks.
-        heads: Per attention.
-        classes: How many.
-        channels: Of the images.
-        drop_path: Share of residual branches dropped by the last block while training.
+        heads: Number of heads.
+        classes: Number of classes.
+        channels: Channels of the images.
+        drop_path: Share of residual branches that the last block drops in training.
     """
 
     def __init__(
@@ -84,16 +65,18 @@ class VisionTransformer(nn.Module):
         self.first = nn.Parameter(torch.empty(1, 1, width).normal_(std=1e-6))
         self.positions = table(1, 1 + patches(image, patch) ** 2, width)
         self.patches = nn.Conv2d(channels, width, patch, patch)
-        self.blocks = nn.Sequential(
-            *(Block(width, heads, rate) for rate in rates(drop_path, depth))
+        blocks = (
+            TransformerBlock(Attention(width, heads), width, rate, eps=1e-6)
+            for rate in rates(drop_path, depth)
         )
+        self.blocks = nn.Sequential(*blocks)
         self.norm = nn.LayerNorm(width, eps=1e-6)
         self.head = nn.Linear(width, classes)
         initialise(self)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits of images (b, channels, image, image)."""
+        """Return the logits of images (b, channels, image, image)."""
         tokens = self.patches(x).flatten(2).mT
         tokens = torch.cat((self.first.expand(len(x), -1, -1), tokens), 1) + self.positions
-        found: Tensor = self.head(self.norm(self.blocks(tokens)[:, 0]))
-        return found
+        logits: Tensor = self.head(self.norm(self.blocks(tokens)[:, 0]))
+        return logits

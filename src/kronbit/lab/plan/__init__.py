@@ -1,1 +1,1 @@
-"""Plans: the memory of a training, before it is begun."""
+"""Memory estimates of a training, made before it starts."""

@@ -1,13 +1,11 @@
-"""Memory of a forward and a backward pass: counted on the meta device, or measured on a GPU."""
+"""Memory of a forward and a backward pass, counted on the meta device or measured on a GPU."""
 
 from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -16,40 +14,36 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from kronbit.lab.plan.gpu_behaviour import GPUBehaviour, functions_of_torch_seen_through
-
-AMP: Mapping[str, torch.dtype | None] = {
-    "off": None,
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-}
+from kronbit.lab.models import logits
+from kronbit.lab.plan.gpu_behaviour import GPUEmulation, expose_torch_functions
+from kronbit.lab.precision import AMP, autocast
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a network reads.
+    """The inputs of a network.
 
     Attributes:
-        shape: Of one example.
-        tokens: Whether they are whole numbers.
+        shape: Shape of one example.
+        tokens: True if the values are integers.
     """
 
     shape: tuple[int, ...]
     tokens: bool
 
     def batch(self, size: int, dtype: torch.dtype) -> Tensor:
-        """A batch on the current default device; its values are of no meaning."""
+        """Return a batch of zeros on the default device."""
         return torch.zeros(size, *self.shape, dtype=torch.int64 if self.tokens else dtype)
 
 
 @dataclass(frozen=True)
 class Passes:
-    """How the network is run.
+    """The forward and backward passes of a step.
 
     Attributes:
-        inputs: What it reads.
-        amp: ``off``, ``bf16`` or ``fp16``: autocast of the forward pass.
-        repeated: Whether gradients of several passes are summed up before a step.
+        inputs: The inputs of the network.
+        amp: Autocast of the forward pass: ``off``, ``bf16`` or ``fp16``.
+        repeated: True if gradients of several passes are accumulated before a step.
     """
 
     inputs: Inputs
@@ -57,26 +51,23 @@ class Passes:
     repeated: bool = False
 
     def loss(self, model: nn.Module, batch: int) -> Tensor:
-        """Cross entropy of float32 logits, one answer for each row of them."""
+        """Return the cross entropy of the logits in float32, with one target per row."""
         x = self.inputs.batch(batch, next(model.parameters()).dtype)
         config = getattr(model, "config", None)
-        if getattr(config, "is_encoder_decoder", False):  # reads targets as well
-            found: Tensor = model(input_ids=x, labels=x).loss
-            return found
-        output = model(x)
-        if not isinstance(output, Tensor):
-            output = output.logits if hasattr(output, "logits") else output[0]
-        rows = output.float().flatten(0, -2)
+        if getattr(config, "is_encoder_decoder", False):  # needs targets as well
+            loss: Tensor = model(input_ids=x, labels=x).loss
+            return loss
+        rows = logits(model, x).float().flatten(0, -2)
         return functional.cross_entropy(rows, torch.zeros(len(rows), dtype=torch.int64))
 
 
 @dataclass(frozen=True)
 class Trace:
-    """Bytes held besides parameters and buffers.
+    """Bytes allocated besides parameters and buffers.
 
     Attributes:
-        saved: Between the forward and the backward pass: what autograd has saved.
-        curve: After each operation of both, gradients included as they come.
+        saved: Bytes that autograd holds between the forward and the backward pass.
+        curve: Bytes allocated after each operation of both passes, gradients included.
     """
 
     saved: int
@@ -84,12 +75,12 @@ class Trace:
 
     @property
     def peak(self) -> int:
-        """The fullest moment."""
+        """The maximum of the curve."""
         return int(self.curve.max())
 
 
-class _Held(TorchDispatchMode):
-    """Counts the storages that are alive, each once.
+class _AllocatedBytes(TorchDispatchMode):
+    """Counts the bytes of all live storages on the meta device.
 
     Args:
         known: Tensors that do not count.
@@ -99,8 +90,9 @@ class _Held(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.bytes = 0
         self.curve: list[int] = []
-        self._known = {tensor.untyped_storage()._cdata for tensor in known}
-        self._alive: dict[int, tuple[int, weakref.ref[Any]]] = {}
+        self._alive: dict[int, tuple[int, weakref.ref[Any] | None]] = {
+            tensor.untyped_storage()._cdata: (0, None) for tensor in known
+        }
 
     def __torch_dispatch__(
         self,
@@ -109,61 +101,60 @@ class _Held(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        found = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(found):
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor) and tensor.device.type == "meta":
                 self._count(tensor.untyped_storage())
         self.curve.append(self.bytes)
-        return found
+        return result
 
     def _count(self, storage: torch.UntypedStorage) -> None:
         key = storage._cdata
-        if key not in self._known and key not in self._alive:
-            gone = weakref.ref(storage, partial(self._forget, key))
-            self._alive[key] = storage.nbytes(), gone
+        if key not in self._alive:
+            reference = weakref.ref(storage, lambda _: self._forget(key))
+            self._alive[key] = storage.nbytes(), reference
             self.bytes += storage.nbytes()
 
-    def _forget(self, key: int, _: Any) -> None:
-        size, _ = self._alive.pop(key)
-        self.bytes -= size
+    def _forget(self, key: int) -> None:
+        self.bytes -= self._alive.pop(key)[0]
 
 
 def trace(model: nn.Module, passes: Passes, batch: int) -> Trace:
-    """Count what forward and backward hold, on the meta device.
+    """Count the bytes that the forward and the backward pass allocate, on the meta device.
 
     Args:
-        model: On the meta device.
-        passes: How it is run.
+        model: A network on the meta device.
+        passes: The passes to run.
         batch: Examples per pass.
 
     Raises:
-        Exception: Whatever the model raises where it cannot run without values.
+        Exception: If the model depends on values, which the meta device does not have.
     """
-    held = _Held([*model.parameters(), *model.buffers()])
+    allocated = _AllocatedBytes([*model.parameters(), *model.buffers()])
     saved = 0
     model.train()
     try:
-        with functions_of_torch_seen_through(), torch.device("meta"), held:
+        with expose_torch_functions(), torch.device("meta"), allocated:
             for _ in range(1 + passes.repeated):
-                with GPUBehaviour(AMP[passes.amp]) as behaviour:
+                with GPUEmulation(AMP[passes.amp]) as behaviour:
                     loss = passes.loss(model, batch)
-                    behaviour.end_forward()
-                    saved = saved or held.bytes
+                    behaviour.end_forward_pass()
+                    saved = saved or allocated.bytes
                     torch.autograd.backward(loss)
                     del loss
     finally:
         model.zero_grad(set_to_none=True)
-    return Trace(saved, torch.tensor(held.curve, device="cpu"))
+    return Trace(saved, torch.tensor(allocated.curve, device="cpu"))
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """The memory of both passes at any batch, from counts at two of them.
+    """Memory of both passes at any batch size, extrapolated from two counts.
 
     Attributes:
-        batch: Of the first count.
-        first: At this batch.
-        second: At twice the batch.
+        batch: Batch size of the first count.
+        first: Count at this batch size.
+        second: Count at twice this batch size.
     """
 
     batch: int
@@ -171,50 +162,42 @@ class Estimate:
     second: Trace
 
     def peak_at(self, batch: int) -> int:
-        """The fullest moment at another batch: each operation's memory is linear in the batch."""
+        """Return the peak at another batch size; memory at each operation is linear in it."""
         one, two = self.first.curve, self.second.curve
-        if len(one) != len(two):  # the network runs otherwise at another batch
+        if len(one) != len(two):  # the operations depend on the batch size
             return self.first.peak * batch // self.batch
         return int((one + (two - one) * (batch - self.batch) // self.batch).max())
 
 
 def estimate(model: nn.Module, passes: Passes, batch: int) -> Estimate:
-    """Count at two batches; see ``trace``."""
+    """Count at two batch sizes with ``trace``."""
     return Estimate(batch, trace(model, passes, batch), trace(model, passes, 2 * batch))
 
 
 def measure(build: Callable[[], nn.Module], passes: Passes, batch: int) -> int:
-    """Run both passes on the current GPU.
+    """Run both passes on the current GPU and measure their peak memory.
 
     Args:
-        build: Makes the network on the default device, with weights.
-        passes: How it is run.
+        build: Builds the network on the default device, with weights.
+        passes: The passes to run.
         batch: Examples per pass.
 
     Returns:
-        The most bytes that were allocated besides parameters and buffers.
+        The peak of allocated bytes, without parameters and buffers.
 
     Raises:
-        torch.OutOfMemoryError: If the GPU is too small.
+        torch.OutOfMemoryError: If the GPU has too little memory.
     """
-    lower = AMP[passes.amp]
-    with _emptied(), torch.device("cuda"):
+    gc.collect()
+    torch.cuda.empty_cache()
+    with torch.device("cuda"):
         model = build().train()
         start = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
         for _ in range(1 + passes.repeated):
-            with torch.autocast("cuda", dtype=lower or torch.bfloat16, enabled=lower is not None):
+            with autocast("cuda", passes.amp):
                 loss = passes.loss(model, batch)
             loss.backward()
             del loss
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated() - start
-
-
-@contextmanager
-def _emptied() -> Iterator[None]:
-    """Without what others have left in the allocator."""
-    gc.collect()
-    torch.cuda.empty_cache()
-    yield
-    torch.cuda.empty_cache()

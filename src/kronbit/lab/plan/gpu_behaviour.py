@@ -1,6 +1,6 @@
-"""Functions on the meta device, as a GPU would run them: it keeps other tensors for backward.
+"""Emulation of a GPU on the meta device: the same tensors are saved for the backward pass.
 
-The meta device computes attention step by step, keeps float masks of dropout, and has no autocast.
+The meta device itself decomposes attention, keeps dropout masks in float and has no autocast.
 """
 
 from __future__ import annotations
@@ -11,13 +11,15 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-# What CUDA's autocast runs in the lower precision, and what in float32; all else takes what comes.
+# Functions that CUDA's autocast runs in low precision, and those it runs in float32. All other
+# functions run in the precision of their inputs.
 _LOWER = frozenset(
     {
         *("linear", "matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "mv", "addmm", "addbmm"),
@@ -37,21 +39,21 @@ _FLOAT32 = frozenset(
 )
 
 
-class GPUBehaviour(TorchFunctionMode):
-    """Replaces attention and dropout, and casts as autocast does.
+class GPUEmulation(TorchFunctionMode):
+    """Replaces attention and dropout by their memory on a GPU, and casts as autocast does.
 
     Args:
-        lower: The precision of autocast; ``None`` for none.
+        lower: Low precision of autocast; ``None`` disables it.
     """
 
     def __init__(self, lower: torch.dtype | None) -> None:
         super().__init__()
         self._lower = lower
-        # Autocast casts a weight once per forward pass.
+        # Autocast caches the cast of a weight during a forward pass.
         self._cast_weights: dict[Tensor, Tensor] | None = {}
 
-    def end_forward(self) -> None:
-        """What comes now is computed again by checkpointing: autocast's copies are gone."""
+    def end_forward_pass(self) -> None:
+        """Drop the cached casts: autocast has none when checkpointing recomputes layers."""
         self._cast_weights = None
 
     def __torch_function__(
@@ -62,21 +64,12 @@ class GPUBehaviour(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         name = getattr(func, "__name__", "")
-        wanted = self._precision(name)
         given = dict(kwargs or {})
-        if wanted is not None:
-            args = tuple(self._cast(value, wanted) for value in args)
-            given = {key: self._cast(value, wanted) for key, value in given.items()}
-        if name == "scaled_dot_product_attention":
-            return _attention(*args, **given)
-        if name == "dropout":
-            return _dropout(*args, **given)
-        return func(*args, **given)
-
-    def _precision(self, name: str) -> torch.dtype | None:
-        if self._lower is None:
-            return None
-        return self._lower if name in _LOWER else torch.float32 if name in _FLOAT32 else None
+        if self._lower is not None and name in _LOWER | _FLOAT32:
+            dtype = self._lower if name in _LOWER else torch.float32
+            args = tuple(self._cast(value, dtype) for value in args)
+            given = {key: self._cast(value, dtype) for key, value in given.items()}
+        return _REPLACED.get(name, func)(*args, **given)
 
     def _cast(self, value: Any, dtype: torch.dtype) -> Any:
         if not isinstance(value, Tensor) or not value.is_floating_point() or value.dtype == dtype:
@@ -89,7 +82,7 @@ class GPUBehaviour(TorchFunctionMode):
 
 
 class _Attention(torch.autograd.Function):
-    """What flash and memory-efficient attention keep: a float for each row of the scores."""
+    """Attention that saves what flash and memory-efficient kernels save: a float per score row."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
@@ -103,65 +96,52 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, _, _, mask = ctx.saved_tensors
-        wanted = ctx.needs_input_grad
-        # The gradient of a bias is that of all scores, before it is summed up.
+        # The gradient of a bias has the size of all scores before it is reduced.
         return tuple(
-            torch.empty(x.shape, dtype=x.dtype, device=x.device) if needed else None
-            for x, needed in zip((q, k, v, mask), wanted, strict=True)
+            x.new_empty(x.shape) if needed else None
+            for x, needed in zip((q, k, v, mask), ctx.needs_input_grad, strict=True)
         )
 
 
 def _attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    *_: Any,
-    **__: Any,
-) -> Tensor:
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *_: Any, **__: Any
+) -> Any:
     if attn_mask is not None:
         attn_mask = attn_mask.expand(*query.shape[:-1], key.shape[-2])
-    found: Tensor = _Attention.apply(query, key, value, attn_mask)  # type: ignore[no-untyped-call]
-    return found
+    return _Attention.apply(query, key, value, attn_mask)  # type: ignore[no-untyped-call]
 
 
 def _dropout(input: Tensor, p: float, train: bool) -> Tensor:
-    """With a mask of bytes, as the GPU's own kernel keeps it."""
+    """Apply dropout with a mask of bytes, as the CUDA kernel does."""
     return torch.native_dropout(input, p, train)[0] if train and p > 0 else input
 
 
-@contextlib.contextmanager
-def functions_of_torch_seen_through() -> Iterator[None]:
-    """Let a mode see what torch's Python functions call inside, as it sees all else.
+_REPLACED: Mapping[str, Callable[..., Any]] = {
+    "scaled_dot_product_attention": _attention,
+    "dropout": _dropout,
+}
 
-    They would be handed to it whole, and run without it: attention inside of
-    ``multi_head_attention_forward``, or all that a backward pass computes again.
+
+@contextlib.contextmanager
+def expose_torch_functions() -> Iterator[None]:
+    """Expose the calls inside torch's Python functions to a torch function mode.
+
+    By default a mode gets the outer call alone, and the inner calls run without it: attention in
+    ``multi_head_attention_forward``, or all layers that a backward pass recomputes.
     """
+    replaced: list[tuple[ModuleType, str]] = [
+        (functional, "has_torch_function"),
+        (functional, "has_torch_function_unary"),
+        (functional, "has_torch_function_variadic"),
+        (torch.autograd, "has_torch_function"),
+    ]
+    if "transformers" in sys.modules:
+        # The function reads values of positions to detect packed sequences. None are packed here.
+        with contextlib.suppress(ImportError):
+            masks = importlib.import_module("transformers.masking_utils")
+            replaced.append((masks, "find_packed_sequence_indices"))
     with contextlib.ExitStack() as stack:
-        for module, name in (
-            (functional, "has_torch_function"),
-            (functional, "has_torch_function_unary"),
-            (functional, "has_torch_function_variadic"),
-            (torch.autograd, "has_torch_function"),
-        ):
-            stack.enter_context(_replaced(module, name, lambda *_: False))
-        if "transformers" in sys.modules:
-            # It looks at the values of positions, to find several texts in one row. There are none.
-            with contextlib.suppress(ImportError):
-                masks = importlib.import_module("transformers.masking_utils")
-                name = "find_packed_sequence_indices"
-                stack.enter_context(_replaced(masks, name, lambda *_, **__: None))
+        for module, name in replaced:
+            if hasattr(module, name):
+                stack.enter_context(patch.object(module, name, lambda *_, **__: None))
         yield
-
-
-@contextlib.contextmanager
-def _replaced(module: ModuleType, name: str, value: Any) -> Iterator[None]:
-    if not hasattr(module, name):
-        yield
-        return
-    kept = getattr(module, name)
-    setattr(module, name, value)
-    try:
-        yield
-    finally:
-        setattr(module, name, kept)

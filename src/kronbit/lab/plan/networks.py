@@ -1,46 +1,44 @@
-"""The network of a plan: a preset, a recipe's, a configuration of transformers, or a factory's."""
+"""Networks to plan for: a preset, a recipe, a transformers configuration, or a factory."""
 
 from __future__ import annotations
 
 import difflib
-import importlib
-import os
-import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+import pkgutil
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from kronbit.lab.errors import LabError
+from kronbit.lab.errors import LabError, one_line
 from kronbit.lab.models import build
 from kronbit.lab.plan.activations import Inputs
 from kronbit.lab.plan.presets import PRESETS
+from kronbit.lab.precision import DTYPES
 from kronbit.lab.recipe import Recipe, find_recipe, recipe_names
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-_LENGTH, _IMAGE = 256, 224  # where nothing else is said
-_SIDES = {"digits": 8, "cifar100": 32, "tiny-imagenet": 64}  # of data whose images have one size
+_LENGTH, _IMAGE = 256, 224  # defaults
+_SIDES = {"digits": 8, "cifar100": 32, "tiny-imagenet": 64}  # of data sets with one image size
 
 
 @dataclass(frozen=True)
 class Network:
-    """A network, and what its source says of its training.
+    """A network, with the training settings of its source.
 
     Attributes:
-        name: As it was given.
-        make: Builds it on the default device.
-        dtype: ``fp32`` or ``bf16``.
-        length: Of sequences.
+        name: Name given by the user.
+        make: Builds the network on the default device.
+        dtype: Dtype of the parameters: ``fp32`` or ``bf16``.
+        length: Length of sequences.
         image: Side of images.
         batch: Examples per pass.
-        repeated: Whether several passes make a step.
-        amp: Autocast.
+        repeated: True if a step takes several passes.
+        amp: Autocast: ``off``, ``bf16`` or ``fp16``.
         base: The first-order optimizer.
-        base_options: Its options.
+        base_options: Options of the first-order optimizer.
         shampoo: Options of Shampoo and CASPR.
         kfac: Options of K-FAC and AdaBK.
     """
@@ -59,14 +57,14 @@ class Network:
     kfac: Mapping[str, Any] = field(default_factory=dict)
 
     def build(self, device: str, checkpointing: bool = False) -> nn.Module:
-        """The network.
+        """Build the network.
 
         Args:
-            device: On ``meta`` it has no weights, and takes no memory.
-            checkpointing: Whether layers are computed again in the backward pass.
+            device: Where the parameters are; on ``meta`` they take no memory.
+            checkpointing: True to recompute layers in the backward pass.
 
         Raises:
-            LabError: If it cannot be built, or has no checkpointing.
+            LabError: If the network cannot be built, or does not support checkpointing.
         """
         kept = torch.get_default_dtype()
         torch.set_default_dtype(DTYPES[self.dtype])
@@ -76,7 +74,7 @@ class Network:
         except (LabError, torch.OutOfMemoryError):
             raise
         except Exception as error:
-            raise LabError(f"{self.name} cannot be built: {_one_line(error)}") from error
+            raise LabError(f"{self.name} cannot be built: {one_line(error)}") from error
         finally:
             torch.set_default_dtype(kept)
         if not isinstance(made, nn.Module):
@@ -87,56 +85,51 @@ class Network:
             enable = getattr(made, "gradient_checkpointing_enable", None)
             if enable is None:
                 raise LabError(
-                    f"{self.name} has no gradient_checkpointing_enable(), as models of "
-                    "transformers have: leave --checkpointing out"
+                    f"{self.name} has no gradient_checkpointing_enable(), unlike models "
+                    "of transformers: leave --checkpointing out"
                 )
             enable()
         return made.to(DTYPES[self.dtype])
 
     def inputs(self, model: nn.Module) -> Inputs:
-        """What the network reads, by its first layer.
+        """Infer the inputs of the network from its first layer.
 
         Raises:
-            LabError: If that does not tell.
+            LabError: If there is no embedding, 2-d convolution or linear layer.
         """
-        layers = [
-            module
-            for module in model.modules()
-            if isinstance(module, (nn.Embedding, nn.Conv2d, nn.Linear))
-        ]
-        first = layers[0] if layers else None
-        if isinstance(first, nn.Embedding):
-            return Inputs((self.length,), tokens=True)
-        if isinstance(first, nn.Conv2d):
-            side = getattr(getattr(model, "config", None), "image_size", self.image)
-            sides = (side, side) if isinstance(side, int) else tuple(side)
-            return Inputs((first.in_channels, *sides), tokens=False)
-        if isinstance(first, nn.Linear):
-            return Inputs((first.in_features,), tokens=False)
-        raise LabError("the first layer is no embedding, 2-d convolution or linear layer")
+        for layer in model.modules():
+            if isinstance(layer, nn.Embedding):
+                return Inputs((self.length,), tokens=True)
+            if isinstance(layer, nn.Conv2d):
+                side = getattr(getattr(model, "config", None), "image_size", self.image)
+                sides = (side, side) if isinstance(side, int) else tuple(side)
+                return Inputs((layer.in_channels, *sides), tokens=False)
+            if isinstance(layer, nn.Linear):
+                return Inputs((layer.in_features,), tokens=False)
+        raise LabError("the model has no embedding, 2-d convolution or linear layer")
 
 
 def resolve_model(name: str) -> Network:
-    """The network that is meant.
+    """Find a network by its name.
 
     Args:
         name: A preset, a recipe or its YAML file, a folder with a ``config.json`` of transformers,
             or ``package.module:factory``.
 
     Raises:
-        LabError: If there is none.
+        LabError: If no network has this name.
     """
     path = Path(name)
     if name in PRESETS:
         preset = PRESETS[name]
-        make = _maker(preset.model, preset.options)
+        make = partial(build, preset.model, **preset.options)
         return Network(name, make, preset.dtype, image=preset.image or _IMAGE)
     if name in recipe_names() or path.suffix in (".yaml", ".yml"):
         return _of_recipe(find_recipe(name), name)
     if path.is_dir() or path.name == "config.json":
         return _of_folder(path if path.is_dir() else path.parent, name)
     if ":" in name:
-        return Network(name, _factory(name))
+        return Network(name, _import_factory(name))
     known = [*PRESETS, *recipe_names()]
     close = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
     near = f"nearest: {', '.join(close)}" if close else f"presets: {', '.join(PRESETS)}"
@@ -146,20 +139,15 @@ def resolve_model(name: str) -> Network:
     )
 
 
-def _maker(model: str, options: Mapping[str, Any]) -> Callable[[], nn.Module]:
-    return lambda: build(model, **options)
-
-
 def _of_recipe(recipe: Recipe, name: str) -> Network:
-    options = dict(recipe.model)
-    side = options.get("image", recipe.data.get("image", _SIDES.get(recipe.data["name"], _IMAGE)))
-    part = recipe.micro_batch or recipe.batch
+    data, part = recipe.data, recipe.micro_batch or recipe.batch
+    side = data.get("image", _SIDES.get(data["name"], _IMAGE))
     return Network(
         name,
-        _maker(options.pop("name"), options),
+        partial(build, **recipe.model),
         recipe.dtype,
-        length=recipe.data.get("length", _LENGTH),
-        image=side,
+        length=data.get("length", _LENGTH),
+        image=recipe.model.get("image", side),
         batch=part,
         repeated=part < recipe.batch,
         amp=recipe.amp,
@@ -172,7 +160,7 @@ def _of_recipe(recipe: Recipe, name: str) -> Network:
 
 def _of_folder(folder: Path, name: str) -> Network:
     if not (folder / "config.json").is_file():
-        raise LabError(f"{name} has no config.json: give a folder with a model of transformers")
+        raise LabError(f"{name} has no config.json: give the folder of a transformers model")
     try:
         import transformers
     except ImportError as error:
@@ -180,41 +168,22 @@ def _of_folder(folder: Path, name: str) -> Network:
     try:
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
-        raise LabError(f"{name}/config.json cannot be read: {_one_line(error)}") from error
+        raise LabError(f"{name}/config.json cannot be read: {one_line(error)}") from error
     config.use_cache = False
     architecture = next(iter(config.architectures or []), "")
-    if hasattr(transformers, architecture):
-        make = getattr(transformers, architecture)
-    else:  # a configuration alone: most are of language models
-        make = transformers.AutoModelForCausalLM.from_config
+    # A configuration without an architecture is usually that of a language model.
+    language = transformers.AutoModelForCausalLM.from_config
+    make = getattr(transformers, architecture, language)
     kept = getattr(config, "dtype", None)
     dtype = "fp32" if kept in (torch.float32, "float32") else "bf16"
-    return Network(name, lambda: make(config), dtype)
+    return Network(name, partial(make, config), dtype)
 
 
-def _factory(name: str) -> Callable[[], Any]:
-    module, _, attribute = name.partition(":")
+def _import_factory(name: str) -> Callable[[], Any]:
     try:
-        with _working_folder_importable():
-            found: Any = importlib.import_module(module)
-        for part in attribute.split("."):
-            found = getattr(found, part)
-    except Exception as error:  # a module may raise anything as it is imported
-        raise LabError(f"cannot import {name}: {_one_line(error)}") from error
-    if not callable(found):
+        factory: Any = pkgutil.resolve_name(name)
+    except Exception as error:  # importing a module can raise anything
+        raise LabError(f"cannot import {name}: {one_line(error)}") from error
+    if not callable(factory):
         raise LabError(f"{name} is not callable: give a function that returns an nn.Module")
-    return found  # type: ignore[no-any-return]
-
-
-@contextmanager
-def _working_folder_importable() -> Iterator[None]:
-    folder = os.getcwd()
-    sys.path.insert(0, folder)
-    try:
-        yield
-    finally:
-        sys.path.remove(folder)
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
+    return factory  # type: ignore[no-any-return]

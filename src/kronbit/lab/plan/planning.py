@@ -1,4 +1,4 @@
-"""What ``kronbit plan`` computes: whether a training fits, for every way to keep the state."""
+"""The computation behind ``kronbit plan``: memory of a training for each way to keep the state."""
 
 from __future__ import annotations
 
@@ -11,23 +11,25 @@ from typing import Any
 import torch
 from torch import nn
 
-from kronbit.lab.errors import LabError
-from kronbit.lab.plan.activations import AMP, Passes, estimate, measure
-from kronbit.lab.plan.networks import DTYPES, Network, resolve_model
-from kronbit.lab.plan.rows import ALGORITHMS, Accounts, Row
+from kronbit.lab.errors import LabError, one_line
+from kronbit.lab.optimizers import ALGORITHMS
+from kronbit.lab.plan.activations import Passes, estimate, measure
+from kronbit.lab.plan.networks import Network, resolve_model
+from kronbit.lab.plan.rows import Accounts, Row
+from kronbit.lab.precision import AMP, DTYPES
 
-# By the angle between their update and the exact one: docs/memory.md.
+# Sorted by the angle between their update and the exact one: docs/memory.md.
 _MOST_EXACT_FIRST = ("32", "8", "8-paper", "6+4", "4", "4-eigen", "4-paper", "4-naive", "3")
 
 
 @dataclass(frozen=True)
 class Activations:
-    """Memory of forward and backward besides parameters, for one batch.
+    """Bytes that the forward and backward pass of a batch allocate besides parameters.
 
     Attributes:
-        saved: What autograd has saved when the backward pass begins; ``None`` if not known.
-        peak: The fullest moment of both passes, with the gradients that are there by then.
-        how: Whether that is estimated or measured, and how; or why it is not known.
+        saved: Bytes saved by autograd when the backward pass starts; ``None`` if unknown.
+        peak: Peak of both passes, with the gradients that exist at that moment.
+        how: How the numbers were obtained (estimated or measured), or why they are unknown.
     """
 
     saved: int | None
@@ -37,20 +39,21 @@ class Activations:
 
 @dataclass(frozen=True)
 class Plan:
-    """Memory of a training, for every way to keep the second-order state.
+    """Memory of a training, for each way to keep the second-order state.
 
     Attributes:
-        model: As it was given.
-        algorithm: Whose ways: ``shampoo``, ``caspr``, ``kfac`` or ``adabk``.
-        parameters_count: How many there are.
-        dtype: Of them.
+        model: Name given by the user.
+        algorithm: ``shampoo``, ``caspr``, ``kfac`` or ``adabk``.
+        parameters_count: Number of parameters.
+        dtype: Dtype of the parameters.
         batch: Examples per pass; ``None`` if not given.
-        shape: Of an example: (length,) of tokens, or (channels, side, side); ``None`` if not known.
+        shape: Shape of an example: (length,) for tokens, (channels, side, side) for images;
+            ``None`` if unknown.
         base: The first-order optimizer.
-        activations: Of a batch.
-        rows: The base alone first.
-        gpu_bytes: The limit, if there is one.
-        notes: What else is to be said.
+        activations: Memory of the passes.
+        rows: One row per optimizer; the first is the base alone.
+        gpu_bytes: Memory of the GPU; ``None`` for no limit.
+        notes: Further remarks for the user.
     """
 
     model: str
@@ -66,27 +69,27 @@ class Plan:
     notes: tuple[str, ...]
 
     def row(self, way: str) -> Row | None:
-        """The row of the algorithm that keeps its state so, such as ``"4"``."""
+        """Return the algorithm's row for one of ``WAYS``, such as ``"4"``; ``None`` if absent."""
         return next((row for row in self.rows if row.key == f"{self.algorithm}-{way}"), None)
 
     def best(self) -> Row | None:
-        """The most exact way of the algorithm that fits."""
+        """Return the most exact row of the algorithm that fits, or ``None``."""
         ranked = (self.row(way) for way in _MOST_EXACT_FIRST)
         return next((row for row in ranked if row is not None and row.fits), None)
 
 
 def parse_size(text: str) -> int:
-    """Bytes of ``80GB``, ``24G``, ``80GiB`` or ``81920MiB``.
+    """Return the bytes of ``80GB``, ``24G``, ``80GiB`` or ``81920MiB``.
 
     GB and MB count as GiB and MiB: a card of 80 GB has 81,920 MiB.
 
     Raises:
-        LabError: If it is not such a size.
+        LabError: If the text is not a size.
     """
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([MGT])(?:i?B)?\s*", text, re.IGNORECASE)
-    if found is None or float(found[1]) == 0:
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([MGT])(?:i?B)?\s*", text, re.IGNORECASE)
+    if match is None or float(match[1]) == 0:
         raise LabError(f"{text!r} is not a size of memory: write 80GB, 24G, 80GiB or 81920MiB")
-    return int(float(found[1]) * 1024 ** (2 + "MGT".index(found[2].upper())))
+    return int(float(match[1]) * 1024 ** (2 + "MGT".index(match[2].upper())))
 
 
 def make_plan(
@@ -105,31 +108,31 @@ def make_plan(
     measured: bool = False,
     settings: Mapping[str, Any] | None = None,
 ) -> Plan:
-    """Plan a training. What is ``None`` is as the model's source says.
+    """Plan a training. Arguments that are ``None`` default to the settings of the model's source.
 
     Args:
         name: The model; see ``resolve_model``.
-        batch: Examples per pass; without any, activations are left out.
-        length: Of sequences.
+        batch: Examples per pass; activations are left out if no batch is known.
+        length: Length of sequences.
         image: Side of images.
         gpu: Memory of the GPU, such as ``80GB``.
         optimizer: ``shampoo`` (with rows of K-FAC and AdaBK), ``caspr``, ``kfac`` or ``adabk``.
         order: ``max_order`` of that optimizer.
         base: The first-order optimizer.
-        dtype: Of the parameters: ``fp32`` or ``bf16``.
+        dtype: Dtype of the parameters: ``fp32`` or ``bf16``.
         amp: Autocast: ``off``, ``bf16`` or ``fp16``.
-        checkpointing: Whether layers are computed again in the backward pass.
-        measured: Runs one batch on the GPU, if there is one.
-        settings: Other options of kronbit's optimizers, or of the base.
+        checkpointing: True to recompute layers in the backward pass.
+        measured: True to run one batch on the GPU, if there is one.
+        settings: Further options of kronbit's optimizers or of the base.
 
     Raises:
-        LabError: If something is wrong with any of these.
+        LabError: If an argument is wrong.
     """
     _check(optimizer, dtype, amp, batch=batch, seq=length, image=image, order=order)
     limit = None if gpu is None else parse_size(gpu)
-    wishes = {"batch": batch, "length": length, "image": image, "base": base}
+    wishes: dict[str, Any] = {"batch": batch, "length": length, "image": image, "base": base}
     wishes |= {"dtype": dtype, "amp": amp, "repeated": None if batch is None else False}
-    given: dict[str, Any] = {key: value for key, value in wishes.items() if value is not None}
+    given = {key: value for key, value in wishes.items() if value is not None}
     network = replace(resolve_model(name), **given)
     model = network.build("meta", checkpointing)
     passes = _passes(network, model)
@@ -137,7 +140,9 @@ def make_plan(
     accounts = Accounts(network, model, settings or {}, limit, peak_at)
     rows = accounts.rows(optimizer, order)
     if network.repeated:
-        accounts.notes.append("gradients of several passes are summed up, and held all along")
+        accounts.notes.append(
+            "gradients of several passes are accumulated, so they are allocated throughout"
+        )
     return Plan(
         model=name,
         algorithm=optimizer,
@@ -154,26 +159,25 @@ def make_plan(
 
 
 def to_json(plan: Plan) -> dict[str, Any]:
-    """The plan as plain values."""
-    rows = [{**asdict(row), "second_order": row.second_order} for row in plan.rows]
+    """Return the plan as values that JSON can hold."""
+    rows = [
+        {**asdict(row), "total": row.total, "second_order": row.second_order} for row in plan.rows
+    ]
     return {"format": 1, **asdict(plan), "rows": rows}
 
 
 def _check(optimizer: str, dtype: str | None, amp: str | None, **numbers: int | None) -> None:
-    for what, value, allowed in (
-        ("--optimizer", optimizer, list(ALGORITHMS)),
-        ("--dtype", dtype, list(DTYPES)),
-        ("--amp", amp, list(AMP)),
-    ):
-        if value is not None and value not in allowed:
-            raise LabError(f"{what} must be one of {', '.join(allowed)}; got {value!r}")
+    known = {"optimizer": ALGORITHMS, "dtype": DTYPES, "amp": AMP}
+    for (what, names), value in zip(known.items(), (optimizer, dtype, amp), strict=True):
+        if value is not None and value not in names:
+            raise LabError(f"--{what} must be one of {', '.join(names)}; got {value!r}")
     for what, number in numbers.items():
         if number is not None and number < 1:
             raise LabError(f"--{what} must be at least 1; got {number}")
 
 
 def _passes(network: Network, model: nn.Module) -> Passes | str:
-    """How the network is run, or why that is not known."""
+    """Return the passes of a step, or the reason why they are unknown."""
     try:
         return Passes(network.inputs(model), network.amp, network.repeated)
     except LabError as error:
@@ -187,26 +191,27 @@ def _activations(
     checkpointing: bool,
     measured: bool,
 ) -> tuple[Activations, Callable[[int], int] | None]:
-    """Those of a batch, and the peak at any batch, if it is known."""
+    """Return the memory of a batch, and a function for the peak at any batch size, if known."""
     if network.batch is None:
         return Activations(None, None, "not counted: give --batch"), None
     if isinstance(passes, str):
         return Activations(None, None, f"not known: {passes}"), None
     try:
-        found = estimate(model, passes, network.batch)
-    except Exception as error:  # a network that cannot run without values raises anything
-        reason = (" ".join(str(error).split()) or type(error).__name__)[:160]
-        return Activations(None, None, f"not known: it does not run on meta ({reason})"), None
-    saved, peak = found.first.saved, found.first.peak
-    how = "estimated: counted on the meta device, with fused attention"
-    if not measured:
-        return Activations(saved, peak, how), found.peak_at
-    if not torch.cuda.is_available():
-        return Activations(saved, peak, f"{how}; there is no CUDA device to measure"), found.peak_at
-    try:
-        seen = measure(lambda: network.build("cuda", checkpointing), passes, network.batch)
-    except torch.OutOfMemoryError:
-        return Activations(saved, peak, f"{how}; this GPU is too small to measure"), found.peak_at
-    how = f"measured: forward and backward on {torch.cuda.get_device_name()}"
-    share = Fraction(seen, peak)
-    return Activations(saved, seen, how), lambda batch: int(found.peak_at(batch) * share)
+        counted = estimate(model, passes, network.batch)
+    except Exception as error:  # a network that depends on values can raise anything
+        why_not = f"not known: it does not run on meta ({one_line(error)[:160]})"
+        return Activations(None, None, why_not), None
+    saved, peak = counted.first.saved, counted.first.peak
+    how, share = "estimated: counted on the meta device, with fused attention", Fraction(1)
+    if measured and not torch.cuda.is_available():
+        how += "; there is no CUDA device to measure"
+    elif measured:
+        try:
+            seen = measure(lambda: network.build("cuda", checkpointing), passes, network.batch)
+            how = f"measured: forward and backward on {torch.cuda.get_device_name()}"
+            share = Fraction(seen, peak)
+        except torch.OutOfMemoryError:
+            how += "; this GPU is too small to measure"
+    return Activations(saved, int(peak * share), how), lambda batch: int(
+        counted.peak_at(batch) * share
+    )

@@ -1,34 +1,28 @@
-"""The rows of a plan: what a training holds at its fullest, for every way to keep the state."""
+"""The rows of a plan: peak memory of a training for each way to keep the state."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 
-from kronbit.algorithms import CASPR, KFAC, AdaBK, Shampoo
+from kronbit.algorithms import KFAC, Shampoo
 from kronbit.blocks.batches import NEWTON, PRECONDITION, UPDATE
 from kronbit.blocks.blocking import Blocking
 from kronbit.config import EIGEN_OPTIONS, OPTIONS, Config, take_options
 from kronbit.estimate import estimate_memory
-from kronbit.lab.errors import LabError
-from kronbit.lab.optimizers import BASE_LABELS
+from kronbit.lab.errors import LabError, one_line
+from kronbit.lab.optimizers import ALGORITHMS, BASE_LABELS
 from kronbit.lab.plan.networks import Network
 from kronbit.optimizer import SecondOrder
 from kronbit.statistics import GradientStatistics
 from kronbit.statistics.activations import ActivationStatistics
 
-ALGORITHMS: Mapping[str, tuple[type[SecondOrder], str]] = {
-    "shampoo": (Shampoo, "Shampoo"),
-    "caspr": (CASPR, "CASPR"),
-    "kfac": (KFAC, "K-FAC"),
-    "adabk": (AdaBK, "AdaBK"),
-}
 _EIGEN, _PAPER = {"method": "eigen"}, {"method": "eigen", "storage": "paper"}
-# Key -> (label, options).
-WAYS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+_Ways: TypeAlias = Mapping[str, tuple[str, Mapping[str, Any]]]  # key -> (label, options)
+WAYS: _Ways = {
     "32": ("32-bit {}", {"bits": 32}),
     "4-naive": ("4-bit {} (naive)", {"bits": 4, "method": "naive", "storage": "paper"}),
     "4-paper": ("4-bit {} (paper)", {"bits": 4, **_PAPER}),
@@ -40,34 +34,33 @@ WAYS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "8-paper": ("8-bit {} (paper)", {"bits": 8, **_PAPER}),
 }
 _STORED = ("bits", "root_bits", "method", "storage", "block_size")
-# Of a process on a GPU, outside of torch's allocator: CUDA's own state and loaded kernels.
+# GPU memory of a process outside torch's allocator: the CUDA context and loaded kernels.
 CONTEXT = 512 * 2**20
 _LARGEST_BATCH = 2**20
 
 
 @dataclass(frozen=True)
 class Row:
-    """The fullest moment of a training with one optimizer, in bytes.
+    """Peak memory of a training with one optimizer, in bytes.
 
-    Gradients come as activations go, and an optimizer works when activations are gone. So these
-    count as far as they need more room than the gradients, and the workspace as far as it needs
-    more room than they do: the parts add up to the total.
+    Activations are freed while gradients are allocated, and the optimizer runs when all activations
+    are freed. So activations count only beyond the size of the gradients, and the workspace only
+    beyond the size of the activations; the parts then add up to the total.
 
     Attributes:
         key: Name of the row, such as ``shampoo-4``.
-        label: The same in words.
-        parameters: Weights and buffers.
-        gradients: Of all parameters.
-        base: States of the first-order optimizer.
-        statistics: L and R, as far as they are on the GPU.
-        roots: Their inverse roots.
-        activations: What forward and backward need beyond the room of the gradients.
-        workspace: What updates need beyond the room of activations. K-FAC's sums over a batch,
-            which are collected during the backward pass, count in full.
-        total: All of these.
-        host: L and R that are offloaded to the host's memory.
-        fits: Whether the total and ``CONTEXT`` fit; ``None`` without a limit.
-        ratio: How many times as large the second-order state is in 32 bits.
+        label: Name of the row in tables.
+        parameters: Parameters and buffers.
+        gradients: Gradients of all parameters.
+        base: State of the first-order optimizer.
+        statistics: L and R on the GPU.
+        roots: Inverse roots of L and R.
+        activations: Memory of both passes beyond the gradients.
+        workspace: Memory of updates beyond the activations. K-FAC's sums over a batch are collected
+            during the backward pass, so they count in full.
+        host: L and R that are offloaded to the host.
+        fits: True if the total and ``CONTEXT`` fit; ``None`` without a limit.
+        ratio: Size of the 32-bit second-order state divided by the size of this one.
         largest_batch: The largest power of two that fits; 0 if none does.
     """
 
@@ -80,7 +73,6 @@ class Row:
     roots: int
     activations: int
     workspace: int
-    total: int
     host: int
     fits: bool | None
     ratio: float | None
@@ -88,13 +80,19 @@ class Row:
 
     @property
     def second_order(self) -> int:
-        """Statistics and roots, wherever they are."""
+        """Bytes of statistics and roots, on the GPU and on the host."""
         return self.statistics + self.roots + self.host
+
+    @property
+    def total(self) -> int:
+        """All bytes on the GPU."""
+        state = self.base + self.statistics + self.roots
+        return self.parameters + self.gradients + state + self.activations + self.workspace
 
 
 @dataclass(frozen=True)
 class _SecondOrder:
-    """What an optimizer holds besides the base's states, and for how long."""
+    """Bytes that an optimizer allocates besides the base's state."""
 
     statistics: int = 0
     roots: int = 0
@@ -104,20 +102,20 @@ class _SecondOrder:
 
 
 class Accounts:
-    """Adds up the rows of one network.
+    """Computes the rows of one network.
 
     Args:
-        network: The network, and what its source says.
-        model: It, on the meta device.
-        settings: Options of kronbit's optimizers, or of the base.
-        limit: Of the GPU, in bytes.
-        peak_at: Batch -> bytes of forward and backward; ``None`` if that is not known.
+        network: The network, with the training settings of its source.
+        model: The network on the meta device.
+        settings: Options of kronbit's optimizers or of the base.
+        limit: Memory of the GPU in bytes; ``None`` for no limit.
+        peak_at: Maps a batch size to the peak of both passes in bytes; ``None`` if unknown.
 
     Attributes:
-        notes: What was left out, and why.
+        notes: Rows that were left out, and why.
 
     Raises:
-        LabError: If the base is not known, or cannot be estimated.
+        LabError: If the base is unknown, or its memory cannot be estimated.
     """
 
     def __init__(
@@ -139,56 +137,51 @@ class Accounts:
         self.notes: list[str] = []
 
     def rows(self, algorithm: str, order: int | None) -> list[Row]:
-        """The base alone, then all ways to keep the state of an algorithm.
+        """Return the row of the base alone, then one row per way to keep an algorithm's state.
 
         Args:
-            algorithm: One of ``ALGORITHMS``; Shampoo's rows are followed by K-FAC's.
-            order: Its ``max_order``.
+            algorithm: A key of ``ALGORITHMS``; Shampoo's rows are followed by K-FAC's.
+            order: ``max_order`` of the algorithm.
 
         Raises:
             LabError: If an option is wrong.
         """
-        own = self._options(algorithm, order)
-        found = [self._row("base", BASE_LABELS.get(self._network.base, self._network.base), None)]
-        found += self._rows_of(algorithm, own, WAYS)
-        stored = {key: own[key] for key in _STORED if key in own}
+        options = self._options(algorithm, order)
+        stored = {key: options[key] for key in _STORED if key in options}
+        ways = WAYS
         if stored:
             label = ", ".join(f"{key}={value}" for key, value in stored.items())
-            found += self._rows_of(algorithm, own, {"set": (f"{{}}, {label}", stored)})
+            ways = {**WAYS, "set": (f"{{}}, {label}", stored)}
+        base = self._row("base", BASE_LABELS.get(self._network.base, self._network.base))
+        rows = [base, *self._rows_of(algorithm, options, ways)]
         if algorithm == "shampoo":
             try:
-                # AdaBK's state is K-FAC's. Layers are not cut: the order is not meant for them.
-                chosen = {key: (f"{key}-bit {{}} or AdaBK", WAYS[key][1]) for key in ("32", "4")}
-                found += self._rows_of("kfac", self._options("kfac", None), chosen)
+                # AdaBK has the state of K-FAC. Both keep layers whole: ``order`` does not apply.
+                ways = {key: (f"{key}-bit {{}} or AdaBK", WAYS[key][1]) for key in ("32", "4")}
+                rows += self._rows_of("kfac", self._options("kfac", None), ways)
             except LabError as error:
                 self.notes.append(f"K-FAC and AdaBK are left out: {error}")
-        return found
+        return rows
 
     def _options(self, algorithm: str, order: int | None) -> dict[str, Any]:
         of_layers = algorithm in ("kfac", "adabk")
         source = self._network.kfac if of_layers else self._network.shampoo
-        found = {key: value for key, value in source.items() if key in OPTIONS} | self._settings
-        return found if order is None else {**found, "max_order": order}
+        options = {key: value for key, value in source.items() if key in OPTIONS} | self._settings
+        return options if order is None else {**options, "max_order": order}
 
-    def _rows_of(
-        self, algorithm: str, options: Mapping[str, Any], ways: Mapping[str, Any]
-    ) -> list[Row]:
+    def _rows_of(self, algorithm: str, options: Mapping[str, Any], ways: _Ways) -> list[Row]:
         kind, name = ALGORITHMS[algorithm]
-        # How state is stored is each row's own, and how eigenvectors are followed costs nothing.
+        # Storage options differ by row; options of the eigenvector updates take no memory.
         shared = {k: v for k, v in options.items() if k not in (*_STORED, *EIGEN_OPTIONS)}
         whole = self._second_order(kind, {**shared, "bits": 32})
-        if not whole.statistics + whole.host:
-            raise LabError(f"{name} finds nothing to precondition in {self._network.name}")
         size = whole.statistics + whole.roots + whole.host
-        return [
-            self._row(
-                f"{algorithm}-{key}",
-                "+ " + label.format(name),
-                size,
-                self._second_order(kind, {**shared, **way}),
-            )
-            for key, (label, way) in ways.items()
-        ]
+        if not size:
+            raise LabError(f"{name} finds nothing to precondition in {self._network.name}")
+        rows = []
+        for key, (label, way) in ways.items():
+            held = self._second_order(kind, {**shared, **way})
+            rows.append(self._row(f"{algorithm}-{key}", f"+ {label.format(name)}", held, size))
+        return rows
 
     def _second_order(self, kind: type[SecondOrder], options: Mapping[str, Any]) -> _SecondOrder:
         held = _estimated(self._model, kind, None, options)
@@ -200,86 +193,73 @@ class Accounts:
         if config.keep_gradients:
             workspace += self._gradients
         collected = 0
-        if issubclass(kind, KFAC):  # Y Yᵀ and X Xᵀ of all layers, in float32
+        if issubclass(kind, KFAC):  # Y Yᵀ and X Xᵀ of all layers in float32
             plain = {k: v for k, v in options.items() if k not in _STORED}
             collected = _estimated(self._model, kind, None, {**plain, "bits": 32})["statistics"]
         return _SecondOrder(statistics, held["roots"], host, collected, workspace)
 
     def _largest_block(self, kind: type[SecondOrder], config: Config) -> int:
-        """Bytes that a single block needs, even if the workspace is smaller."""
+        """Return the bytes that the largest block needs, which may exceed ``workspace_mb``."""
         route: Callable[[Tensor, Config], Blocking | str] = GradientStatistics().route
         if issubclass(kind, KFAC):
             statistics = ActivationStatistics(self._model)
             statistics.adopt(self._trained)
             route = statistics.route
+        blockings = [route(p, config) for p in self._trained]
         shapes = {
-            grid.shape
-            for p in self._trained
-            if isinstance(blocking := route(p, config), Blocking)
-            for grid in blocking.grids
+            grid.shape for cut in blockings if isinstance(cut, Blocking) for grid in cut.grids
         }
         method = config.method or ("dense" if config.bits == 32 else "cholesky")
         by_newton = method in ("dense", "naive") or config.root == "schur_newton"
-        costs = (UPDATE, PRECONDITION, *([NEWTON] if by_newton else []))
         copied = (config.bits == 32) + config.offload_statistics
-        return max(
-            (
-                4 * ((cost.square + copied) * max(shape) ** 2 + cost.block * shape[0] * shape[1])
-                for cost in costs
-                for shape in shapes
-            ),
-            default=0,
-        )
+        elements = [
+            (cost.square + copied) * max(m, n) ** 2 + cost.block * m * n
+            for cost in (UPDATE, PRECONDITION, *([NEWTON] if by_newton else []))
+            for m, n in shapes
+        ]
+        return 4 * max(elements, default=0)
 
-    def _row(self, key: str, label: str, size: int | None, own: _SecondOrder | None = None) -> Row:
-        """A row.
+    def _row(self, key: str, label: str, held: _SecondOrder | None = None, whole: int = 0) -> Row:
+        """Return a row.
 
         Args:
-            key: Its name.
-            label: The same in words.
-            size: Second-order state in 32 bits.
-            own: What the optimizer holds besides the base's states.
+            key: Name of the row.
+            label: Name of the row in tables.
+            held: Memory of the optimizer besides the base's state.
+            whole: Bytes of the second-order state in 32 bits.
         """
-        own = own or _SecondOrder()
-        kept = self._parameters + self._gradients + self._base + own.statistics + own.roots
-        kept += own.collected
-
-        def transient(batch: int) -> int:
-            """Beyond the gradients: in both passes, or in the step."""
-            return max(self._beyond_gradients(batch), own.workspace)
-
-        activations = self._beyond_gradients(self._network.batch)
-        workspace = max(0, own.workspace - activations)
-        total = kept + activations + workspace
+        held = held or _SecondOrder()
+        state = held.statistics + held.roots
+        kept = self._parameters + self._gradients + self._base + state + held.collected
+        activations = self._needed_beyond_gradients(self._network.batch or 0)
         fits = largest = None
         if self._limit is not None:
             room = self._limit - CONTEXT - kept
-            fits = activations + workspace <= room
+            fits = max(activations, held.workspace) <= room
             if self._peak_at is not None:
                 batches = (2**i for i in range(_LARGEST_BATCH.bit_length()))
-                largest = max((b for b in batches if transient(b) <= room), default=0)
-        held = own.statistics + own.roots + own.host
+                needs = (
+                    (max(self._needed_beyond_gradients(b), held.workspace), b) for b in batches
+                )
+                largest = max((b for need, b in needs if need <= room), default=0)
         return Row(
             key=key,
             label=label,
             parameters=self._parameters,
             gradients=self._gradients,
             base=self._base,
-            statistics=own.statistics,
-            roots=own.roots,
+            statistics=held.statistics,
+            roots=held.roots,
             activations=activations,
-            workspace=own.collected + workspace,
-            total=total,
-            host=own.host,
+            workspace=held.collected + max(0, held.workspace - activations),
+            host=held.host,
             fits=fits,
-            ratio=size / held if size is not None and held else None,
+            ratio=whole / (state + held.host) if state + held.host else None,
             largest_batch=largest,
         )
 
-    def _beyond_gradients(self, batch: int | None) -> int:
-        if self._peak_at is None or batch is None:
-            return 0
-        return max(0, self._peak_at(batch) - self._gradients)
+    def _needed_beyond_gradients(self, batch: int) -> int:
+        return 0 if self._peak_at is None else max(0, self._peak_at(batch) - self._gradients)
 
 
 def _estimated(
@@ -288,4 +268,4 @@ def _estimated(
     try:
         return estimate_memory(model, optimizer=kind, base=base, **options)
     except (TypeError, ValueError, ImportError) as error:
-        raise LabError(" ".join(str(error).split())) from error
+        raise LabError(one_line(error)) from error

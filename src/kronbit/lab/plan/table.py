@@ -1,4 +1,4 @@
-"""A plan in the terminal: a bar of memory for every optimizer, against the GPU's limit."""
+"""A plan as a table for the terminal, with a memory bar per optimizer."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from kronbit.lab.plan.rows import CONTEXT, Row
 from kronbit.lab.report.numbers import bytes_text
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from rich.console import Console, ConsoleOptions
     from rich.text import Text
 
 
 class _Part(NamedTuple):
-    """A part of the bar, told from the others by its sign, too."""
+    """A part of the bar, marked by color and by sign."""
 
     name: str
     sign: str
@@ -32,14 +32,14 @@ _PARTS = (
     _Part("activations", "░", "A", "yellow", lambda row: row.activations),
     _Part("workspace", "▖", "W", "white", lambda row: row.workspace),
 )
-_CUT = 1.5  # times the limit: longer bars would leave no room to tell the others apart
+_CUT = 1.5  # times the limit: a longer scale makes the other bars too short
 _SHORTEST_BAR = 12
 
 
 class _Column(NamedTuple):
     title: str
     text: Callable[[Row], str]
-    at: int  # least width of the terminal
+    at: int  # minimum width of the terminal
 
 
 _BEFORE = (
@@ -55,101 +55,100 @@ _AFTER = (
 
 
 def show(plan: Plan, console: Console) -> None:
-    """Print a plan, as wide as the terminal.
+    """Print a plan over the full width of the terminal.
 
     Args:
         plan: The plan.
-        console: Where to.
+        console: The console to print to.
     """
     from rich.table import Table
     from rich.text import Text
 
     for line in _title(plan):
         console.print(Text(line))
-    shown = [[c for c in columns if console.width >= c.at] for columns in (_BEFORE, _AFTER)]
-    if plan.gpu_bytes is None:
-        shown[1] = [_AFTER[0]]
-    elif plan.activations.peak is None:
-        shown[1] = [*_AFTER[:2]]
-    taken = 0
-    for column in (*shown[0], *shown[1]):
-        taken += 2 + max(len(column.title), *(len(column.text(row)) for row in plan.rows))
-    width = max(_SHORTEST_BAR, console.width - taken)
-    ascii_only = console.options.ascii_only
-    bars = _Bars(plan, width, ascii_only)
-
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
-    for place, column in enumerate(shown[0]):
+    known = 1 if plan.gpu_bytes is None else 2 if plan.activations.peak is None else 3
+    before, after = (
+        [column for column in columns if console.width >= column.at]
+        for columns in (_BEFORE, _AFTER[:known])
+    )
+    scale = _Scale(plan)
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold", expand=True)
+    for place, column in enumerate(before):
         table.add_column(column.title, justify="right" if place else "left", no_wrap=not place)
-    table.add_column(bars.header(), no_wrap=True, width=width)
-    for column in shown[1]:
+    table.add_column(scale, no_wrap=True, ratio=1, min_width=_SHORTEST_BAR)
+    for column in after:
         table.add_column(column.title, justify="right", no_wrap=True)
     for row in plan.rows:
-        style = "dim" if row.fits is False else ""
-        before = [Text(column.text(row), style) for column in shown[0]]
-        after = [Text(column.text(row), style) for column in shown[1]]
-        table.add_row(*before, bars.bar(row), *after)
+        texts = [
+            Text(column.text(row), "dim" if row.fits is False else "")
+            for column in (*before, *after)
+        ]
+        table.add_row(*texts[: len(before)], _Bar(scale, row), *texts[len(before) :])
     console.print(table)
-    signs = [(part.plain if ascii_only else part.sign, part) for part in _PARTS]
+    signs = [(part.plain if console.options.ascii_only else part.sign, part) for part in _PARTS]
     legend = (Text.assemble((sign, part.style), f" {part.name}") for sign, part in signs)
     console.print(Text("   ").join(legend))
     for line in _sentences(plan):
         console.print(Text(line))
 
 
-class _Bars:
-    """Bars of one scale."""
+class _Scale:
+    """The common scale of the bars; as a header, it prints the limit above its mark."""
 
-    def __init__(self, plan: Plan, width: int, ascii_only: bool) -> None:
-        self._width, self._ascii, self._limit = width, ascii_only, plan.gpu_bytes
+    def __init__(self, plan: Plan) -> None:
+        self.limit = plan.gpu_bytes
         totals = [row.total for row in plan.rows]
-        self._scale = max(totals)
-        if self._limit is not None:
-            self._scale = max(self._scale, round(1.1 * self._limit))
-            if min(totals) < self._limit:
-                self._scale = min(self._scale, round(_CUT * self._limit))
-        self._mark = None if self._limit is None else self._place(self._limit)
+        self.size = max(totals)
+        if self.limit is not None:
+            self.size = max(self.size, round(1.1 * self.limit))
+            if min(totals) < self.limit:
+                self.size = min(self.size, round(_CUT * self.limit))
 
-    def _place(self, size: int) -> int:
-        return min(self._width, round(size * self._width / self._scale))
+    def place(self, size: int, width: int) -> int:
+        """Return the column of a size in a bar of this width."""
+        return min(width, round(size * width / self.size))
 
-    def header(self) -> Text:
-        """The limit above its mark."""
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
         from rich.text import Text
 
-        if self._mark is None:
-            return Text("memory")
-        name = bytes_text(self._limit)
-        arrow = "v" if self._ascii else "▼"
-        if self._mark >= len(name) + 1:
-            return Text(f"{name} {arrow}".rjust(self._mark + 1))
-        return Text(f"{' ' * self._mark}{arrow} {name}")
+        if self.limit is None:
+            yield Text("memory")
+            return
+        mark, name = self.place(self.limit, options.max_width), bytes_text(self.limit)
+        arrow = "v" if options.ascii_only else "▼"
+        fits = mark >= len(name) + 1
+        yield Text(f"{name} {arrow}".rjust(mark + 1) if fits else f"{' ' * mark}{arrow} {name}")
 
-    def bar(self, row: Row) -> Text:
-        """Parts side by side; cut at the end of the scale."""
+
+class _Bar(NamedTuple):
+    """The bar of a row: its parts side by side, cut at the end of the scale."""
+
+    scale: _Scale
+    row: Row
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
         from rich.text import Text
 
-        found = Text()
-        held = start = 0
+        width, plain = options.max_width, options.ascii_only
+        bar, held = Text(), 0
         for part in _PARTS:
-            held += part.size(row)
-            stop = self._place(held)
-            found.append((part.plain if self._ascii else part.sign) * (stop - start), part.style)
-            start = stop
-        found.append(" " * (self._width - start))
-        if row.total > self._scale:
-            found = found[:-1] + Text(">" if self._ascii else "▶", "red")
-        if self._mark is not None and self._mark < self._width:
-            mark = Text("|" if self._ascii else "│", "bold red")
-            found = found[: self._mark] + mark + found[self._mark + 1 :]
-        return found
+            held += part.size(self.row)
+            sign = part.plain if plain else part.sign
+            bar.append(sign * (self.scale.place(held, width) - len(bar)), part.style)
+        bar.append(" " * (width - len(bar)))
+        if self.row.total > self.scale.size:
+            bar = bar[:-1] + Text(">" if plain else "▶", "red")
+        mark = width if self.scale.limit is None else self.scale.place(self.scale.limit, width)
+        if mark < width:
+            bar = bar[:mark] + Text("|" if plain else "│", "bold red") + bar[mark + 1 :]
+        yield bar
 
 
 def _title(plan: Plan) -> Iterator[str]:
-    of = ""
+    examples = ""
     if plan.batch is not None and plan.shape is not None:
-        of = f", batch {' x '.join(map(str, (plan.batch, *plan.shape)))}"
-    yield f"{plan.model}: {plan.parameters_count:,} parameters in {plan.dtype}{of}"
+        examples = f", batch {' x '.join(map(str, (plan.batch, *plan.shape)))}"
+    yield f"{plan.model}: {plan.parameters_count:,} parameters in {plan.dtype}{examples}"
     held = plan.activations
     if held.peak is None:
         yield f"Activations {held.how}"
@@ -171,14 +170,14 @@ def _sentences(plan: Plan) -> Iterator[str]:
         elif base.fits:
             yield f"No second-order state fits {limit}; {base.label} alone does."
         else:
-            yield f"Nothing fits {limit}: not even {base.label} alone."
+            yield f"Nothing fits {limit}, not even {base.label} alone."
         rows = [row for row in (base, whole, default) if row is not None]
         if base.largest_batch is not None:
             batches = "; ".join(f"{row.label}: {row.largest_batch or 'none'}" for row in rows)
             yield f"Largest batch that fits, of powers of two: {batches}."
         yield (
-            f"{bytes_text(CONTEXT)} are left to CUDA itself. Fragmentation comes on top: "
-            "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True keeps it small."
+            f"{bytes_text(CONTEXT)} are reserved for the CUDA context. Fragmentation is not "
+            "counted: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True reduces it."
         )
     for note in plan.notes:
         yield f"{note[0].upper()}{note[1:]}."

@@ -1,1 +1,1 @@
-"""Training: the loop, and everything that makes it safe to stop."""
+"""Training: the loop, its checkpoints, and its files."""

@@ -1,8 +1,7 @@
-"""Checkpoints that are whole or not there: written aside, then renamed."""
+"""Checkpoints of a run, written atomically: to a temporary file that is then renamed."""
 
 from __future__ import annotations
 
-import os
 import zipfile
 from collections.abc import Mapping
 from contextlib import suppress
@@ -11,17 +10,14 @@ from typing import Any
 
 import torch
 
-from kronbit.lab.errors import LabError
+from kronbit.lab.errors import LabError, one_line
+from kronbit.lab.training.files import replaced
 
 FORMAT = 1
 
 
-def _path(folder: Path, step: int) -> Path:
-    return folder / f"step-{step:08d}.pt"
-
-
 def checkpoints(folder: Path) -> list[Path]:
-    """Those of a run, oldest first."""
+    """Return the paths of a run's checkpoints, oldest first."""
     return sorted((folder / "checkpoints").glob("step-*.pt"))
 
 
@@ -29,75 +25,65 @@ def save(folder: Path, step: int, content: Mapping[str, Any], keep: int) -> Path
     """Write a checkpoint and remove old ones.
 
     Args:
-        folder: Of the run.
-        step: How many have been taken.
-        content: Plain tensors, numbers, texts and dicts of them.
-        keep: How many stay.
+        folder: Folder of the run.
+        step: Number of steps taken.
+        content: Tensors, numbers, strings, and dicts of them.
+        keep: Number of checkpoints to keep.
 
     Returns:
-        Its path.
+        Path of the checkpoint.
 
     Raises:
-        LabError: If it cannot be written, say because the disk is full; older ones stay.
+        LabError: If the checkpoint cannot be written, e.g. because the disk is full. Older
+            checkpoints are kept.
     """
     place = folder / "checkpoints"
-    target = _path(place, step)
-    aside = target.with_suffix(".new")
+    target = place / f"step-{step:08d}.pt"
     try:
         place.mkdir(parents=True, exist_ok=True)
-        with aside.open("wb") as file:
+        with replaced(target) as file:
             torch.save({"format": FORMAT, "step": step, **content}, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(aside, target)
-    except (OSError, RuntimeError) as error:  # torch raises either
-        with suppress(OSError):
-            aside.unlink(missing_ok=True)
+    except (OSError, RuntimeError) as error:  # torch raises both
         older = checkpoints(folder)
-        rest = f"the last one, {older[-1]}, is kept" if older else "there was none before it"
-        # torch's stream reports a failed write as an error of its own; the cause is the disk's.
+        rest = f"the last one, {older[-1]}, is kept" if older else "there is no earlier one"
+        # torch wraps a failed write in an error of its own; the context has the cause.
         cause = error.__context__ if isinstance(error.__context__, OSError) else error
-        reason = cause.strerror if isinstance(cause, OSError) and cause.strerror else str(cause)
+        reason = getattr(cause, "strerror", None) or str(cause)
         raise LabError(f"cannot write the checkpoint {target}: {reason}; {rest}") from error
-    for old in (*checkpoints(folder)[:-keep], *place.glob("*.new")):  # also of killed runs
+    for old in (*checkpoints(folder)[:-keep], *place.glob("*.new")):  # killed runs leave *.new
         with suppress(OSError):
             old.unlink()
     return target
 
 
 def load_last(folder: Path) -> dict[str, Any]:
-    """The newest checkpoint of a run, on the CPU.
+    """Load the newest checkpoint of a run to the CPU.
 
     Raises:
-        LabError: If there is none, or it cannot be read.
+        LabError: If the run has no checkpoint, or it cannot be read.
     """
-    found = checkpoints(folder)
-    if not found:
-        raise LabError(f"{folder} has no checkpoint to go on from: start anew without --resume")
-    return read(found[-1])
-
-
-def _refuse_damaged(path: Path) -> None:
-    """A byte may have changed since: torch writes checksums, but does not look at them."""
-    with zipfile.ZipFile(path) as archive:
-        damaged = archive.testzip()
-    if damaged is not None:
-        raise ValueError(f"{damaged} in it is damaged")
+    paths = checkpoints(folder)
+    if not paths:
+        raise LabError(f"{folder} has no checkpoint to resume from: start again without --resume")
+    return read(paths[-1])
 
 
 def read(path: Path) -> dict[str, Any]:
-    """One checkpoint, on the CPU; only plain tensors, numbers and texts are read.
+    """Load one checkpoint to the CPU with ``weights_only=True``, which runs no code.
 
     Raises:
-        LabError: If it cannot be read.
+        LabError: If the file cannot be read.
     """
     try:
-        _refuse_damaged(path)
+        with zipfile.ZipFile(path) as archive:
+            damaged = archive.testzip()  # torch does not verify its checksums
+        if damaged is not None:
+            raise ValueError(f"its entry {damaged} is damaged")
         content = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # a broken file raises anything
+    except Exception as error:  # a broken file can raise anything
         raise LabError(
-            f"cannot read the checkpoint {path}: {' '.join(str(error).split())[:200]}; remove it "
-            "to go on from the one before"
+            f"cannot read the checkpoint {path}: {one_line(error)[:200]}; remove it to resume "
+            "from the one before"
         ) from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise LabError(f"{path} is not a checkpoint of this version of the lab")

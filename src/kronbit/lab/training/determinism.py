@@ -1,4 +1,4 @@
-"""The same gradients every time, so that a run that is resumed is the one that was stopped."""
+"""Deterministic gradients, so that a resumed run equals an uninterrupted one bit for bit."""
 
 from __future__ import annotations
 
@@ -10,27 +10,29 @@ from typing import Any, TypeVar
 
 import torch
 
+from kronbit.lab.errors import one_line
+
 T = TypeVar("T")
 
 
 class Repeatable:
-    """Runs passes on a GPU with deterministic algorithms. A CPU has no others.
+    """Runs passes on a GPU with deterministic algorithms; on a CPU all algorithms are.
 
-    The optimizer is repeatable by itself and needs none of this, so nothing is changed outside.
+    The setting holds during the passes only: the optimizer is deterministic without it.
 
     Args:
-        device: Where they run.
-        wanted: Whether to.
+        device: Device of the passes.
+        wanted: False to run them as they are.
     """
 
     def __init__(self, device: torch.device, wanted: bool) -> None:
         self._wanted = wanted and device.type == "cuda"
         if self._wanted:
-            # cuBLAS may choose by chance without it; read when it is first used.
+            # cuBLAS needs this to be deterministic, and reads it when it is first used.
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
     def __call__(self, passes: Callable[[], T]) -> T:
-        """Call a function, again without them if an operation has no such algorithm."""
+        """Run passes; repeat without the setting if an operation has no deterministic algorithm."""
         if not self._wanted:
             return passes()
         try:
@@ -40,8 +42,8 @@ class Repeatable:
             if "deterministic" not in str(error):
                 raise
             self._wanted = False
-            reason = " ".join(str(error).split(". ")[0].split())
-            warnings.warn(f"a resumed run will not be the same to the bit: {reason}", stacklevel=2)
+            reason = one_line(error).split(". ")[0]
+            warnings.warn(f"a resumed run will not be equal bit for bit: {reason}", stacklevel=2)
             return passes()
 
 
@@ -50,7 +52,7 @@ def _deterministic() -> Iterator[None]:
     settings: Any = torch.utils.deterministic
     before = torch.are_deterministic_algorithms_enabled()
     filled = settings.fill_uninitialized_memory
-    settings.fill_uninitialized_memory = False  # that would cost time and tell nothing
+    settings.fill_uninitialized_memory = False  # it takes time, and no result depends on it
     torch.use_deterministic_algorithms(True)
     try:
         yield

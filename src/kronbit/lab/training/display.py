@@ -1,10 +1,8 @@
-"""What a training shows: a live bar in a terminal, a line per evaluation elsewhere."""
+"""Display of a training: a progress bar in a terminal, a line per evaluation elsewhere."""
 
 from __future__ import annotations
 
 import time
-from types import TracebackType
-from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
@@ -14,30 +12,32 @@ _REDRAWN_EVERY = 0.1  # seconds
 
 
 class _Figures(ProgressColumn):
-    """Loss, and where there is room learning rate, speed and memory."""
+    """Loss, and in wide terminals learning rate, speed and memory."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
         self._width = width
 
     def render(self, task: Task) -> Text:
-        found = task.fields
-        parts = [f"loss {found['loss']:.4g}" if found["loss"] is not None else "loss ..."]
-        if self._width >= 80:
-            parts.append(f"lr {found['lr']:.3g}")
-        if self._width >= 100:
-            parts.append(f"{found['rate']:.3g} it/s" if found["rate"] else "... it/s")
-        if self._width >= 115 and found["memory"] is not None:
-            parts.append(f"{found['memory'] / 2**20:,.0f} MiB")
+        figures, width = task.fields, self._width
+        if not figures:
+            return Text("loss ...")
+        parts = [f"loss {figures['loss']:.4g}"]
+        if width >= 80:
+            parts.append(f"lr {figures['lr']:.3g}")
+        if width >= 100:
+            parts.append(f"{figures['rate']:.3g} it/s")
+        if width >= 115 and figures["memory"] is not None:
+            parts.append(f"{figures['memory'] / 2**20:,.0f} MiB")
         return Text("  ".join(parts))
 
 
 class Display:
-    """Progress of one training, or of several in turn.
+    """Shows the progress of one training, or of several in sequence.
 
     Args:
-        console: Where.
-        wanted: Whether anything is shown: only by the first rank.
+        console: The console to print to.
+        wanted: False to show nothing, as on all ranks but the first.
     """
 
     def __init__(self, console: Console, wanted: bool = True) -> None:
@@ -62,52 +62,43 @@ class Display:
             self._progress.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._progress is not None:
             self._progress.stop()
 
     def begin(self, label: str, step: int, steps: int) -> None:
-        """A training begins, or goes on."""
+        """Show a training that starts or resumes at ``step``."""
         self._label, self._steps = label, steps
         if self._progress is not None:
             room = max(8, self._console.width // 4)
             name = label if len(label) <= room else label[: room - 1] + "…"
-            fields: dict[str, Any] = {"loss": None, "lr": 0.0, "rate": None, "memory": None}
-            self._task = self._progress.add_task(name, total=steps, completed=step, **fields)
+            self._task = self._progress.add_task(name, total=steps, completed=step)
 
     def step(self, step: int) -> None:
-        """A step was handed to the device."""
+        """Show that a step was launched."""
         now = time.monotonic()
         if self._progress is not None and now - self._drawn > _REDRAWN_EVERY:
             self._drawn = now
             self._progress.update(self._task, completed=step)
 
     def figures(self, step: int, loss: float, lr: float, rate: float, memory: int | None) -> None:
-        """Figures that the device has given back."""
+        """Show figures that were read from the device."""
         if self._progress is not None:
             self._progress.update(
                 self._task, completed=step, loss=loss, lr=lr, rate=rate, memory=memory
             )
 
     def evaluation(self, step: int, figures: dict[str, float]) -> None:
-        """Held-out figures: a line where there is no bar."""
+        """Print held-out figures, unless a progress bar is shown."""
         if self._wanted and not self._live:
             accuracy = figures.get("accuracy")
             extra = "" if accuracy is None else f", accuracy {100 * accuracy:.2f} %"
-            self._console.print(
+            self.message(
                 f"{self._label}: step {step}/{self._steps}, held-out loss {figures['loss']:.4f}"
-                f"{extra}",
-                highlight=False,
-                markup=False,
-                soft_wrap=True,
+                f"{extra}"
             )
 
     def message(self, text: str) -> None:
-        """A line above the bar."""
+        """Print a line, above the progress bar if there is one."""
         if self._wanted:
             self._console.print(text, highlight=False, markup=False, soft_wrap=True)

@@ -1,4 +1,4 @@
-"""One run in its folder, and several of them as a comparison."""
+"""Runs in their folders, alone or as a comparison."""
 
 from __future__ import annotations
 
@@ -18,18 +18,32 @@ from kronbit.lab.training.checkpoints import checkpoints
 from kronbit.lab.training.display import Display
 from kronbit.lab.training.files import make_folder, write_json
 from kronbit.lab.training.interrupts import Interrupts
-from kronbit.lab.training.loop import Interrupted, Running, Training
+from kronbit.lab.training.loop import Interrupted, Training
 from kronbit.lab.training.measures import hardware, versions
+from kronbit.lab.training.running import Running
 from kronbit.lab.training.world import World
 
 FORMAT = 1
-DATA_FOLDER = Path("data")  # unless --data or KRONBIT_DATA says otherwise
-_OWN_FLAGS = ("optimizer", "bits", "base", "amp", "seed")  # the others go through --set
+DATA_FOLDER = Path("data")  # default of --data and KRONBIT_DATA
+_FLAGS = (
+    "optimizer",
+    "bits",
+    "base",
+    "amp",
+    "seed",
+)  # settings with an option; all others use --set
 
 
 @dataclass(frozen=True)
 class Member:
-    """One run: its name in folders, its name in tables, its settings, and how to get it again."""
+    """One run of a comparison.
+
+    Attributes:
+        key: Name in folders.
+        label: Name in tables.
+        recipe: The settings.
+        command: Command that repeats the run.
+    """
 
     key: str
     label: str
@@ -38,64 +52,69 @@ class Member:
 
 
 def member(spec: str, recipe: Recipe, source: str, running: Running, world: World) -> Member:
-    """A run of a recipe with an optimizer.
+    """Return the run of a recipe with an optimizer.
 
     Args:
-        spec: See ``kronbit.lab.optimizers.variant``.
-        recipe: What it starts from.
-        source: The recipe's name or file.
-        running: How it runs.
-        world: Where.
+        spec: The optimizer; see ``kronbit.lab.optimizers.variant``.
+        recipe: The recipe to change.
+        source: Name or file of the recipe.
+        running: How the training runs.
+        world: This process among the ranks.
     """
     key, label, made = variant(spec, recipe)
     return Member(key, label, made, train_command(made, source, running, world))
 
 
 def launched(world: World) -> list[str]:
-    """How the command is started."""
+    """Return the words that start the command on these ranks."""
     if world.parallel == "none":
         return ["kronbit"]
     return ["torchrun", "--nproc-per-node", str(world.ranks), "-m", "kronbit"]
 
 
 def resume_command(folder: Path, world: World) -> str:
-    """What to type to go on with a run; the rest is in its folder."""
-    parallel = [] if world.parallel == "none" else ["--parallel", world.parallel]
-    return shlex.join([*launched(world), "train", "--resume", str(folder), *parallel])
+    """Return the command that resumes a run. Its settings are in the folder."""
+    words = [*launched(world), "train", "--resume", str(folder), *_parallel(world)]
+    return shlex.join(words)
+
+
+def _parallel(world: World) -> list[str]:
+    return [] if world.parallel == "none" else ["--parallel", world.parallel]
 
 
 def train_command(recipe: Recipe, source: str, running: Running, world: World) -> str:
-    """What to type to get this recipe's run: the file, what differs from it, and how it ran."""
+    """Return the command that repeats a run: the source and all settings that differ from it."""
     words = [*launched(world), "train", source]
     settings: list[str] = []
     flags = {"--compile": running.compile, "--cuda-graph": running.graph}
     settings += [flag for flag, given in flags.items() if given]
     if running.data != DATA_FOLDER:
         settings += ["--data", str(running.data)]
-    if world.parallel != "none":
-        settings += ["--parallel", world.parallel]
-    before, after = find_recipe(source).to_mapping(), recipe.to_mapping()
-    for name, value in after.items():
-        if value == before[name]:
+    settings += _parallel(world)
+    before, after = _flat(find_recipe(source)), _flat(recipe)
+    for key, value in after.items():
+        if value == before.get(key, ...):
             continue
-        if value is None and name in ("epochs", "steps"):  # the other one is given
+        if value is None and key in ("epochs", "steps"):  # the other one is set
             continue
-        if not isinstance(value, Mapping):
-            found = {name: value}
+        text = value if isinstance(value, str) else json.dumps(value)
+        if key in _FLAGS:
+            words += [f"--{key}", text]
         else:
-            prefix = "" if name in ("options", "base_options") else f"{name}."
-            found = {
-                f"{prefix}{key}": own
-                for key, own in value.items()
-                if own != before[name].get(key, ...)
-            }
-        for key, own in found.items():
-            text = own if isinstance(own, str) else json.dumps(own)
-            if key in _OWN_FLAGS:
-                words += [f"--{key}", text]
-            else:
-                settings += ["--set", f"{key}={text}"]
+            settings += ["--set", f"{key}={text}"]
     return shlex.join(words + settings)
+
+
+def _flat(recipe: Recipe) -> dict[str, Any]:
+    """Return all settings by their names for ``--set``."""
+    flat: dict[str, Any] = {}
+    for name, value in recipe.to_mapping().items():
+        if isinstance(value, Mapping):
+            prefix = "" if name in ("options", "base_options") else f"{name}."
+            flat |= {f"{prefix}{key}": part for key, part in value.items()}
+        else:
+            flat[name] = value
+    return flat
 
 
 def run_member(
@@ -113,7 +132,7 @@ def run_member(
         The summary.
 
     Raises:
-        LabError: If something cannot be had.
+        LabError: If the run is impossible, or data, a package or space on the disk is missing.
         Interrupted: If the user wants to stop.
     """
     origin = {
@@ -126,11 +145,10 @@ def run_member(
     }
     if not resume and checkpoints(folder):
         raise LabError(f"{folder} has checkpoints of another run: choose another --out")
-    training = Training(member.recipe, folder, world, running)  # refuses before anything is written
+    training = Training(member.recipe, folder, world, running)  # raises before anything is written
     if world.first:
         make_folder(folder)
         if not resume:
-            started = dt.datetime.now(dt.timezone.utc).isoformat(timespec="seconds")
             details = {
                 "recipe": member.recipe.to_mapping(),
                 "seed": member.recipe.seed,
@@ -142,7 +160,7 @@ def run_member(
                     "compile": running.compile,
                     "graph": running.graph,
                 },
-                "started": started,
+                "started": dt.datetime.now(dt.timezone.utc).isoformat(timespec="seconds"),
             }
             write_json(folder / "run.json", origin | details)
     world.wait()
@@ -153,17 +171,17 @@ def run_member(
 
 
 def read_member(folder: Path) -> tuple[Member, dict[str, Any]]:
-    """The run that a folder was made for, and how it ran.
+    """Read the run of a folder, and how it ran.
 
     Raises:
-        LabError: If there is none.
+        LabError: If the folder has no readable ``run.json``.
     """
     path = folder / "run.json"
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        recipe = recipe_from(found["recipe"], found["recipe"]["name"], str(path))
-        made = Member(found["variant"], found["label"], recipe, found["command"])
-        return made, dict(found["running"])
+        content = json.loads(path.read_text(encoding="utf-8"))
+        recipe = recipe_from(content["recipe"], content["recipe"]["name"], str(path))
+        member = Member(content["variant"], content["label"], recipe, content["command"])
+        return member, dict(content["running"])
     except OSError as error:
         raise LabError(f"{folder} is not the folder of a run: it has no run.json") from error
     except (KeyError, TypeError, ValueError) as error:
@@ -179,41 +197,41 @@ def run_all(
     resume: bool,
     interrupts: Interrupts,
 ) -> list[tuple[str, dict[str, Any]]]:
-    """The runs of a comparison in turn, each in a folder of its own.
+    """Run a comparison, one run after the other, each in its folder.
 
     Args:
-        members: Which.
-        folder: Of the comparison.
-        world: Where this process stands.
-        running: How they run.
-        display: Where progress is shown.
-        resume: Whether finished runs are kept, and others go on from their checkpoints.
-        interrupts: Tells whether the user wants to stop.
+        members: The runs.
+        folder: Folder of the comparison.
+        world: This process among the ranks.
+        running: How the trainings run.
+        display: Shows the progress.
+        resume: True to keep finished runs and resume the others from their checkpoints.
+        interrupts: Tells if the user wants to stop.
 
     Returns:
-        (folder's name, summary) of each.
+        (name of the folder, summary) of each run.
 
     Raises:
         Interrupted: If the user wants to stop.
     """
-    found = []
+    summaries = []
     for one in members:
         name = f"{one.key}-seed{one.recipe.seed}"
-        own = folder / name
-        done = own / "summary.json"
-        goes_on = resume and bool(checkpoints(own)) and (own / "run.json").is_file()
-        if (goes_on or (resume and done.is_file())) and read_member(own)[0].recipe != one.recipe:
-            raise LabError(f"{own} was run with other settings: choose another --out")
+        place = folder / name
+        done = place / "summary.json"
+        goes_on = resume and bool(checkpoints(place)) and (place / "run.json").is_file()
+        if (goes_on or (resume and done.is_file())) and read_member(place)[0].recipe != one.recipe:
+            raise LabError(f"{place} was run with other settings: choose another --out")
         if resume and done.is_file():
             summary = json.loads(done.read_text(encoding="utf-8"))
         elif interrupts.wanted:
             raise Interrupted
         else:
-            if own.exists() and not goes_on:
-                shutil.rmtree(own)
-            summary = run_member(one, own, world, running, display, goes_on, interrupts)
-        found.append((name, summary))
-    return found
+            if place.exists() and not goes_on:
+                shutil.rmtree(place)
+            summary = run_member(one, place, world, running, display, goes_on, interrupts)
+        summaries.append((name, summary))
+    return summaries
 
 
 def write_comparison(
@@ -221,9 +239,9 @@ def write_comparison(
     recipe: Recipe,
     command: str,
     world: World,
-    found: Sequence[tuple[str, Mapping[str, Any]]],
+    summaries: Sequence[tuple[str, Mapping[str, Any]]],
 ) -> None:
-    """The comparison's ``summary.json``."""
+    """Write the ``summary.json`` of a comparison."""
     content = {
         "format": FORMAT,
         "recipe": recipe.name,
@@ -231,6 +249,6 @@ def write_comparison(
         "command": command,
         "versions": versions(),
         "hardware": hardware(world.device),
-        "runs": [{**summary, "folder": name} for name, summary in found],
+        "runs": [{**summary, "folder": name} for name, summary in summaries],
     }
     write_json(folder / "summary.json", content)

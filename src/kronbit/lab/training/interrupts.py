@@ -1,20 +1,20 @@
-"""Ctrl-C and the scheduler's SIGTERM: the step is finished and saved before the end."""
+"""Ctrl-C and SIGTERM: the step is finished and saved before the process ends."""
 
 from __future__ import annotations
 
 import signal
 import threading
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Interrupts:
-    """Notes the first signal; the second one ends the process at once, as usual.
+    """Records the first signal; the second one ends the process at once, as by default.
 
     Attributes:
-        wanted: Whether there was one.
+        wanted: True after the first signal.
     """
 
     def __init__(self) -> None:
@@ -35,10 +35,5 @@ class Interrupts:
         for kind, handler in self._before.items():
             signal.signal(kind, handler)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._restore()

@@ -1,8 +1,8 @@
-"""The training loop: as a good hand-written one, and it can be stopped at any moment.
+"""The training loop, which can be stopped at any moment.
 
-The host never waits for the device on an ordinary step: losses are read every ``log_every`` steps.
-Everything random is a function of seed, step and rank, so that a run that was killed goes on bit
-for bit as if it had not been.
+The host does not wait for the device on ordinary steps: losses are read every ``log_every`` steps.
+All random numbers are functions of seed, step and rank, so a resumed run equals an uninterrupted
+one bit for bit.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import math
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -19,9 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from kronbit.lab.data import open_data
-from kronbit.lab.errors import LabError
+from kronbit.lab.errors import LabError, one_line
 from kronbit.lab.models import build
 from kronbit.lab.optimizers import make_optimizer
+from kronbit.lab.precision import DTYPES
 from kronbit.lab.randomness import seed_of
 from kronbit.lab.recipe import Recipe
 from kronbit.lab.schedules import factor, warmup_steps
@@ -30,10 +31,11 @@ from kronbit.lab.training.determinism import Repeatable
 from kronbit.lab.training.display import Display
 from kronbit.lab.training.files import MetricsFile
 from kronbit.lab.training.interrupts import Interrupts
-from kronbit.lab.training.measures import PeakMemory, StepTimer, left_over
+from kronbit.lab.training.measures import PeakMemory, StepTimer, allocated_earlier
 from kronbit.lab.training.modes import Modes
 from kronbit.lab.training.passes import Captured, Eager, Objective, rehearse
-from kronbit.lab.training.refusals import refuse_impossible
+from kronbit.lab.training.refusals import refuse_conflicts
+from kronbit.lab.training.running import Running
 from kronbit.lab.training.shadow import Shadow
 from kronbit.lab.training.summary import summarise
 from kronbit.lab.training.world import (
@@ -47,48 +49,30 @@ from kronbit.lab.training.world import (
 from kronbit.optimizer import SecondOrder
 from kronbit.reporting.memory import held_bytes
 
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-_PATIENCE = 2  # lines without a finite loss
+_PATIENCE = 2  # lines of non-finite loss before a run is given up
 
 Figures: TypeAlias = dict[str, float]
 
 
-class Interrupted(Exception):  # noqa: N818  # it is none
-    """The user wants to stop; a checkpoint was written."""
-
-
-@dataclass(frozen=True)
-class Running:
-    """How a training runs, which its result should not depend on.
-
-    Attributes:
-        data: Folder with downloaded sets.
-        compile: Whether ``torch.compile`` runs the network.
-        graph: Whether forward and backward pass are a CUDA graph.
-        tensorboard: Whether its files are written, too.
-    """
-
-    data: Path
-    compile: bool = False
-    graph: bool = False
-    tensorboard: bool = False
+class Interrupted(Exception):  # noqa: N818  # not an error
+    """The user has stopped the run; a checkpoint was written."""
 
 
 class Training:
     """One run of a recipe.
 
     Args:
-        recipe: Its settings.
-        folder: Where its files go.
-        world: Where this process stands.
-        running: How it runs.
+        recipe: The settings of the training.
+        folder: Folder for the files of the run.
+        world: This process among the ranks.
+        running: How the training runs.
     """
 
     def __init__(self, recipe: Recipe, folder: Path, world: World, running: Running) -> None:
         self.recipe, self.folder, self.world = recipe, folder, world
-        refuse_impossible(recipe, world, running)
+        refuse_conflicts(recipe, world, running)
         device = world.device
-        earlier = left_over(device)
+        earlier = allocated_earlier(device)
         self.data = open_data(
             recipe.data,
             running.data,
@@ -98,10 +82,9 @@ class Training:
             rank=world.rank,
             ranks=world.ranks,
         )
-        per_epoch = max(1, self.data.examples // recipe.batch)
-        self.per_epoch = per_epoch
-        self.steps = recipe.steps or max(1, round((recipe.epochs or 0) * per_epoch))
-        self.warmup = warmup_steps(recipe, self.steps, per_epoch)
+        self.per_epoch = max(1, self.data.examples // recipe.batch)
+        self.steps = recipe.steps or max(1, round((recipe.epochs or 0) * self.per_epoch))
+        self.warmup = warmup_steps(recipe, self.steps, self.per_epoch)
 
         torch.manual_seed(recipe.seed)
         self.model = self._build_model(device)
@@ -112,7 +95,8 @@ class Training:
         self.peak = PeakMemory(device, held_bytes(list(self.model.parameters())), earlier)
         if world.parallel == "fsdp2":
             shard(self.model, world)
-        self.scaler = torch.amp.GradScaler(device.type) if recipe.amp == "fp16" else None
+        # A scaler that is not enabled passes everything through.
+        self.scaler = torch.amp.GradScaler(device.type, enabled=recipe.amp == "fp16")
         self.optimizer = make_optimizer(recipe, self.model, self.warmup, self.scaler)
         runner = replicate(self.model, world) if world.parallel == "ddp" else self.model
         self._runner: nn.Module = torch.compile(runner) if running.compile else runner  # type: ignore[assignment]
@@ -136,27 +120,29 @@ class Training:
         self._board: Any = None
 
     def _build_model(self, device: torch.device) -> nn.Module:
-        options = dict(self.recipe.model)
-        model = build(options.pop("name"), **options).to(device, _DTYPES[self.recipe.dtype])
+        options, needed = self.recipe.model, self.data.outputs
+        model = build(**options).to(device, DTYPES[self.recipe.dtype])
         if self.recipe.channels_last:
             model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        outputs = options.get("classes", options.get("vocab_size"))
-        if outputs is not None and outputs < self.data.outputs:
-            raise LabError(
-                f"the data has {self.data.outputs} classes or tokens, the model only {outputs}: "
-                f"--set model.{'classes' if 'classes' in options else 'vocab_size'}="
-                f"{self.data.outputs}"
-            )
+        for option in ("classes", "vocab_size"):
+            if options.get(option, needed) < needed:
+                raise LabError(
+                    f"the data has {needed} classes or tokens, the model only {options[option]}: "
+                    f"--set model.{option}={needed}"
+                )
         longest = getattr(getattr(model, "config", None), "max_position_embeddings", None)
         length = self.recipe.data.get("length")
         if longest is not None and length is not None and length > longest:
-            raise LabError(f"data.length={length} is more than the {longest} places of the model")
+            raise LabError(f"data.length={length} exceeds the {longest} positions of the model")
         return model
 
     def _make_shadow(self) -> Shadow | None:
-        if not isinstance(self.optimizer, SecondOrder) or not self.world.first:
-            return None
-        if self.recipe.optimizer not in ("shampoo", "caspr") or not self.recipe.watched_blocks:
+        if not (
+            self.world.first
+            and self.recipe.watched_blocks
+            and self.recipe.optimizer in ("shampoo", "caspr")
+            and isinstance(self.optimizer, SecondOrder)
+        ):
             return None
         names: dict[Tensor, str] = {p: name for name, p in self.model.named_parameters()}
         return Shadow(self.optimizer, names, self.recipe.watched_blocks, self._aside)
@@ -169,10 +155,10 @@ class Training:
         """Train to the end.
 
         Args:
-            display: Where progress is shown.
-            label: What it is called there.
-            resume: Whether to go on from the last checkpoint.
-            interrupts: Tells whether the user wants to stop.
+            display: Shows the progress.
+            label: Name of the run on the display.
+            resume: True to resume from the last checkpoint.
+            interrupts: Tells if the user wants to stop.
 
         Returns:
             The figures of ``summary.json``.
@@ -194,7 +180,7 @@ class Training:
             self._take_step()
             display.step(self.step)
             last = self.step == self.steps
-            stop = self._votes.anyone(interrupts.wanted)
+            stop = self._votes.any_rank(interrupts.wanted)
             saved = self.step % save_every == 0
             due = self.step % recipe.log_every == 0
             evaluated = self.step % eval_every == 0
@@ -214,7 +200,7 @@ class Training:
         return summarise(self)
 
     def _take_step(self) -> None:
-        """One step of the optimizer; the host does not wait."""
+        """Take one step of the optimizer, without waiting for the device."""
         recipe, step = self.recipe, self.step
         lr = recipe.lr * factor(recipe.schedule, step, self.steps, self.warmup)
         for group in self.optimizer.param_groups:
@@ -224,26 +210,22 @@ class Training:
             x = x.contiguous(memory_format=torch.channels_last)
         if self._passes is None:
             self._passes = self._make_passes(x, y)
-        # What the network draws, such as stochastic depth.
+        # For random numbers of the network, such as stochastic depth.
         torch.manual_seed(seed_of("network", recipe.seed, step, self.world.rank))
         self._losses.append(self._passes(x, y))
-        if self.scaler is not None:
-            self.scaler.unscale_(self.optimizer)
+        self.scaler.unscale_(self.optimizer)
         if recipe.clip is not None:
             nn.utils.clip_grad_norm_(self.model.parameters(), recipe.clip)
         if self.shadow is not None:
             self.shadow.before_step()
-        if self.scaler is None:
-            self.optimizer.step()
-        else:
-            self.scaler.step(self.optimizer)
-            self.scaler.update()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
         self.step += 1
         self._timer.mark()
-        found = self.shadow.after_step() if self.shadow is not None else None
-        if found is not None:
-            # Before the line of losses: both are of this step, and this one was first.
-            self._add({"kind": "errors", **self._place(), **found})
+        errors = self.shadow.after_step() if self.shadow is not None else None
+        if errors is not None:
+            # This line precedes that of the losses of the same step.
+            self._add({"kind": "errors", **self._position(), **errors})
 
     def _make_passes(self, x: Tensor, y: Tensor) -> Eager | Captured:
         repeatable = Repeatable(self.world.device, self.recipe.deterministic)
@@ -255,7 +237,7 @@ class Training:
         return Eager(self._runner, self.objective, self.optimizer, share, self.scaler, repeatable)
 
     def _flush(self, display: Display) -> None:
-        """Read the losses since the last time. Waits for the device."""
+        """Write the mean loss since the last call. Waits for the device."""
         mean = torch.stack(self._losses).double().mean()
         loss = float(self.world.sum(mean)) / self.world.ranks
         count = len(self._losses)
@@ -267,21 +249,18 @@ class Training:
         lr = self.optimizer.param_groups[0]["lr"]
         times = self._timer.gather()
         self.step_ms += times
-        self._add({"kind": "train", **self._place(), "loss": loss, "lr": lr, "step_ms": times})
+        self._add({"kind": "train", **self._position(), "loss": loss, "lr": lr, "step_ms": times})
         self._since = time.perf_counter()
         display.figures(self.step, loss, lr, count / max(passed, 1e-9), self.peak.now())
 
     @contextmanager
     def _aside(self) -> Iterator[None]:
-        """What happens here is no part of the training's time and memory."""
-        on_gpu = self.world.device.type == "cuda"
-        if on_gpu:
-            torch.cuda.synchronize(self.world.device)
+        """Exclude the body from the time and the memory of the training."""
+        _synchronise(self.world.device)
         self.peak.note()
         start = time.perf_counter()
         yield
-        if on_gpu:
-            torch.cuda.synchronize(self.world.device)
+        _synchronise(self.world.device)
         passed = time.perf_counter() - start
         self._timer.skip(passed)
         self._since += passed
@@ -295,21 +274,19 @@ class Training:
     def _evaluate(self, display: Display) -> None:
         self._modes.evaluate(self.step)
         total = torch.zeros(3, dtype=torch.float64, device=self.world.device)
-        for number, (x, y) in enumerate(self.data.held_out()):
-            if self.recipe.eval_batches is not None and number >= self.recipe.eval_batches:
-                break
+        for x, y in islice(self.data.held_out(), self.recipe.eval_batches):
             total += self.objective.judge(self.model, x, y)
         loss, right, count = self.world.sum(total).tolist()
-        found = {"loss": loss / count}
+        figures = {"loss": loss / count}
         if self.data.classifies:
-            found["accuracy"] = right / count
-            self.best["accuracy"] = max(self.best.get("accuracy", 0.0), found["accuracy"])
-        self.best["loss"] = min(self.best.get("loss", math.inf), found["loss"])
-        self._add({"kind": "eval", **self._place(), **found})
-        display.evaluation(self.step, found)
+            figures["accuracy"] = right / count
+            self.best["accuracy"] = max(self.best.get("accuracy", 0.0), figures["accuracy"])
+        self.best["loss"] = min(self.best.get("loss", math.inf), figures["loss"])
+        self._add({"kind": "eval", **self._position(), **figures})
+        display.evaluation(self.step, figures)
         self._modes.train()
 
-    def _place(self) -> Figures:
+    def _position(self) -> Figures:
         return {
             "step": self.step,
             "epoch": round(self.step / self.per_epoch, 4),
@@ -332,7 +309,7 @@ class Training:
         if self.world.first:
             content = {
                 **state,
-                "scaler": {} if self.scaler is None else self.scaler.state_dict(),
+                "scaler": self.scaler.state_dict(),
                 "shadow": {} if self.shadow is None else self.shadow.state_dict(),
                 "metrics_size": self._metrics.size(),
                 "seconds": self.seconds,
@@ -345,28 +322,30 @@ class Training:
         self.world.wait()
 
     def _load(self) -> int:
-        """Go on from the last checkpoint; returns the size of the metrics then."""
-        found = checkpoints.load_last(self.folder)
+        """Load the last checkpoint; return the size of the metrics file at that time."""
+        state = checkpoints.load_last(self.folder)
         try:
-            load_whole_state(self.model, self.optimizer, found, self.world)
-            if self.scaler is not None:
-                self.scaler.load_state_dict(found["scaler"])
-            if (
-                self.shadow is not None
-                and found["shadow"].keys() == self.shadow.state_dict().keys()
-            ):
-                self.shadow.load_state_dict(found["shadow"])
-            else:  # ranks that share parameters have not followed them: it is too late to begin
+            load_whole_state(self.model, self.optimizer, state, self.world)
+            self.scaler.load_state_dict(state["scaler"])
+            watched = {} if self.shadow is None else self.shadow.state_dict()
+            if self.shadow is not None and state["shadow"].keys() == watched.keys():
+                self.shadow.load_state_dict(state["shadow"])
+            else:  # the run was watched on other ranks: watching cannot start midway
                 self.shadow = None
         except (KeyError, RuntimeError, ValueError) as error:
             raise LabError(
-                f"the checkpoint in {self.folder} does not fit: {' '.join(str(error).split())}"
+                f"the checkpoint in {self.folder} does not fit: {one_line(error)}"
             ) from error
-        self.step, self.seconds = found["step"], found["seconds"]
-        self.last, self.best, self.step_ms = found["last"], found["best"], found["step_ms"]
-        if found["peak"] is not None:
-            self.peak.raise_to(found["peak"])
-        return int(found["metrics_size"])
+        self.step, self.seconds = state["step"], state["seconds"]
+        self.last, self.best, self.step_ms = state["last"], state["best"], state["step_ms"]
+        if state["peak"] is not None:
+            self.peak.raise_to(state["peak"])
+        return int(state["metrics_size"])
+
+
+def _synchronise(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def _tensorboard(folder: Path, step: int) -> Any:
@@ -374,5 +353,5 @@ def _tensorboard(folder: Path, step: int) -> Any:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
         raise LabError("--tensorboard needs a package: pip install tensorboard") from error
-    # What was written after the checkpoint that the run goes on from will be written again.
+    # Steps after the checkpoint are written again.
     return SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)

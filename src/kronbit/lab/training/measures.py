@@ -1,4 +1,4 @@
-"""Time of each step, and peak memory: measured without waiting for the device."""
+"""Time of each step and peak memory, measured without waiting for the device."""
 
 from __future__ import annotations
 
@@ -8,25 +8,23 @@ import gc
 import platform
 import time
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any
 
 import torch
-
-_Mark: TypeAlias = "torch.cuda.Event | float"
 
 _STATUS = Path("/proc/self/status")
 _CLEAR = Path("/proc/self/clear_refs")
 
 
 class StepTimer:
-    """Milliseconds from one mark to the next; on a GPU by events, which are read later."""
+    """Measures milliseconds between marks; on a GPU with events, which are read later."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._steps: list[tuple[_Mark, _Mark, float]] = []
+        self._steps: list[tuple[Any, Any, float]] = []  # start, end, milliseconds to exclude
         self._last, self._skipped = self._now(), 0.0
 
-    def _now(self) -> _Mark:
+    def _now(self) -> Any:
         if self._device.type != "cuda":
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -34,45 +32,43 @@ class StepTimer:
         return event
 
     def mark(self) -> None:
-        """A step is over."""
+        """Mark the end of a step."""
         now = self._now()
         self._steps.append((self._last, now, self._skipped))
         self._last, self._skipped = now, 0.0
 
     def restart(self) -> None:
-        """Something else than a step has taken time; the next one begins now."""
+        """Start the next step now; the time since the last mark is not counted."""
         self._last, self._skipped = self._now(), 0.0
 
     def skip(self, seconds: float) -> None:
-        """Something within a step is no part of it."""
+        """Exclude a duration from the current step."""
         self._skipped += 1e3 * seconds
 
     def gather(self) -> list[float]:
-        """The steps since the last call. The device must be done with them."""
-        found = [_milliseconds(a, b) - skipped for a, b, skipped in self._steps]
+        """Return the times since the last call. The device must have finished these steps."""
+        on_gpu = self._device.type == "cuda"
+        times = [
+            round((a.elapsed_time(b) if on_gpu else 1e3 * (b - a)) - skipped, 3)
+            for a, b, skipped in self._steps
+        ]
         self._steps.clear()
-        return [round(value, 3) for value in found]
-
-
-def _milliseconds(a: _Mark, b: _Mark) -> float:
-    if isinstance(a, float) or isinstance(b, float):
-        return 1e3 * (float(b) - float(a))  # type: ignore[arg-type]  # either both or none
-    return float(a.elapsed_time(b))
+        return times
 
 
 class PeakMemory:
-    """The most that training took.
+    """Peak memory of a training.
 
-    On a GPU it is what was allocated, and what a CUDA graph keeps, else what the process grew by.
-    Evaluation between ``note`` and ``restart`` does not count.
+    On a GPU it is the peak of allocated bytes, with the memory of a CUDA graph. On a CPU it is the
+    growth of the process. Evaluation between ``note`` and ``restart`` does not count.
 
     Args:
-        device: Where training takes place.
-        held: Bytes of parameters, which are there already.
-        earlier: Bytes that were allocated before the run; see ``left_over``.
+        device: Device of the training.
+        held: Bytes of parameters, which are allocated already.
+        earlier: Bytes that were allocated before the run; see ``allocated_earlier``.
 
     Attributes:
-        kind: What the figure means.
+        kind: Meaning of the number, in words.
     """
 
     def __init__(self, device: torch.device, held: int, earlier: int = 0) -> None:
@@ -90,7 +86,7 @@ class PeakMemory:
         self.restart()
 
     def note(self) -> None:
-        """Take what the last steps needed into account."""
+        """Include the peak since the last ``restart``."""
         if self._device.type == "cuda":
             self.raise_to(torch.cuda.max_memory_allocated(self._device) + self._beside)
         elif self._counts:
@@ -103,67 +99,66 @@ class PeakMemory:
             return
         self._counts = False
         with contextlib.suppress(OSError):
-            _CLEAR.write_text("5")  # Linux: the peak is what is held now
+            _CLEAR.write_text("5")  # Linux resets the peak to the current size
             self._counts = bool(self._start)
 
     def add_beside(self, value: int) -> None:
-        """From now on so much is taken that does not count as allocated: by a CUDA graph."""
+        """Add bytes of a CUDA graph, which torch does not count as allocated."""
         self._beside += value
         self.kind = "allocated on the GPU, and kept by a CUDA graph"
         self.restart()
 
     def raise_to(self, value: int) -> None:
-        """Another part of the same run has needed so much."""
+        """Include the peak of another part of the same run."""
         self._peak = max(value, self._peak or 0)
 
     def read(self) -> int | None:
-        """Bytes; ``None`` where it cannot be told."""
+        """Return the peak in bytes; ``None`` if the system does not report it."""
         return self._peak
 
     def now(self) -> int | None:
-        """Bytes held at present, for the progress bar."""
+        """Return the current memory in bytes, for the progress bar."""
         if self._device.type == "cuda":
             return torch.cuda.memory_allocated(self._device) + self._beside
         return _resident("VmRSS")
 
 
-def left_over(device: torch.device) -> int:
-    """What earlier runs of this process still have on a GPU: workspaces of cuBLAS, above all."""
+def allocated_earlier(device: torch.device) -> int:
+    """Return the GPU memory of earlier runs of this process, such as workspaces of cuBLAS."""
     gc.collect()
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
 
 
-def _resident(name: str) -> int | None:
-    try:
-        for line in _STATUS.read_text().splitlines():
+def _line(path: Path, name: str) -> str | None:
+    """Return the value of a line ``name: value``; ``None`` if the file or the line is missing."""
+    with contextlib.suppress(OSError):
+        for line in path.read_text().splitlines():
             if line.startswith(name):
-                return 1024 * int(line.split()[1])
-    except OSError:
-        pass
+                return line.partition(":")[2].strip()
     return None
 
 
+def _resident(name: str) -> int | None:
+    line = _line(_STATUS, name)
+    return None if line is None else 1024 * int(line.split()[0])
+
+
 def _give_back_free_memory() -> None:
-    """What an earlier run has freed must not count for nothing in this one."""
+    """Return freed memory to the system, so that its reuse counts as growth of the process."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL("libc.so.6").malloc_trim(0)
 
 
 def hardware(device: torch.device) -> str:
-    """What it runs on, in words."""
+    """Return the name of the GPU or CPU."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    model = platform.processor() or platform.machine()
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                model = line.partition(":")[2].strip()
-                break
+    model = _line(Path("/proc/cpuinfo"), "model name") or platform.processor() or platform.machine()
     return f"{model}, {torch.get_num_threads()} threads"
 
 
 def versions() -> dict[str, str | None]:
-    """What a figure must be quoted with."""
+    """Return the versions that figures are quoted with."""
     import kronbit
 
     return {

@@ -1,4 +1,4 @@
-"""Training and evaluation: a schedule-free F has other weights for each."""
+"""Switch between training and evaluation, where a schedule-free F has different weights."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from torch.optim import Optimizer
 
 from kronbit.lab.training.passes import Objective
 
-_RECALIBRATED = 50  # batches that batch norm sees with the weights of evaluation
+_RECALIBRATED = 50  # batches for the statistics of batch norm in evaluation
 
 
 class Modes:
-    """Switches network and optimizer.
+    """Switches a network and its optimizer.
 
     Args:
         model: The network.
         optimizer: Its optimizer; a schedule-free one has ``train`` and ``eval``.
-        objective: How the network is run.
-        batches: Training data by step, of a schedule-free run: statistics of batch norm are taken
-            anew of them before an evaluation, and are what they were after it.
+        objective: Runs the network.
+        batches: Training data by step, for schedule-free runs. Statistics of batch norm are
+            recomputed from it before an evaluation, and restored after it.
     """
 
     def __init__(
@@ -37,16 +37,16 @@ class Modes:
         self._kept: list[Tensor] = []
 
     def train(self) -> None:
-        """For the next steps."""
-        self._tell("train")
+        """Prepare for training."""
+        getattr(self._optimizer, "train", lambda: None)()
         self._model.train()
         for buffer, value in zip(self._statistics(), self._kept, strict=False):
             buffer.copy_(value)
         self._kept = []
 
     def evaluate(self, step: int) -> None:
-        """For held-out data, after so many steps."""
-        self._tell("eval")
+        """Prepare for held-out data after ``step`` steps."""
+        getattr(self._optimizer, "eval", lambda: None)()
         self._model.eval()
         if self._batches is None or not self._norms:
             return
@@ -60,8 +60,3 @@ class Modes:
 
     def _statistics(self) -> list[Tensor]:
         return [buffer for norm in self._norms for buffer in norm.buffers()]
-
-    def _tell(self, mode: str) -> None:
-        own = getattr(self._optimizer, mode, None)
-        if own is not None:
-            own()

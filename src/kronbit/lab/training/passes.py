@@ -1,4 +1,4 @@
-"""Forward and backward: one step's gradients, eagerly or by replaying a CUDA graph."""
+"""The gradients of a step, computed eagerly or by a CUDA graph."""
 
 from __future__ import annotations
 
@@ -12,22 +12,21 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional
 
-from kronbit.lab.errors import LabError
 from kronbit.lab.models import logits
+from kronbit.lab.precision import autocast
 from kronbit.lab.training.determinism import Repeatable
 
-_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _WARM_UPS = 3
 
 
 @dataclass(frozen=True)
 class Objective:
-    """The loss, and how the network is run for it.
+    """The loss of a network.
 
     Attributes:
-        classifies: Whether a target belongs to a whole example, else to each token.
-        amp: ``off``, ``bf16`` or ``fp16``.
-        smoothing: Of labels in training.
+        classifies: True if an example has one target, false if each token has one.
+        amp: Autocast: ``off``, ``bf16`` or ``fp16``.
+        smoothing: Label smoothing in training.
     """
 
     classifies: bool
@@ -35,37 +34,36 @@ class Objective:
     smoothing: float = 0.0
 
     def outputs(self, model: nn.Module, x: Tensor) -> Tensor:
-        """Logits, in float32."""
-        kind = _AUTOCAST.get(self.amp, torch.bfloat16)
-        with torch.autocast(x.device.type, dtype=kind, enabled=self.amp != "off"):
-            found = logits(model, x)
-        return found.float() if self.classifies else found.float().flatten(0, 1)
+        """Return the logits in float32."""
+        with autocast(x.device.type, self.amp):
+            outputs = logits(model, x)
+        return outputs.float() if self.classifies else outputs.float().flatten(0, 1)
 
     def loss(self, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        """The mean loss of a batch in training. Mixed targets are smoothed already."""
+        """Return the mean loss of a training batch. Mixed targets are smoothed already."""
         smoothing = 0.0 if y.is_floating_point() else self.smoothing
         target = y if y.is_floating_point() else y.flatten()
         return functional.cross_entropy(self.outputs(model, x), target, label_smoothing=smoothing)
 
     @torch.no_grad()
     def judge(self, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        """(sum of losses, right answers, answers) of held-out data, on the device."""
-        found, target = self.outputs(model, x), y.flatten()
-        loss = functional.cross_entropy(found, target, reduction="sum")
-        right = (found.argmax(-1) == target).sum()
+        """Return (sum of losses, correct answers, answers) for held-out data, on the device."""
+        outputs, target = self.outputs(model, x), y.flatten()
+        loss = functional.cross_entropy(outputs, target, reduction="sum")
+        right = (outputs.argmax(-1) == target).sum()
         return torch.stack([loss.double(), right.double(), torch.full_like(loss, len(target))])
 
 
 class Eager:
-    """The gradients of a step, in one or several parts.
+    """Computes the gradients of a step, in one or several passes.
 
     Args:
-        model: The network, wrapped as it runs.
-        objective: Its loss.
-        optimizer: Whose gradients are cleared.
-        micro_batch: Examples per part; ``None`` for all at once.
-        scaler: Of fp16 training.
-        repeatable: How to get the same gradients every time.
+        model: The network, with its wrappers (DDP, FSDP, compiled).
+        objective: The loss.
+        optimizer: The optimizer, whose gradients are cleared.
+        micro_batch: Examples per pass; ``None`` for the whole batch.
+        scaler: Loss scaler of fp16 training.
+        repeatable: Runs the passes deterministically.
     """
 
     def __init__(
@@ -74,32 +72,30 @@ class Eager:
         objective: Objective,
         optimizer: torch.optim.Optimizer,
         micro_batch: int | None,
-        scaler: torch.amp.GradScaler | None,
+        scaler: torch.amp.GradScaler,
         repeatable: Repeatable,
     ) -> None:
         self._model, self._objective, self._optimizer = model, objective, optimizer
         self._micro_batch, self._scaler, self._repeatable = micro_batch, scaler, repeatable
 
     def __call__(self, x: Tensor, y: Tensor) -> Tensor:
-        """Fills the gradients; returns the loss, which is still on the device."""
+        """Compute the gradients; return the loss as a tensor on the device."""
         return self._repeatable(lambda: self._run(x, y))
 
     def _run(self, x: Tensor, y: Tensor) -> Tensor:
         self._optimizer.zero_grad(set_to_none=True)
         size = self._micro_batch or len(x)
         parts = list(zip(x.split(size), y.split(size), strict=True))
-        total = None
-        for number, (some, target) in enumerate(parts):
-            with self._without_exchange(number < len(parts) - 1):
+        losses = []
+        for number, (some, target) in enumerate(parts, 1):
+            with self._without_exchange(number < len(parts)):
                 loss = self._objective.loss(self._model, some, target) * (len(some) / len(x))
-                (loss if self._scaler is None else self._scaler.scale(loss)).backward()
-            total = loss.detach() if total is None else total + loss.detach()
-        if total is None:
-            raise LabError("a step needs at least one example: --set batch=...")
-        return total
+                self._scaler.scale(loss).backward()
+            losses.append(loss.detach())
+        return sum(losses[1:], losses[0])
 
     def _without_exchange(self, wanted: bool) -> AbstractContextManager[None]:
-        """Gradients of parts are summed up here, and exchanged with the last one."""
+        """Accumulate gradients locally; the last pass exchanges them with the other ranks."""
         if wanted and isinstance(self._model, nn.parallel.DistributedDataParallel):
             return self._model.no_sync()
         if isinstance(self._model, FSDPModule):
@@ -108,29 +104,24 @@ class Eager:
 
 
 class Captured:
-    """The same as one CUDA graph, which is replayed: no launches by the host.
+    """Computes the gradients of a step by replaying a CUDA graph.
 
-    Inputs are copied to where the graph reads, and gradients stay where it writes them.
+    Inputs are copied to the graph's inputs; gradients stay in the tensors the graph writes to.
 
     Args:
         model: The network.
-        objective: Its loss.
-        x: Inputs of the shape of every step.
-        y: Targets of the shape of every step.
-        repeatable: How to get the same gradients every time.
+        objective: The loss.
+        x: Inputs with the shape of every step.
+        y: Targets with the shape of every step.
+        repeatable: Runs the capture deterministically.
 
     Attributes:
-        freed_bytes: What the pass frees again as it goes. It stays the graph's own, although
-            torch does not count it as allocated.
+        freed_bytes: Bytes that the passes allocate and free. The graph keeps them, although torch
+            does not count them as allocated.
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        objective: Objective,
-        x: Tensor,
-        y: Tensor,
-        repeatable: Repeatable,
+        self, model: nn.Module, objective: Objective, x: Tensor, y: Tensor, repeatable: Repeatable
     ) -> None:
         self._model, self._objective = model, objective
         self._x, self._y = x.clone(), y.clone()
@@ -143,10 +134,10 @@ class Captured:
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             for _ in range(_WARM_UPS):
-                _clear(self._model)
+                self._model.zero_grad()
                 self._objective.loss(self._model, self._x, self._y).backward()
         torch.cuda.current_stream().wait_stream(side)
-        _clear(self._model)
+        self._model.zero_grad()
 
     def _capture(self) -> tuple[torch.cuda.CUDAGraph, Tensor]:
         graph = torch.cuda.CUDAGraph()
@@ -158,7 +149,7 @@ class Captured:
         return graph, loss.detach()
 
     def __call__(self, x: Tensor, y: Tensor) -> Tensor:
-        """Fills the gradients; returns the loss, which is still on the device."""
+        """Compute the gradients; return the loss as a tensor on the device."""
         self._x.copy_(x)
         self._y.copy_(y)
         self._graph.replay()
@@ -166,21 +157,16 @@ class Captured:
 
 
 def rehearse(model: nn.Module, objective: Objective, x: Tensor, y: Tensor) -> None:
-    """A step of a copy: what torch loads and sets up at the first one is no part of a training."""
+    """Run a step on a copy, so that torch's one-time initialisation is not measured."""
     twin = copy.deepcopy(model)
     optimizer = torch.optim.AdamW(twin.parameters())
     objective.loss(twin, x, y).backward()
     optimizer.step()
 
 
-def _clear(model: nn.Module) -> None:
-    for p in model.parameters():
-        p.grad = None
-
-
 @contextmanager
 def _unchanged(model: nn.Module) -> Iterator[None]:
-    """Statistics of batch norm must not count what is only a rehearsal."""
+    """Restore all buffers, such as statistics of batch norm, after warm-up and capture."""
     kept = [(buffer, buffer.clone()) for buffer in model.buffers()]
     yield
     for buffer, value in kept:

@@ -1,4 +1,4 @@
-"""The exact preconditioners beside the quantised ones, while a network is trained."""
+"""Exact preconditioners, kept beside the quantised ones during a training."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from kronbit.blocks.blocking import Block, Blocking
+from kronbit.blocks.blocking import Block
 from kronbit.config import Config
 from kronbit.distributed.sharding import is_distributed
 from kronbit.factors.layout import decay_weights
@@ -25,17 +25,17 @@ _SIDES = ("left", "right")
 
 @dataclass(eq=False)
 class _Watch:
-    """One block that is watched.
+    """A watched block.
 
     Attributes:
-        name: Of its parameter, and of the block if there are several.
+        name: Name of the parameter, and of the block if the parameter has several.
         p: The parameter.
-        group: Its number among the param groups.
-        matrices: (E, M, N), the parameter seen as a stack of matrices.
-        block: Where the block lies in them.
-        exact: A by side, float64, on the host.
-        seen: Steps of the parameter before the one that is being taken.
-        G: The block's gradient there, if the statistics are due and it is finite.
+        group: Index of the parameter's group.
+        matrices: (E, M, N), shape of the parameter as a stack of matrices.
+        block: Position of the block in this stack.
+        exact: A per side, in float64 on the host.
+        seen: Steps of the parameter before the current one.
+        G: Gradient of the block, if the statistics are due and the gradient is finite.
     """
 
     name: str
@@ -48,41 +48,43 @@ class _Watch:
     G: Tensor | None = field(default=None, repr=False)
 
     def gradient(self) -> Tensor | None:
-        """G in float64; ``None`` if the optimizer does not trust the gradient."""
+        """Return G in float64, or ``None`` if the optimizer skips the gradient as not finite."""
         grad = self.p.grad
         assert grad is not None
         wide = torch.float64 if grad.dtype == torch.float64 else torch.float32
         if not bool(torch.isfinite(torch.linalg.vector_norm(grad, dtype=wide).float())):
             return None
-        own = self.block
-        rows, columns = slice(own.row, own.row + own.m), slice(own.column, own.column + own.n)
-        found = grad.detach().reshape(self.matrices)[own.batch, rows, columns]
-        return found.to(torch.float64, copy=True)
+        block = self.block
+        rows, columns = (
+            slice(block.row, block.row + block.m),
+            slice(block.column, block.column + block.n),
+        )
+        G = grad.detach().reshape(self.matrices)[block.batch, rows, columns]
+        return G.to(torch.float64, copy=True)
 
     def update(self, G: Tensor, beta: float) -> None:
-        """A ← β A + (1 - β) M on both sides."""
+        """Update both sides: A ← β A + (1 - β) M."""
         decay, weight = decay_weights(beta)
         for side, M in (("left", G @ G.mT), ("right", G.mT @ G)):
             self.exact[side].mul_(decay).add_(M.cpu(), alpha=weight)
 
 
 class Shadow:
-    """Keeps the preconditioners of a few blocks exactly, to tell the errors of the stored roots.
+    """Keeps exact preconditioners of a few blocks, to measure the errors of the stored roots.
 
-    Of each preconditioned parameter the largest block counts, and of these the largest are watched.
-    They are kept in float64 on the host. Call ``before_step`` between ``backward`` (with unscaling
-    and clipping) and ``optimizer.step()``, and ``after_step`` behind that.
+    The candidates are the largest block of each preconditioned parameter; the largest candidates
+    are watched. Their preconditioners are in float64 on the host. Call ``before_step`` after
+    ``backward``, unscaling and clipping, and ``after_step`` after ``optimizer.step()``.
 
-    Nothing is watched where it is not known here what a root should be: with statistics of
-    activations (KFAC, AdaBK), staggered schedules, parameters that are sharded over ranks,
-    ``shard_state=True``, and on all ranks but the first.
+    Nothing is watched if the exact root is unknown here: with statistics of activations (KFAC,
+    AdaBK), staggered schedules, parameters that are sharded over ranks, ``shard_state=True``, and
+    on all ranks but the first.
 
     Args:
-        optimizer: ``Shampoo`` or ``CASPR``, before its first step, or with ``load_state_dict`` to
-            follow.
-        names: What parameters are called.
-        blocks: How many to watch.
-        aside: Entered while it is at work, which is no part of the training's time and memory.
+        optimizer: ``Shampoo`` or ``CASPR``, before its first step or before ``load_state_dict``.
+        names: Names of the parameters.
+        blocks: Number of blocks to watch.
+        aside: Context of the measurements, which excludes them from time and memory.
     """
 
     def __init__(
@@ -93,16 +95,16 @@ class Shadow:
         aside: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self._optimizer, self._aside = optimizer, aside
-        self._watches = [] if _knows_nothing(optimizer) else _largest(optimizer, names, blocks)
+        self._watches = [] if _cannot_watch(optimizer) else _largest(optimizer, names, blocks)
 
     @property
     def watches(self) -> tuple[str, ...]:
-        """The blocks that are watched, by name."""
+        """Names of the watched blocks."""
         return tuple(watch.name for watch in self._watches)
 
     @torch.no_grad()
     def before_step(self) -> None:
-        """Take the gradients of a step that updates statistics."""
+        """Copy the gradients, if the coming step updates statistics."""
         due = []
         for watch in self._watches:
             watch.seen, watch.G = self._steps(watch), None
@@ -115,14 +117,14 @@ class Shadow:
 
     @torch.no_grad()
     def after_step(self) -> dict[str, Any] | None:
-        """Follow the step that was taken.
+        """Update the exact preconditioners, and measure roots that were refreshed.
 
         Returns:
-            ``None``, unless roots were refreshed: then the means of their errors, ``nre`` and
-            ``angle`` (degrees), the same without diagonals under ``off_diagonal``, and those of
-            each root under ``blocks``.
+            ``None`` if no root was refreshed. Otherwise the mean errors ``nre`` and ``angle``
+            (degrees), the same without diagonals under ``off_diagonal``, and the errors of each
+            root under ``blocks``.
         """
-        # A step may have been skipped, by a gradient scaler, say.
+        # A gradient scaler may have skipped the step.
         taken = [watch for watch in self._watches if self._steps(watch) == watch.seen + 1]
         updated = [(watch, watch.G) for watch in taken if watch.G is not None]
         refreshed = [w for w in taken if refreshes_at(self._config(w), w.seen + 1)]
@@ -134,45 +136,45 @@ class Shadow:
                 watch.G = None
             if not refreshed:
                 return None
-            found = self._errors(refreshed)
-        whole, beside = zip(*found.values(), strict=True)
+            errors = self._errors(refreshed)
+        whole, beside = zip(*errors.values(), strict=True)
         return {
             **_mean(whole),
             "off_diagonal": _mean(beside),
-            "blocks": {name: asdict(own) for name, (own, _) in found.items()},
+            "blocks": {name: asdict(whole) for name, (whole, _) in errors.items()},
         }
 
     def _errors(self, refreshed: list[_Watch]) -> dict[str, tuple[Deviation, Deviation]]:
         plan = self._optimizer._plan
         assert plan is not None, "a step has been taken"
         planned = {(block.p, block.key): block for block in plan.blocks()}
-        found = {}
+        errors = {}
         for watch in refreshed:
-            own = planned[watch.p, f"block_{watch.block.index}"]
-            for side, factors in own.sides.items():
-                root = factors.roots(slice(own.row, own.row + 1))[0]
+            block = planned[watch.p, f"block_{watch.block.index}"]
+            for side, factors in block.sides.items():
+                root = factors.roots(slice(block.row, block.row + 1))[0]
                 A = watch.exact[side].to(root.device)
                 exact = Statistic.of(A, self._config(watch)).root()
-                found[f"{watch.name} {side}"] = deviations(root, exact)
-        return found
+                errors[f"{watch.name} {side}"] = deviations(root, exact)
+        return errors
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The exact preconditioners by name and side."""
+        """Return the exact preconditioners by name and side."""
         return {
             f"{watch.name} {side}": A for watch in self._watches for side, A in watch.exact.items()
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on from what ``state_dict`` returned.
+        """Load what ``state_dict`` returned.
 
         Raises:
-            LabError: If it is of other blocks.
+            LabError: If the blocks or their shapes differ.
         """
-        own = self.state_dict()
-        for name in own.keys() ^ state_dict.keys():
+        current = self.state_dict()
+        for name in current.keys() ^ state_dict.keys():
             where = "not watched here" if name in state_dict else "not in the checkpoint"
             raise LabError(f"exact preconditioners of other blocks: {name} is {where}")
-        for name, A in own.items():
+        for name, A in current.items():
             if state_dict[name].shape != A.shape:
                 raise LabError(
                     f"the exact preconditioner {name} has shape {tuple(state_dict[name].shape)} in "
@@ -184,19 +186,21 @@ class Shadow:
         return self._optimizer._config_of(self._optimizer.param_groups[watch.group])
 
     def _steps(self, watch: _Watch) -> int:
-        """Gradients that a parameter has seen."""
-        # Not by [], which would make an entry.
+        """Return the number of steps of the watched parameter."""
+        # Indexing with [] would create an entry.
         return int(self._optimizer.state.get(watch.p, {}).get("step", 0))
 
 
-def _mean(found: Sequence[Deviation]) -> dict[str, float]:
-    """Of both errors."""
+def _mean(deviations: Sequence[Deviation]) -> dict[str, float]:
+    """Return the mean of both errors."""
     return {
-        name: sum(getattr(own, name) for own in found) / len(found) for name in ("nre", "angle")
+        name: sum(getattr(one, name) for one in deviations) / len(deviations)
+        for name in ("nre", "angle")
     }
 
 
-def _knows_nothing(optimizer: SecondOrder) -> bool:
+def _cannot_watch(optimizer: SecondOrder) -> bool:
+    """True if exact roots are unknown here; see ``Shadow``."""
     return (
         optimizer._statistics.name != "gradients"
         or optimizer.config.shard_state
@@ -205,27 +209,26 @@ def _knows_nothing(optimizer: SecondOrder) -> bool:
 
 
 def _largest(optimizer: SecondOrder, names: Mapping[Tensor, str], blocks: int) -> list[_Watch]:
-    """The largest block of each parameter, as many as are wanted; of equal ones the first."""
-    found: list[tuple[tuple[int, int], _Watch]] = []
+    """Return the largest candidates, in order of size; among equal sizes, the first."""
+    watches = []
     for number, group in enumerate(optimizer.param_groups):
         config = optimizer._config_of(group)
         for p in group["params"]:
             cut = optimizer._statistics.route(p, config)
             if isinstance(cut, str) or config.stagger or is_distributed(p) or not p.requires_grad:
                 continue
-            size, block = _largest_block(cut)
+            block = next(max(cut.grids, key=lambda grid: _size(*grid.shape)).blocks())
             name = names[p] if len(cut) == 1 else f"{names[p]} block_{block.index}"
-            found.append((size, _Watch(name, p, number, cut.matrices, block, {})))
-    # Sorting is stable: of equal ones, the first.
-    watches = [own for _, own in sorted(found, key=lambda pair: pair[0], reverse=True)[:blocks]]
-    for watch in watches:
+            watches.append(_Watch(name, p, number, cut.matrices, block, {}))
+    # Sorting is stable: among equal sizes, the first wins.
+    watches.sort(key=lambda watch: _size(watch.block.m, watch.block.n), reverse=True)
+    for watch in watches[:blocks]:
         start = optimizer._config_of(optimizer.param_groups[watch.group]).start_value
         for side, order in zip(_SIDES, (watch.block.m, watch.block.n), strict=True):
             watch.exact[side] = start * torch.eye(order, dtype=torch.float64)
-    return watches
+    return watches[:blocks]
 
 
-def _largest_block(cut: Blocking) -> tuple[tuple[int, int], Block]:
-    """By its larger side, then by the other; with both."""
-    grid = max(cut.grids, key=lambda own: (max(own.shape), min(own.shape)))
-    return (max(grid.shape), min(grid.shape)), next(grid.blocks())
+def _size(m: int, n: int) -> tuple[int, int]:
+    """Return a sort key: the larger side, then the smaller."""
+    return max(m, n), min(m, n)

@@ -1,22 +1,38 @@
-"""The figures of a finished run."""
+"""The summary of a finished run."""
 
 from __future__ import annotations
 
 import statistics
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any, Protocol
 
+from torch import nn
 from torch.optim import Optimizer
 
 from kronbit.base import Around
+from kronbit.lab.recipe import Recipe
+from kronbit.lab.training.measures import PeakMemory
 from kronbit.optimizer import SecondOrder
 from kronbit.reporting.memory import held_bytes
 
-if TYPE_CHECKING:
-    from kronbit.lab.training.loop import Training
+
+class Progressed(Protocol):
+    """The part of a training that its summary reads."""
+
+    recipe: Recipe
+    model: nn.Module
+    optimizer: Optimizer
+    peak: PeakMemory
+    step: int
+    steps: int
+    seconds: float
+    step_ms: list[float]
+    last: dict[str, Mapping[str, Any]]
+    best: dict[str, float]
 
 
-def summarise(training: Training) -> dict[str, Any]:
-    """What ``summary.json`` says of a training, but for its name and origin."""
+def summarise(training: Progressed) -> dict[str, Any]:
+    """Return the content of ``summary.json``, except for the name and origin of the run."""
     last = training.last
     evaluated, errors = last.get("eval", {}), last.get("errors")
     return {
@@ -38,29 +54,24 @@ def summarise(training: Training) -> dict[str, Any]:
 
 
 def _distribution(times: list[float]) -> dict[str, float]:
-    ordered = sorted(times)
-
-    def at(share: float) -> float:
-        return ordered[round(share * (len(ordered) - 1))]
-
+    ordered, last = sorted(times), len(times) - 1
     return {
         "median": statistics.median(ordered),
         "mean": round(statistics.fmean(ordered), 4),
-        "p5": at(0.05),
-        "p95": at(0.95),
+        "p5": ordered[round(0.05 * last)],
+        "p95": ordered[round(0.95 * last)],
     }
 
 
-def _memory(training: Training) -> dict[str, Any]:
+def _memory(training: Progressed) -> dict[str, Any]:
     params = list(training.model.parameters())
     optimizer = training.optimizer
     if isinstance(optimizer, SecondOrder):
         held = optimizer.memory()
-    elif isinstance(optimizer, Around):
-        base = held_bytes(optimizer.base.state)
-        held = {"base": base, "statistics": max(0, held_bytes(optimizer.state) - base), "roots": 0}
     else:
-        held = {"base": held_bytes(optimizer.state), "statistics": 0, "roots": 0}
+        state = held_bytes(optimizer.state)
+        base = held_bytes(optimizer.base.state) if isinstance(optimizer, Around) else state
+        held = {"base": base, "statistics": max(0, state - base), "roots": 0}
     return {
         "peak": training.peak.read(),
         "peak_is": training.peak.kind,
@@ -71,5 +82,5 @@ def _memory(training: Training) -> dict[str, Any]:
 
 
 def _counters(optimizer: Optimizer) -> dict[str, int]:
-    found = optimizer.diagnostics() if hasattr(optimizer, "diagnostics") else {}
-    return {name: value for name, value in found.items() if type(value) is int}
+    diagnostics = optimizer.diagnostics() if hasattr(optimizer, "diagnostics") else {}
+    return {name: value for name, value in diagnostics.items() if type(value) is int}

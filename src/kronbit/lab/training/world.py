@@ -1,8 +1,9 @@
-"""One process or several: where this one stands, and how a model is spread."""
+"""One process or several: ranks, devices, and models that are sharded or replicated."""
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -21,13 +22,13 @@ PARALLEL = ("none", "ddp", "fsdp2")
 
 @dataclass(frozen=True)
 class World:
-    """Where this process stands.
+    """This process among the ranks.
 
     Attributes:
         parallel: ``none``, ``ddp`` or ``fsdp2``.
-        device: What it computes on.
-        rank: Its number.
-        ranks: Of how many.
+        device: Device of this process.
+        rank: Rank of this process.
+        ranks: Number of ranks.
     """
 
     parallel: str
@@ -37,117 +38,109 @@ class World:
 
     @property
     def first(self) -> bool:
-        """Whether it writes files and the terminal."""
+        """True on the rank that writes files and to the terminal."""
         return self.rank == 0
 
     def sum(self, values: Tensor) -> Tensor:
-        """The sum over all ranks."""
+        """Return the sum over all ranks."""
         if self.ranks > 1:
             dist.all_reduce(values)
         return values
 
     def wait(self) -> None:
-        """Until all ranks are here."""
+        """Wait for all ranks."""
         if self.ranks > 1:
             dist.barrier()
 
 
 class Votes:
-    """Whether any rank wants to stop: asked at every step, answered at the next.
+    """Asks all ranks if any of them wants to stop; the answer comes one step later.
 
-    So nobody waits: neither for the device nor, on steps of usual length, for other hosts.
+    So no rank waits for its device, nor for other hosts on steps of usual length.
     """
 
     def __init__(self, world: World) -> None:
         self._alone = world.ranks == 1
-        self._pending: tuple[dist.Work, Tensor] | None = None
+        self._work: dist.Work | None = None
+        self._votes = torch.tensor(0.0)
         if not self._alone:
             self._group = dist.new_group(backend="gloo")
 
-    def anyone(self, wants: bool) -> bool:
-        """The same on all ranks, which must all call it."""
+    def any_rank(self, wants: bool) -> bool:
+        """Return the answer of the previous call; it is the same on all ranks. All must call it."""
         if self._alone:
             return wants
-        wanted = False
-        if self._pending is not None:
-            work, votes = self._pending
-            work.wait()
-            wanted = bool(votes.item())
-        votes = torch.tensor(float(wants))
-        work = dist.all_reduce(votes, group=self._group, async_op=True)
-        assert work is not None  # as always with async_op
-        self._pending = (work, votes)
+        if self._work is not None:
+            self._work.wait()
+        wanted = bool(self._votes)
+        self._votes = torch.tensor(float(wants))
+        self._work = dist.all_reduce(self._votes, group=self._group, async_op=True)
         return wanted
 
 
 def find_device(name: str | None) -> torch.device:
-    """The device that was asked for; else a GPU, if there is one.
+    """Return the named device; by default a GPU if there is one, else the CPU.
 
     Raises:
-        LabError: If there is no such device.
+        LabError: If the device does not exist.
     """
     if name is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise LabError(f"--device must be cpu, cuda or cuda:N; got {name!r}") from error
-    if device.type not in ("cpu", "cuda"):
+    if not re.fullmatch(r"cpu|cuda(:\d{1,2})?", name):
         raise LabError(f"--device must be cpu, cuda or cuda:N; got {name!r}")
-    if device.type == "cuda":
-        if not torch.cuda.is_available():
-            raise LabError(
-                f"--device {name}: torch sees no CUDA device here; leave --device out to use the "
-                "CPU, or install a torch with CUDA"
-            )
-        if (device.index or 0) >= torch.cuda.device_count():
-            raise LabError(
-                f"--device {name}: there are {torch.cuda.device_count()} CUDA devices, from cuda:0"
-            )
+    device = torch.device(name)
+    count = torch.cuda.device_count()
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise LabError(
+            f"--device {name}: torch sees no CUDA device here; leave --device out to use the CPU, "
+            "or install a torch with CUDA"
+        )
+    if device.type == "cuda" and (device.index or 0) >= count:
+        raise LabError(f"--device {name}: there are {count} CUDA devices, from cuda:0")
     return device
 
 
 def join_world(parallel: str, device: str | None) -> World:
-    """Meet the other ranks, which ``torchrun`` has started.
+    """Join the process group of the ranks that ``torchrun`` started.
 
     Raises:
-        LabError: If it has not.
+        LabError: If ``parallel`` and the way the process was started do not match.
     """
     if parallel not in PARALLEL:
         raise LabError(f"--parallel must be one of {', '.join(PARALLEL)}; got {parallel!r}")
     if parallel == "none":
         if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-            raise LabError("several ranks were started: say how with --parallel ddp or fsdp2")
+            raise LabError("several ranks were started: choose --parallel ddp or fsdp2")
         return World("none", find_device(device))
     if "RANK" not in os.environ:
         raise LabError(
             f"--parallel {parallel} needs torchrun: "
             f"torchrun --nproc-per-node 2 -m kronbit train ... --parallel {parallel}"
         )
-    found = find_device(device)
-    if found.type == "cuda":
-        found = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
-        torch.cuda.set_device(found)
-    dist.init_process_group("nccl" if found.type == "cuda" else "gloo")
-    return World(parallel, found, dist.get_rank(), dist.get_world_size())
+    local = find_device(device)
+    if local.type == "cuda":
+        local = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        torch.cuda.set_device(local)
+    dist.init_process_group("nccl" if local.type == "cuda" else "gloo")
+    return World(parallel, local, dist.get_rank(), dist.get_world_size())
 
 
 def agree_on(text: str, world: World) -> str:
-    """What the first rank says."""
-    said = [text]
+    """Return the text of the first rank."""
+    texts = [text]
     if world.ranks > 1:
-        dist.broadcast_object_list(said)
-    return said[0]
+        dist.broadcast_object_list(texts)
+    return texts[0]
 
 
 def leave_world(world: World) -> None:
-    """Say good-bye."""
+    """Leave the process group."""
     if world.parallel != "none":
         dist.destroy_process_group()
 
 
 def shard(model: nn.Module, world: World) -> None:
-    """FSDP2: each block of the network by itself, then the rest."""
+    """Shard a network with FSDP2: each block by itself, then the rest."""
     from torch.distributed.fsdp import fully_shard
 
     mesh = dist.device_mesh.init_device_mesh(world.device.type, (world.ranks,))
@@ -157,18 +150,18 @@ def shard(model: nn.Module, world: World) -> None:
 
 
 def _blocks(model: nn.Module) -> list[nn.Module]:
-    """The members of the outermost lists of layers."""
-    found: list[nn.Module] = []
+    """Return the members of the outermost lists of layers that have parameters."""
+    blocks: list[nn.Module] = []
     for child in model.children():
         if isinstance(child, (nn.ModuleList, nn.Sequential)):
-            found += [block for block in child if any(True for _ in block.parameters())]
+            blocks += [block for block in child if any(True for _ in block.parameters())]
         else:
-            found += _blocks(child)
-    return found
+            blocks += _blocks(child)
+    return blocks
 
 
 def replicate(model: nn.Module, world: World) -> nn.Module:
-    """DDP around a network."""
+    """Wrap a network in DDP."""
     ids = [world.device.index] if world.device.type == "cuda" else None
     return nn.parallel.DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True)
 
@@ -177,21 +170,20 @@ def replicate(model: nn.Module, world: World) -> nn.Module:
 
 
 def whole_state(model: nn.Module, optimizer: Optimizer, world: World) -> dict[str, Any]:
-    """Weights and state as a single process would have them; all ranks call it together."""
+    """Return weights and state as those of a single process. All ranks must call it."""
     if world.ranks == 1 and world.parallel != "fsdp2":
         return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
     from torch.distributed.tensor import DTensor
     from torch.utils._pytree import tree_map_only
 
-    def whole(state: Any) -> Any:
-        return tree_map_only(DTensor, lambda held: held.full_tensor().cpu(), state)
-
-    kept = (
-        consolidate_state_dict(optimizer)
+    state = {
+        "model": model.state_dict(),
+        "optimizer": consolidate_state_dict(optimizer)
         if isinstance(optimizer, SecondOrder)
-        else whole(optimizer.state_dict())
-    )
-    return {"model": whole(model.state_dict()), "optimizer": kept}
+        else optimizer.state_dict(),
+    }
+    whole: dict[str, Any] = tree_map_only(DTensor, lambda held: held.full_tensor().cpu(), state)
+    return whole
 
 
 def load_whole_state(

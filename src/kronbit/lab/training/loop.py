@@ -97,6 +97,7 @@ class Training:
             device=device,
             rank=world.rank,
             ranks=world.ranks,
+            holdout=recipe.holdout,
         )
         per_epoch = max(1, self.data.examples // recipe.batch)
         self.per_epoch = per_epoch

@@ -116,8 +116,8 @@ def test_only_what_ends_in_time_is_chosen() -> None:
     loads = [Estimate(10, seconds, 1.0) for seconds in (300, 120, 90)]
     candidates = list(zip(runs, loads, strict=True))
     assert fitting(candidates, [], 250, 6) == runs[1:]
-    assert fitting(candidates, [], 500, 6) == [runs[0], runs[1]]
-    assert fitting(candidates, [Estimate(10, 100, 1.0)], 200, 6) == [runs[2]]
+    assert fitting(candidates, [], 450, 6) == [runs[0], runs[1]]
+    assert fitting(candidates, [Estimate(10, 100, 1.0)], 210, 6) == [runs[2]]
     assert fitting(candidates, [], float("inf"), 2) == runs
 
 

@@ -41,6 +41,7 @@ _PER_THOUSAND = {
     "digits-cnn": {"base": 5, "shampoo": 10},  # on a CPU
 }
 _UNKNOWN = {"base": 50.0, "shampoo": 60.0}
+_MARGIN = 1.05  # a run that is cut off shortly before its end is lost with its machine
 _FOREIGN = 3  # times as long with an optimizer that loops over parameters in Python
 
 
@@ -170,7 +171,7 @@ def fitting(
     """
     loads, chosen = list(running), []
     for run, load in candidates:
-        if max(finish_times([*loads, load], together)) <= seconds:
+        if _MARGIN * max(finish_times([*loads, load], together)) <= seconds:
             loads.append(load)
             chosen.append(run)
     return chosen

@@ -135,8 +135,11 @@ class Runner:
 
     def _end(self, run: PlannedRun, stopping: bool) -> None:
         code = self._running.pop(run).wait()
-        self.folders.process_file(run).unlink(missing_ok=True)
-        print(f"{run.path}: {_OUTCOMES.get(code, f'exit {code}')}", flush=True)
+        file = self.folders.process_file(run)
+        passed = time.time() - file.stat().st_mtime
+        file.unlink()
+        outcome = _OUTCOMES.get(code, f"exit {code}")
+        print(f"{run.path}: {outcome} after {passed:.0f} s", flush=True)
         if code == 0:
             self.finished(run)
             return

@@ -127,21 +127,15 @@ _WHOLE = "model.drop_path=0"
 _BF16 = ("--amp", "bf16")
 _BF16_GRAPH = (*_BF16, "--cuda-graph")
 
-# How long the warm-up must be at the paper's learning rate.
-_WARM_UPS = {
-    "cifar100-swin-tiny-warm-up": Trainings(
-        "cifar100-swin-tiny",
-        ("base warmup_epochs=5", "base warmup_epochs=10", "base warmup_epochs=5 amp=off"),
-        ("lr=1e-3", "epochs=15", "schedule=constant", "eval_every=390", *_LEAN),
-        flags=_BF16_GRAPH,
-        stage=0,
+# Whether AdamW trains at the paper's learning rate, with bf16 and the recipe's warm-up: at a tenth
+# of Table 2's length with a warm-up of 2 epochs it did not.
+_PROBE = ("lr=1e-3", "epochs=15", "schedule=constant", "eval_every=390", *_LEAN)
+_PROBES = {
+    "cifar100-swin-tiny-probe": Trainings(
+        "cifar100-swin-tiny", ("base",), _PROBE, flags=_BF16_GRAPH, stage=0
     ),
-    "cifar100-vit-small-warm-up": Trainings(
-        "cifar100-vit-small",
-        ("base warmup_epochs=5", "base warmup_epochs=10"),
-        ("lr=1e-3", "epochs=15", "schedule=constant", "eval_every=390", *_LEAN),
-        flags=_BF16_GRAPH,
-        stage=0,
+    "cifar100-vit-small-probe": Trainings(
+        "cifar100-vit-small", ("base",), _PROBE, flags=_BF16_GRAPH, stage=0
     ),
 }
 
@@ -402,4 +396,4 @@ _OTHERS = {
     ),
 }
 
-TRAININGS = {**_WARM_UPS, **_TABLE_2, **_TIMES, **_RATES, **_CHOICES, **_OTHERS}
+TRAININGS = {**_PROBES, **_TABLE_2, **_TIMES, **_RATES, **_CHOICES, **_OTHERS}

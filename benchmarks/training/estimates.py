@@ -25,7 +25,7 @@ _EXAMPLES = {"cifar100": 50_000, "tiny-imagenet": 100_000, "digits": 1_400}
 _PER_SECOND_ORDER = "shampoo"
 # Seconds per 1000 steps with a CUDA graph; without one, where that is needed. The files of
 # results/*-times, where they have a row, are preferred.
-_PER_THOUSAND = {
+_PER_THOUSAND: dict[str, dict[str, float]] = {
     "cifar100-swin-tiny": {"base": 8.3, "shampoo": 9.4, "muon": 39, "without graph": 63},
     "cifar100-vit-small": {"base": 8, "shampoo": 9, "muon": 30, "without graph": 50},  # guessed
     "cifar100-resnet34": {"base": 5.4, "shampoo": 6.8, "mfac": 30, "without graph": 40},
@@ -99,7 +99,8 @@ def _watched(recipe: Recipe, steps: int) -> int:
     """Number of exact roots that are compared with stored ones."""
     if recipe.optimizer not in ("shampoo", "caspr"):
         return 0
-    return recipe.watched_blocks * (steps // recipe.second_order_options()["refresh_every"])
+    refreshes = steps // int(recipe.second_order_options()["refresh_every"])
+    return recipe.watched_blocks * refreshes
 
 
 def _milliseconds(run: PlannedRun, recipe: Recipe, graph: bool) -> float:

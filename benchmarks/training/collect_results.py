@@ -90,8 +90,13 @@ def _short(value: float | None) -> float | None:
 
 
 def same(values: Sequence[Any], what: str) -> Any:
+    """The value that all have.
+
+    Raises:
+        ValueError: If they differ.
+    """
     if any(value != values[0] for value in values):
-        raise SystemExit(f"these runs do not belong into one file: {what} differs")
+        raise ValueError(f"these runs do not belong into one file: {what} differs")
     return values[0]
 
 
@@ -114,11 +119,14 @@ def write_collected(
         target: The file.
         commit: That they were run with.
         side_by_side: How many shared the device.
+
+    Raises:
+        ValueError: If a run is unfinished, or they do not belong into one file.
     """
     runs = find_runs(folders)
     unfinished = [str(run.folder) for run in runs if not (run.finished or run.diverged)]
     if unfinished:
-        raise SystemExit(f"unfinished: {', '.join(unfinished)}")
+        raise ValueError(f"unfinished: {', '.join(unfinished)}")
     content = {
         "recipe": same([run.recipe for run in runs], "recipe"),
         "hardware": same([run.hardware for run in runs], "hardware"),
@@ -137,7 +145,10 @@ def main() -> None:
     parser.add_argument("--commit", default="", help="that they were run with")
     parser.add_argument("--side-by-side", type=int, default=1, help="how many at once on one GPU")
     given = parser.parse_args()
-    write_collected(given.runs, given.output, given.commit, given.side_by_side)
+    try:
+        write_collected(given.runs, given.output, given.commit, given.side_by_side)
+    except ValueError as error:
+        raise SystemExit(str(error)) from error
 
 
 if __name__ == "__main__":

@@ -76,6 +76,7 @@ def test_settings_find_their_place() -> None:
         ("schedule=cosinus", "did you mean cosine"),
         ("base=schedulefree-adamw", "schedule=schedule-free"),
         ("warmup=2", "share from 0 to 1"),
+        ("holdout=1", "share from 0 to below 1"),
         ("lr", "key=value"),
         ("lr=[", "cannot read the value"),
     ],
@@ -212,6 +213,45 @@ def test_cifar_is_read_as_published(tmp_path: Path) -> None:
     assert y.tolist() == list(range(40))
 
 
+def test_a_part_of_the_training_images_is_held_out(tmp_path: Path) -> None:
+    """Both parts together are the training set, each has its share of every class."""
+    write_cifar(tmp_path, 400)
+    for options in ({"name": "digits"}, {"name": "cifar100"}):
+        whole = opened(options, tmp_path)
+        parts = [opened(options, tmp_path, holdout=0.25, seed=seed) for seed in (0, 1)]
+        for part in parts:  # the same for every seed
+            assert torch.equal(part._images, parts[0]._images)
+            assert torch.equal(part._test_images, parts[0]._test_images)
+        part = parts[0]
+        assert part.examples == len(part._images)
+        pixels = torch.cat([part._images, part._test_images]).flatten(1)
+        expected = whole._images.flatten(1)
+        assert sorted(pixels.tolist()) == sorted(expected.tolist())
+        counts = (0.25 * whole._labels.bincount()).round().int()
+        assert torch.equal(part._test_labels.bincount().int(), counts)
+        seen = torch.cat([y for _, y in part.held_out()])
+        assert torch.equal(seen, part._test_labels)
+        drawn = torch.cat([part.batch(step)[1] for step in range(part.examples // 8)])
+        assert (drawn.bincount() <= part._labels.bincount()).all()
+    with pytest.raises(LabError, match="leaves 0 of 400"):
+        opened({"name": "cifar100"}, tmp_path, holdout=0.9)
+    with pytest.raises(LabError, match="leaves 1400 of 1400"):
+        opened({"name": "digits"}, holdout=1e-4)
+
+
+def test_the_last_tokens_are_held_out(tmp_path: Path) -> None:
+    np.arange(1000, dtype=np.uint16).tofile(tmp_path / "train.bin")
+    np.arange(500, dtype=np.uint16).tofile(tmp_path / "val.bin")
+    options = {"name": "tokens", "train": "train.bin", "val": "val.bin", "length": 16}
+    data = opened(options, tmp_path, holdout=0.1)
+    assert (data.examples, len(data._train), len(data._test)) == (900 // 16, 900, 100)
+    assert max(int(data.batch(step)[1].max()) for step in range(50)) < 900
+    assert next(data.held_out())[0].flatten()[0] == 900
+    whole, part = opened({"name": "pydoc"}), opened({"name": "pydoc"}, holdout=0.1)
+    both = np.concatenate([part._train, part._test])
+    assert np.array_equal(both, whole._train)
+
+
 def test_a_pickle_that_runs_code_is_refused(tmp_path: Path) -> None:
     class Malicious:
         def __reduce__(self) -> Any:
@@ -256,6 +296,11 @@ def test_image_folders_are_decoded_by_workers(tmp_path: Path) -> None:
         draw(folder / "val" / name / "0.JPEG", 60 + 100 * number, (50, 40))
     options = {"name": "image-folder", "image": 24, "flip": True, "jitter": 0.1, "workers": 1}
     data = opened(options, tmp_path)
+    part = opened(options, tmp_path, batch=6, holdout=0.25)
+    held = {path for path, _ in part._test.files}
+    assert held | {path for path, _ in part._train.files} == {path for path, _ in data._train.files}
+    assert [label for _, label in part._test.files] == [0, 1]
+    assert part.examples == 6
     batches = [data.batch(step) for step in range(3)]
     x, y = batches[0]
     assert x.shape == (8, 3, 24, 24)

@@ -97,6 +97,19 @@ def test_the_loop_is_that_of_a_careful_hand(bits: int | None, tmp_path: Path) ->
     assert lines(tmp_path / "run", "eval")[-1]["accuracy"] == right / 397
 
 
+def test_what_is_held_out_of_the_training_set_is_evaluated(tmp_path: Path) -> None:
+    training = trained(small("optimizer=base", "holdout=0.1", "epochs=1"), tmp_path / "run")
+    images, labels = training.data._test_images, training.data._test_labels  # type: ignore[attr-defined]
+    assert training.steps == (1400 - len(labels)) // 20
+    assert 130 <= len(labels) <= 150
+    x, y = next(training.data.held_out())
+    assert (len(x), y.tolist()) == (len(images), labels.tolist())
+    training.model.eval()
+    with torch.no_grad():
+        right = int((training.model(x).argmax(1) == y).sum())
+    assert lines(tmp_path / "run", "eval")[-1]["accuracy"] == right / len(labels)
+
+
 @pytest.mark.parametrize(
     "optimizer",
     ["shampoo", "kfac", *(pytest.param(name, marks=slow) for name in ("base", "eva", "mfac"))],
@@ -269,7 +282,12 @@ def test_commands_give_the_run_again() -> None:
     recipe = find_recipe("pydoc-gpt").with_settings(
         {"lr": 0.01, "clip": None, "betas": [0.9, 0.99]}
     )
-    for spec in ("base longer=1.5", "shampoo-4-paper beta=0.9", "kfac-4 model.n_layer=1"):
+    for spec in (
+        "base longer=1.5",
+        "shampoo-4-paper beta=0.9",
+        "kfac-4 model.n_layer=1",
+        "base holdout=0.1",
+    ):
         made = member(spec, recipe, "pydoc-gpt", RUNNING, CPU)
         words = shlex.split(made.command)
         assert words[:3] == ["kronbit", "train", "pydoc-gpt"]

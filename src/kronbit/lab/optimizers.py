@@ -42,6 +42,10 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
         for name in ("kfac", "adabk")
         for bits in (32, 4)
     },
+    **{
+        f"{name}-4-paper": {"optimizer": name, "bits": 4, "method": "eigen", "storage": "paper"}
+        for name in ("kfac", "adabk")
+    },
     "eva": {"optimizer": "eva"},
     "mfac": {"optimizer": "mfac"},
     "muon": {"optimizer": "muon"},

@@ -30,6 +30,8 @@ class Recipe:
         paper: The paper's table that it belongs to; empty for none.
         model: ``name``, and what ``kronbit.lab.models.build`` takes for it.
         data: ``name``, and what ``kronbit.lab.data.open_data`` takes for it.
+        holdout: Share of the training set that is not trained on and takes the place of the
+            held-out set in evaluations: for choices that must not be made on that set.
         epochs: Passes over the training set; give this or ``steps``.
         steps: Steps of the optimizer.
         batch: Examples per step, over all ranks.
@@ -67,6 +69,7 @@ class Recipe:
     model: Mapping[str, Any]
     data: Mapping[str, Any]
     paper: str = ""
+    holdout: float = 0.0
     epochs: float | None = None
     steps: int | None = None
     batch: int = 128
@@ -109,6 +112,8 @@ class Recipe:
                 raise LabError(f"{name} must be positive; got {value}")
         if self.watched_blocks < 0:
             raise LabError(f"watched_blocks must not be negative; got {self.watched_blocks}")
+        if not 0 <= self.holdout < 1:
+            raise LabError(f"holdout is a share from 0 to below 1; got {self.holdout}")
         if self.warmup and self.warmup_epochs:
             raise LabError("a recipe has warmup or warmup_epochs: one of the two")
         if not 0 <= self.warmup <= 1 or self.warmup_epochs < 0:

@@ -63,6 +63,7 @@ def open_data(
     device: torch.device,
     rank: int = 0,
     ranks: int = 1,
+    holdout: float = 0.0,
 ) -> Data:
     """The data of a recipe.
 
@@ -74,6 +75,7 @@ def open_data(
         device: Where batches are wanted.
         rank: Whose part.
         ranks: Of how many.
+        holdout: Share of the training set that takes the place of the held-out set.
 
     Raises:
         LabError: If there is no such set, or its files are missing.
@@ -83,7 +85,7 @@ def open_data(
     refuse_unknown("data.name", [name], SETS)
     if batch % ranks:
         raise LabError(f"batch={batch} cannot be divided among {ranks} ranks: --set batch=...")
-    setting = Setting(folder, batch, seed, device, rank, ranks)
+    setting = Setting(folder, batch, seed, device, rank, ranks, holdout)
     try:
         return SETS[name](setting, **given)
     except TypeError as error:

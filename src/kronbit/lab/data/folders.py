@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from kronbit.lab.data.augment import Augmentation
+from kronbit.lab.data.holdout import divide
 from kronbit.lab.data.images import Setting
 from kronbit.lab.data.pictures import IMAGENET_MEAN, IMAGENET_STD, missing
 from kronbit.lab.errors import LabError
@@ -200,6 +201,9 @@ def image_folder(
         parts = [_listed(folder / part, classes) for part in ("train", "val")]
     except FileNotFoundError as error:
         raise LabError(f"{folder}: a class of train/ is missing elsewhere: {error}") from error
+    if setting.holdout:
+        divided = divide(torch.tensor([label for _, label in parts[0]]), setting.holdout)
+        parts = [[parts[0][place] for place in part.tolist()] for part in divided]
     train, test = (_Folder(files, image, jitter, whole) for files in parts)
     return FolderImages(
         setting, train, test, len(classes), Augmentation(**augmentation), int(workers)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from kronbit.lab.data.augment import Augmentation
+from kronbit.lab.data.holdout import divide
 from kronbit.lab.errors import LabError
 from kronbit.lab.randomness import seed_of
 
@@ -27,6 +28,7 @@ class Setting:
     device: torch.device
     rank: int
     ranks: int
+    holdout: float = 0.0
 
     def generator(self, step: int, device: torch.device | str = "cpu") -> torch.Generator:
         """Randomness of this rank at a step."""
@@ -85,6 +87,9 @@ class HeldImages:
     ) -> None:
         self._setting, self._augment, self.outputs = setting, augmentation, outputs
         device = setting.device
+        if setting.holdout:
+            kept, held = divide(train[1], setting.holdout)
+            train, test = ((train[0][part], train[1][part]) for part in (kept, held))
         self._images, self._labels = (part.to(device) for part in train)
         self._test_images, self._test_labels = (part.to(device) for part in test)
         self._mean, self._std = (torch.tensor(value, device=device) for value in (mean, std))

@@ -40,6 +40,8 @@ class Tokens:
     def __init__(
         self, setting: Setting, train: Array, test: Array, length: int, outputs: int | None = None
     ) -> None:
+        if setting.holdout:
+            train, test = _divided(train, setting.holdout)
         for name, part in (("training", train), ("held-out", test)):
             if len(part) <= length + 1:
                 raise LabError(
@@ -169,8 +171,13 @@ def _parted(
 ) -> Tokens:
     if not 0 < held_out < 1:
         raise LabError(f"data.held_out is a share between 0 and 1; got {held_out}")
-    first = len(encoded) - int(held_out * len(encoded))
-    return Tokens(setting, encoded[:first], encoded[first:], length, outputs)
+    return Tokens(setting, *_divided(encoded, held_out), length, outputs)
+
+
+def _divided(tokens: Array, share: float) -> tuple[Array, Array]:
+    """The tokens without their end, and the end."""
+    first = len(tokens) - int(share * len(tokens))
+    return tokens[:first], tokens[first:]
 
 
 def _encoded(found: str, tokenizer: str) -> tuple[Array, int | None]:

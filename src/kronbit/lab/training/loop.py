@@ -81,6 +81,7 @@ class Training:
             device=device,
             rank=world.rank,
             ranks=world.ranks,
+            holdout=recipe.holdout,
         )
         self.per_epoch = max(1, self.data.examples // recipe.batch)
         self.steps = recipe.steps or max(1, round((recipe.epochs or 0) * self.per_epoch))

@@ -1,0 +1,178 @@
+"""How long a training will take on one H200, alone or beside others."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from trainings import PlannedRun
+
+from kronbit.lab.optimizers import variant
+from kronbit.lab.recipe import Recipe, find_recipe, parse_settings
+
+ROOT = Path(__file__).parents[2]
+_START = 25.0  # seconds of imports, data, kernels and the capture of graphs
+_EVALUATION = 0.6  # seconds
+_WATCHED = 0.8  # seconds for the exact roots of a block, at every refresh
+# Share of the GPU's time that a training takes. Processes take turns: ten of them beside each other
+# are hardly faster than one after the other, unless the host holds them up.
+_BUSY_WITH_GRAPH, _BUSY_WITHOUT = 0.9, 0.3
+_FLOAT32 = 2.5  # times as long as with bf16 autocast
+_EXAMPLES = {"cifar100": 50_000, "tiny-imagenet": 100_000, "digits": 1_400}
+_PER_SECOND_ORDER = "shampoo"
+# Seconds per 1000 steps with a CUDA graph; without one, where that is needed. The files of
+# results/*-times, where they have a row, are preferred.
+_PER_THOUSAND: dict[str, dict[str, float]] = {
+    "cifar100-swin-tiny": {"base": 8.3, "shampoo": 9.4, "muon": 39, "without graph": 63},
+    "cifar100-vit-small": {"base": 8, "shampoo": 9, "muon": 30, "without graph": 50},  # guessed
+    "cifar100-resnet34": {"base": 5.4, "shampoo": 6.8, "mfac": 30, "without graph": 40},
+    "cifar100-vgg19": {"base": 3, "shampoo": 4, "without graph": 20},  # guessed
+    "tinyimagenet-swin-tiny": {"base": 10, "shampoo": 11, "muon": 40},  # guessed
+    "tinyimagenet-vit-small": {"base": 8, "shampoo": 9, "muon": 30},  # guessed
+    "tinyimagenet-resnet34": {"base": 16, "shampoo": 18},  # guessed
+    "tinyimagenet-vgg19": {"base": 9, "shampoo": 10},  # guessed
+    "wiki-gpt2-124m": {"base": 80, "shampoo": 82, "muon": 102},
+    "wiki-llama-130m": {"base": 60, "shampoo": 62, "muon": 80},
+    "wiki-llama-350m": {"base": 80, "shampoo": 82, "muon": 130},
+    "pydoc-gpt": {"base": 60, "shampoo": 70},  # on a CPU
+    "digits-cnn": {"base": 5, "shampoo": 10},  # on a CPU
+}
+_UNKNOWN = {"base": 50.0, "shampoo": 60.0}
+_MARGIN = 1.05  # a run that is cut off shortly before its end is lost with its machine
+_FOREIGN = 3  # times as long with an optimizer that loops over parameters in Python
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a training will take.
+
+    Attributes:
+        steps: Number of steps.
+        seconds: Time from start to end if it has the GPU for itself.
+        busy: Share of the GPU's time meanwhile.
+    """
+
+    steps: int
+    seconds: float
+    busy: float
+
+    def rest(self, step: int) -> Estimate:
+        """What is left after so many steps; a resumed training starts anew, too."""
+        left = max(0.0, 1 - step / self.steps)
+        return Estimate(self.steps, _START + left * (self.seconds - _START), self.busy)
+
+
+@cache
+def estimate(run: PlannedRun) -> Estimate:
+    """The time that a run will take on an empty GPU."""
+    recipe = recipe_of(run)
+    steps = _steps(recipe)
+    graph = "--cuda-graph" in run.trainings.flags
+    seconds = steps * _milliseconds(run, recipe, graph) / 1000
+    evaluations = steps // (recipe.eval_every or max(1, steps // 20)) + 1
+    beside = evaluations * _EVALUATION + _watched(recipe, steps) * _WATCHED
+    busy = _BUSY_WITH_GRAPH if graph else _BUSY_WITHOUT
+    return Estimate(steps, _START + seconds + beside, busy)
+
+
+def recipe_of(run: PlannedRun) -> Recipe:
+    """All settings of a run."""
+    settings = parse_settings(run.trainings.settings)
+    flags = run.trainings.flags
+    if "--amp" in flags:
+        settings = {"amp": flags[flags.index("--amp") + 1], **settings}
+    recipe = find_recipe(run.trainings.recipe).with_settings({**settings, "seed": run.seed})
+    return variant(run.member, recipe)[2]
+
+
+def _steps(recipe: Recipe) -> int:
+    if recipe.steps:
+        return recipe.steps
+    examples = _EXAMPLES[recipe.data["name"]] * (1 - recipe.holdout)
+    return round((recipe.epochs or 0) * (examples // recipe.batch))
+
+
+def _watched(recipe: Recipe, steps: int) -> int:
+    """Number of exact roots that are compared with stored ones."""
+    if recipe.optimizer not in ("shampoo", "caspr"):
+        return 0
+    refreshes = steps // int(recipe.second_order_options()["refresh_every"])
+    return recipe.watched_blocks * refreshes
+
+
+def _milliseconds(run: PlannedRun, recipe: Recipe, graph: bool) -> float:
+    measured = _measured(recipe.name).get(run.member.split()[0])
+    table = _PER_THOUSAND.get(recipe.name, _UNKNOWN)
+    kind = recipe.optimizer
+    foreign = "." in recipe.base
+    if graph and measured is not None and not foreign:
+        found = measured
+    else:
+        found = table.get(kind, table[_PER_SECOND_ORDER])
+        if not graph:
+            found = max(found, table.get("without graph", found))
+    in_float32 = recipe.amp == "off" and "--amp" in run.trainings.flags
+    return found * (_FLOAT32 if in_float32 else 1) * (_FOREIGN if foreign else 1)
+
+
+@cache
+def _measured(recipe: str) -> dict[str, float]:
+    """Milliseconds of a step by optimizer, of runs that had the GPU for themselves."""
+    path = ROOT / "results" / f"{recipe}-times" / "summary.json"
+    if not path.is_file():
+        return {}
+    runs = json.loads(path.read_text(encoding="utf-8"))["runs"]
+    times = {run["variant"]: run.get("steady_ms") for run in runs}
+    return {name: ms for name, ms in times.items() if ms is not None}
+
+
+def finish_times(loads: Sequence[Estimate], together: int) -> list[float]:
+    """Seconds until each training ends, if so many of them share the GPU, in this order.
+
+    Args:
+        loads: What they take; those in front start first.
+        together: Largest number of trainings at a time.
+    """
+    left = [load.seconds for load in loads]
+    ends = [0.0] * len(loads)
+    active = list(range(min(together, len(loads))))
+    following = len(active)
+    now = 0.0
+    while active:
+        speed = min(1.0, 1 / sum(loads[at].busy for at in active))
+        first = min(active, key=lambda at: left[at])
+        passed = left[first] / speed
+        now += passed
+        for at in active:
+            left[at] -= passed * speed
+        ends[first] = now
+        active.remove(first)
+        if following < len(loads):
+            active.append(following)
+            following += 1
+    return ends
+
+
+def fitting(
+    candidates: Sequence[tuple[PlannedRun, Estimate]],
+    running: Sequence[Estimate],
+    seconds: float,
+    together: int,
+) -> list[PlannedRun]:
+    """The candidates, one after the other, with which everything still ends in time.
+
+    Args:
+        candidates: Runs with what they take, in the order in which they are wanted.
+        running: What the trainings that run already still take.
+        seconds: Time that is left.
+        together: Largest number of trainings at a time.
+    """
+    loads, chosen = list(running), []
+    for run, load in candidates:
+        if _MARGIN * max(finish_times([*loads, load], together)) <= seconds:
+            loads.append(load)
+            chosen.append(run)
+    return chosen

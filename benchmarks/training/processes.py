@@ -1,0 +1,148 @@
+"""Runs as processes: started beside each other, stopped in time, and what is known of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeAlias
+
+from trainings import PlannedRun
+
+_OUTCOMES = {0: "finished", 130: "stopped"}  # by exit code
+_TAIL = 2000  # characters of a failed run's log
+
+# Runs that are to start now, given those that run and the seconds that are left.
+Choice: TypeAlias = Callable[[Sequence[PlannedRun], float], Sequence[PlannedRun]]
+
+
+@dataclass(frozen=True)
+class RunFolders:
+    """The folders of runs on this machine.
+
+    Attributes:
+        out: The folder above them.
+    """
+
+    out: Path
+
+    def folder(self, run: PlannedRun) -> Path:
+        """Folder of a run."""
+        return self.out / run.path
+
+    def log(self, run: PlannedRun) -> Path:
+        """What a run prints."""
+        return self.out / f"{run.path}.log"
+
+    def is_finished(self, run: PlannedRun) -> bool:
+        """True if a run came to its end here."""
+        return (self.folder(run) / "summary.json").is_file()
+
+    def is_running(self, run: PlannedRun) -> bool:
+        """True if a process trains it at present."""
+        try:
+            os.kill(int(self.process_file(run).read_text()), 0)
+        except (OSError, ValueError):
+            return False
+        return True
+
+    def process_file(self, run: PlannedRun) -> Path:
+        """The process of a run, as long as it runs."""
+        return self.out / f"{run.path}.pid"
+
+    def saved_step(self, run: PlannedRun) -> int:
+        """Steps of the newest checkpoint."""
+        names = [path.stem for path in self.folder(run).glob("*/checkpoints/step-*.pt")]
+        return max((int(name.removeprefix("step-")) for name in names), default=0)
+
+    def shown_step(self, run: PlannedRun) -> int:
+        """Steps of the newest line of metrics."""
+        for path in self.folder(run).glob("*/metrics.jsonl"):
+            lines = path.read_text(encoding="utf-8").rsplit("\n", 2)
+            if len(lines) > 1:  # the last one may be torn
+                return int(json.loads(lines[-2])["step"])
+        return 0
+
+
+@dataclass
+class Runner:
+    """Runs trainings beside each other.
+
+    Attributes:
+        folders: Where they lie.
+        data: Folder with data sets.
+        finished: Called with every run that came to its end.
+        failed: Runs that ended otherwise, or were asked to stop.
+    """
+
+    folders: RunFolders
+    data: Path
+    finished: Callable[[PlannedRun], None]
+    failed: list[PlannedRun] = field(default_factory=list)
+    _running: dict[PlannedRun, subprocess.Popen[bytes]] = field(default_factory=dict)
+
+    def work(self, choice: Choice, seconds: float) -> None:
+        """Run until there is nothing to start any more, or until time is up.
+
+        Args:
+            choice: Says what starts next.
+            seconds: After which all that run are asked to save and stop.
+        """
+        end = time.monotonic() + seconds
+        changed = True
+        try:
+            while changed or self._running:
+                left = end - time.monotonic()
+                if left < 0:
+                    break
+                for run in choice(list(self._running), left) if changed else ():
+                    self._start(run)
+                changed = self._reap()
+                time.sleep(0.2)
+        finally:
+            self._stop()
+
+    def _start(self, run: PlannedRun) -> None:
+        folder, log = self.folders.folder(run), self.folders.log(run)
+        words = [*run.words, "--data", str(self.data), "--out", str(folder), "--resume"]
+        log.parent.mkdir(parents=True, exist_ok=True)
+        print(f"{run.path}: started", flush=True)
+        with log.open("ab") as file:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "kronbit", *words], stdout=file, stderr=file
+            )
+        self.folders.process_file(run).write_text(f"{process.pid}\n")
+        self._running[run] = process
+
+    def _reap(self) -> bool:
+        """True if a run has ended."""
+        ended = [run for run, process in self._running.items() if process.poll() is not None]
+        for run in ended:
+            self._end(run, stopping=False)
+        return bool(ended)
+
+    def _stop(self) -> None:
+        for process in self._running.values():
+            process.send_signal(signal.SIGINT)
+        for run in list(self._running):
+            self._end(run, stopping=True)
+
+    def _end(self, run: PlannedRun, stopping: bool) -> None:
+        code = self._running.pop(run).wait()
+        file = self.folders.process_file(run)
+        passed = time.time() - file.stat().st_mtime
+        file.unlink()
+        outcome = _OUTCOMES.get(code, f"exit {code}")
+        print(f"{run.path}: {outcome} after {passed:.0f} s", flush=True)
+        if code == 0:
+            self.finished(run)
+            return
+        self.failed.append(run)
+        if code not in _OUTCOMES and not stopping:  # one that has only begun may end anyhow
+            print(self.folders.log(run).read_text(errors="replace")[-_TAIL:], flush=True)

@@ -1,0 +1,260 @@
+"""Run the trainings that docs/results is made of: a queue for one GPU.
+
+Usage::
+
+    python benchmarks/training/run_queue.py --status
+    python benchmarks/training/run_queue.py --next --seconds 560 --together 6 \
+        --data DATA --out RUNS --results RESULTS [--later 220] [--commit HASH]
+    python benchmarks/training/run_queue.py NAME... --data DATA --out RUNS [--together 6]
+    python benchmarks/training/run_queue.py --merge
+
+``trainings.py`` says which trainings there are; a NAME is a key of ``TRAININGS`` there.
+
+``--next`` takes unfinished trainings: those that were stopped, then by stage, the longest first.
+A training starts only if it is expected to end in time, beside the others: within ``--seconds``, or
+within ``--later`` more seconds, for which the machine and RUNS will still be there. After
+``--seconds`` all that run save and stop, and the same command goes on with them. With names,
+``--next`` takes only theirs. Names alone are run completely, whatever time they take.
+
+Every run is a process. ``--together`` of them run at a time: that changes no result, only
+times, which are left out. Runs whose times are of interest get the GPU for themselves.
+
+A run that ends is written to RESULTS/NAME/runs/RUN.json at once. Results there and in the
+repository's ``results`` are not trained again, so that a machine needs only the repository and
+DATA, and only RESULTS must be kept. ``PYTHONPATH=src`` finds kronbit where it is not installed.
+When a table is complete, its runs are put into RESULTS/NAME/summary.json. After copying RESULTS
+to ``results``, ``--merge`` does so there.
+
+``--status`` prints runs that are done, running, stopped and open, and the minutes that the rest
+takes one after the other on one H200; with names, a line for every run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from estimates import Estimate, estimate, fitting
+from processes import RunFolders, Runner
+from result_files import ResultFiles
+from trainings import TRAININGS, PlannedRun
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "results"
+
+
+@dataclass
+class Queue:
+    """Trainings in the order in which they are wanted.
+
+    Attributes:
+        runs: All of them.
+        folders: Where they are trained.
+        files: Where their results are.
+        together: Largest number of trainings at a time.
+        later: Seconds that there will be after this call.
+        fits: True to start only what ends in time.
+        commit: Commit that they are trained with.
+        tried: Runs that were started by this call.
+    """
+
+    runs: Sequence[PlannedRun]
+    folders: RunFolders
+    files: ResultFiles
+    together: int
+    later: float
+    fits: bool
+    commit: str
+    tried: set[PlannedRun] = field(default_factory=set)
+
+    def choose(self, running: Sequence[PlannedRun], left: float) -> Sequence[PlannedRun]:
+        """The runs that start now.
+
+        Args:
+            running: Those that run.
+            left: Seconds until the end of this call.
+        """
+        wanted = [run for run in self.runs if run not in self.tried and not self.is_done(run)]
+        if self.fits:
+            wanted.sort(key=self._place)
+            loads = [(run, self.rest(run)) for run in wanted]
+            rest = [self.rest(run) for run in running]
+            wanted = fitting(loads, rest, left + self.later, self.together)
+        chosen = startable(wanted, running, self.together)
+        self.tried.update(chosen)
+        return chosen
+
+    def is_done(self, run: PlannedRun) -> bool:
+        """True if a run needs no training any more, or has its process already."""
+        if self.folders.is_finished(run) or self.folders.is_running(run):
+            return True
+        # A table that is asked for by its name is trained again.
+        return self.files.is_done(run) if self.fits else self.files.part(run) is not None
+
+    def rest(self, run: PlannedRun) -> Estimate:
+        """What a run still takes."""
+        step = self.folders.shown_step if self.folders.is_running(run) else self.folders.saved_step
+        return estimate(run).rest(step(run))
+
+    def _place(self, run: PlannedRun) -> tuple[bool, int, bool, float]:
+        own = run.trainings
+        return not self.folders.saved_step(run), own.stage, own.alone, -self.rest(run).seconds
+
+    def keep(self, run: PlannedRun) -> None:
+        """Write the results of a run, and of its table if that is complete."""
+        shared = 1 if run.trainings.alone else most_together(self.folders.out, self.together)
+        self.files.add(run, self.folders.folder(run), self.commit, shared)
+        self.merge(run.table)
+
+    def keep_finished(self) -> None:
+        """Write what an earlier call has left unwritten."""
+        for run in self.runs:
+            if self.folders.is_finished(run):
+                known = self.files.is_done(run) if self.fits else self.files.part(run) is not None
+                if not known:
+                    self.keep(run)
+
+    def merge(self, table: str) -> None:
+        """Write the file of a table if it is complete."""
+        try:
+            written = self.files.merge(table)
+        except ValueError as error:
+            print(f"{table} stays in parts: {error}", flush=True)
+            return
+        if written is not None:
+            print(f"written: {written}", flush=True)
+
+
+def startable(
+    wanted: Iterable[PlannedRun], running: Sequence[PlannedRun], together: int
+) -> list[PlannedRun]:
+    """The runs that may start beside those that run."""
+    chosen: list[PlannedRun] = []
+    for run in wanted:
+        active = [*running, *chosen]
+        if len(active) >= together or any(other.trainings.alone for other in active):
+            break
+        if not (active and run.trainings.alone):
+            chosen.append(run)
+    return chosen
+
+
+def most_together(out: Path, together: int) -> int:
+    """The largest number of runs that have shared the device, in all calls with this folder."""
+    path = out / "together.txt"
+    most = max(together, int(path.read_text()) if path.is_file() else 1)
+    out.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"{most}\n")
+    return most
+
+
+def work(queue: Queue, data: Path, seconds: float) -> int:
+    """Train; returns the exit code: 0 if all that was started is finished."""
+    most_together(queue.folders.out, queue.together)
+    queue.keep_finished()
+    runner = Runner(queue.folders, data, queue.keep)
+    runner.work(queue.choose, seconds)
+    waiting = [] if queue.fits else [run for run in queue.runs if not queue.is_done(run)]
+    unfinished = sorted({run.path for run in (*runner.failed, *waiting)})
+    if unfinished:
+        print(f"not finished: {', '.join(unfinished)}")
+    return 1 if unfinished else 0
+
+
+# ---------------------------------------------------------------------------------------- status
+
+
+def show_status(queue: Queue, every_run: bool) -> None:
+    """Print how far the tables are, and what they still take."""
+    head = f"{'stage':5}  {'table':38}{'done':>6}{'running':>9}{'stopped':>9}{'open':>6}"
+    print(f"{head}{'minutes':>9}")
+    total = 0.0
+    for table in dict.fromkeys(run.table for run in queue.runs):
+        runs = [run for run in queue.runs if run.table == table]
+        states = {run: state_of(queue, run) for run in runs}
+        minutes = sum(queue.rest(run).seconds / 60 for run in runs if states[run] != "done")
+        total += minutes
+        counts = [list(states.values()).count(kind) for kind in ("done", "running", "stopped")]
+        cells = "".join(
+            f"{count:>{width}}"
+            for count, width in zip((*counts, len(runs) - sum(counts)), (6, 9, 9, 6), strict=True)
+        )
+        print(f"{runs[0].trainings.stage:5}  {table:38}{cells}{minutes:9.1f}")
+        for run in runs:
+            if every_run or states[run] in ("running", "stopped"):
+                _show_run(queue, run, states[run])
+    print(f"{'':5}  {'all, one after the other':38}{'':30}{total:9.1f}")
+
+
+def _show_run(queue: Queue, run: PlannedRun, state: str) -> None:
+    text = f"{'':9}{run.member}, seed {run.seed}: {state}"
+    if state != "done":
+        load = queue.rest(run)
+        steps = {"running": queue.folders.shown_step, "stopped": queue.folders.saved_step}
+        place = f", step {steps[state](run):,} of {load.steps:,}" if state in steps else ""
+        text += f"{place}, {load.seconds / 60:.1f} minutes"
+    print(text)
+
+
+def state_of(queue: Queue, run: PlannedRun) -> str:
+    """``"done"``, ``"running"``, ``"stopped"`` or ``"open"``."""
+    if queue.folders.is_running(run):
+        return "running"
+    if queue.files.is_done(run) or queue.folders.is_finished(run):
+        return "done"
+    return "stopped" if queue.folders.saved_step(run) else "open"
+
+
+# --------------------------------------------------------------------------------------- command
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("names", nargs="*", metavar="NAME")
+    parser.add_argument("--next", action="store_true", help="run what fits into the time")
+    parser.add_argument("--status", action="store_true", help="print what is done and open")
+    parser.add_argument("--merge", action="store_true", help="put complete tables into one file")
+    parser.add_argument("--data", type=Path, help="folder with data sets")
+    parser.add_argument("--out", type=Path, help="folder of runs and their checkpoints")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of raw files")
+    parser.add_argument("--together", type=int, default=6, help="trainings at a time")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="until all stop")
+    parser.add_argument("--later", type=float, default=0.0, help="seconds of calls after this one")
+    parser.add_argument("--commit", default="", help="commit that they are trained with")
+    given = parser.parse_args(arguments)
+    unknown = sorted(set(given.names) - TRAININGS.keys())
+    if unknown:
+        parser.error(f"no such table: {', '.join(unknown)}; choose from {', '.join(TRAININGS)}")
+    looks = given.status or given.merge
+    if not looks and not (given.next or given.names):
+        parser.error("give names, --next, --status or --merge")
+    if not looks and (given.data is None or given.out is None):
+        parser.error("trainings need --data and --out")
+    names = given.names or sorted(TRAININGS, key=lambda name: TRAININGS[name].stage)
+    queue = Queue(
+        [run for name in names for run in TRAININGS[name].runs(name)],
+        RunFolders(given.out or ROOT / "runs"),
+        ResultFiles(given.results, () if given.results == RESULTS else (RESULTS,)),
+        given.together,
+        given.later,
+        given.next or looks,
+        given.commit,
+    )
+    if given.merge:
+        for name in names:
+            queue.merge(name)
+    elif given.status:
+        show_status(queue, bool(given.names))
+    else:
+        return work(queue, given.data, given.seconds)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

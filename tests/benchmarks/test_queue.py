@@ -1,0 +1,276 @@
+"""The queue of trainings: its plan, what fits into a time, and results that no machine keeps."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.numerics import slow
+
+from kronbit.lab.optimizers import check_optimizer, variant
+from kronbit.lab.recipe import find_recipe, parse_settings
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "benchmarks" / "training"))
+import estimates  # noqa: E402
+import processes  # noqa: E402
+import run_queue  # noqa: E402
+import trainings  # noqa: E402
+from estimates import Estimate, finish_times, fitting  # noqa: E402
+from result_files import ResultFiles  # noqa: E402
+
+RAW = sorted(path.parent.name for path in (ROOT / "results").glob("*/summary.json"))
+_SMALL = ("steps=80", "batch=20", "eval_every=40", "checkpoint_every=10", *trainings._LEAN)
+
+
+def small(*members: str, **options: Any) -> trainings.Trainings:
+    return trainings.Trainings("digits-cnn", members, _SMALL, flags=(), **options)
+
+
+def rows_of(path: Path) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = json.loads(path.read_text())["runs"]
+    return found
+
+
+# ------------------------------------------------------------------------------------------ plan
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=slow if number % 4 else ())
+        for number, name in enumerate(trainings.TRAININGS)
+    ],
+)
+def test_every_training_can_begin(name: str) -> None:
+    own = trainings.TRAININGS[name]
+    recipe = find_recipe(own.recipe).with_settings(parse_settings(own.settings))
+    for member in own.members:
+        made = variant(member, recipe)[2]
+        if importlib.util.find_spec(made.base.partition(".")[0]) or "." not in made.base:
+            check_optimizer(made)
+    runs = own.runs(name)
+    assert len({run.name for run in runs}) == own.seeds * len(own.members)
+
+
+@pytest.mark.parametrize("name", trainings.TRAININGS)
+def test_every_training_has_a_name_and_an_estimate(name: str) -> None:
+    for run in trainings.TRAININGS[name].runs(name):
+        assert run.variant == variant(run.member, find_recipe(run.trainings.recipe))[0]
+        assert run.name.replace("-", "").replace(".", "").replace("_", "").isalnum()
+        if run.trainings.recipe != "pydoc-gpt":
+            assert estimates.estimate(run).seconds > 0
+
+
+@pytest.mark.parametrize("name", [name for name in RAW if name in trainings.TRAININGS])
+def test_raw_files_are_of_the_trainings(name: str) -> None:
+    """The table of trainings is what was run."""
+    found = {
+        (row["variant"], row["seed"]) for row in rows_of(ROOT / "results" / name / "summary.json")
+    }
+    planned = {(run.variant, run.seed) for run in trainings.TRAININGS[name].runs(name)}
+    assert found <= planned
+    if name.endswith("-epochs"):
+        assert found == planned
+
+
+def test_rows_of_the_paper_have_its_settings() -> None:
+    run = trainings.TRAININGS["cifar100-swin-tiny-100-epochs"].runs("table")[-1]
+    recipe = estimates.recipe_of(run)
+    options = recipe.second_order_options()
+    assert (options["method"], options["storage"], options["split"]) == ("eigen", "paper", "greedy")
+    assert (options["update_every"], options["refresh_every"]) == (100, 500)
+    assert (options["first_refresh"], options["start"], options["damping"]) == (None, 1e-6, 1e-6)
+    assert (recipe.epochs, recipe.lr, recipe.model["drop_path"]) == (100, 1e-3, 0.1)
+    runs = trainings.TRAININGS["cifar100-swin-tiny-layers"].runs("table")
+    for recipe in map(estimates.recipe_of, runs):
+        options = recipe.second_order_options()
+        assert (options["update_every"], options["refresh_every"]) == (200, 2000)
+        if options["bits"] == 4:
+            assert (options["method"], options["storage"]) == ("eigen", "paper")
+    (run, _) = trainings.TRAININGS["cifar100-swin-tiny-schedule-free"].runs("table")
+    recipe = estimates.recipe_of(run)
+    assert (recipe.lr, recipe.base_options["warmup_steps"], recipe.epochs) == (0.0025, 10_000, 150)
+
+
+# ------------------------------------------------------------------------------------------ time
+
+
+def test_trainings_that_share_a_gpu_end_later() -> None:
+    half, whole = Estimate(10, 100, 0.5), Estimate(10, 100, 1.0)
+    assert finish_times([half, half], 2) == pytest.approx([100, 100])
+    assert finish_times([whole, whole], 2) == pytest.approx([200, 200])
+    assert finish_times([whole, whole], 1) == pytest.approx([100, 200])
+    # The second one is alone after the first one's end.
+    assert finish_times([Estimate(10, 50, 1.0), whole], 2) == pytest.approx([100, 150])
+
+
+def test_only_what_ends_in_time_is_chosen() -> None:
+    runs = small("base", "base lr=1", "base lr=2").runs("small")
+    loads = [Estimate(10, seconds, 1.0) for seconds in (300, 120, 90)]
+    candidates = list(zip(runs, loads, strict=True))
+    assert fitting(candidates, [], 250, 6) == runs[1:]
+    assert fitting(candidates, [], 450, 6) == [runs[0], runs[1]]
+    assert fitting(candidates, [Estimate(10, 100, 1.0)], 210, 6) == [runs[2]]
+    assert fitting(candidates, [], float("inf"), 2) == runs
+
+
+def test_times_are_taken_alone() -> None:
+    shared = small("base", "base lr=1").runs("small")
+    (alone,) = small("base", alone=True).runs("times")
+    assert run_queue.startable([*shared, alone], [], 6) == shared
+    assert run_queue.startable([alone, *shared], [], 6) == [alone]
+    assert run_queue.startable(shared, [alone], 6) == []
+    assert run_queue.startable(shared, [], 1) == shared[:1]
+
+
+# ----------------------------------------------------------------------------------------- files
+
+
+def test_parts_become_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(trainings.TRAININGS, "small", small("base", "muon"))
+    base, muon = trainings.TRAININGS["small"].runs("small")
+    earlier, now = tmp_path / "earlier", tmp_path / "now"
+    files = ResultFiles(now, (earlier,))
+
+    def write(folder: Path, run: trainings.PlannedRun, **more: Any) -> Path:
+        path = folder / "small" / "runs" / f"{run.name}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        row = {"variant": run.variant, "seed": run.seed, "loss": 1.0}
+        head = {"recipe": "digits-cnn", "hardware": "H", "versions": {}, "commit": "a"}
+        path.write_text(json.dumps({**head, "side_by_side": 1, **more, "runs": [row]}))
+        return path
+
+    write(earlier, muon)
+    assert files.is_done(muon)
+    assert not files.is_done(base)
+    assert files.merge("small") is None
+    part = write(now, base, hardware="other")
+    with pytest.raises(ValueError, match="hardware differs"):
+        files.merge("small")
+    write(now, base, commit="b", side_by_side=6)
+    target = files.merge("small")
+    assert target == now / "small" / "summary.json"
+    content = json.loads(target.read_text())
+    assert (content["commit"], content["side_by_side"]) == ("b, a", 6)
+    rows = [(row["variant"], row["commit"], row["side_by_side"]) for row in content["runs"]]
+    assert rows == [("base", "b", 6), ("muon", "a", 1)]
+    assert not part.parent.exists()
+    assert files.is_done(base)
+
+    # A row that comes later joins the others.
+    monkeypatch.setitem(trainings.TRAININGS, "small", small("base", "shampoo-4", "muon"))
+    new = trainings.TRAININGS["small"].runs("small")[1]
+    assert not files.is_done(new)
+    write(now, new)
+    assert files.merge("small") == target
+    assert [row["variant"] for row in rows_of(target)] == ["base", "shampoo-4", "muon"]
+    assert rows_of(target)[0]["commit"] == "b"
+
+
+# ------------------------------------------------------------------------------------- trainings
+
+
+def test_the_queue_stops_goes_on_and_keeps_what_is_finished(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in list(trainings.TRAININGS):
+        monkeypatch.delitem(trainings.TRAININGS, name)
+    # The shorter one comes second.
+    monkeypatch.setitem(trainings.TRAININGS, "small", small("base steps=20", "base lr=0.02"))
+    second, first = trainings.TRAININGS["small"].runs("small")
+    results = tmp_path / "results"
+    part = results / "small" / "runs" / f"{first.name}.json"
+
+    def queue(out: str, *words: str) -> int:
+        places = ["--data", "elsewhere", "--out", str(tmp_path / out), "--results", str(results)]
+        return run_queue.main([*words, *places, "--together", "1"])
+
+    @contextmanager
+    def until(seen: Callable[[], bool]) -> Iterator[None]:
+        """Time is up as soon as something is there."""
+        with monkeypatch.context() as patched:
+            patched.setattr(processes.time, "monotonic", lambda: 1e9 if seen() else 0.0)
+            yield
+
+    def status() -> str:
+        assert queue("one", "--status", "small") == 0
+        return capsys.readouterr().out
+
+    assert queue("one", "--next", "--seconds", "20") == 0  # nothing ends in so little time
+    assert "started" not in capsys.readouterr().out
+    assert "base lr=0.02, seed 0: open" in status()
+
+    with until(lambda: any((tmp_path / "one").glob("small/*/*/checkpoints/*"))):
+        assert queue("one", "--next", "--seconds", "60") == 1
+    assert f"{first.path}: stopped" in capsys.readouterr().out
+    assert "base lr=0.02, seed 0: stopped, step" in status()
+
+    with until(part.is_file):  # before the second one starts
+        assert queue("one", "--next", "--seconds", "60") == 0
+    assert f"{first.path}: finished" in capsys.readouterr().out
+    assert [row["curve"]["step"] for row in rows_of(part)] == [[40, 80]]
+    assert "base lr=0.02, seed 0: done" in status()
+
+    # The second one comes from elsewhere, and another machine knows of both.
+    content = json.loads(part.read_text())
+    content["runs"][0]["variant"] = second.variant
+    part.with_name(f"{second.name}.json").write_text(json.dumps(content))
+    assert queue("another machine", "--next") == 0
+    assert "started" not in capsys.readouterr().out
+    assert queue("another machine", "--merge") == 0
+    assert not part.exists()
+    found = rows_of(results / "small" / "summary.json")
+    assert [row["variant"] for row in found] == ["base-steps=20", "base-lr=0.02"]
+    assert "elsewhere" not in found[1]["command"]
+
+
+@slow
+def test_trainings_go_on_where_they_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(trainings.TRAININGS, "small", small("shampoo-4 lr=0.02"))
+
+    def run(folder: str, *more: str) -> int:
+        out, results = str(tmp_path / folder), str(tmp_path / "results" / folder)
+        return run_queue.main(
+            ["small", "--data", "elsewhere", "--out", out, "--results", results, *more]
+        )
+
+    def found(folder: str) -> dict[str, Any]:
+        path = tmp_path / "results" / folder / "small" / "summary.json"
+        content: dict[str, Any] = json.loads(path.read_text())
+        return content
+
+    def has_begun() -> bool:
+        return any((tmp_path / "parts").glob("small/shampoo*/shampoo*/checkpoints/*"))
+
+    # Time is up as soon as there is a checkpoint.
+    with monkeypatch.context() as patched:
+        patched.setattr(processes.time, "monotonic", lambda: 1e9 if has_begun() else 0.0)
+        assert run("parts", "--seconds", "60", "--together", "2") == 1
+    assert "stopped" in capsys.readouterr().out
+    assert not (tmp_path / "results" / "parts").exists()
+    assert run("parts", "--together", "1") == 0
+    (one,) = found("parts")["runs"]
+    assert one["curve"]["step"] == [40, 80]
+    assert one["variant"] == "shampoo-4-lr=0.02"
+    assert "elsewhere" not in one["command"]
+    assert "seconds" not in one  # runs that once shared the device have no times
+
+
+def test_wrong_calls_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for words, said in (
+        ([], "--next"),
+        (["--next"], "--data and --out"),
+        (["no-such-table", "--status"], "no such table"),
+    ):
+        with pytest.raises(SystemExit):
+            run_queue.main(words)
+        assert said in capsys.readouterr().err

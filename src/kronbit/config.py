@@ -330,22 +330,31 @@ def _number(name: str, value: object, least: float, most: float) -> None:
         raise ValueError(f"{name} must be {allowed}; got {value!r}")
 
 
-class GroupConfigs:
-    """Options by group: the same object as long as they are equal.
+_VALUES = itemgetter(*GROUP_OPTIONS)
+
+
+class GroupOptions:
+    """The options of param groups: the same object as long as they are equal.
 
     Args:
-        config: The optimizer's own.
+        config: The optimizer's options, which a group may override.
+        statistics: Name of the kind of statistics, for checkpoints.
+
+    Attributes:
+        defaults: The entries of a param group that sets nothing itself.
     """
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, statistics: str) -> None:
         self._config = config
+        options = {name: getattr(config, name) for name in GROUP_OPTIONS}
+        self.defaults = {**options, FORMAT_KEY: FORMAT, STATISTICS_KEY: statistics}
         self._known: dict[Any, Config] = {}  # by themselves, and by a group's values
 
     def __len__(self) -> int:
         return len(self._known)
 
     def of(self, group: Mapping[str, Any], groups: int) -> Config:
-        """The options of a group, of which there are so many."""
+        """Return the options of a group; ``groups`` is the number of all groups."""
         try:
             return self._known[_VALUES(group)]
         except (KeyError, TypeError):  # not seen yet; one is missing, or is a list
@@ -357,5 +366,9 @@ class GroupConfigs:
             self._known[_VALUES(group)] = config
         return config
 
-
-_VALUES = itemgetter(*GROUP_OPTIONS)
+    def complete(self, groups: Iterable[dict[str, Any]]) -> None:
+        """Put the defaults into groups that lack them: new ones, and groups that F has loaded."""
+        for group in groups:
+            if FORMAT_KEY not in group:
+                for name, value in self.defaults.items():
+                    group.setdefault(name, value)

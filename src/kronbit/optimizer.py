@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, overload
 
@@ -15,25 +15,20 @@ from torch.optim import Optimizer
 from kronbit.base import Around, BaseFactory, resolve
 from kronbit.blocks.blocking import Blocking
 from kronbit.blocks.gradients import StepGradients, inspect, plain_dtypes
-from kronbit.config import (
-    FORMAT,
-    FORMAT_KEY,
-    GROUP_OPTIONS,
-    STATISTICS_KEY,
-    Config,
-    GroupConfigs,
-    take_options,
-)
+from kronbit.config import Config, GroupOptions, take_options
 from kronbit.distributed.ranks import Ranks, agreement_lines, find_ranks
 from kronbit.interruptions import run_then
 from kronbit.reporting.diagnostics import diagnostics, fallback_counts
 from kronbit.reporting.memory import account
 from kronbit.reporting.summary import Row, rows, summary
-from kronbit.reporting.warnings import warn_of_few, warn_of_fresh_starts, warn_of_lost_roots
+from kronbit.reporting.warnings import (
+    warn_after_loading,
+    warn_of_few,
+)
 from kronbit.routing import check_group
 from kronbit.rules import Algorithm
 from kronbit.state.base_state import BaseLoader
-from kronbit.state.binding import BaseLink, Binding, blocks_of
+from kronbit.state.binding import StateKeeper, blocks_of
 from kronbit.state.loading import fill, read
 from kronbit.state.outline import copied
 from kronbit.statistics import GradientStatistics, Statistics
@@ -84,14 +79,10 @@ class SecondOrder(Around):
         self.base = resolve(params, base, options)
         self._statistics = self._make_statistics()
         self._adopt(self.base.param_groups)
-        self._group_defaults = {
-            **{name: getattr(self.config, name) for name in GROUP_OPTIONS},
-            FORMAT_KEY: FORMAT,
-            STATISTICS_KEY: self._statistics.name,
-        }
-        for index, group in enumerate(self.base.param_groups):
-            self._check_group(group, index)  # before anything is changed
-        super().__init__(self.base.param_groups, {**self.base.defaults, **self._group_defaults})
+        self._check_groups(self.base.param_groups)  # before anything is changed
+        self._group_options = GroupOptions(self.config, self._statistics.name)
+        defaults = {**self.base.defaults, **self._group_options.defaults}
+        super().__init__(self.base.param_groups, defaults)
         self._start_unplanned()
         self._join_base_states()
         self._expect_statistics()
@@ -104,12 +95,11 @@ class SecondOrder(Around):
         self._statistics.adopt([p for group in own for p in group["params"]])
 
     def _start_unplanned(self) -> None:
-        """Nothing derived is known: the next step plans from ``param_groups`` and ``state``."""
+        """Forget all that is derived: the next step plans from ``param_groups`` and ``state``."""
         self._plan: StatePlan | None = None
         self._step_plan: StepPlan | None = None
-        self._binding, self._base_link, self._tensors_intact = Binding(), BaseLink(), True
+        self._keeper = StateKeeper()
         self._guards: dict[torch.device, NonfiniteGuard] = {}
-        self._configs = GroupConfigs(self.config)
         self._past_counts: Counter[str] = Counter()
         self._past_counts.subtract(self._statistics.counts())  # they start anew, too
 
@@ -117,9 +107,9 @@ class SecondOrder(Around):
         """Add a group to F; it may override our options for its parameters."""
         if isinstance(param_group, dict) and isinstance(param_group["params"], Iterator):
             param_group["params"] = list(param_group["params"])  # to be read twice
-        self._check_group(param_group, len(self.param_groups))
+        self._check_groups([*self.base.param_groups, param_group], new=1)
         self.base.add_param_group(param_group)
-        self._complete_groups()
+        self._group_options.complete(self.base.param_groups)
         # Else it is under construction. Lightning's wrapper has our attributes, not our __dict__.
         if hasattr(self, "_plan"):
             self._adopt(self.param_groups)
@@ -127,16 +117,10 @@ class SecondOrder(Around):
                 self._known_ranks.grow(self._find_ranks())
             self._expect_statistics()
 
-    def _check_group(self, group: Mapping[str, Any], index: int) -> None:
-        earlier = self.base.param_groups[:index]
-        check_group(group, earlier, self.config, self._statistics)
-
-    def _complete_groups(self) -> None:
-        """Put our options into groups that lack them: new ones, or such that F has loaded."""
-        for group in self.param_groups:
-            if FORMAT_KEY not in group:
-                for name, value in self._group_defaults.items():
-                    group.setdefault(name, value)
+    def _check_groups(self, groups: Sequence[Mapping[str, Any]], new: int | None = None) -> None:
+        """Refuse groups, or only the last ones, whose options or parameters cannot be taken."""
+        for index in range(len(groups) - (len(groups) if new is None else new), len(groups)):
+            check_group(groups[index], groups[:index], self.config, self._statistics)
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -217,10 +201,7 @@ class SecondOrder(Around):
 
     def _after_step(self, plan: StepPlan) -> None:
         """Host-side checks, which run while the GPU is busy."""
-        self._tensors_intact = self._binding.holds_tensors()
-        if not self._base_link.holds(plan.entries, self.base.state):
-            self._join_base_states()
-            self._base_link.remember(plan.params, plan.entries, self.base.state)
+        self._keeper.after_step(plan, self.state, self.base.state)
         for guard in self._guards.values():
             guard.warn_once()
         self._expect_statistics()
@@ -229,7 +210,7 @@ class SecondOrder(Around):
 
     def _gradients(self) -> StepGradients:
         """The parameters that have a gradient, and their options; all ranks agree on them."""
-        self._complete_groups()
+        self._group_options.complete(self.base.param_groups)
         gradients = StepGradients.of(self.base.param_groups, self._config_of)
         if gradients.dtypes is None:  # a gradient needs a closer look
             for p, config in zip(gradients.params, gradients.configs, strict=True):
@@ -245,8 +226,7 @@ class SecondOrder(Around):
             return
         if self._plan is None:
             # Accelerate shards parameters after it has loaded an empty state.
-            for index, group in enumerate(self.param_groups):
-                self._check_group(group, index)
+            self._check_groups(self.param_groups)
             self._adopt(self.param_groups)
             self._known_ranks = None
         self._ranks.agree(lambda: agreement_lines(self, self.base, self.config, self.state))
@@ -268,34 +248,27 @@ class SecondOrder(Around):
     def _step_plan_of(self, gradients: StepGradients) -> tuple[StepPlan, StepGradients]:
         """The last step's plan, or a new one where parameters or the state have changed."""
         plan = self._step_plan
-        if plan is not None and self._still_holds(plan, gradients):
+        if (
+            plan is not None
+            and plan.state_plan is self._plan
+            and plan.holds(gradients)
+            and self._keeper.holds(plan, self.state, self.base.state)
+        ):
             writes = plan.schedule()
             # Whoever writes to the state compares all tensors before; the others do after the step.
-            if not writes or self._binding.holds_tensors():
+            if not writes or self._keeper.holds_tensors():
                 return plan, gradients
         gradients = gradients.once()
         self._step_plan = self._new_step_plan(gradients)
         self._step_plan.schedule()
         return self._step_plan, gradients
 
-    def _still_holds(self, plan: StepPlan, gradients: StepGradients) -> bool:
-        """True if a plan fits these gradients, and nobody has changed the state since."""
-        return (
-            self._tensors_intact
-            and plan.state_plan is self._plan
-            and plan.states.holds(self.state)
-            and self._binding.holds_blocks()
-            and plan.holds(gradients)
-            and self._base_link.holds(plan.entries, self.base.state)
-        )
-
     def _new_step_plan(self, gradients: StepGradients) -> StepPlan:
         """Plan parameters that are new, and all of them if the state was changed from outside."""
-        binding, plan = self._binding, self._plan
-        intact = binding.holds_entries(self.state) and binding.holds_blocks()
+        plan = self._plan
         if (
             plan is None
-            or not (intact and binding.holds_tensors())
+            or not self._keeper.is_intact(self.state)
             or plan.lacks_any_of(gradients.params, gradients.configs, self._name)
         ):
             plan = self._plan = self._replanned(gradients.params)
@@ -317,16 +290,10 @@ class SecondOrder(Around):
         for _, p, _ in self._rows():
             if p in plan.places or (p.requires_grad and not self._ranks.owns(p)):
                 self._start_state(p)  # on all ranks, or on none
-        plan.find_refreshed(self._bind(plan), self.state)
+        plan.find_refreshed(self._keeper.bind(plan, self.state), self.state)
         if first:
             warn_of_few(self._rows(), self._statistics.route, self.summary)
         return plan
-
-    def _bind(self, plan: StatePlan) -> set[Tensor]:
-        """Make the state's tensors views of a plan's stacks."""
-        unknown = self._binding.bind(plan, self.state)
-        self._tensors_intact = True
-        return unknown
 
     def _make_plan(self, params: Iterable[tuple[Tensor, Config]]) -> StatePlan:
         ranks = self._ranks
@@ -338,7 +305,7 @@ class SecondOrder(Around):
 
     def _config_of(self, group: Mapping[str, Any]) -> Config:
         """The options of a group; the same object as long as they are equal."""
-        return self._configs.of(group, len(self.base.param_groups))
+        return self._group_options.of(group, len(self.base.param_groups))
 
     @property
     def _ranks(self) -> Ranks:
@@ -362,10 +329,10 @@ class SecondOrder(Around):
     # ---------------------------------------------------------------------------------- state
 
     def _start_state(self, p: Tensor) -> None:
-        self._base_link.start(p, self.state, self.base.state)
+        self._keeper.start(p, self.state, self.base.state)
 
     def _join_base_states(self) -> None:
-        self._base_link.join(self.state, self.base.state)
+        self._keeper.join(self.state, self.base.state)
 
     def state_dict(self) -> dict[str, Any]:
         """The state: plain tensors keyed by parameter and block, and F's own under ``"base"``.
@@ -379,7 +346,7 @@ class SecondOrder(Around):
 
     def _local_state_dict(self) -> dict[str, Any]:
         """What this rank has."""
-        self._complete_groups()
+        self._group_options.complete(self.base.param_groups)
         self._join_base_states()
         return super().state_dict()
 
@@ -402,44 +369,31 @@ class SecondOrder(Around):
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = pre_hook(self, state_dict) or state_dict
         configs = [self._config_of(group) for group in self.param_groups]
-        loaded = read(state_dict, self.param_groups, configs, self._statistics.name)
-        loaded = loaded.without_blocks_of(p for p in loaded.entries if not self._ranks.owns(p))
-        base = BaseLoader(self.base, loaded)
+        checkpoint = read(state_dict, self.param_groups, configs, self._statistics.name)
+        checkpoint = checkpoint.owned_by(self._ranks.owns)
+        base = BaseLoader(self.base, checkpoint)
         base.check()
         self._adopt(self.param_groups)  # Lightning's finetuning puts new ones into their place
-        plan = self._make_plan(
-            (p, self.config.for_group(group))
-            for group, own in zip(loaded.groups, self.param_groups, strict=True)
-            for p in own["params"]
-            if p in loaded.entries
-        )
+        plan = self._make_plan(checkpoint.parameters(self.param_groups, self.config))
         with self._ranks.together():
-            fill(plan, loaded.entries)
-        base.load()
-        self.state = defaultdict(dict)
+            fill(plan, checkpoint.entries)
+        base.load()  # the first change
+        self.state = defaultdict(dict, checkpoint.new_state())
         self._start_unplanned()
-        for p, entry in loaded.entries.items():
-            self.state[p]["step"] = entry.step
-            if entry.product_bits is not None:
-                self.state[p]["product_bits"] = entry.product_bits
+        for p in checkpoint.entries:
             self._start_state(p)
         self._join_base_states()
-        if loaded.entries:
-            self._bind(plan)
-            unknown = [p for p, entry in loaded.entries.items() if entry.product_bits is None]
-            plan.find_refreshed(unknown, self.state)
+        if checkpoint.entries:
+            self._keeper.bind(plan, self.state)
+            plan.find_refreshed(checkpoint.of_unknown_products(), self.state)
             self._plan = plan
-        if any(entry.blocks for entry in loaded.entries.values()):
-            fresh = [row for row in self._rows() if row[1] not in self.state]
-            warn_of_fresh_starts(fresh, self._statistics.route)
-        lost = {p for p, entry in loaded.entries.items() if entry.lacks_roots()}
-        warn_of_lost_roots([name for name, p, _ in self._rows() if p in lost])
+        warn_after_loading(checkpoint.entries, self._rows(), self._statistics.route)
         self._expect_statistics()
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = ("defaults", "state", "base", "config", "_group_defaults", "_statistics")
+        kept = ("defaults", "state", "base", "config", "_statistics")
         # Groups of ranks stay where they are: a copy works for itself.
         group = {"_process_group": None if self._process_group is None else False}
         return {name: getattr(self, name) for name in kept} | group
@@ -447,6 +401,7 @@ class SecondOrder(Around):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._known_ranks, self._agreed = None, False
+        self._group_options = GroupOptions(self.config, self._statistics.name)
         self._start_unplanned()
         self._expect_statistics()
 

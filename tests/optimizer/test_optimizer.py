@@ -469,7 +469,7 @@ def test_scheduled_numbers_do_not_pile_up() -> None:
         optimizer.param_groups[0]["damping"] = 1e-6 * (1 + t)
         p.grad = torch.randn(64, 66)
         optimizer.step()
-    assert len(optimizer._configs) < 10
+    assert len(optimizer._group_options) < 10
 
 
 def test_roots_that_stay_the_identity_leave_the_gradient_alone() -> None:

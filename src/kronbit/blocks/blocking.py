@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import groupby
 
-from torch import Tensor
-
 from kronbit.config import Config
 
 
@@ -71,7 +69,7 @@ class Grid:
         return math.prod(self.dims)
 
     def blocks(self) -> Iterator[Block]:
-        """The blocks in the order in which ``view`` counts them."""
+        """The blocks in the order in which ``view_blocks`` counts them."""
         m, n = self.shape
         for e in range(self.matrices):
             for i in range(self.rows.count):
@@ -80,15 +78,6 @@ class Grid:
                     index = line * self.pieces[1] + self.columns.piece + j
                     row, column = self.rows.start + i * m, self.columns.start + j * n
                     yield Block(index, e, row, column, m, n)
-
-    def view(self, matrices: Tensor) -> Tensor:
-        """The blocks of an (E, M, N) tensor, as a view (*dims, m, n)."""
-        rows, columns = self.rows, self.columns
-        piece = matrices[:, rows.start : rows.start + rows.count * rows.size]
-        piece = piece[:, :, columns.start : columns.start + columns.count * columns.size]
-        piece = piece.unflatten(2, (columns.count, columns.size))
-        view: Tensor = piece.unflatten(1, (rows.count, rows.size)).transpose(2, 3)
-        return view
 
 
 @dataclass(frozen=True)
@@ -180,30 +169,3 @@ def route(shape: tuple[int, ...], config: Config) -> Blocking | str:
         tuple(Grid(E, r, c, pieces) for r in _runs(rows) for c in _runs(columns)),
         math.prod(shape[2:]) if config.batch_dims == 0 and shape[0] == M else 1,
     )
-
-
-@lru_cache(maxsize=65536)
-def boxes(dims: tuple[int, ...], start: int, stop: int) -> tuple[tuple[slice, ...], ...]:
-    """Cover the flat range [start, stop) of a row-major grid by boxes, in order.
-
-    A chunk of a group may begin and end in the middle of a grid; each box is one strided view.
-    """
-    if start >= stop:
-        return ()
-    if len(dims) == 1:
-        return ((slice(start, stop),),)
-    inner = math.prod(dims[1:])
-    first, offset = divmod(start, inner)
-    last, rest = divmod(stop, inner)
-    if first == last:
-        return _under(first, boxes(dims[1:], offset, rest))
-    head = _under(first, boxes(dims[1:], offset, inner)) if offset else ()
-    body_start = first + 1 if offset else first
-    body = (
-        ((slice(body_start, last), *(slice(0, d) for d in dims[1:])),) if body_start < last else ()
-    )
-    return (*head, *body, *_under(last, boxes(dims[1:], 0, rest)))
-
-
-def _under(line: int, inner: tuple[tuple[slice, ...], ...]) -> tuple[tuple[slice, ...], ...]:
-    return tuple((slice(line, line + 1), *box) for box in inner)

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from kronbit.blocks.blocking import Grid
 from kronbit.blocks.groups import Group, Member
 from kronbit.config import Config
 
@@ -74,6 +75,16 @@ def inspect(p: Tensor, preconditioned: bool, name: Callable[[Tensor], str]) -> N
         p.grad = p.grad.clone(memory_format=torch.contiguous_format)
 
 
+def view_blocks(grid: Grid, matrices: Tensor) -> Tensor:
+    """Return a view (*dims, m, n) of the blocks of a tensor (E, M, N)."""
+    rows, columns = grid.rows, grid.columns
+    piece = matrices[:, rows.start : rows.start + rows.count * rows.size]
+    piece = piece[:, :, columns.start : columns.start + columns.count * columns.size]
+    piece = piece.unflatten(2, (columns.count, columns.size))
+    view: Tensor = piece.unflatten(1, (rows.count, rows.size)).transpose(2, 3)
+    return view
+
+
 class GradientBlocks:
     """Reads and writes blocks of the gradients of one step.
 
@@ -94,14 +105,14 @@ class GradientBlocks:
         shape = (rows.stop - rows.start, *group.shape)
         stack = torch.empty(shape, dtype=torch.float32, device=group.owner.device)
         for span, box, place, dims in group.pieces(rows):
-            view = span.grid.view(self._matrices(span.member))[box]
+            view = view_blocks(span.grid, self._matrices(span.member))[box]
             stack[place].view(*dims, *group.shape).copy_(view)
         return stack
 
     def scatter(self, group: Group, rows: slice, stack: Tensor) -> None:
         """Write a stack back into the gradients, in their dtype."""
         for span, box, place, dims in group.pieces(rows):
-            view = span.grid.view(self._matrices(span.member, to_write=True))[box]
+            view = view_blocks(span.grid, self._matrices(span.member, to_write=True))[box]
             values = stack[place].view(*dims, *group.shape)
             if view.dtype == torch.float16:
                 # The norm is that of G, but one element may exceed what G's had: saturate.

@@ -10,13 +10,14 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import groupby
 from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
-from kronbit.blocks.blocking import Blocking, Grid, boxes
+from kronbit.blocks.blocking import Blocking, Grid
 from kronbit.config import Config, Format
 from kronbit.factors import Factors
 from kronbit.rules import Rule
@@ -305,3 +306,30 @@ def make_stacks(
         ungrafted=torch.zeros((), dtype=torch.int64, device=device),
         refreshed=set(),
     )
+
+
+@lru_cache(maxsize=65536)
+def boxes(dims: tuple[int, ...], start: int, stop: int) -> tuple[tuple[slice, ...], ...]:
+    """Cover the flat range [start, stop) of a row-major grid by boxes, in order.
+
+    A chunk of a group may begin and end in the middle of a grid; each box is one strided view.
+    """
+    if start >= stop:
+        return ()
+    if len(dims) == 1:
+        return ((slice(start, stop),),)
+    inner = math.prod(dims[1:])
+    first, offset = divmod(start, inner)
+    last, rest = divmod(stop, inner)
+    if first == last:
+        return _under(first, boxes(dims[1:], offset, rest))
+    head = _under(first, boxes(dims[1:], offset, inner)) if offset else ()
+    body_start = first + 1 if offset else first
+    body = (
+        ((slice(body_start, last), *(slice(0, d) for d in dims[1:])),) if body_start < last else ()
+    )
+    return (*head, *body, *_under(last, boxes(dims[1:], 0, rest)))
+
+
+def _under(line: int, inner: tuple[tuple[slice, ...], ...]) -> tuple[tuple[slice, ...], ...]:
+    return tuple((slice(line, line + 1), *box) for box in inner)

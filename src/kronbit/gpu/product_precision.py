@@ -60,21 +60,20 @@ class KernelProducts:
         # The tables of the last step, by its members and ways and by what gradients have in common.
         self._last: tuple[Any, list[GroupedProducts]] = (None, [])
 
-    def precondition(self, measured: Measured) -> Sequence[int]:
+    def precondition(self, measured: Measured, addresses: AddressTable) -> Sequence[int]:
         """Write G̃ over those gradients that kernels can take.
 
         Args:
             measured: The members' gradients; others may follow.
+            addresses: Where those are that the kernels can take.
 
         Returns:
             The refreshed members that are left over, in order; some may have no gradient.
         """
         refreshed = self._stacks.refreshed
-        if measured.addresses is None:
-            return sorted(refreshed)
         if not self._shares.hold(refreshed, self.ways):
             self._shares = _Shares.make(refreshed, self.ways)
-        there = measured.addresses.values
+        there = addresses.values
         # Whoever has no gradient is passed over: the tables do not depend on who has one now.
         chosen = tuple(
             (way, members)
@@ -82,7 +81,7 @@ class KernelProducts:
             if any(map(there.__getitem__, members))
         )
         if chosen:
-            self.step(chosen, measured.addresses, measured.norms)
+            self.step(chosen, addresses, measured.norms)
         if measured.by_kernels:
             return self._shares.left
         return [i for i in sorted(refreshed) if i in self._shares.left or not there[i]]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor
 
@@ -10,6 +10,7 @@ from kronbit.blocks.blocking import Blocking
 from kronbit.config import Config
 from kronbit.messages import warn
 from kronbit.reporting.summary import Row
+from kronbit.state.loading import Entry
 
 
 def warn_of_fresh_starts(
@@ -65,3 +66,15 @@ def warn_of_few(
 
 
 _FLATTENED = 2**16  # elements of a vector that must have been matrices
+
+
+def warn_after_loading(
+    entries: Mapping[Tensor, Entry],
+    params: Sequence[Row],
+    route: Callable[[Tensor, Config], Blocking | str],
+) -> None:
+    """Warn of preconditioned parameters whose statistics or roots are not in the checkpoint."""
+    if any(entry.blocks for entry in entries.values()):
+        warn_of_fresh_starts([row for row in params if row[1] not in entries], route)
+    lost = {p for p, entry in entries.items() if entry.lacks_roots()}
+    warn_of_lost_roots([name for name, p, _ in params if p in lost])

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kronbit.factors import Layout, Leaves
 from kronbit.step.state_plan import StatePlan
-from kronbit.step.step_plan import Snapshot
+from kronbit.step.step_plan import Snapshot, StepPlan
 
 # Names that are not blocks in the state of a parameter.
 OWN_KEYS = ("step", "base", "product_bits")
@@ -238,3 +238,66 @@ class BaseLink:
             self.start(p, state, base_state)
             if p in base_state:  # else it has just gone with ours
                 state[p]["base"] = self._linked[p] = base_state[p]
+
+
+class StateKeeper:
+    """Keeps the optimizer's state, the plan's stacks and F's state one, whoever changes them."""
+
+    def __init__(self) -> None:
+        self._binding, self._base_link = Binding(), BaseLink()
+        self._tensors_intact = True  # when they were last compared
+
+    def holds(
+        self, plan: StepPlan, state: Mapping[Tensor, Any], base_state: Mapping[Tensor, Any]
+    ) -> bool:
+        """True if nobody has changed the state since the last step with this plan."""
+        return (
+            self._tensors_intact
+            and plan.states.holds(state)
+            and self._binding.holds_blocks()
+            and self._base_link.holds(plan.entries, base_state)
+        )
+
+    def holds_tensors(self) -> bool:
+        """True if no tensor inside of a block has been replaced. Compares all of them."""
+        return self._binding.holds_tensors()
+
+    def is_intact(self, state: Mapping[Tensor, Any]) -> bool:
+        """True if the state holds all that was bound."""
+        binding = self._binding
+        return binding.holds_entries(state) and binding.holds_blocks() and binding.holds_tensors()
+
+    def bind(self, plan: StatePlan, state: MutableMapping[Tensor, dict[str, Any]]) -> set[Tensor]:
+        """Make the state's tensors views of a plan's stacks; see ``Binding.bind``."""
+        unknown = self._binding.bind(plan, state)
+        self._tensors_intact = True
+        return unknown
+
+    def after_step(
+        self,
+        plan: StepPlan,
+        state: MutableMapping[Tensor, dict[str, Any]],
+        base_state: MutableMapping[Tensor, Any],
+    ) -> None:
+        """Compare tensors, and show what F has put into its state or replaced there."""
+        self._tensors_intact = self._binding.holds_tensors()
+        if not self._base_link.holds(plan.entries, base_state):
+            self._base_link.join(state, base_state)
+            self._base_link.remember(plan.params, plan.entries, base_state)
+
+    def start(
+        self,
+        p: Tensor,
+        state: MutableMapping[Tensor, dict[str, Any]],
+        base_state: MutableMapping[Tensor, Any],
+    ) -> None:
+        """Give a parameter a state; see ``BaseLink.start``."""
+        self._base_link.start(p, state, base_state)
+
+    def join(
+        self,
+        state: MutableMapping[Tensor, dict[str, Any]],
+        base_state: MutableMapping[Tensor, Any],
+    ) -> None:
+        """Show F's state in ours; see ``BaseLink.join``."""
+        self._base_link.join(state, base_state)

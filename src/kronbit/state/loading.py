@@ -6,7 +6,7 @@ become floats, and float32 scales under bf16 parameters would be rounded. So loa
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -73,10 +73,31 @@ class Checkpoint:
     groups: list[dict[str, Any]]
     entries: dict[Tensor, Entry]
 
-    def without_blocks_of(self, params: Iterable[Tensor]) -> Checkpoint:
-        """What is left for a rank that does not have the blocks of some parameters."""
-        others = {p: replace(self.entries[p], blocks={}) for p in params}
+    def owned_by(self, owns: Callable[[Tensor], bool]) -> Checkpoint:
+        """The part of a rank, which loads no blocks of parameters that others own."""
+        others = {p: replace(entry, blocks={}) for p, entry in self.entries.items() if not owns(p)}
         return replace(self, entries={**self.entries, **others})
+
+    def parameters(
+        self, groups: Sequence[Mapping[str, Any]], config: Config
+    ) -> Iterator[tuple[Tensor, Config]]:
+        """Yield the parameters that have an entry, with the options that they will have."""
+        for group, current in zip(self.groups, groups, strict=True):
+            options = config.for_group(group)
+            yield from ((p, options) for p in current["params"] if p in self.entries)
+
+    def new_state(self) -> dict[Tensor, dict[str, Any]]:
+        """The optimizer's state but for blocks and F's part, which are put in afterwards."""
+        state: dict[Tensor, dict[str, Any]] = {}
+        for p, entry in self.entries.items():
+            state[p] = {"step": entry.step}
+            if entry.product_bits is not None:
+                state[p]["product_bits"] = entry.product_bits
+        return state
+
+    def of_unknown_products(self) -> list[Tensor]:
+        """Parameters of which the checkpoint does not say how their products are taken."""
+        return [p for p, entry in self.entries.items() if entry.product_bits is None]
 
 
 def read(

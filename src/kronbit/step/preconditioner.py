@@ -310,7 +310,10 @@ class Preconditioner:
         Args:
             measured: The members' gradients; others may follow. Those that are not finite stay.
         """
-        left = self.products.precondition(measured)
+        if measured.addresses is None:  # no kernels
+            left: Sequence[int] = sorted(self.stacks.refreshed)
+        else:
+            left = self.products.precondition(measured, measured.addresses)
         exact = tuple(i for i in left if measured.grads[i] is not None)
         if exact:
             own = slice(len(self.stacks.members))

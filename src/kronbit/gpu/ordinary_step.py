@@ -11,9 +11,8 @@ from torch import Tensor
 
 from kronbit.blocks.groups import DeviceStacks
 from kronbit.gpu.addresses import AddressTable, Integers
-from kronbit.gpu.cutting import Precision, held_size
 from kronbit.gpu.lanes import Lanes
-from kronbit.gpu.tables import Chunk, TableWave, make_tables
+from kronbit.gpu.tables import Chunk, Precision, TableWave, held_size, make_tables
 from kronbit.kernels.grouped import graft_kernel, pass_kernel
 from kronbit.kernels.launch import launch
 from kronbit.kernels.lines import STRIP, Buffer, Field

@@ -336,33 +336,26 @@ def nearest_codes(
     return codes
 
 
-def decode_(
-    out: Tensor,
-    codes: Tensor,
-    scales: Tensor,
-    tops: Tensor,
-    diagonal: Tensor | None,
-    mirrored: bool,
-    bits: int,
-    mapping: str,
-    block: int,
-) -> None:
-    """D on a stack.
+def encode(
+    X: Tensor, triangle: bool, bits: int, mapping: str, block_size: int, tiled: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Q: codes, codes of the scales, and scales of these; see ``linalg.backend``."""
+    kept = block_scales(X, triangle, block_size, tiled)
+    scales, tops = round_scales_(kept)
+    # The codes are the nearest with the scales that are kept, not with the exact ones.
+    return nearest_codes(X, kept, triangle, bits, mapping, block_size, tiled), scales, tops
 
-    Args:
-        out: Takes it, (k, n, n) float32; its rows may be apart.
-        codes: (k, tiles, block, bytes), or (k, n, bytes) by rows.
-        scales: Codes of the scales, (k, blocks).
-        tops: Scales of these.
-        diagonal: (k, n) of a triangle; ``None``: the matrix is a square one.
-        mirrored: Whether the upper triangle is the mirrored lower one; else it is zero.
-        bits: b, below 32.
-        mapping: R.
-        block: Elements of a block.
-    """
+
+def decode(
+    codes: Tensor, scales: Tensor, tops: Tensor, diagonal: Tensor | None, mirrored: bool,
+    bits: int, mapping: str, block_size: int, out: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """D of what ``encode`` gives; see ``linalg.backend``."""
     tiled = codes.dim() == 4
-    k, n, _ = out.shape
-    runs, count = _counts(n, block, tiled)
+    k, n = codes.shape[:2] if diagonal is None else diagonal.shape
+    if out is None:
+        out = torch.empty(k, n, n, dtype=torch.float32, device=codes.device)
+    runs, count = _counts(n, block_size, tiled)
     launch(
         _decode_kernel,
         (runs, k),
@@ -380,10 +373,11 @@ def decode_(
         MIRRORED=mirrored,
         TRIANGLE=diagonal is not None,
         BITS=bits,
-        BLOCK=block,
+        BLOCK=block_size,
         TILED=tiled,
         ROWS=_BY_ROWS,
     )
+    return out
 
 
 def _counts(n: int, block: int, tiled: bool) -> tuple[int, int]:

@@ -190,7 +190,7 @@ def room(k: int, n: int, device: torch.device) -> Tensor:
 def evaluate(
     polynomial: Polynomial, A: Tensor, s: Tensor, scale: Tensor, orders: Tensor | None = None
 ) -> Tensor:
-    """What ``linalg.polynomials.evaluate`` gives."""
+    """What ``linalg.backend`` says."""
     k, n, _ = A.shape
     side = padded(n)
     count = 1 + max(map(max, _places(polynomial)))

@@ -201,9 +201,9 @@ def add_ridge_(
     s: Tensor,
     ridge: float,
     least: float,
-    orders: Tensor | None,
+    orders: Tensor | None = None,
 ) -> None:
-    """What ``kronbit.linalg.products.add_ridge_`` does."""
+    """What ``linalg.backend`` says."""
     k, n, _ = A.shape
     mixed = orders is not None
     arguments = A, largest, norm, s, orders if mixed else A, n, ridge, least

@@ -6,13 +6,15 @@ given), so eigenvectors, which are columns, are quantised without a transposed c
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from kronbit.kernels.launch import launch
-from kronbit.kernels.split import Split, store_parts
+from kronbit.kernels.split import Split, empty_split, store_parts
 from kronbit.quantization.mappings import codebook, thresholds
 from kronbit.quantization.reference import WORD, block_count, packed_length
 
@@ -202,6 +204,21 @@ def decode(
     k, n = codes.shape[:2]
     out = torch.empty(k, n, n, dtype=torch.float32, device=codes.device)
     _decode(codes, scales, diagonal, (out,) * 3, 0, n, n, bits, mapping, block_size)
+    return out
+
+
+def decode_operand(
+    stacks: Sequence[tuple[Tensor, Tensor]], order: int, bits: int, mapping: str, block_size: int
+) -> Split:
+    """``decode``, for products, of codes and scales of stacks, one behind the other.
+
+    Where the order is larger than theirs, the rest becomes the identity.
+    """
+    out = empty_split(sum(len(codes) for codes, _ in stacks), order, order, stacks[0][0].device)
+    first = 0
+    for codes, scales in stacks:
+        decode_parts_(out, first, codes, scales, bits, mapping, block_size)
+        first += len(codes)
     return out
 
 

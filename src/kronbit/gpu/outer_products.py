@@ -72,17 +72,8 @@ class OuterProducts:
         launch(kernels.largest_kernel, (table.tiles, k), *read, TILE=TILE)
         launch(kernels.copy_kernel, (table.tiles, k), *read, hi, lo, unit, TILE=TILE)
         M = torch.empty(k, n, n, dtype=torch.float32, device=self._device)
-        launch(
-            kernels.outer_kernel,
-            (tiles(n) ** 2, k),
-            table.lines,
-            hi,
-            lo,
-            unit,
-            M,
-            n,
-            **PRODUCT,
-        )
+        copy = table.lines, hi, lo, unit
+        launch(kernels.outer_kernel, (tiles(n) ** 2, k), *copy, M, n, **PRODUCT)
         return M
 
     def _lines(self, parts: Sequence[Part]) -> _Lines:

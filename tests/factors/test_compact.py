@@ -13,11 +13,12 @@ from torch import nn
 
 from kronbit import Shampoo, estimate_memory
 from kronbit.config import Config
-from kronbit.factors import compact_storage, make_method
-from kronbit.factors.compact_storage import CompactStorage, from_lower_tiles, lower_tiles
+from kronbit.factors import make_method
+from kronbit.factors.storage import CompactStorage
 from kronbit.kernels import guard
 from kronbit.quantization import Quantizer
 from kronbit.quantization.reference import unpack
+from kronbit.quantization.tiles import from_lower_tiles, lower_tiles
 
 BITS = [3, 4, 6, 8]
 
@@ -222,7 +223,7 @@ def test_kernels_agree_with_torch_to_the_bit(
     kernels: torch.device,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(compact_storage, "TILES", (tile,))
+    monkeypatch.setattr("kronbit.factors.storage.TILES", (tile,))
     storage = CompactStorage(Quantizer(bits), "", shape)
     X = gram(3, n, torch.Generator().manual_seed(n)).to(kernels)
     X[1] *= 1e-30  # scales that are zero, but for a few

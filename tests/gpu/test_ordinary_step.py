@@ -22,7 +22,7 @@ from kronbit.blocks.blocking import Blocking, route
 from kronbit.blocks.gradients import GradientBlocks, plain_dtypes
 from kronbit.blocks.groups import Due, Member
 from kronbit.config import Config
-from kronbit.factors import Factors, compact_storage
+from kronbit.factors import Factors
 from kronbit.gpu.norms import Measured
 from kronbit.gpu.product_precision import BF16X3, FLOAT32, HALF, _way
 from kronbit.kernels import guard
@@ -155,7 +155,7 @@ def test_roots_in_tiles_and_in_rows(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Every element is where it belongs."""
-    monkeypatch.setattr(compact_storage, "TILES", (tile,))
+    monkeypatch.setattr("kronbit.factors.storage.TILES", (tile,))
     own = made(kernels, shapes=[shape], bits=bits, storage="compact", max_order=600)
     grad = torch.randn(shape).to(kernels)
     twin = grad.clone()
@@ -470,8 +470,7 @@ def test_what_runs_side_by_side_never_shares_memory(
     workspace: int, precision: tuple[bool, bool]
 ) -> None:
     """In a graph: chunks of different lanes, and a wave's grafting and the products of the next."""
-    from kronbit.gpu.cutting import LANES, Precision, held_size
-    from kronbit.gpu.tables import make_tables
+    from kronbit.gpu.tables import LANES, Precision, held_size, make_tables
     from kronbit.kernels.lines import Field
 
     own = made(torch.device("cpu"), workspace=workspace)
@@ -525,7 +524,7 @@ def test_whatever_shares_memory_is_done_in_order(
     """Of the products and the writing of all waves, as a graph orders them."""
     from kronbit.gpu import lanes
     from kronbit.gpu import ordinary_step as grouped
-    from kronbit.gpu.cutting import Precision
+    from kronbit.gpu.tables import Precision
     from kronbit.kernels.lines import Field
 
     own = made(torch.device("cpu"), workspace=workspace)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kronbit.factors import stack
+from kronbit.factors.stack import Replacement
 
 LENGTHS = {"codes": (9000,), "scales": (17, 4), "diagonal": (5000,), "tops": (3,)}
 
@@ -47,7 +47,8 @@ def test_rows_that_are_not_finite_stay(
     found, fresh = ({name: own.to(device) for name, own in x.items()} for x in (old, new))
     part = {name: tensor[:5] for name, tensor in found.items()}
     part["another"] = torch.zeros(5, device=device)
-    stack.replacing(part, {name: own[:5] for name, own in fresh.items()}, accepted[:5])()
+    given = {name: own[:5] for name, own in fresh.items()}
+    Replacement.prepare(part, given, accepted[:5]).write()
     assert torch.equal(accepted.cpu(), expected)
     for name, tensor in found.items():
         assert torch.equal(tensor.cpu(), wanted[name]), name

@@ -20,9 +20,9 @@ from kronbit.blocks.blocking import route
 from kronbit.blocks.groups import Due, Member
 from kronbit.config import Config
 from kronbit.gpu.addresses import AddressTable
-from kronbit.gpu.cutting import Precision
 from kronbit.gpu.norms import KernelNorms, Measured
 from kronbit.gpu.ordinary_step import GroupedProducts
+from kronbit.gpu.tables import Precision
 from kronbit.kernels import compact, guard, keeping
 from kronbit.kernels import quantization as quantiser
 from kronbit.kernels.cholesky import factor_, inverse_factor_
@@ -82,11 +82,11 @@ def matrices(n: int) -> None:
             codes = compact.nearest_codes(X, scales, True, *own, tiled)
             codes_of, tops = reference.quantize_scales(scales)
             for mirrored in (True, False):
-                compact.decode_(X.clone(), codes, codes_of, tops, torch.ones(1, n), mirrored, *own)
+                compact.decode(codes, codes_of, tops, torch.ones(1, n), mirrored, *own)
         compact.round_scales_(torch.ones(1, 300))
         scales = compact.block_scales(X.mT, False, 64, False)
         codes = compact.nearest_codes(X.mT, scales, False, *own, False)
-        compact.decode_(X, codes, *reference.quantize_scales(scales), None, False, *own)
+        compact.decode(codes, *reference.quantize_scales(scales), None, False, *own)
     for bound in (1.0, torch.ones(1), None):
         a = split(torch.randn(1, n, n), bound)
     multiply(a, a)

@@ -15,7 +15,7 @@ from torch import Tensor
 from kronbit.blocks.groups import Due, Group
 from kronbit.config import Config, Format
 from kronbit.factors import Batch, Factors
-from kronbit.kernels.guard import has_kernels
+from kronbit.linalg.backend import backend
 from kronbit.linalg.orthogonal import thousands
 from kronbit.linalg.roots import LEAST_RIDGE
 
@@ -124,7 +124,7 @@ def refresh_cost(part: Part) -> Cost:
     """What a row needs for its root."""
     method = part.factors.format.method
     if method == "cholesky":
-        return CONVERGED_ROOT if has_kernels(part.factors.device) else REFRESH
+        return CONVERGED_ROOT if backend(part.factors.device).by_kernels else REFRESH
     return REFRESH if method == "eigen" and part.config.root == "eigen" else NEWTON
 
 

@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 
 from kronbit.config import Config, Format
-from kronbit.factors.dense import condition
-from kronbit.factors.layout import Layout, Leaves, decay_weights
-from kronbit.factors.storage import root_storage, statistic_storage
+from kronbit.factors.dense import condition, decay_weights
+from kronbit.factors.storage import Layout, Leaves, root_storage, statistic_storage
+from kronbit.linalg.backend import backend
 from kronbit.linalg.orthogonal import Attempt, cholesky_
-from kronbit.linalg.polynomials import room
 from kronbit.linalg.products import multiply, operand
 from kronbit.linalg.roots import converged_inverse_root
 
@@ -56,7 +55,7 @@ class Triangle(NamedTuple):
         """A = C Cᵀ."""
         k, n, _ = self.C.shape
         c = operand(self.C)
-        A = room(k, n, self.C.device)
+        A = backend(self.C.device).room(k, n, self.C.device)
         return multiply(c, c.mT, symmetric=True, triangular=True, out=A)
 
 

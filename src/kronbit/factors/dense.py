@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from kronbit.config import Config, Format
-from kronbit.factors.layout import Layout, Leaves, decay_weights
-from kronbit.factors.storage import root_storage, statistic_storage
+from kronbit.factors.storage import Layout, Leaves, root_storage, statistic_storage
 from kronbit.linalg.orthogonal import Attempt
 from kronbit.linalg.roots import inverse_root
 
@@ -94,3 +93,8 @@ class Dense:
 def condition(eigenvalues: Tensor) -> float:
     """The largest ratio of largest to smallest eigenvalue in a stack (k, n)."""
     return float((eigenvalues.amax(-1) / eigenvalues.amin(-1).clamp(min=0)).amax())
+
+
+def decay_weights(beta: float) -> tuple[float, float]:
+    """Weights of the old statistic and of M: (β, 1 - β), or a plain sum for β = 1."""
+    return (1.0, 1.0) if beta == 1 else (beta, 1 - beta)

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from kronbit.config import Config, Format
-from kronbit.factors.dense import condition
-from kronbit.factors.layout import Layout, Leaves, decay_weights
-from kronbit.factors.storage import root_storage, statistic_storage
+from kronbit.factors.dense import condition, decay_weights
+from kronbit.factors.storage import Layout, Leaves, root_storage, statistic_storage
+from kronbit.linalg.backend import Operand, backend
 from kronbit.linalg.orthogonal import (
     Attempt,
     bjorck,
@@ -19,7 +19,7 @@ from kronbit.linalg.orthogonal import (
     rectified,
     subspace_iteration,
 )
-from kronbit.linalg.products import Operand, column_dots, compose, multiply, operand, scale_rows
+from kronbit.linalg.products import multiply, operand
 from kronbit.linalg.roots import inverse_root
 
 _TO_THE_END = 4  # Björck steps after which 4-bit eigenvectors are orthogonal to float32
@@ -96,14 +96,15 @@ class Eigen:
         largest = lam.amax(-1)
         bound = M.diagonal(dim1=-2, dim2=-1).amax(-1).mul_(weight).add_(largest, alpha=decay)
         # A = β V Λ Vᵀ + (1 - β) M
-        scaled = scale_rows(Vt, lam, largest)
-        A = compose(Vt.mT, scaled, C=M, alpha=decay, beta=weight, symmetric=True, bound=bound)
+        by = backend(Vt)
+        scaled = by.scale_rows(Vt, lam, largest)
+        A = by.compose(Vt.mT, scaled, C=M, alpha=decay, beta=weight, symmetric=True, bound=bound)
         del scaled
         AV = multiply(A, Vt.mT, out=M)
         del Vt
         P, good = subspace_iteration(A, AV, config.qr_iterations, attempt.qr())
         # λ = diag(Pᵀ A P)
-        lam = column_dots(P, multiply(A, operand(P, bound=1.0)))
+        lam = by.column_dots(P, multiply(A, operand(P, bound=1.0)))
         return Spectrum(lam, P.mT), good
 
     def refresh(self, statistic: Spectrum, config: Config) -> Tensor:
@@ -165,4 +166,4 @@ def _enlarged(lam: Tensor, order: int) -> Tensor:
 
 def _scaled_square(Vt: Operand, lam: Tensor) -> Tensor:
     """V diag(λ) Vᵀ, with eigenvectors as rows of Vᵀ."""
-    return multiply(Vt.mT, scale_rows(Vt, lam, lam.amax(-1)), symmetric=True)
+    return multiply(Vt.mT, backend(Vt).scale_rows(Vt, lam, lam.amax(-1)), symmetric=True)

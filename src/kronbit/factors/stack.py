@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
-from functools import partial, reduce
+from dataclasses import dataclass
+from functools import reduce
 from typing import Any, Protocol
 
 import torch
@@ -14,10 +15,9 @@ from kronbit.config import Config, Format
 from kronbit.factors.cholesky import Cholesky
 from kronbit.factors.dense import Dense
 from kronbit.factors.eigen import Eigen
-from kronbit.factors.layout import Layout, Leaves, is_root
-from kronbit.factors.storage import MatrixStorage
+from kronbit.factors.storage import Layout, Leaves, MatrixStorage, is_root
 from kronbit.interruptions import to_the_end
-from kronbit.kernels.guard import has_kernels
+from kronbit.linalg.backend import backend
 from kronbit.linalg.orthogonal import FIRST_ATTEMPT, Attempt
 
 
@@ -274,63 +274,72 @@ class Batch:
         Returns:
             bool (rows,): who has new ones.
         """
-        writes = [
-            replacing(leaves, encoded(rows, order), accepted[rows])
+        replacements = [
+            Replacement.prepare(leaves, encoded(rows, order), accepted[rows])
             for leaves, rows, order in self._slices
         ]
 
         def write() -> None:
-            for one in writes:
-                one()
+            for replacement in replacements:
+                replacement.write()
             self.replaced = accepted
 
         to_the_end(write)
         return accepted
 
 
-def replacing(old: Mapping[str, Tensor], new: Leaves, accepted: Tensor) -> Callable[[], None]:
-    """What writes new tensors in the place of old ones, but for rows that are not finite.
+@dataclass(frozen=True)
+class Replacement:
+    """New tensors that will take the place of old ones, but for rows that are not finite.
 
-    It takes no more memory, and may be called again.
-
-    Args:
-        old: By name; others may be among them. They may be in the host's memory.
-        new: Theirs on the device.
-        accepted: bool (rows,), contiguous; in the end, False where they are not finite, too.
+    Attributes:
+        old: Tensors that are overwritten. They may be in the host's memory.
+        new: The new tensors, on the device.
+        accepted: bool (rows,), contiguous: which rows are replaced. False where they are not
+            finite, at the latest when they have been written.
+        away: True if the old tensors are in the host's memory.
     """
-    kept = [old[name] for name in new]
-    away = kept[0].device != accepted.device
-    if has_kernels(accepted.device) and not away:
-        from kronbit.kernels import keeping
 
-        there = [leaf.contiguous() for leaf in new.values()]
-        return partial(keeping.replace_rows_, kept, there, accepted)
-    accepted &= _finite_rows(new)
-    rows = [
-        (own, leaf, accepted.view(-1, *[1] * (leaf.dim() - 1)))
-        for own, leaf in zip(kept, new.values(), strict=True)
-    ]
-    if away:
-        rows = [
-            (own, torch.where(mask, leaf, own.to(leaf.device, non_blocking=True)), mask)
-            for own, leaf, mask in rows
-        ]
+    old: Sequence[Tensor]
+    new: Sequence[Tensor]
+    accepted: Tensor
+    away: bool
 
-    def write() -> None:
-        for own, leaf, mask in rows:
-            if away:  # who reads it on the host waits for the device first, as all updates do
-                own.copy_(leaf, non_blocking=True)
-            else:
-                torch.where(mask, leaf, own, out=own)
+    @classmethod
+    def prepare(cls, old: Mapping[str, Tensor], new: Leaves, accepted: Tensor) -> Replacement:
+        """Take all the memory that ``write`` needs. ``old`` may hold tensors of other names."""
+        kept, leaves = [old[name] for name in new], list(new.values())
+        away = kept[0].device != accepted.device
+        if backend(accepted.device).by_kernels and not away:
+            return cls(kept, [leaf.contiguous() for leaf in leaves], accepted, away)
+        accepted &= _finite_rows(leaves)
+        if away:
+            leaves = [
+                torch.where(_per_row(accepted, leaf), leaf, own.to(leaf.device, non_blocking=True))
+                for own, leaf in zip(kept, leaves, strict=True)
+            ]
+        return cls(kept, leaves, accepted, away)
 
-    return write
+    def write(self) -> None:
+        """Overwrite the old tensors. Takes no memory, and may be called again."""
+        if not self.away:
+            backend(self.accepted.device).replace_rows_(self.old, self.new, self.accepted)
+            return
+        for own, leaf in zip(self.old, self.new, strict=True):
+            # who reads it on the host waits for the device first, as all updates do
+            own.copy_(leaf, non_blocking=True)
 
 
-def _finite_rows(leaves: Mapping[str, Tensor]) -> Tensor:
+def _per_row(values: Tensor, leaf: Tensor) -> Tensor:
+    """(rows,) -> (rows, 1, ...), with the axes of a leaf."""
+    return values.view(-1, *[1] * (leaf.dim() - 1))
+
+
+def _finite_rows(leaves: Sequence[Tensor]) -> Tensor:
     """Which rows hold finite numbers only. A non-finite element shows in its block's scale."""
     checks = [
         torch.linalg.vector_norm(leaf.flatten(1), ord=torch.inf, dim=1) < torch.inf
-        for leaf in leaves.values()
+        for leaf in leaves
         if leaf.is_floating_point()
     ]
     together: Tensor = reduce(torch.logical_and, checks)

@@ -1,18 +1,36 @@
-"""How matrices are kept: as the paper does, or in less memory."""
+"""How matrices are kept: by rows as the paper does, compactly, or in float32.
+
+A stack of square matrices is a dict of tensors, whose first axis is that of the stack.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from dataclasses import dataclass
+from functools import cache
+from typing import Literal, Protocol, TypeAlias
 
+import torch
 from torch import Tensor
 
 from kronbit.config import Format
-from kronbit.factors.compact_storage import CompactStorage
-from kronbit.factors.layout import Layout, Leaves, Shape
-from kronbit.factors.paper_storage import RowStorage
-from kronbit.linalg.products import Operand
-from kronbit.quantization import Quantizer
+from kronbit.linalg.backend import Operand, backend
+from kronbit.linalg.torch_backend import joined
+from kronbit.quantization import Quantizer, reference
+from kronbit.quantization.tiles import tile_count
+
+# The tensors of a stack by name. Every one has the rows of the stack as its first axis.
+Leaves: TypeAlias = dict[str, Tensor]
+# Name -> (shape without the row axis, dtype).
+Layout: TypeAlias = dict[str, tuple[tuple[int, ...], torch.dtype]]
+# What is known of a matrix: nothing, that it is symmetric, or that it is lower triangular.
+Shape: TypeAlias = Literal["square", "symmetric", "lower"]
+
+TILES = (32, 64)
+# Blocks of 32 err less (half a degree of an update at 4 bits, by
+# ``benchmarks/accuracy/update_angle.py``), so tiles of 64 must save more than a hundredth.
+_HANDICAP = {32: 1.0, 64: 1.01, None: 1.0}
 
 
 class MatrixStorage(Protocol):
@@ -37,7 +55,157 @@ class MatrixStorage(Protocol):
         """
 
     def operand(self, slices: Sequence[Mapping[str, Tensor]], order: int) -> Operand:
-        """D, for products, of stacks, one behind the other, enlarged to this order."""
+        """D, for products, of matrices with no elements far above 1.
+
+        Args:
+            slices: Stacks, one behind the other.
+            order: The largest of their orders. A smaller matrix becomes a part of that order; the
+                rest is the identity.
+        """
+
+
+@dataclass(frozen=True)
+class RowStorage:
+    """The paper's: rows of codes with a float32 scale for each block.
+
+    Attributes:
+        quantizer: Q and D; at 32 bits the matrix is one float32 tensor.
+        plain: That tensor's name.
+        prefix: What the names ``codes``, ``scales`` and ``diagonal`` begin with.
+        diagonal: Whether the diagonal stays float32 and only the rest is quantised, as the paper
+            does for matrices whose diagonal dominates.
+    """
+
+    quantizer: Quantizer
+    plain: str
+    prefix: str = ""
+    diagonal: bool = True
+
+    def layout(self, order: int) -> Layout:
+        """Shapes and dtypes of the tensors for matrices of this order."""
+        if self.quantizer.bits == 32:
+            return {self.plain: ((order, order), torch.float32)}
+        codes, scales = self.quantizer.lengths(order)
+        layout: Layout = {}
+        if self.diagonal:
+            layout[f"{self.prefix}diagonal"] = ((order,), torch.float32)
+        layout[f"{self.prefix}codes"] = ((order, codes), torch.uint8)
+        layout[f"{self.prefix}scales"] = ((order, scales), torch.float32)
+        return layout
+
+    def encode(self, X: Tensor) -> Leaves:
+        """Q(X); X may be written to."""
+        if self.quantizer.bits == 32:
+            return {self.plain: X}
+        by = backend(X.device)
+        codes, scales, diagonal = by.encode_rows(X, self.diagonal, *self.quantizer.parameters)
+        leaves = {} if diagonal is None else {f"{self.prefix}diagonal": diagonal}
+        return leaves | {f"{self.prefix}codes": codes, f"{self.prefix}scales": scales}
+
+    def decode(self, leaves: Mapping[str, Tensor], out: Tensor | None = None) -> Tensor:
+        """D; at 32 bits the stored stack, not to be written to."""
+        if out is not None:
+            return out.copy_(self.decode(leaves))
+        if self.quantizer.bits == 32:
+            return leaves[self.plain]
+        codes, scales = self._rows(leaves)
+        diagonal = leaves[f"{self.prefix}diagonal"] if self.diagonal else None
+        parameters = self.quantizer.parameters
+        return backend(codes.device).decode_rows(codes, scales, diagonal, *parameters)
+
+    def operand(self, slices: Sequence[Mapping[str, Tensor]], order: int) -> Operand:
+        """D, for products, of matrices without a diagonal apart."""
+        assert not self.diagonal, "the diagonal would be left out"
+        by = backend(next(iter(slices[0].values())).device)
+        if self.quantizer.bits == 32:
+            return by.operand(joined([leaves[self.plain] for leaves in slices], order), 1.0)
+        return by.operand_of_rows(list(map(self._rows, slices)), order, *self.quantizer.parameters)
+
+    def _rows(self, leaves: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        return leaves[f"{self.prefix}codes"], leaves[f"{self.prefix}scales"]
+
+
+@dataclass(frozen=True)
+class CompactStorage:
+    """One matrix per row of the stack, without what can be told from the rest.
+
+    Of a triangular or symmetric matrix the strictly lower part is quantised, and the diagonal stays
+    float32. It is cut into square tiles, those of the lower triangle in the order of rows, and a
+    row of a tile is a block; or, where that is smaller, kept by rows as it is.
+
+    Attributes:
+        quantizer: Q and D, below 32 bits.
+        prefix: What the names begin with.
+        shape: What is known of the matrix.
+    """
+
+    quantizer: Quantizer
+    prefix: str
+    shape: Shape
+
+    def tile(self, order: int) -> int | None:
+        """The tiles' side, if there are tiles: what takes the least memory, or nearly so."""
+        return None if self.shape == "square" else _best_tile(self, order)
+
+    def layout(self, order: int) -> Layout:
+        """Shapes and dtypes of the tensors for matrices of this order."""
+        return self._layout(order, self.tile(order))
+
+    def _layout(self, order: int, tile: int | None) -> Layout:
+        rows = (order,) if tile is None else (tile_count(order, tile), tile)
+        code_length, blocks = self._blocks(tile).lengths(tile or order)
+        scales = math.prod(rows) * blocks
+        layout: Layout = {}
+        if self.shape != "square":
+            layout[f"{self.prefix}diagonal"] = ((order,), torch.float32)
+        layout[f"{self.prefix}codes"] = ((*rows, code_length), torch.uint8)
+        layout[f"{self.prefix}scales"] = ((scales,), torch.uint8)
+        tops = reference.block_count(scales, reference.SCALES_PER_TOP)
+        layout[f"{self.prefix}top_scales"] = ((tops,), torch.float32)
+        return layout
+
+    def _blocks(self, tile: int | None) -> Quantizer:
+        """The quantiser with blocks that end where a tile does."""
+        own = self.quantizer
+        return own if tile is None else Quantizer(own.bits, own.mapping, tile)
+
+    def encode(self, X: Tensor) -> Leaves:
+        """Q(X); of a symmetric matrix the lower triangle counts."""
+        tile, triangle = self.tile(X.shape[-1]), self.shape != "square"
+        leaves: Leaves = {}
+        if triangle:
+            leaves[f"{self.prefix}diagonal"] = X.diagonal(dim1=-2, dim2=-1).clone()
+        parameters = self._blocks(tile).parameters
+        encoded = backend(X.device).encode_triangle(X, triangle, *parameters, tile is not None)
+        names = ("codes", "scales", "top_scales")
+        return leaves | {f"{self.prefix}{n}": leaf for n, leaf in zip(names, encoded, strict=True)}
+
+    def decode(self, leaves: Mapping[str, Tensor], out: Tensor | None = None) -> Tensor:
+        """D: a float32 stack (k, n, n), new or ``out``; of a symmetric matrix, exactly so."""
+        codes, scales, tops = (
+            leaves[f"{self.prefix}{name}"] for name in ("codes", "scales", "top_scales")
+        )
+        diagonal = None if self.shape == "square" else leaves[f"{self.prefix}diagonal"]
+        order = codes.shape[1] if diagonal is None else diagonal.shape[1]
+        parameters = self._blocks(self.tile(order)).parameters
+        mirrored = self.shape == "symmetric"
+        return backend(codes.device).decode_triangle(
+            codes, scales, tops, diagonal, mirrored, *parameters, out=out
+        )
+
+    def operand(self, slices: Sequence[Mapping[str, Tensor]], order: int) -> Operand:
+        """D, for products."""
+        whole = joined([self.decode(leaves) for leaves in slices], order)
+        return backend(whole.device).operand(whole, 1.0)
+
+
+@cache
+def _best_tile(storage: CompactStorage, order: int) -> int | None:
+    def cost(tile: int | None) -> float:
+        layout = storage._layout(order, tile).values()
+        return sum(math.prod(shape) * dtype.itemsize for shape, dtype in layout) * _HANDICAP[tile]
+
+    return min((*TILES, None), key=cost)
 
 
 def statistic_storage(format: Format, plain: str, shape: Shape) -> MatrixStorage:
@@ -63,3 +231,13 @@ def _storage(
         return CompactStorage(quantizer, prefix, shape)
     # The diagonal of a basis does not dominate.
     return RowStorage(quantizer, plain, prefix, diagonal=shape != "square")
+
+
+def is_root(name: str) -> bool:
+    """Whether a tensor belongs to the inverse root, not to the statistic."""
+    return name.startswith("root")
+
+
+def is_statistic(name: str) -> bool:
+    """The opposite."""
+    return not is_root(name)

@@ -8,7 +8,7 @@ from functools import cache
 
 import torch
 
-from kronbit.gpu.cutting import LANES
+from kronbit.gpu.tables import LANES
 
 
 @cache

@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -57,39 +57,19 @@ class KernelNorms:
         """
         if not self._programs:
             return
-        launch(
-            squares_kernel,
-            (self._programs,),
-            self._tiles,
-            addresses,
-            self._squares,
-            BLOCK=_BLOCK,
-            ROUNDS=_ROUNDS,
-        )
-        launch(
-            norms_kernel,
-            (len(self.sizes),),
-            self._ends,
-            self._squares,
-            self.norms,
-            self._finite,
-            skipped,
-            COUNT=count,
-            BLOCK=_SUMMED,
-        )
+        self._launch(squares_kernel, addresses, self._squares)
+        numbers = self._ends, self._squares, self.norms, self._finite, skipped
+        launch(norms_kernel, (len(self.sizes),), *numbers, COUNT=count, BLOCK=_SUMMED)
 
     def zero_nonfinite(self, addresses: Tensor) -> None:
         """Zero the gradients that are not finite; the others keep their bits."""
         if self._programs:
-            launch(
-                zero_kernel,
-                (self._programs,),
-                self._tiles,
-                addresses,
-                self._finite,
-                BLOCK=_BLOCK,
-                ROUNDS=_ROUNDS,
-            )
+            self._launch(zero_kernel, addresses, self._finite)
+
+    def _launch(self, kernel: Any, addresses: Tensor, numbers: Tensor) -> None:
+        """Launch a kernel with one program for each piece of a gradient."""
+        tensors = self._tiles, addresses, numbers
+        launch(kernel, (self._programs,), *tensors, BLOCK=_BLOCK, ROUNDS=_ROUNDS)
 
 
 class Measured(NamedTuple):

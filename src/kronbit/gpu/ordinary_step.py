@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import replace
 from itertools import groupby
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from kronbit.blocks.groups import DeviceStacks
 from kronbit.gpu.addresses import AddressTable, Integers
-from kronbit.gpu.cutting import Precision, held_size
 from kronbit.gpu.lanes import Lanes
-from kronbit.gpu.tables import Chunk, TableWave, make_tables
+from kronbit.gpu.tables import Chunk, Precision, TableWave, held_size, make_tables
 from kronbit.kernels.grouped import graft_kernel, pass_kernel
 from kronbit.kernels.launch import launch
 from kronbit.kernels.lines import STRIP, Buffer, Field
@@ -118,19 +118,9 @@ class GroupedProducts:
 
     def _graft(self, wave: TableWave, addresses: AddressTable) -> None:
         """‖G‖ / ‖Ĝ‖ of a wave's members."""
-        launch(
-            graft_kernel,
-            (len(wave.members),),
-            self._tables.members,
-            wave.members.start,
-            addresses.tensor,
-            self._buffers.tensor,
-            self._squares,
-            self._scales,
-            self._stacks.graft_ratio,
-            self._stacks.ungrafted,
-            BLOCK=256,
-        )
+        read = self._tables.members, wave.members.start, addresses.tensor, self._buffers.tensor
+        written = self._scales, self._stacks.graft_ratio, self._stacks.ungrafted
+        launch(graft_kernel, (len(wave.members),), *read, self._squares, *written, BLOCK=256)
 
     def _write(self, wave: TableWave, addresses: AddressTable) -> None:
         """G̃ of a wave over the gradients."""
@@ -145,29 +135,23 @@ class GroupedProducts:
 
     def _scatter(self, strips: range, wide: bool, addresses: AddressTable) -> None:
         """G̃ of some rows over the gradients."""
-        launch(
-            scatter_kernel,
-            (len(strips),),
-            self._tables.strips,
-            strips.start,
-            self._tables.lines,
-            addresses.tensor,
-            self._buffers.tensor,
-            self._scales,
-            PRECISE=self._precision.precise,
-            WIDE=wide and addresses.aligned,
-            ROWS=STRIP,
-            COLUMNS=_COLUMNS,
-        )
+        wide, precise = wide and addresses.aligned, self._precision.precise
+        self._launch_strips(scatter_kernel, strips, addresses, self._scales, precise, wide)
+
+    def _launch_strips(
+        self, kernel: Any, strips: range, addresses: AddressTable, numbers: Tensor, precise: bool,
+        wide: bool,
+    ) -> None:  # fmt: skip
+        """Launch a kernel with one program for each strip of gradients."""
+        tables = self._tables.strips, strips.start, self._tables.lines
+        arguments = *tables, addresses.tensor, self._buffers.tensor, numbers
+        constants = {"PRECISE": precise, "WIDE": wide, "ROWS": STRIP, "COLUMNS": _COLUMNS}
+        launch(kernel, (len(strips),), *arguments, **constants)
 
     def _products(
-        self,
-        chunk: Chunk,
-        addresses: AddressTable,
-        precision: Precision,
-        sums: Tensor,
+        self, chunk: Chunk, addresses: AddressTable, precision: Precision, sums: Tensor,
         compare: bool = False,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Ĝ of a chunk's blocks into the held stack, and sums over what each program computes."""
         if not chunk.wide:
             precision = replace(precision, direct=False)
@@ -178,87 +162,42 @@ class GroupedProducts:
 
     def _restore(self, chunk: Chunk, addresses: AddressTable, precision: Precision) -> None:
         """Roots of a chunk's blocks into the scratch."""
+        where = self._tables.lines, addresses.tensor, self._buffers.tensor
+        scratch = self._anchors[precision.precise], self._units
+        squares = codebook(SCALE_MAPPING, SCALE_BITS, self._device)
         for kind, programs in chunk.roots:
-            quantizer = kind.quantizer
-            coded = quantizer.bits < 32
-            launch(
-                roots_kernel,
-                (len(programs),),
-                programs,
-                self._tables.lines,
-                addresses.tensor,
-                self._buffers.tensor,
-                self._anchors[precision.precise],
-                self._units,
-                codebook(quantizer.mapping, quantizer.bits, self._device)
-                if coded
-                else self._squares,
-                codebook(SCALE_MAPPING, SCALE_BITS, self._device),
-                PRECISE=precision.precise,
-                DIRECT=precision.direct,
-                BITS=quantizer.bits,
-                WORDS=kind.words,
-                COMPACT=kind.compact,
-                TILE=kind.tile,
-                TILES=tiles_per_program(kind.tile),
-                BLOCK=quantizer.block_size,
-                ROWS=STRIP,
-                COLUMNS=_DECODED,
-            )
+            bits, mapping, block_size = kind.quantizer.parameters
+            # At 32 bits there are no codes; any tensor will do.
+            table = codebook(mapping, bits, self._device) if bits < 32 else self._squares
+            constants = {"PRECISE": precision.precise, "DIRECT": precision.direct, "BITS": bits}
+            constants |= {"WORDS": kind.words, "COMPACT": kind.compact, "TILE": kind.tile}
+            constants |= {"TILES": tiles_per_program(kind.tile), "BLOCK": block_size}
+            constants |= {"ROWS": STRIP, "COLUMNS": _DECODED}
+            arguments = programs, *where, *scratch, table, squares
+            launch(roots_kernel, (len(programs),), *arguments, **constants)
 
     def _gather(self, chunk: Chunk, addresses: AddressTable, precision: Precision) -> None:
         """X ← G of a chunk's blocks."""
-        launch(
-            gather_kernel,
-            (len(chunk.strips),),
-            self._tables.strips,
-            chunk.strips.start,
-            self._tables.lines,
-            addresses.tensor,
-            self._buffers.tensor,
-            self._anchors[precision.precise],
-            PRECISE=precision.precise,
-            WIDE=chunk.wide and addresses.aligned,
-            ROWS=STRIP,
-            COLUMNS=_COLUMNS,
-        )
+        anchor, wide = self._anchors[precision.precise], chunk.wide and addresses.aligned
+        self._launch_strips(gather_kernel, chunk.strips, addresses, anchor, precision.precise, wide)
 
     def _passes(
-        self,
-        chunk: Chunk,
-        addresses: AddressTable,
-        precision: Precision,
-        sums: Tensor,
+        self, chunk: Chunk, addresses: AddressTable, precision: Precision, sums: Tensor,
         compare: bool,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Ĝ of a chunk's blocks from X."""
         shape = self._tables.shape
+        tables = chunk.tiles, self._tables.lines, addresses.tensor, self._buffers.tensor
+        scratch = self._anchors[precision.precise], self._units
+        tile = {"TILE_M": shape.tile[0], "TILE_N": shape.tile[1], "DEPTH": shape.depth}
+        tile |= {"num_warps": shape.warps, "num_stages": shape.stages}
         source, target = int(Field.X), int(Field.Y)
         for number, by in enumerate(self._stacks.rule, 1):
             last = number == len(self._stacks.rule)
-            launch(
-                pass_kernel,
-                (len(chunk.tiles),),
-                chunk.tiles,
-                self._tables.lines,
-                addresses.tensor,
-                self._buffers.tensor,
-                self._anchors[precision.precise],
-                self._units,
-                sums,
-                chunk.square,
-                SOURCE=source,
-                TARGET=target,
-                BY_LEFT=by.left,
-                BY_RIGHT=by.right,
-                PRECISE=precision.precise,
-                DIRECT=precision.direct and number == 1,
-                LAST=last,
-                COMPARE=last and compare,
-                TILE_M=shape.tile[0],
-                TILE_N=shape.tile[1],
-                DEPTH=shape.depth,
-                num_warps=shape.warps,
-                num_stages=shape.stages,
-            )
+            constants = {"SOURCE": source, "TARGET": target, "BY_LEFT": by.left}
+            constants |= {"BY_RIGHT": by.right, "PRECISE": precision.precise}
+            constants |= {"DIRECT": precision.direct and number == 1, "LAST": last}
+            constants |= {"COMPARE": last and compare, **tile}
+            arguments = *tables, *scratch, sums, chunk.square
+            launch(pass_kernel, (len(chunk.tiles),), *arguments, **constants)
             source, target = target, source

@@ -13,6 +13,7 @@ from kronbit.blocks.batches import Part, order_of
 from kronbit.blocks.groups import Member
 from kronbit.gpu.addresses import to_device
 from kronbit.kernels import outer as kernels
+from kronbit.kernels.cache import BoundedCache
 from kronbit.kernels.launch import launch
 from kronbit.kernels.lines import block_head
 from kronbit.kernels.matmul import PRODUCT, tiles
@@ -47,7 +48,9 @@ class OuterProducts:
 
     def __init__(self, members: Sequence[Member], device: torch.device) -> None:
         self._members, self._device = members, device
-        self._tables: dict[tuple[tuple[int, bool, int, int], ...], _Lines] = {}
+        self._tables: BoundedCache[tuple[tuple[int, bool, int, int], ...], _Lines] = BoundedCache(
+            _REMEMBERED
+        )
 
     def of(self, addresses: Tensor, finite: Tensor, parts: Sequence[Part]) -> Tensor:
         """M of a batch; zero beyond a row's order, and where the gradient is not finite.
@@ -69,26 +72,13 @@ class OuterProducts:
         launch(kernels.largest_kernel, (table.tiles, k), *read, TILE=TILE)
         launch(kernels.copy_kernel, (table.tiles, k), *read, hi, lo, unit, TILE=TILE)
         M = torch.empty(k, n, n, dtype=torch.float32, device=self._device)
-        launch(
-            kernels.outer_kernel,
-            (tiles(n) ** 2, k),
-            table.lines,
-            hi,
-            lo,
-            unit,
-            M,
-            n,
-            **PRODUCT,
-        )
+        copy = table.lines, hi, lo, unit
+        launch(kernels.outer_kernel, (tiles(n) ** 2, k), *copy, M, n, **PRODUCT)
         return M
 
     def _lines(self, parts: Sequence[Part]) -> _Lines:
         key = tuple((id(p.group), p.right, p.rows.start, p.rows.stop) for p in parts)
-        if key not in self._tables:
-            if len(self._tables) == _REMEMBERED:
-                self._tables.pop(next(iter(self._tables)))
-            self._tables[key] = self._make_lines(parts)
-        return self._tables[key]
+        return self._tables.obtain(key, lambda: self._make_lines(parts))
 
     def _make_lines(self, parts: Sequence[Part]) -> _Lines:
         lines = array("q")

@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 
 from kronbit.blocks.groups import DeviceStacks
+from kronbit.kernels.cache import BoundedCache
 from kronbit.kernels.graphs import Replay
 
 if TYPE_CHECKING:
     from kronbit.gpu.addresses import AddressTable
-    from kronbit.gpu.cutting import Precision
     from kronbit.gpu.norms import Measured
     from kronbit.gpu.ordinary_step import GroupedProducts
+    from kronbit.gpu.tables import Precision
 
     _Key: TypeAlias = tuple[Precision, frozenset[int], frozenset[int]]
 
@@ -49,9 +50,13 @@ class KernelProducts:
         self._stacks = stacks
         self.ways = dict.fromkeys(range(len(stacks.members)), FLOAT32)
         # By precision, members, and who of them is in channels-last order.
-        self._grouped: dict[_Key, GroupedProducts] = {}
+        self._grouped: BoundedCache[_Key, GroupedProducts] = BoundedCache(
+            _REMEMBERED,
+            keep_used=True,
+            on_eviction=lambda: self._replay.forget(),  # graphs may hold its tables
+        )
         # By whose ways are compared: staggered, the same members come back every interval.
-        self._comparisons: dict[_Key, GroupedProducts] = {}
+        self._comparisons: BoundedCache[_Key, GroupedProducts] = BoundedCache(_REMEMBERED)
         self._shares = _Shares.make(set(), self.ways)
         # The step by who takes part in which way and by what all gradients have in common; with one
         # table of addresses.
@@ -151,7 +156,7 @@ class KernelProducts:
 
     def _precision(self, way: int, addresses: AddressTable) -> Precision:
         """How products of such gradients are taken. G R̂ can have G as it is, in bf16."""
-        from kronbit.gpu.cutting import Precision
+        from kronbit.gpu.tables import Precision
 
         half, first = way == HALF, self._stacks.rule[0]
         direct = half and addresses.brain and addresses.aligned and not first.left
@@ -159,14 +164,10 @@ class KernelProducts:
 
     def _comparison_of(self, members: frozenset[int], addresses: AddressTable) -> GroupedProducts:
         """The tables that ways are compared with. No graph holds them."""
-        from kronbit.gpu.cutting import Precision
+        from kronbit.gpu.tables import Precision
 
         key = Precision(precise=True), members, members & addresses.channels_last
-        if key not in self._comparisons:
-            if len(self._comparisons) == _REMEMBERED:
-                self._comparisons.pop(next(iter(self._comparisons)))
-            self._comparisons[key] = self._make(key)
-        return self._comparisons[key]
+        return self._comparisons.obtain(key, lambda: self._make(key))
 
     def _make(self, key: _Key) -> GroupedProducts:
         from kronbit.gpu.ordinary_step import GroupedProducts
@@ -176,14 +177,7 @@ class KernelProducts:
 
     def _tables(self, key: _Key) -> GroupedProducts:
         """The kernels' tables for some members. Recent ones are remembered."""
-        grouped = self._grouped.pop(key, None)
-        if grouped is None:
-            if len(self._grouped) == _REMEMBERED:
-                self._grouped.pop(next(iter(self._grouped)))  # the one not used for longest
-                self._replay.forget()  # graphs may hold its tables
-            grouped = self._make(key)
-        self._grouped[key] = grouped
-        return grouped
+        return self._grouped.obtain(key, lambda: self._make(key))
 
 
 @dataclass(frozen=True)

@@ -1,35 +1,117 @@
 """Tables that tell the grouped kernels which blocks there are, and which program does what.
 
-They depend on the plan alone, so they are made once. Gradients move from step to step: their
-addresses are a small table of their own.
+The blocks of an ordinary step are cut into waves, chunks and programs here. Tables depend on the
+plan alone, so they are made once. Gradients move from step to step: their addresses are a small
+table of their own.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
-from kronbit.blocks.groups import DeviceStacks
+from kronbit.blocks.groups import DeviceStacks, Group
 from kronbit.factors import Factors
-from kronbit.factors.compact_storage import CompactStorage
+from kronbit.factors.storage import CompactStorage
 from kronbit.gpu.addresses import to_device
-from kronbit.gpu.cutting import (
-    LANES,
-    Precision,
-    Shape,
-    TableBlock,
-    cut_into_chunks,
-    cut_into_waves,
-    held_size,
-)
 from kronbit.kernels.lines import COUNT, OTHER_SIDE, STRIP, Field, block_head
 from kronbit.kernels.roots import tiles_per_program
 from kronbit.kernels.split import PAD, padded
 from kronbit.quantization import Quantizer
+
+LANES = 2  # chunks that are under way at the same time, each in a scratch of its own
+
+
+class Shape(NamedTuple):
+    """How the programs of a product are cut.
+
+    Attributes:
+        tile: Rows and columns of what a program computes: as much as fits into its registers.
+        depth: Columns of the left operand that are multiplied at once.
+        warps: Of a program.
+        stages: Loads that are under way while tensor cores compute.
+    """
+
+    tile: tuple[int, int]
+    depth: int
+    warps: int
+    stages: int
+
+
+@dataclass(frozen=True)
+class Precision:
+    """How products are taken.
+
+    Attributes:
+        precise: Roots, gradients, X and Y are sums of two bf16 numbers, not float16, and Ĝ is held
+            in float32, not bf16.
+        direct: Gradients are multiplied where they are, if their rows are wide.
+    """
+
+    precise: bool
+    direct: bool = False
+
+    @property
+    def parts(self) -> int:
+        """Numbers of 16 bits that make up an element of a root, of X and of Y."""
+        return 2 if self.precise else 1
+
+    @property
+    def held(self) -> torch.dtype:
+        """What Ĝ is held in."""
+        return torch.float32 if self.precise else torch.bfloat16
+
+    def shape(self, blocks: Iterable[tuple[int, int]]) -> Shape:
+        """How programs are cut, for products of such blocks.
+
+        Larger tiles read less, but more of them hangs over the edges.
+        """
+        if self.precise:
+            return _PRECISE
+        blocks = list(blocks)
+        small, large = (
+            sum(-(-m // rows) * rows * -(-n // columns) * columns for m, n in blocks)
+            for rows, columns in (_SMALL.tile, _LARGE.tile)
+        )
+        return _LARGE if large <= 1.1 * small else _SMALL
+
+
+_SMALL, _LARGE = Shape((128, 128), 64, 4, 3), Shape((128, 256), 64, 8, 3)
+_PRECISE = Shape((64, 128), 64, 4, 3)
+
+
+@dataclass(frozen=True, eq=False)  # two blocks are never the same
+class TableBlock:
+    """A block, and where its gradient is: from ``first`` on, ``stride`` elements per row.
+
+    In channels-last order it has the same elements in each row, but elsewhere there.
+    """
+
+    member: int
+    number: int
+    group: Group
+    row: int
+    first: int
+    stride: int
+    taps: int
+    channels_last: bool
+
+    @property
+    def wide(self) -> bool:
+        """Whether rows of the gradient are in order, and begin and end at multiples of 8."""
+        places = (self.group.shape[1], self.first, self.stride)
+        return not self.channels_last and all(place % 8 == 0 for place in places)
+
+    def scratch(self, precision: Precision) -> int:
+        """Elements of scratch: two roots, Y, and X if it is not the gradient itself."""
+        m, n = map(padded, self.group.shape)
+        copies = 1 if precision.direct and self.wide else 2
+        return precision.parts * (m * m + n * n + copies * m * n)
 
 
 class RootKind(NamedTuple):
@@ -171,28 +253,29 @@ def make_tables(
         sum(block.scratch(precision) for block in piece) for wave in pieces for piece in wave
     )
     writer = _Writer(precision, shape)
-    makers, number = [], 0
+    waves_drafted, number = [], 0
     for turn, ((_, size), wave) in enumerate(zip(waves, pieces, strict=True)):
         fits, alone = size <= hold, size > hold // 2
         held = 0 if alone else turn % 2 * (hold // 2)
         lane_held = max(sum(map(held_size, piece)) for piece in wave)
-        first_member, chunks = len(writer.members) // 3, []
+        first_member, drafts = len(writer.members) // 3, []
         for piece in wave:
             lane, number = number % LANES, number + 1
             if not fits:
                 held = lane * lane_held
-            chunks.append(writer.chunk(piece, lane, lane * lane_size, held))
+            drafts.append(writer.chunk(piece, lane, lane * lane_size, held))
             held += sum(map(held_size, piece))
-        makers.append((range(first_member, len(writer.members) // 3), chunks, fits, alone))
+        span = range(first_member, len(writer.members) // 3)
+        waves_drafted.append((span, drafts, fits, alone))
     strips = writer.lists.add(writer.strips)
     table = to_device(writer.lists.integers, device).view(-1)
     return Tables(
         lines=to_device(writer.lines, device, COUNT),
         members=to_device(writer.members, device, 3),
-        strips=strips(table),
+        strips=strips.of(table),
         waves=tuple(
-            TableWave(own, tuple(make(table) for make in chunks), fits, alone)
-            for own, chunks, fits, alone in makers
+            TableWave(own, tuple(draft.chunk(table) for draft in drafts), fits, alone)
+            for own, drafts, fits, alone in waves_drafted
         ),
         shape=shape,
         squares=writer.squares,
@@ -202,21 +285,112 @@ def make_tables(
     )
 
 
+def cut_into_waves(
+    blocks: Sequence[TableBlock], hold: int
+) -> Iterator[tuple[list[TableBlock], int]]:
+    """Runs of members, with the size of their Ĝ.
+
+    Two waves are under way: the products of one, and the grafting of the one before it.
+    """
+    wave: list[TableBlock] = []
+    total = 0
+    for own in _runs(blocks):
+        size = sum(map(held_size, own))
+        if wave and total + size > hold // 2:
+            yield wave, total
+            wave, total = [], 0
+        wave += own
+        total += size
+    yield wave, total
+
+
+def _runs(blocks: Sequence[TableBlock]) -> Iterator[list[TableBlock]]:
+    """The blocks of each member."""
+    own: list[TableBlock] = []
+    for block in blocks:
+        if own and own[0].member != block.member:
+            yield own
+            own = []
+        own.append(block)
+    if own:
+        yield own
+
+
+def held_size(block: TableBlock) -> int:
+    """Elements of Ĝ of a block, as it is held."""
+    m, n = map(padded, block.group.shape)
+    return m * n
+
+
+def cut_into_chunks(
+    blocks: Sequence[TableBlock], precision: Precision, scratch: int, hold: int | None
+) -> Iterator[list[TableBlock]]:
+    """Cut the blocks of a wave into chunks, wide or not; one block may exceed the scratch."""
+    piece: list[TableBlock] = []
+    used = kept = 0
+    for block in blocks:
+        full = used + block.scratch(precision) > scratch
+        full = full or (hold is not None and kept + held_size(block) > hold)
+        if piece and (full or block.wide != piece[0].wide):
+            yield piece
+            piece, used, kept = [], 0, 0
+        piece.append(block)
+        used, kept = used + block.scratch(precision), kept + held_size(block)
+    yield piece
+
+
+@dataclass(frozen=True)
+class _ProgramList:
+    """A list of programs in the table of all lists: from ``start`` to ``stop``, by rows."""
+
+    start: int
+    stop: int
+    width: int
+
+    def of(self, table: Tensor) -> Tensor:
+        """The list, once the table is on the device."""
+        return table[self.start : self.stop].view(-1, self.width)
+
+
 class _ProgramLists:
     """Lists of programs in one table: many small ones would take long to send."""
 
     def __init__(self) -> None:
         self.integers = array("i")
 
-    def add(self, counts: Iterable[tuple[tuple[int, ...], int]]) -> Callable[[Tensor], Tensor]:
-        """A list in which everybody has a number of programs; returns how to find it again."""
+    def add(self, counts: Iterable[tuple[tuple[int, ...], int]]) -> _ProgramList:
+        """Add a list in which every item has a number of programs."""
         start, first, width = len(self.integers), 0, 0
-        for who, count in counts:
-            self.integers.extend(array("i", (*who, first)) * count)
-            first, width = first + count, len(who) + 1
+        for item, count in counts:
+            self.integers.extend(array("i", (*item, first)) * count)
+            first, width = first + count, len(item) + 1
         stop = len(self.integers)
         self.integers.extend((0,) * (-stop % 4))  # the next one begins at a multiple of 16 bytes
-        return lambda table: table[start:stop].view(-1, width)
+        return _ProgramList(start, stop, width)
+
+
+@dataclass(frozen=True)
+class _ChunkDraft:
+    """A ``Chunk`` whose lists are not on the device yet."""
+
+    blocks: tuple[TableBlock, ...]
+    roots: dict[RootKind, _ProgramList]
+    strips: range
+    tiles: _ProgramList
+    square: int
+    lane: int
+
+    def chunk(self, table: Tensor) -> Chunk:
+        """The chunk, with the lists of the table on the device."""
+        return Chunk(
+            blocks=self.blocks,
+            roots=tuple((kind, programs.of(table)) for kind, programs in self.roots.items()),
+            strips=self.strips,
+            wide=self.blocks[0].wide,
+            tiles=self.tiles.of(table),
+            square=self.square,
+            lane=self.lane,
+        )
 
 
 class _Writer:
@@ -238,14 +412,8 @@ class _Writer:
         self.offsets: dict[TableBlock, int] = {}
         self.lists = _ProgramLists()
 
-    def chunk(
-        self, piece: Sequence[TableBlock], lane: int, place: int, held: int
-    ) -> Callable[[Tensor], Chunk]:
-        """Add blocks whose scratch begins at some place, and whose Ĝ are held from another on.
-
-        Returns:
-            What makes the chunk, once the lists are on the device.
-        """
+    def chunk(self, piece: Sequence[TableBlock], lane: int, place: int, held: int) -> _ChunkDraft:
+        """Add blocks whose scratch begins at some place, and whose Ĝ are held from another on."""
         first_line, first_strip, square = len(self.lines) // COUNT, self._strip_count, self.squares
         kinds: dict[RootKind, list[tuple[tuple[int, int], int]]] = {}
         counts = []
@@ -262,15 +430,7 @@ class _Writer:
             counts.append(((line,), self._add_squares(block)))
         roots = {kind: self.lists.add(programs) for kind, programs in kinds.items()}
         tiles, strips = self.lists.add(counts), range(first_strip, self._strip_count)
-        return lambda table: Chunk(
-            blocks=tuple(piece),
-            roots=tuple((kind, find(table)) for kind, find in roots.items()),
-            strips=strips,
-            wide=piece[0].wide,
-            tiles=tiles(table),
-            square=square,
-            lane=lane,
-        )
+        return _ChunkDraft(tuple(piece), roots, strips, tiles, square, lane)
 
     def _add_squares(self, block: TableBlock) -> int:
         """Count the programs of a block's product, also among its member's."""

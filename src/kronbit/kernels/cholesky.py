@@ -7,6 +7,8 @@ All of that is a long chain of short launches, so it is replayed as a CUDA graph
 
 from __future__ import annotations
 
+import struct
+
 import torch
 import triton
 import triton.language as tl
@@ -26,11 +28,14 @@ from kronbit.kernels.elimination import (
 )
 from kronbit.kernels.graphs import Replay
 from kronbit.kernels.launch import launch
+from kronbit.kernels.matmul import compose, multiply
+from kronbit.kernels.split import Split, measured_split, normalise_columns, take_
 
 _TILE = 32
 _BLOCK = 8  # tiles that are inverted one after the other; larger blocks are joined
 _JOINED, _DEPTH = 64, 16  # tiles of what joins two blocks
-_STEP_WARPS, _WARPS = 1, 4
+_WARPS = 4
+_TILES = {"TILE": _TILE, "num_warps": 1}  # of an elimination
 
 
 @triton.jit(do_not_specialize=["n", "tiles"])
@@ -128,7 +133,7 @@ def inverse_factor_(S: Tensor, least: float, only: Tensor, chain: Chain | None =
         R⁻¹, upper triangular; it holds NaN or infinity where a pivot was not positive.
     """
     k, n, _ = S.shape
-    inverses = S.new_empty(k, triton.cdiv(n, _TILE), _TILE, _TILE)
+    inverses = S.new_empty(k, -(-n // _TILE), _TILE, _TILE)
     out = torch.empty_like(S)
     chain = chain or Chain(S.device, graphs=False)
     launch(note_kernel, (1,), chain.places, S, inverses, out, only)
@@ -147,9 +152,9 @@ def factor_(A: Tensor, chain: Chain | None = None) -> Tensor:
         bool (k,): of which matrices all pivots were positive. The others' factors are worthless.
     """
     k, n, _ = A.shape
-    inverses = A.new_empty(k, triton.cdiv(n, _TILE), _TILE, _TILE)
-    everyone = torch.ones(k, dtype=torch.bool, device=A.device)
+    inverses = A.new_empty(k, -(-n // _TILE), _TILE, _TILE)
     chain = chain or Chain(A.device, graphs=False)
+    everyone = _everyone(A)
     launch(note_kernel, (1,), chain.places, A, inverses, A, everyone)
     chain.factor(k, n)
     return (A.diagonal(dim1=-2, dim2=-1) > 0).all(-1)  # False for NaN
@@ -184,25 +189,14 @@ class Chain:
         tiles = -(-n // _TILE)
         for step in range(tiles):
             left = tiles - step if step else 1
-            launch(
-                step_kernel,
-                (left, left, k),
-                self.places,
-                n,
-                step,
-                tiles,
-                least,
-                UPDATE=step > 0,
-                DIRECT=direct,
-                TILE=_TILE,
-                num_warps=_STEP_WARPS,
-            )
+            arguments = self.places, n, step, tiles, least
+            flags = {"UPDATE": step > 0, "DIRECT": direct}
+            launch(step_kernel, (left, left, k), *arguments, **flags, **_TILES)
         return tiles
 
     def _factor(self, k: int, n: int) -> None:
         tiles = self._eliminate(k, n, 0.0, direct=True)
-        grid = (tiles, tiles, k)
-        launch(transpose_kernel, grid, self.places, n, TILE=_TILE, num_warps=_STEP_WARPS)
+        launch(transpose_kernel, (tiles, tiles, k), self.places, n, **_TILES)
 
     def _invert(self, k: int, n: int, least: float) -> None:
         tiles = self._eliminate(k, n, least, direct=False)
@@ -213,15 +207,60 @@ class Chain:
             pairs = -(-(n - size) // (2 * size))
             grid = ((size // _JOINED) ** 2, pairs, k)
             for second in (False, True):
-                launch(
-                    _join_kernel,
-                    grid,
-                    self.places,
-                    n,
-                    size,
-                    SECOND=second,
-                    TILE=_JOINED,
-                    DEPTH=_DEPTH,
-                    num_warps=_WARPS,
-                )
+                constants = {"SECOND": second, "TILE": _JOINED, "DEPTH": _DEPTH}
+                launch(_join_kernel, grid, self.places, n, size, **constants, num_warps=_WARPS)
             size *= 2
+
+
+def whitened(
+    X: Tensor, room: Tensor | None, least: float, limit: float, chain: Chain | None
+) -> Split:
+    """What ``kronbit.linalg.orthogonal`` asks for, without waiting for the device.
+
+    Which matrices need a second pass is known there alone: it is launched for all of them, and
+    programs that have nothing to do end at once.
+
+    Args:
+        X: (k, m, n), contiguous.
+        room: (k, n, n) that may be overwritten; it may be X itself.
+        least: The least pivot of the first pass.
+        limit: The largest element of R⁻¹ up to which one pass is enough.
+        chain: What launches factorisations.
+    """
+    x = normalise_columns(X)
+    everyone = _everyone(X)
+    S = multiply(x.mT, x, symmetric=True, out=room, only=everyone)
+    W = inverse_factor_(S, least, everyone, chain)
+    w, largest = measured_split(W, everyone)
+    del S, W
+    y = compose(x, w)
+    del x, w
+    again = largest > _bits(limit)
+    S = multiply(y.mT, y, symmetric=True, out=room, only=again)
+    # No least pivot here: columns have lost their length.
+    W = inverse_factor_(S, 0.0, again, chain)
+    w, _ = measured_split(W, again)
+    del S, W
+    take_(y, compose(y, w, only=again), again)
+    return y
+
+
+def shifted(X: Tensor, room: Tensor | None, shift: float) -> Tensor:
+    """One pass with something added to the diagonal of XᵀX, in float32."""
+    x = normalise_columns(X)
+    everyone = _everyone(X)
+    S = multiply(x.mT, x, symmetric=True, out=room, only=everyone)
+    S.diagonal(dim1=-2, dim2=-1).add_(shift)
+    w, _ = measured_split(inverse_factor_(S, 0.0, everyone), everyone)
+    return compose(x, w).float()
+
+
+def _everyone(X: Tensor) -> Tensor:
+    """All matrices as some of them: kernels are compiled once for both."""
+    return torch.ones(len(X), dtype=torch.bool, device=X.device)
+
+
+def _bits(value: float) -> int:
+    """A positive float32 as an integer. Those of larger numbers, infinity and NaN are larger."""
+    (bits,) = struct.unpack("<i", struct.pack("<f", value))
+    return int(bits)

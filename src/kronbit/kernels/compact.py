@@ -12,7 +12,14 @@ import triton.language as tl
 from torch import Tensor
 
 from kronbit.kernels.launch import launch
-from kronbit.kernels.quantization import block_scale, code_at, nearest_code, store_packed
+from kronbit.kernels.quantization import (
+    block_scale,
+    code_at,
+    nearest_code,
+    offset_of,
+    store_packed,
+    strides,
+)
 from kronbit.quantization.mappings import codebook, thresholds
 from kronbit.quantization.reference import (
     SCALE_BITS,
@@ -44,6 +51,12 @@ def restored_scale(scales, tops, squares, place, mask):
 
 
 @triton.jit
+def eight_codes(words):
+    """The 4-bit codes of words (rows, columns) along a third axis."""
+    return (words[:, :, None] >> (tl.arange(0, 8) * 4)[None, None, :]) & 15
+
+
+@triton.jit
 def restore_tile(
     codes, scales, tops, table, squares, tile, count, BITS: tl.constexpr, TILE: tl.constexpr
 ):
@@ -53,8 +66,7 @@ def restore_tile(
     if BITS == 4:  # eight codes are read as one word
         part = tl.arange(0, TILE // 8)[None, :]
         words = codes.to(tl.pointer_type(tl.int32)) + line * (TILE // 8) + part
-        eight = tl.load(words, mask=line + 0 * part < count, other=0)
-        code = (eight[:, :, None] >> (tl.arange(0, 8) * 4)[None, None, :]) & 15
+        code = eight_codes(tl.load(words, mask=line + 0 * part < count, other=0))
         code = tl.reshape(code, (TILE, TILE))
     else:
         column = tl.arange(0, TILE)[None, :]
@@ -65,19 +77,9 @@ def restore_tile(
 
 @triton.jit
 def restore_by_rows(
-    codes,
-    scales,
-    tops,
-    table,
-    squares,
-    row,
-    column,
-    mask,
-    n,
-    TRIANGLE: tl.constexpr,
-    BITS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    codes, scales, tops, table, squares, row, column, mask, n,
+    TRIANGLE: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """D of some elements of a matrix that is kept by rows; of a triangle, mirrored."""
     if TRIANGLE:
         row, column = tl.maximum(row, column), tl.minimum(row, column)
@@ -112,27 +114,15 @@ def _run(
 @triton.jit
 def _value(x, matrix_stride, long_stride, row, column, counts, TRANSPOSED: tl.constexpr):
     x += tl.program_id(1).to(tl.int64) * matrix_stride
-    if TRANSPOSED:
-        offset = row[:, None] + column[None, :] * long_stride
-    else:
-        offset = row[:, None] * long_stride + column[None, :]
-    return tl.load(x + offset, mask=counts, other=0.0)
+    return tl.load(x + offset_of(row, column, long_stride, TRANSPOSED), mask=counts, other=0.0)
 
 
 @triton.jit(do_not_specialize=["n", "count", "matrix_stride", "long_stride"])
 def _scales_kernel(
-    x,
-    scales,
-    n,
-    count,
-    matrix_stride,
-    long_stride,
-    TRANSPOSED: tl.constexpr,
-    TRIANGLE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    TILED: tl.constexpr,
+    x, scales, n, count, matrix_stride, long_stride,
+    TRANSPOSED: tl.constexpr, TRIANGLE: tl.constexpr, BLOCK: tl.constexpr, TILED: tl.constexpr,
     ROWS: tl.constexpr,
-):
+):  # fmt: skip
     row, column, counts, line, there = _run(tl.program_id(0), n, TRIANGLE, BLOCK, TILED, ROWS)
     value = _value(x, matrix_stride, long_stride, row, column, counts, TRANSPOSED)
     target = scales + tl.program_id(1).to(tl.int64) * count + line
@@ -159,24 +149,10 @@ def _round_scales_kernel(
 
 @triton.jit(do_not_specialize=["n", "count", "code_length", "matrix_stride", "long_stride"])
 def _codes_kernel(
-    x,
-    scales,
-    codes,
-    borders,
-    n,
-    count,
-    code_length,
-    matrix_stride,
-    long_stride,
-    TRANSPOSED: tl.constexpr,
-    TRIANGLE: tl.constexpr,
-    BITS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    TILED: tl.constexpr,
-    ROWS: tl.constexpr,
-    PER_WORD: tl.constexpr,
-    WORD_BYTES: tl.constexpr,
-):
+    x, scales, codes, borders, n, count, code_length, matrix_stride, long_stride,
+    TRANSPOSED: tl.constexpr, TRIANGLE: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr,
+    TILED: tl.constexpr, ROWS: tl.constexpr, PER_WORD: tl.constexpr, WORD_BYTES: tl.constexpr,
+):  # fmt: skip
     row, column, counts, line, there = _run(tl.program_id(0), n, TRIANGLE, BLOCK, TILED, ROWS)
     value = _value(x, matrix_stride, long_stride, row, column, counts, TRANSPOSED)
     matrix = tl.program_id(1).to(tl.int64)
@@ -197,25 +173,11 @@ def _codes_kernel(
 
 @triton.jit(do_not_specialize=["n", "count", "tops_count", "matrix_stride", "row_stride"])
 def _decode_kernel(
-    codes,
-    scales,
-    tops,
-    diagonal,
-    table,
-    squares,
-    out,
-    n,
-    count,
-    tops_count,
-    matrix_stride,
+    codes, scales, tops, diagonal, table, squares, out, n, count, tops_count, matrix_stride,
     row_stride,
-    MIRRORED: tl.constexpr,
-    TRIANGLE: tl.constexpr,
-    BITS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    TILED: tl.constexpr,
-    ROWS: tl.constexpr,
-):
+    MIRRORED: tl.constexpr, TRIANGLE: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr,
+    TILED: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
     matrix, number = tl.program_id(1).to(tl.int64), tl.program_id(0)
     scales += matrix * count
     tops += matrix * tops_count
@@ -266,20 +228,9 @@ def block_scales(X: Tensor, triangle: bool, block: int, tiled: bool) -> Tensor:
     k, n, _ = X.shape
     runs, count = _counts(n, block, tiled)
     scales = torch.empty(k, count, dtype=torch.float32, device=X.device)
-    launch(
-        _scales_kernel,
-        (runs, k),
-        X,
-        scales,
-        n,
-        count,
-        *_strides(X),
-        TRANSPOSED=X.stride(2) != 1,
-        TRIANGLE=triangle,
-        BLOCK=block,
-        TILED=tiled,
-        ROWS=_BY_ROWS,
-    )
+    constants = {"TRIANGLE": triangle, "BLOCK": block, "TILED": tiled, "ROWS": _BY_ROWS}
+    arguments = X, scales, n, count, *strides(X)
+    launch(_scales_kernel, (runs, k), *arguments, TRANSPOSED=X.stride(2) != 1, **constants)
     return scales
 
 
@@ -288,18 +239,9 @@ def round_scales_(scales: Tensor) -> tuple[Tensor, Tensor]:
     k, count = scales.shape
     codes = torch.empty(k, count, dtype=torch.uint8, device=scales.device)
     tops = scales.new_empty(k, block_count(count, SCALES_PER_TOP))
-    launch(
-        _round_scales_kernel,
-        (tops.shape[1], k),
-        scales,
-        codes,
-        tops,
-        thresholds(SCALE_MAPPING, SCALE_BITS, scales.device),
-        codebook(SCALE_MAPPING, SCALE_BITS, scales.device),
-        count,
-        tops.shape[1],
-        BITS=SCALE_BITS,
-    )
+    tables = (f(SCALE_MAPPING, SCALE_BITS, scales.device) for f in (thresholds, codebook))
+    arguments = scales, codes, tops, *tables, count, tops.shape[1]
+    launch(_round_scales_kernel, (tops.shape[1], k), *arguments, BITS=SCALE_BITS)
     return codes, tops
 
 
@@ -313,77 +255,42 @@ def nearest_codes(
     shape = (count // block, block) if tiled else (n,)
     codes = torch.empty(k, *shape, length, dtype=torch.uint8, device=X.device)
     per_word, word_bytes = WORD[bits]
-    launch(
-        _codes_kernel,
-        (runs, k),
-        X,
-        scales,
-        codes,
-        thresholds(mapping, bits, X.device),
-        n,
-        count,
-        length,
-        *_strides(X),
-        TRANSPOSED=X.stride(2) != 1,
-        TRIANGLE=triangle,
-        BITS=bits,
-        BLOCK=block,
-        TILED=tiled,
-        ROWS=_BY_ROWS,
-        PER_WORD=per_word,
-        WORD_BYTES=word_bytes,
-    )
+    arguments = X, scales, codes, thresholds(mapping, bits, X.device), n, count, length
+    constants = {"TRIANGLE": triangle, "BITS": bits, "BLOCK": block, "TILED": tiled}
+    constants |= {"ROWS": _BY_ROWS, "PER_WORD": per_word, "WORD_BYTES": word_bytes}
+    transposed = X.stride(2) != 1
+    launch(_codes_kernel, (runs, k), *arguments, *strides(X), TRANSPOSED=transposed, **constants)
     return codes
 
 
-def decode_(
-    out: Tensor,
-    codes: Tensor,
-    scales: Tensor,
-    tops: Tensor,
-    diagonal: Tensor | None,
-    mirrored: bool,
-    bits: int,
-    mapping: str,
-    block: int,
-) -> None:
-    """D on a stack.
+def encode(
+    X: Tensor, triangle: bool, bits: int, mapping: str, block_size: int, tiled: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Q: codes, codes of the scales, and scales of these; see ``linalg.backend``."""
+    kept = block_scales(X, triangle, block_size, tiled)
+    scales, tops = round_scales_(kept)
+    # The codes are the nearest with the scales that are kept, not with the exact ones.
+    return nearest_codes(X, kept, triangle, bits, mapping, block_size, tiled), scales, tops
 
-    Args:
-        out: Takes it, (k, n, n) float32; its rows may be apart.
-        codes: (k, tiles, block, bytes), or (k, n, bytes) by rows.
-        scales: Codes of the scales, (k, blocks).
-        tops: Scales of these.
-        diagonal: (k, n) of a triangle; ``None``: the matrix is a square one.
-        mirrored: Whether the upper triangle is the mirrored lower one; else it is zero.
-        bits: b, below 32.
-        mapping: R.
-        block: Elements of a block.
-    """
+
+def decode(
+    codes: Tensor, scales: Tensor, tops: Tensor, diagonal: Tensor | None, mirrored: bool,
+    bits: int, mapping: str, block_size: int, out: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """D of what ``encode`` gives; see ``linalg.backend``."""
     tiled = codes.dim() == 4
-    k, n, _ = out.shape
-    runs, count = _counts(n, block, tiled)
-    launch(
-        _decode_kernel,
-        (runs, k),
-        codes,
-        scales,
-        tops,
-        tops if diagonal is None else diagonal,
-        codebook(mapping, bits, codes.device),
-        codebook(SCALE_MAPPING, SCALE_BITS, codes.device),
-        out,
-        n,
-        count,
-        tops.shape[1],
-        *out.stride()[:2],
-        MIRRORED=mirrored,
-        TRIANGLE=diagonal is not None,
-        BITS=bits,
-        BLOCK=block,
-        TILED=tiled,
-        ROWS=_BY_ROWS,
-    )
+    k, n = codes.shape[:2] if diagonal is None else diagonal.shape
+    if out is None:
+        out = torch.empty(k, n, n, dtype=torch.float32, device=codes.device)
+    runs, count = _counts(n, block_size, tiled)
+    device = codes.device
+    tables = codebook(mapping, bits, device), codebook(SCALE_MAPPING, SCALE_BITS, device)
+    tensors = codes, scales, tops, tops if diagonal is None else diagonal, *tables, out
+    numbers = n, count, tops.shape[1], *out.stride()[:2]
+    constants = {"MIRRORED": mirrored, "TRIANGLE": diagonal is not None, "BITS": bits}
+    constants |= {"BLOCK": block_size, "TILED": tiled, "ROWS": _BY_ROWS}
+    launch(_decode_kernel, (runs, k), *tensors, *numbers, **constants)
+    return out
 
 
 def _counts(n: int, block: int, tiled: bool) -> tuple[int, int]:
@@ -393,8 +300,3 @@ def _counts(n: int, block: int, tiled: bool) -> tuple[int, int]:
     if tiled:
         return tiles, tiles * block
     return -(-n // _BY_ROWS) * side, n * side
-
-
-def _strides(X: Tensor) -> tuple[int, int]:
-    """From matrix to matrix, and from line to line."""
-    return X.stride(0), X.stride(1) if X.stride(2) == 1 else X.stride(2)

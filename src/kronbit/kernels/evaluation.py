@@ -18,9 +18,15 @@ from torch import Tensor
 from kronbit.kernels.compact import tile_at
 from kronbit.kernels.guard import processors
 from kronbit.kernels.launch import launch
-from kronbit.kernels.matmul import PRODUCT, accumulate, tiles
+from kronbit.kernels.matmul import PRODUCT, accumulate, mirrored_tile, tiles, wrapped
 from kronbit.kernels.polynomial import Polynomial
-from kronbit.kernels.split import UNIT, padded, split_quotients, store_parts
+from kronbit.kernels.split import (
+    UNIT,
+    magnitude_bits,
+    padded,
+    split_quotients,
+    store_parts,
+)
 from kronbit.kernels.taking_turns import take, tell, wait_for
 
 # Of a line: out, A, B and C; alpha times the units of A and B, beta, the unit of C, the diagonal,
@@ -42,26 +48,10 @@ def _parts_of(parts, last, place, matrix, k, size, PLACES: tl.constexpr):
 
 @triton.jit(do_not_specialize=["k", "n", "padded_n", "first", "lines", "tolerance"])
 def _evaluate_kernel(
-    parts,
-    out,
-    places,
-    numbers,
-    orders,
-    scale,
-    done,
-    k,
-    n,
-    padded_n,
-    first,
-    lines,
-    tolerance,
-    MIXED: tl.constexpr,
-    LAST: tl.constexpr,
-    PLACES: tl.constexpr,
-    TILE: tl.constexpr,
-    DEPTH: tl.constexpr,
-    PAD: tl.constexpr,
-):
+    parts, out, places, numbers, orders, scale, done, k, n, padded_n, first, lines, tolerance,
+    MIXED: tl.constexpr, LAST: tl.constexpr, PLACES: tl.constexpr, TILE: tl.constexpr,
+    DEPTH: tl.constexpr, PAD: tl.constexpr,
+):  # fmt: skip
     """Some lines of a polynomial, from the first one on; or the last one alone, in float32."""
     # Counters: what has been done of each matrix, how far it is from I, and which tiles are taken.
     taken, farthest = done + 2 * k, done + k
@@ -91,28 +81,18 @@ def _evaluate_kernel(
             b_hi = _parts_of(parts, last, b, matrix, k, size, PLACES)
             row, column = i * TILE + tl.arange(0, TILE), j * TILE + tl.arange(0, TILE)
             depth = tl.arange(0, DEPTH)
-            # Rows beyond the padding wrap around: what they give is never stored.
-            a_line = tl.max_contiguous(tl.multiple_of(row % padded_n, PAD), PAD)
-            b_line = tl.max_contiguous(tl.multiple_of(column % padded_n, PAD), PAD)
+            a_line, b_line = wrapped(row, padded_n, PAD), wrapped(column, padded_n, PAD)
             value = accumulate(
-                a_hi,
-                a_hi + lo,
-                a_line[:, None] * padded_n + depth[None, :],
-                DEPTH,
-                b_hi,
-                b_hi + lo,
-                depth[:, None] * padded_n + b_line[None, :],
-                DEPTH * padded_n,
-                tl.cdiv(order, PAD) * PAD,
-                TILE,
-                DEPTH,
-            )
+                a_hi, a_hi + lo, a_line[:, None] * padded_n + depth[None, :], DEPTH,
+                b_hi, b_hi + lo, depth[:, None] * padded_n + b_line[None, :], DEPTH * padded_n,
+                tl.cdiv(order, PAD) * PAD, TILE, DEPTH,
+            )  # fmt: skip
             value *= alpha
             if LAST:
                 far = tl.load(farthest + matrix).to(tl.float32, bitcast=True)
                 value *= tl.where(far < tolerance, tl.load(scale + matrix), float("nan"))
                 if i == j:  # to the bit, as all other tiles are
-                    value = tl.where(row[:, None] >= column[None, :], value, tl.trans(value))
+                    value = mirrored_tile(value, row, column)
                 result = out + matrix.to(tl.int64) * n * n
                 inside = (row < order)[:, None] & (column < order)[None, :]
                 tl.store(result + row[:, None] * n + column[None, :], value, mask=inside)
@@ -131,7 +111,7 @@ def _evaluate_kernel(
                 on = (row[:, None] == column[None, :]) & (row < order)[:, None]
                 value += tl.where(on, diagonal, 0.0)
                 if i == j:
-                    value = tl.where(row[:, None] >= column[None, :], value, tl.trans(value))
+                    value = mirrored_tile(value, row, column)
                 value *= inverse_unit
                 hi = _parts_of(parts, last, to, matrix, k, size, PLACES)
                 store_parts(hi, hi + lo, place, value, within)
@@ -145,21 +125,9 @@ def _evaluate_kernel(
 
 @triton.jit(do_not_specialize=["k", "n", "padded_n", "line"])
 def _check_kernel(
-    parts,
-    out,
-    places,
-    numbers,
-    orders,
-    done,
-    k,
-    n,
-    padded_n,
-    line,
-    MIXED: tl.constexpr,
-    PLACES: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+    parts, out, places, numbers, orders, done, k, n, padded_n, line,
+    MIXED: tl.constexpr, PLACES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     """How far C of a line is from I, by the larger parts, as the bits of a float32."""
     matrix = tl.program_id(1)
     order = n
@@ -176,8 +144,7 @@ def _check_kernel(
         inside = (row < order) & (column < order)
         value = tl.load(hi + row * padded_n + column, mask=inside, other=0.0).to(tl.float32) * unit
         value = tl.where(inside & (row == column), value - 1.0, value)
-        # As integers, magnitudes sort as they do, and NaN is the largest.
-        seen = tl.maximum(seen, value.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
+        seen = tl.maximum(seen, magnitude_bits(value))
     tl.atomic_max(done + k + matrix, tl.max(seen))
 
 
@@ -190,7 +157,7 @@ def room(k: int, n: int, device: torch.device) -> Tensor:
 def evaluate(
     polynomial: Polynomial, A: Tensor, s: Tensor, scale: Tensor, orders: Tensor | None = None
 ) -> Tensor:
-    """What ``linalg.polynomials.evaluate`` gives."""
+    """What ``linalg.backend`` says."""
     k, n, _ = A.shape
     side = padded(n)
     count = 1 + max(map(max, _places(polynomial)))

@@ -6,6 +6,8 @@ from collections.abc import Callable, Hashable
 
 import torch
 
+from kronbit.kernels.cache import BoundedCache
+
 _REMEMBERED = 128
 
 
@@ -26,7 +28,9 @@ class Replay:
         self._device, self._allowed = device, allowed and device.type == "cuda"
         self._stream: torch.cuda.Stream | None = None
         # What has been run; ``None`` as long as it is not recorded.
-        self._graphs: dict[Hashable, torch.cuda.CUDAGraph | None] = {}
+        self._graphs: BoundedCache[Hashable, torch.cuda.CUDAGraph | None] = BoundedCache(
+            _REMEMBERED
+        )
 
     def __call__(self, key: Hashable, work: Callable[[], None]) -> None:
         """Do some work, which reads and writes the same places whenever it has this key.
@@ -44,10 +48,7 @@ class Replay:
             graph.replay()
             return
         work()
-        if key not in self._graphs:
-            if len(self._graphs) == _REMEMBERED:
-                self._graphs.pop(next(iter(self._graphs)))
-            self._graphs[key] = None
+        self._graphs.obtain(key, lambda: None)
 
     def forget(self) -> None:
         """Start anew: places have changed."""

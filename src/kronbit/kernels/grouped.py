@@ -91,26 +91,11 @@ def _multiply_gradient(a, b, b_step, depth, total, DEPTH: tl.constexpr):
 
 @triton.jit(do_not_specialize=["first_square"])
 def pass_kernel(
-    programs,
-    blocks,
-    addresses,
-    buffers,
-    anchor,
-    units,
-    squares,
-    first_square,
-    SOURCE: tl.constexpr,
-    TARGET: tl.constexpr,
-    BY_LEFT: tl.constexpr,
-    BY_RIGHT: tl.constexpr,
-    PRECISE: tl.constexpr,
-    DIRECT: tl.constexpr,
-    LAST: tl.constexpr,
-    COMPARE: tl.constexpr,
-    TILE_M: tl.constexpr,
-    TILE_N: tl.constexpr,
-    DEPTH: tl.constexpr,
-):
+    programs, blocks, addresses, buffers, anchor, units, squares, first_square,
+    SOURCE: tl.constexpr, TARGET: tl.constexpr, BY_LEFT: tl.constexpr, BY_RIGHT: tl.constexpr,
+    PRECISE: tl.constexpr, DIRECT: tl.constexpr, LAST: tl.constexpr, COMPARE: tl.constexpr,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
     """One pass of the rule on a tile: L̂ X or X R̂, one after the other; or L̂ X + X R̂.
 
     The source is the gradient itself (DIRECT, only for X R̂), or in the scratch.
@@ -164,17 +149,10 @@ def pass_kernel(
         scale /= gradient_unit(buffers, member)
     if BY_LEFT:
         total = _multiply(
-            left + x_row[:, None] * padded_m + k[None, :],
-            padded_m * padded_m,
-            DEPTH,
-            x + k[:, None] * padded_n + x_column[None, :],
-            size,
-            DEPTH * padded_n,
-            padded_m,
-            total,
-            PRECISE,
-            DEPTH,
-        )
+            left + x_row[:, None] * padded_m + k[None, :], padded_m * padded_m, DEPTH,
+            x + k[:, None] * padded_n + x_column[None, :], size, DEPTH * padded_n,
+            padded_m, total, PRECISE, DEPTH,
+        )  # fmt: skip
     if BOTH:
         total *= left_unit / right_unit
     if BY_RIGHT:
@@ -182,25 +160,15 @@ def pass_kernel(
             gradient = pointer_to(address, tl.bfloat16, True) + first
             total = _multiply_gradient(
                 gradient + (row % m).to(tl.int64)[:, None] * stride + k[None, :],
-                as_bf16(right) + k[:, None] * padded_n + x_column[None, :],
-                DEPTH * padded_n,
-                n,
-                total,
-                DEPTH,
-            )
+                as_bf16(right) + k[:, None] * padded_n + x_column[None, :], DEPTH * padded_n,
+                n, total, DEPTH,
+            )  # fmt: skip
         else:
             total = _multiply(
-                x + x_row[:, None] * padded_n + k[None, :],
-                size,
-                DEPTH,
-                right + k[:, None] * padded_n + x_column[None, :],
-                padded_n * padded_n,
-                DEPTH * padded_n,
-                padded_n,
-                total,
-                PRECISE,
-                DEPTH,
-            )
+                x + x_row[:, None] * padded_n + k[None, :], size, DEPTH,
+                right + k[:, None] * padded_n + x_column[None, :], padded_n * padded_n,
+                DEPTH * padded_n, padded_n, total, PRECISE, DEPTH,
+            )  # fmt: skip
     total *= scale
     inside = (row < padded_m)[:, None] & (column < padded_n)[None, :]
     if not LAST:
@@ -224,16 +192,9 @@ def pass_kernel(
 
 @triton.jit(do_not_specialize=["begin"])
 def graft_kernel(
-    members,
-    begin,
-    addresses,
-    buffers,
-    squares,
-    scales,
-    ratios,
-    ungrafted,
+    members, begin, addresses, buffers, squares, scales, ratios, ungrafted,
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     """‖G‖ / ‖Ĝ‖ of a member, or that scatter shall leave G as it is."""
     line = members + (begin + tl.program_id(0)) * 3
     member, start, stop = tl.load(line), tl.load(line + 1), tl.load(line + 2)

@@ -35,18 +35,9 @@ def _is_finite(new, length, ELEMENTS: tl.constexpr):
 
 @triton.jit(do_not_specialize=_LENGTHS, do_not_specialize_on_alignment=["accepted", *_TENSORS])
 def _finite_kernel(
-    accepted,
-    new0,
-    new1,
-    new2,
-    new3,
-    length0,
-    length1,
-    length2,
-    length3,
-    ELEMENTS: tl.constexpr,
-    COUNT: tl.constexpr,
-):
+    accepted, new0, new1, new2, new3, length0, length1, length2, length3,
+    ELEMENTS: tl.constexpr, COUNT: tl.constexpr,
+):  # fmt: skip
     """Refuse a row if it is not finite."""
     good = _is_finite(new0, length0, ELEMENTS)
     if COUNT > 1:
@@ -77,23 +68,9 @@ def _copy(old, new, length, WORDS: tl.constexpr, ELEMENTS: tl.constexpr):
 
 @triton.jit(do_not_specialize=_LENGTHS, do_not_specialize_on_alignment=["accepted", *_TENSORS])
 def _copy_kernel(
-    accepted,
-    old0,
-    old1,
-    old2,
-    old3,
-    new0,
-    new1,
-    new2,
-    new3,
-    length0,
-    length1,
-    length2,
-    length3,
-    WORDS: tl.constexpr,
-    ELEMENTS: tl.constexpr,
-    COUNT: tl.constexpr,
-):
+    accepted, old0, old1, old2, old3, new0, new1, new2, new3, length0, length1, length2, length3,
+    WORDS: tl.constexpr, ELEMENTS: tl.constexpr, COUNT: tl.constexpr,
+):  # fmt: skip
     """Copy a row of all tensors, if it is accepted."""
     if tl.load(accepted + tl.program_id(1)) == 0:
         return

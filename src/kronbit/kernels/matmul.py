@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kronbit.kernels.launch import launch
-from kronbit.kernels.split import PAD, Split, empty_split, power_below, store_parts
+from kronbit.kernels.split import PAD, Split, empty_split, load_parts, power_below, store_parts
 
 # How products are computed: tiles of the result, and of those some whose rows stay in the cache.
 PRODUCT = {"TILE": 128, "DEPTH": 64, "SUPER": 8, "PAD": PAD, "num_warps": 8, "num_stages": 3}
@@ -30,6 +30,18 @@ def place_of_tile(m, n, TILE: tl.constexpr, SUPER: tl.constexpr):
     height = tl.minimum(tiles_m - first, SUPER)
     i = first + tl.program_id(0) % (SUPER * tiles_n) % height
     return i, tl.program_id(0) % (SUPER * tiles_n) // height
+
+
+@triton.jit
+def wrapped(index, size, PAD: tl.constexpr):
+    """Rows beyond the padding wrap around: what they give is never stored."""
+    return tl.max_contiguous(tl.multiple_of(index % size, PAD), PAD)
+
+
+@triton.jit
+def mirrored_tile(value, row, column):
+    """A tile on the diagonal, whose upper triangle mirrors the lower one, as other tiles do."""
+    return tl.where(row[:, None] >= column[None, :], value, tl.trans(value))
 
 
 @triton.jit
@@ -53,40 +65,12 @@ def accumulate(
 
 @triton.jit(do_not_specialize=["m", "n", "padded_m", "padded_n", "depth"])
 def _product_kernel(
-    a_hi,
-    a_lo,
-    a_unit,
-    b_hi,
-    b_lo,
-    b_unit,
-    c,
-    c_lo,
-    c_unit,
-    out,
-    out_lo,
-    out_unit,
-    bound,
-    only,
-    m,
-    n,
-    padded_m,
-    padded_n,
-    depth,
-    alpha,
-    beta,
-    A_TRANSPOSED: tl.constexpr,
-    B_TRANSPOSED: tl.constexpr,
-    ADD: tl.constexpr,
-    WRITE: tl.constexpr,
-    BOUNDED: tl.constexpr,
-    SYMMETRIC: tl.constexpr,
-    TRIANGULAR: tl.constexpr,
-    MASKED: tl.constexpr,
-    TILE: tl.constexpr,
-    DEPTH: tl.constexpr,
-    SUPER: tl.constexpr,
-    PAD: tl.constexpr,
-):
+    a_hi, a_lo, a_unit, b_hi, b_lo, b_unit, c, c_lo, c_unit, out, out_lo, out_unit, bound, only, m,
+    n, padded_m, padded_n, depth, alpha, beta,
+    A_TRANSPOSED: tl.constexpr, B_TRANSPOSED: tl.constexpr, ADD: tl.constexpr, WRITE: tl.constexpr,
+    BOUNDED: tl.constexpr, SYMMETRIC: tl.constexpr, TRIANGULAR: tl.constexpr, MASKED: tl.constexpr,
+    TILE: tl.constexpr, DEPTH: tl.constexpr, SUPER: tl.constexpr, PAD: tl.constexpr,
+):  # fmt: skip
     matrix = tl.program_id(1).to(tl.int64)
     if MASKED and tl.load(only + matrix) == 0:
         return
@@ -95,9 +79,7 @@ def _product_kernel(
         return
     row, column = i * TILE + tl.arange(0, TILE), j * TILE + tl.arange(0, TILE)
     k = tl.arange(0, DEPTH)
-    # Rows beyond the padding wrap around: what they give is never stored.
-    a_line = tl.max_contiguous(tl.multiple_of(row % padded_m, PAD), PAD)
-    b_line = tl.max_contiguous(tl.multiple_of(column % padded_n, PAD), PAD)
+    a_line, b_line = wrapped(row, padded_m, PAD), wrapped(column, padded_n, PAD)
     # They are multiples of PAD; so written, the compiler knows, too.
     padded_m, padded_n = padded_m // PAD * PAD, padded_n // PAD * PAD
     depth = depth // PAD * PAD
@@ -120,11 +102,10 @@ def _product_kernel(
     if ADD == 1:
         total += beta * tl.load(c + place, mask=inside, other=0.0)
     if ADD == 2:
-        value = tl.load(c + wide, mask=within, other=0.0).to(tl.float32)
-        value += tl.load(c_lo + wide, mask=within, other=0.0).to(tl.float32)
+        value = load_parts(c, c_lo, wide, within)
         total += (beta * tl.load(c_unit + matrix)) * value
     if SYMMETRIC and i == j:  # to the bit, as all other tiles are
-        total = tl.where(row[:, None] >= column[None, :], total, tl.trans(total))
+        total = mirrored_tile(total, row, column)
     if WRITE == 1:
         tl.store(out + place, total, mask=inside)
     else:
@@ -148,28 +129,15 @@ def _product_kernel(
 
 @triton.jit(do_not_specialize=["n", "padded_n", "padded_m"])
 def _correction_kernel(
-    q_hi,
-    q_lo,
-    q_unit,
-    out_hi,
-    out_lo,
-    out_unit,
-    errors,
-    n,
-    padded_n,
-    padded_m,
-    TILE: tl.constexpr,
-    DEPTH: tl.constexpr,
-    SUPER: tl.constexpr,
-    PAD: tl.constexpr,
-):
+    q_hi, q_lo, q_unit, out_hi, out_lo, out_unit, errors, n, padded_n, padded_m,
+    TILE: tl.constexpr, DEPTH: tl.constexpr, SUPER: tl.constexpr, PAD: tl.constexpr,
+):  # fmt: skip
     """I - U with U the upper triangle of QᵀQ - I, its diagonal halved; its squared elements."""
     matrix = tl.program_id(1).to(tl.int64)
     i, j = place_of_tile(n, n, TILE, SUPER)
     row, column = i * TILE + tl.arange(0, TILE), j * TILE + tl.arange(0, TILE)
     k = tl.arange(0, DEPTH)
-    a_line = tl.max_contiguous(tl.multiple_of(row % padded_n, PAD), PAD)
-    b_line = tl.max_contiguous(tl.multiple_of(column % padded_n, PAD), PAD)
+    a_line, b_line = wrapped(row, padded_n, PAD), wrapped(column, padded_n, PAD)
     padded_m, padded_n = padded_m // PAD * PAD, padded_n // PAD * PAD
     first = matrix * padded_m * padded_n
     within = (row < padded_n)[:, None] & (column < padded_n)[None, :]
@@ -182,18 +150,10 @@ def _correction_kernel(
         store_parts(out_hi, out_lo, place, zero, within)
         return
     total = accumulate(
-        q_hi,
-        q_lo,
-        first + a_line[:, None] + k[None, :] * padded_n,
-        DEPTH * padded_n,
-        q_hi,
-        q_lo,
-        first + k[:, None] * padded_n + b_line[None, :],
-        DEPTH * padded_n,
-        padded_m,
-        TILE,
-        DEPTH,
-    )
+        q_hi, q_lo, first + a_line[:, None] + k[None, :] * padded_n, DEPTH * padded_n,
+        q_hi, q_lo, first + k[:, None] * padded_n + b_line[None, :], DEPTH * padded_n,
+        padded_m, TILE, DEPTH,
+    )  # fmt: skip
     unit = tl.load(q_unit + matrix)
     total = total * unit * unit
     inside = (row < n)[:, None] & (column < n)[None, :]
@@ -211,42 +171,28 @@ def tiles(size: int) -> int:
 
 
 def multiply(
-    A: Split,
-    B: Split,
-    C: Tensor | None = None,
-    alpha: float = 1.0,
-    beta: float = 1.0,
-    symmetric: bool = False,
-    out: Tensor | None = None,
+    A: Split, B: Split, C: Tensor | None = None, alpha: float = 1.0, beta: float = 1.0,
+    symmetric: bool = False, triangular: bool = False, out: Tensor | None = None,
     only: Tensor | None = None,
-    triangular: bool = False,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Multiply and add as ``linalg.products.multiply``, on split operands.
 
     With ``only``, bool (k,), the other matrices' results stay undefined.
     """
-    k, m, n = len(A.hi), A.rows, B.columns
-    C = None if C is None else C.contiguous()
     if out is None:
-        out = torch.empty(k, m, n, dtype=torch.float32, device=A.hi.device)
-    added = (out,) * 3 if C is None else (C,) * 3
+        out = torch.empty(len(A.hi), A.rows, B.columns, dtype=torch.float32, device=A.hi.device)
     adds = _NOTHING if C is None else _FLOATS
-    outs = (out,) * 3
-    _launch(A, B, added, adds, outs, _FLOATS, None, only, alpha, beta, symmetric, triangular)
+    added = (out if C is None else C.contiguous(),) * 3
+    flags = {"ADD": adds, "WRITE": _FLOATS, "SYMMETRIC": symmetric, "TRIANGULAR": triangular}
+    _launch(A, B, added, (out,) * 3, None, only, alpha, beta, flags)
     return out
 
 
 def compose(
-    A: Split,
-    B: Split,
-    C: Tensor | Split | None = None,
-    alpha: float = 1.0,
-    beta: float = 1.0,
-    symmetric: bool = False,
-    bound: Tensor | None = None,
-    only: Tensor | None = None,
-) -> Split:
-    """Multiply and add as ``linalg.products.compose``, on split operands.
+    A: Split, B: Split, C: Tensor | Split | None = None, alpha: float = 1.0, beta: float = 1.0,
+    symmetric: bool = False, bound: Tensor | None = None, only: Tensor | None = None,
+) -> Split:  # fmt: skip
+    """Multiply and add as ``compose`` of ``linalg.backend``, on split operands.
 
     With ``only``, bool (k,), the other matrices' results stay undefined.
     """
@@ -258,50 +204,22 @@ def compose(
     elif C is not None:
         assert not C.transposed, "what is added lies as the result does"
         added, adds = C[:3], _PARTS
-    _launch(A, B, added, adds, out[:3], _PARTS, bound, only, alpha, beta, symmetric)
+    flags = {"ADD": adds, "WRITE": _PARTS, "SYMMETRIC": symmetric, "TRIANGULAR": False}
+    _launch(A, B, added, out[:3], bound, only, alpha, beta, flags)
     return out
 
 
 def _launch(
-    A: Split,
-    B: Split,
-    added: tuple[Tensor, ...],
-    adds: int,
-    out: tuple[Tensor, ...],
-    writes: int,
-    bound: Tensor | None,
-    only: Tensor | None,
-    alpha: float,
-    beta: float,
-    symmetric: bool,
-    triangular: bool = False,
-) -> None:
-    launch(
-        _product_kernel,
-        (tiles(A.rows) * tiles(B.columns), len(A.hi)),
-        *A[:3],
-        *B[:3],
-        *added,
-        *out,
-        A.unit if bound is None else bound,
-        A.unit if only is None else only,
-        A.rows,
-        B.columns,
-        A.hi.shape[-2],
-        B.hi.shape[-1],
-        A.hi.shape[-1],
-        float(alpha),
-        float(beta),
-        A_TRANSPOSED=A.transposed,
-        B_TRANSPOSED=B.transposed,
-        ADD=adds,
-        WRITE=writes,
-        BOUNDED=bound is not None,
-        SYMMETRIC=symmetric,
-        TRIANGULAR=triangular,
-        MASKED=only is not None,
-        **PRODUCT,
-    )
+    A: Split, B: Split, added: tuple[Tensor, ...], out: tuple[Tensor, ...], bound: Tensor | None,
+    only: Tensor | None, alpha: float, beta: float, flags: dict[str, int],
+) -> None:  # fmt: skip
+    masks = A.unit if bound is None else bound, A.unit if only is None else only
+    sizes = A.rows, B.columns, A.hi.shape[-2], B.hi.shape[-1], A.hi.shape[-1]
+    arguments = *A[:3], *B[:3], *added, *out, *masks, *sizes, float(alpha), float(beta)
+    flags |= {"A_TRANSPOSED": A.transposed, "B_TRANSPOSED": B.transposed}
+    flags |= {"BOUNDED": bound is not None, "MASKED": only is not None}
+    grid = tiles(A.rows) * tiles(B.columns), len(A.hi)
+    launch(_product_kernel, grid, *arguments, **flags, **PRODUCT)
 
 
 def correction(Q: Split) -> tuple[Split, Tensor]:
@@ -310,14 +228,6 @@ def correction(Q: Split) -> tuple[Split, Tensor]:
     k, n = len(Q.hi), Q.columns
     out = empty_split(k, n, n, Q.hi.device)
     errors = torch.empty(k, tiles(n) ** 2, dtype=torch.float32, device=Q.hi.device)
-    launch(
-        _correction_kernel,
-        (errors.shape[1], k),
-        *Q[:3],
-        *out[:3],
-        errors,
-        n,
-        *reversed(Q.hi.shape[1:]),
-        **PRODUCT,
-    )
+    sizes = n, *reversed(Q.hi.shape[1:])
+    launch(_correction_kernel, (errors.shape[1], k), *Q[:3], *out[:3], errors, *sizes, **PRODUCT)
     return out, errors

@@ -12,7 +12,7 @@ import triton.language as tl
 from kronbit.kernels.gradients import find, load
 from kronbit.kernels.lines import MEMBER, Field, M, N, gradient_of, place_of
 from kronbit.kernels.matmul import accumulate, place_of_tile
-from kronbit.kernels.split import PAD, power_below, store_parts
+from kronbit.kernels.split import PAD, magnitude_bits, power_below, store_parts
 
 TILE = PAD  # of a gradient, per program
 _PAD: tl.constexpr = tl.constexpr(PAD)
@@ -47,7 +47,7 @@ def largest_kernel(lines, addresses, finite, largest, TILE: tl.constexpr):
     row = tl.program_id(1).to(tl.int64)
     value, rows, _, m = _tile_of(lines + row * _COUNT, addresses, finite, TILE)
     if tl.min(rows) < m:
-        tl.atomic_max(largest + row, tl.max(value.to(tl.int32, bitcast=True) & 0x7FFFFFFF))
+        tl.atomic_max(largest + row, tl.max(magnitude_bits(value)))
 
 
 @triton.jit
@@ -75,17 +75,9 @@ def copy_kernel(lines, addresses, finite, largest, hi, lo, unit, TILE: tl.conste
 
 @triton.jit(do_not_specialize=["n"])
 def outer_kernel(
-    lines,
-    hi,
-    lo,
-    unit,
-    out,
-    n,
-    TILE: tl.constexpr,
-    DEPTH: tl.constexpr,
-    SUPER: tl.constexpr,
-    PAD: tl.constexpr,
-):
+    lines, hi, lo, unit, out, n,
+    TILE: tl.constexpr, DEPTH: tl.constexpr, SUPER: tl.constexpr, PAD: tl.constexpr,
+):  # fmt: skip
     """The product of a copy with its transpose, which is symmetric; zero beyond its order."""
     matrix = tl.program_id(1).to(tl.int64)
     i, j = place_of_tile(n, n, TILE, SUPER)
@@ -102,18 +94,10 @@ def outer_kernel(
     # Rows beyond the padding wrap around: what they give is never stored.
     padded = tl.cdiv(order, PAD) * PAD
     total = accumulate(
-        hi,
-        lo,
-        first + (row % padded)[:, None] * depth + k[None, :],
-        DEPTH,
-        hi,
-        lo,
-        first + k[:, None] + (column % padded)[None, :] * depth,
-        DEPTH,
-        length,
-        TILE,
-        DEPTH,
-    )
+        hi, lo, first + (row % padded)[:, None] * depth + k[None, :], DEPTH,
+        hi, lo, first + k[:, None] + (column % padded)[None, :] * depth, DEPTH,
+        length, TILE, DEPTH,
+    )  # fmt: skip
     scale = tl.load(unit + matrix)
     within = (row < order)[:, None] & (column < order)[None, :]
     total = tl.where(within, total * scale * scale, 0.0)

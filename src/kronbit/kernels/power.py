@@ -79,17 +79,9 @@ def _place_of_largest(a, n, COLUMNS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["k", "n", "products", "unscaled"])
 def _iteration_kernel(
-    a,
-    factors,
-    x,
-    done,
-    k,
-    n,
-    products,
-    unscaled,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+    a, factors, x, done, k, n, products, unscaled,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     """X ← A x, times the matrix's factor; x is divided by its length now and then."""
     parts = tl.cdiv(n, ROWS)
     taken = done + k
@@ -137,17 +129,9 @@ def _quotient_kernel(x, out, n, COLUMNS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["n", "ridge", "least"])
 def _ridge_kernel(
-    a,
-    largest,
-    norms,
-    powers,
-    orders,
-    n,
-    ridge,
-    least,
-    MIXED: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+    a, largest, norms, powers, orders, n, ridge, least,
+    MIXED: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     """Add to the diagonal of a matrix."""
     matrix = tl.program_id(0)
     order = n
@@ -195,15 +179,10 @@ def power_iteration(A: Tensor, factors: Tensor, steps: int, unscaled: int) -> Te
 
 
 def add_ridge_(
-    A: Tensor,
-    largest: Tensor,
-    norm: Tensor,
-    s: Tensor,
-    ridge: float,
-    least: float,
-    orders: Tensor | None,
-) -> None:
-    """What ``kronbit.linalg.products.add_ridge_`` does."""
+    A: Tensor, largest: Tensor, norm: Tensor, s: Tensor, ridge: float, least: float,
+    orders: Tensor | None = None,
+) -> None:  # fmt: skip
+    """What ``linalg.backend`` says."""
     k, n, _ = A.shape
     mixed = orders is not None
     arguments = A, largest, norm, s, orders if mixed else A, n, ridge, least

@@ -6,17 +6,19 @@ given), so eigenvectors, which are columns, are quantised without a transposed c
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from kronbit.kernels.launch import launch
-from kronbit.kernels.split import Split, store_parts
+from kronbit.kernels.split import Split, empty_split, store_parts
 from kronbit.quantization.mappings import codebook, thresholds
 from kronbit.quantization.reference import WORD, block_count, packed_length
 
-_ROWS = 16  # of a matrix, per program
+_ROWS, _COLUMNS = 16, 256  # of a matrix, per program (columns of one that is restored)
 
 
 @triton.jit
@@ -37,6 +39,16 @@ def restore(codes, scales, table, columns, mask, BITS: tl.constexpr, BLOCK: tl.c
     code = code_at(codes, columns, mask, BITS)
     scale = tl.load(scales + columns // BLOCK, mask=mask, other=0.0)
     return tl.load(table + code) * scale
+
+
+@triton.jit
+def offset_of(row, column, long_stride, TRANSPOSED: tl.constexpr):
+    """Where elements of a matrix are: its columns are contiguous if TRANSPOSED, else its rows."""
+    if TRANSPOSED:
+        offset = row[:, None] + column[None, :] * long_stride
+    else:
+        offset = row[:, None] * long_stride + column[None, :]
+    return offset
 
 
 @triton.jit
@@ -65,16 +77,9 @@ def nearest_code(value, scale, borders, BITS: tl.constexpr):
 
 @triton.jit
 def store_packed(
-    target,
-    code,
-    first,
-    length,
-    there,
-    BITS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PER_WORD: tl.constexpr,
-    WORD_BYTES: tl.constexpr,
-):
+    target, code, first, length, there,
+    BITS: tl.constexpr, BLOCK: tl.constexpr, PER_WORD: tl.constexpr, WORD_BYTES: tl.constexpr,
+):  # fmt: skip
     """Pack the codes of blocks into bytes of rows, from ``first`` on, of ``length`` bytes."""
     rows: tl.constexpr = code.shape[0]
     words: tl.constexpr = code.shape[1] // PER_WORD
@@ -91,26 +96,11 @@ def store_packed(
 
 @triton.jit(do_not_specialize=["first", "n", "order", "padded", "code_length", "scale_length"])
 def _decode_kernel(
-    codes,
-    scales,
-    diagonal,
-    table,
-    out,
-    out_lo,
-    out_unit,
-    first,
-    n,
-    order,
-    padded,
-    code_length,
+    codes, scales, diagonal, table, out, out_lo, out_unit, first, n, order, padded, code_length,
     scale_length,
-    BITS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    DIAGONAL: tl.constexpr,
-    PARTS: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+    BITS: tl.constexpr, BLOCK: tl.constexpr, DIAGONAL: tl.constexpr, PARTS: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     matrix = tl.program_id(2).to(tl.int64)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
@@ -134,35 +124,17 @@ def _decode_kernel(
 
 @triton.jit(do_not_specialize=["n", "code_length", "scale_length", "matrix_stride", "long_stride"])
 def _encode_kernel(
-    x,
-    codes,
-    scales,
-    diagonal,
-    borders,
-    n,
-    code_length,
-    scale_length,
-    matrix_stride,
-    long_stride,
-    TRANSPOSED: tl.constexpr,
-    BITS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    WIDE: tl.constexpr,
-    PER_WORD: tl.constexpr,
-    WORD_BYTES: tl.constexpr,
-    DIAGONAL: tl.constexpr,
-    ROWS: tl.constexpr,
-):
+    x, codes, scales, diagonal, borders, n, code_length, scale_length, matrix_stride, long_stride,
+    TRANSPOSED: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr,
+    PER_WORD: tl.constexpr, WORD_BYTES: tl.constexpr, DIAGONAL: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
     matrix = tl.program_id(2).to(tl.int64)
     block = tl.program_id(1)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     place = tl.arange(0, WIDE)
     column = block * BLOCK + place
     mask = (row < n)[:, None] & ((place < BLOCK) & (column < n))[None, :]
-    if TRANSPOSED:
-        offset = row[:, None] + column[None, :] * long_stride
-    else:
-        offset = row[:, None] * long_stride + column[None, :]
+    offset = offset_of(row, column, long_stride, TRANSPOSED)
     value = tl.load(x + matrix * matrix_stride + offset, mask=mask, other=0.0)
     line = matrix * n + row
     if DIAGONAL:
@@ -173,17 +145,8 @@ def _encode_kernel(
     tl.store(scales + line * scale_length + block, scale, mask=row < n)
     code = tl.where(mask, nearest_code(value, scale, borders, BITS), 0)
     first = block * (BLOCK * BITS // 8)
-    store_packed(
-        codes + line * code_length,
-        code,
-        first,
-        code_length,
-        row < n,
-        BITS,
-        BLOCK,
-        PER_WORD,
-        WORD_BYTES,
-    )
+    out = codes + line * code_length
+    store_packed(out, code, first, code_length, row < n, BITS, BLOCK, PER_WORD, WORD_BYTES)
 
 
 def decode(
@@ -202,6 +165,21 @@ def decode(
     k, n = codes.shape[:2]
     out = torch.empty(k, n, n, dtype=torch.float32, device=codes.device)
     _decode(codes, scales, diagonal, (out,) * 3, 0, n, n, bits, mapping, block_size)
+    return out
+
+
+def decode_operand(
+    stacks: Sequence[tuple[Tensor, Tensor]], order: int, bits: int, mapping: str, block_size: int
+) -> Split:
+    """``decode``, for products, of codes and scales of stacks, one behind the other.
+
+    Where the order is larger than theirs, the rest becomes the identity.
+    """
+    out = empty_split(sum(len(codes) for codes, _ in stacks), order, order, stacks[0][0].device)
+    first = 0
+    for codes, scales in stacks:
+        decode_parts_(out, first, codes, scales, bits, mapping, block_size)
+        first += len(codes)
     return out
 
 
@@ -224,40 +202,17 @@ def decode_parts_(
 
 
 def _decode(
-    codes: Tensor,
-    scales: Tensor,
-    diagonal: Tensor | None,
-    out: tuple[Tensor, ...],
-    first: int,
-    order: int,
-    side: int,
-    bits: int,
-    mapping: str,
-    block_size: int,
-) -> None:
+    codes: Tensor, scales: Tensor, diagonal: Tensor | None, out: tuple[Tensor, ...], first: int,
+    order: int, side: int, bits: int, mapping: str, block_size: int,
+) -> None:  # fmt: skip
     k, n = codes.shape[:2]
-    columns = 256
-    launch(
-        _decode_kernel,
-        (-(-side // _ROWS), -(-side // columns), k),
-        codes,
-        scales,
-        scales if diagonal is None else diagonal,
-        codebook(mapping, bits, codes.device),
-        *out,
-        first,
-        n,
-        order,
-        side,
-        codes.shape[-1],
-        scales.shape[-1],
-        BITS=bits,
-        BLOCK=block_size,
-        DIAGONAL=diagonal is not None,
-        PARTS=out[0].dtype == torch.float16,
-        ROWS=_ROWS,
-        COLUMNS=columns,
-    )
+    table = codebook(mapping, bits, codes.device)
+    tensors = codes, scales, scales if diagonal is None else diagonal, table, *out
+    numbers = first, n, order, side, codes.shape[-1], scales.shape[-1]
+    constants = {"BITS": bits, "BLOCK": block_size, "DIAGONAL": diagonal is not None}
+    constants |= {"PARTS": out[0].dtype == torch.float16, "ROWS": _ROWS, "COLUMNS": _COLUMNS}
+    grid = -(-side // _ROWS), -(-side // _COLUMNS), k
+    launch(_decode_kernel, grid, *tensors, *numbers, **constants)
 
 
 def encode(
@@ -277,26 +232,16 @@ def encode(
     scales = torch.empty(k, n, block_count(n, block_size), dtype=torch.float32, device=X.device)
     apart = torch.empty(k, n, dtype=torch.float32, device=X.device) if diagonal else None
     per_word, word_bytes = WORD[bits]
-    launch(
-        _encode_kernel,
-        (triton.cdiv(n, _ROWS), scales.shape[-1], k),
-        X,
-        codes,
-        scales,
-        scales if apart is None else apart,
-        thresholds(mapping, bits, X.device),
-        n,
-        codes.shape[-1],
-        scales.shape[-1],
-        X.stride(0),
-        X.stride(1) if X.stride(2) == 1 else X.stride(2),
-        TRANSPOSED=X.stride(2) != 1,
-        BITS=bits,
-        BLOCK=block_size,
-        WIDE=max(16, triton.next_power_of_2(block_size)),
-        PER_WORD=per_word,
-        WORD_BYTES=word_bytes,
-        DIAGONAL=diagonal,
-        ROWS=_ROWS,
-    )
+    tensors = X, codes, scales, scales if apart is None else apart
+    numbers = n, codes.shape[-1], scales.shape[-1], *strides(X)
+    constants = {"TRANSPOSED": X.stride(2) != 1, "BITS": bits, "BLOCK": block_size}
+    constants |= {"WIDE": max(16, triton.next_power_of_2(block_size)), "PER_WORD": per_word}
+    constants |= {"WORD_BYTES": word_bytes, "DIAGONAL": diagonal, "ROWS": _ROWS}
+    grid, borders = (-(-n // _ROWS), scales.shape[-1], k), thresholds(mapping, bits, X.device)
+    launch(_encode_kernel, grid, *tensors, borders, *numbers, **constants)
     return codes, scales, apart
+
+
+def strides(X: Tensor) -> tuple[int, int]:
+    """From matrix to matrix, and from line to line, whether those are rows or columns."""
+    return X.stride(0), X.stride(1) if X.stride(2) == 1 else X.stride(2)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kronbit.kernels.compact import restore_by_rows, restore_tile, tile_at
+from kronbit.kernels.compact import eight_codes, restore_by_rows, restore_tile, tile_at
 from kronbit.kernels.gradients import find
 from kronbit.kernels.lines import (
     CODES,
@@ -55,25 +55,11 @@ def put(out, wide, row, column, value, mask, side, PRECISE: tl.constexpr, DIRECT
 
 @triton.jit
 def roots_kernel(
-    programs,
-    blocks,
-    addresses,
-    buffers,
-    anchor,
-    units,
-    table,
-    squares,
-    PRECISE: tl.constexpr,
-    DIRECT: tl.constexpr,
-    BITS: tl.constexpr,
-    WORDS: tl.constexpr,
-    COMPACT: tl.constexpr,
-    TILE: tl.constexpr,
-    TILES: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+    programs, blocks, addresses, buffers, anchor, units, table, squares,
+    PRECISE: tl.constexpr, DIRECT: tl.constexpr, BITS: tl.constexpr, WORDS: tl.constexpr,
+    COMPACT: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, BLOCK: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     """Restore some rows of a root, or some of its tiles."""
     program = programs + tl.program_id(0) * 3
     block, side = tl.load(program), tl.load(program + 1)
@@ -128,19 +114,9 @@ def roots_kernel(
                 value = tl.load(place, mask=mask, other=0.0) * inverse
             elif COMPACT:
                 value = restore_by_rows(
-                    codes.to(tl.pointer_type(tl.uint8)),
-                    scales.to(tl.pointer_type(tl.uint8)),
-                    tops,
-                    table,
-                    squares,
-                    row,
-                    column,
-                    mask,
-                    n,
-                    True,
-                    BITS,
-                    BLOCK,
-                )
+                    codes.to(tl.pointer_type(tl.uint8)), scales.to(tl.pointer_type(tl.uint8)),
+                    tops, table, squares, row, column, mask, n, True, BITS, BLOCK,
+                )  # fmt: skip
                 value = tl.where(mask, value * inverse, 0.0)
             elif WORDS:
                 # As restore does, but eight codes are read as one word, and their scale once.
@@ -151,7 +127,7 @@ def roots_kernel(
                 place = row * scale_length + word * 8 // BLOCK
                 place = scales.to(tl.pointer_type(tl.float32)) + place
                 scale = tl.load(place, mask=known, other=0.0) * inverse
-                code = (eight[:, :, None] >> (tl.arange(0, 8) * 4)[None, None, :]) & 15
+                code = eight_codes(eight)
                 value = tl.reshape(tl.load(table + code) * scale[:, :, None], (ROWS, COLUMNS))
             else:
                 base = codes.to(tl.pointer_type(tl.uint8)) + row * code_length

@@ -23,6 +23,7 @@ _TAKEN = 4096  # elements of a matrix, per program that copies
 _COLUMNS = 32  # of a matrix, per program that goes down its columns
 _ONE, _GIVEN, _DIVISOR = 0, 1, 2  # what the largest elements are taken to be
 UNIT = 2.0**-12  # of matrices whose largest elements are about 1
+_SIZES = ["rows", "columns", "padded_rows", "padded_columns"]
 
 
 class Split(NamedTuple):
@@ -71,6 +72,19 @@ def power_below(bound):
 
 
 @triton.jit
+def magnitude_bits(value):
+    """The magnitudes of float32 numbers as integers, which sort as they do; NaN is the largest."""
+    return value.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def load_parts(hi, lo, place, mask):
+    """A float32 value that is divided by its unit."""
+    value = tl.load(hi + place, mask=mask, other=0.0).to(tl.float32)
+    return value + tl.load(lo + place, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
 def store_parts(hi, lo, place, value, mask):
     """Store a float32 value that has been divided by its unit."""
     high = value.to(tl.float16)
@@ -80,16 +94,9 @@ def store_parts(hi, lo, place, value, mask):
 
 @triton.jit(do_not_specialize=["rows", "columns", "matrix_stride", "row_stride"])
 def _largest_kernel(
-    x,
-    largest,
-    only,
-    rows,
-    columns,
-    matrix_stride,
-    row_stride,
-    MASKED: tl.constexpr,
-    ROWS: tl.constexpr,
-):
+    x, largest, only, rows, columns, matrix_stride, row_stride,
+    MASKED: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
     """The largest magnitude of a matrix, as the bits of a float32 (which sort as integers do)."""
     matrix = tl.program_id(1).to(tl.int64)
     if MASKED and tl.load(only + matrix) == 0:
@@ -100,37 +107,16 @@ def _largest_kernel(
         column = start + tl.arange(0, 256)[None, :]
         place = x + matrix * matrix_stride + row * row_stride + column
         value = tl.load(place, mask=(row < rows) & (column < columns), other=0.0)
-        seen = tl.maximum(seen, value.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
+        seen = tl.maximum(seen, magnitude_bits(value))
     tl.atomic_max(largest + matrix, tl.max(seen))
 
 
-@triton.jit(
-    do_not_specialize=[
-        "rows",
-        "columns",
-        "padded_rows",
-        "padded_columns",
-        "matrix_stride",
-        "row_stride",
-    ]
-)
+@triton.jit(do_not_specialize=[*_SIZES, "matrix_stride", "row_stride"])
 def _split_kernel(
-    x,
-    bound,
-    only,
-    hi,
-    lo,
-    unit,
-    rows,
-    columns,
-    padded_rows,
-    padded_columns,
-    matrix_stride,
+    x, bound, only, hi, lo, unit, rows, columns, padded_rows, padded_columns, matrix_stride,
     row_stride,
-    BOUND: tl.constexpr,
-    MASKED: tl.constexpr,
-    ROWS: tl.constexpr,
-):
+    BOUND: tl.constexpr, MASKED: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
     matrix = tl.program_id(1).to(tl.int64)
     if MASKED and tl.load(only + matrix) == 0:
         return
@@ -153,19 +139,9 @@ def _split_kernel(
 
 @triton.jit(do_not_specialize=["rows", "padded_rows", "padded_columns"])
 def _scale_kernel(
-    hi,
-    lo,
-    unit,
-    factors,
-    bound,
-    out_hi,
-    out_lo,
-    out_unit,
-    rows,
-    padded_rows,
-    padded_columns,
+    hi, lo, unit, factors, bound, out_hi, out_lo, out_unit, rows, padded_rows, padded_columns,
     ROWS: tl.constexpr,
-):
+):  # fmt: skip
     """Multiply rows by factors."""
     matrix = tl.program_id(1).to(tl.int64)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
@@ -177,24 +153,15 @@ def _scale_kernel(
         column = start + tl.arange(0, 256)[None, :]
         inside = (row < padded_rows) & (column < padded_columns)
         place = (matrix * padded_rows + row) * padded_columns + column
-        value = tl.load(hi + place, mask=inside, other=0.0).to(tl.float32)
-        value += tl.load(lo + place, mask=inside, other=0.0).to(tl.float32)
+        value = load_parts(hi, lo, place, inside)
         store_parts(out_hi, out_lo, place, value * factor, inside)
 
 
-@triton.jit(do_not_specialize=["rows", "columns", "padded_rows", "padded_columns"])
+@triton.jit(do_not_specialize=_SIZES)
 def _normalise_kernel(
-    x,
-    hi,
-    lo,
-    unit,
-    rows,
-    columns,
-    padded_rows,
-    padded_columns,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+    x, hi, lo, unit, rows, columns, padded_rows, padded_columns,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     """Divide columns by their lengths; zero stays zero."""
     matrix = tl.program_id(1).to(tl.int64)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
@@ -272,25 +239,16 @@ def measured_split(X: Tensor, only: Tensor | None = None) -> tuple[Split, Tensor
     """
     k, rows, columns = X.shape
     largest = torch.zeros(k, dtype=torch.int32, device=X.device)
-    launch(
-        _largest_kernel,
-        (-(-rows // _ROWS), k),
-        X,
-        largest,
-        largest if only is None else only,
-        rows,
-        columns,
-        *X.stride()[:2],
-        MASKED=only is not None,
-        ROWS=_ROWS,
-    )
+    tensors, sizes = (X, largest, largest if only is None else only), (rows, columns)
+    constants = {"MASKED": only is not None, "ROWS": _ROWS}
+    launch(_largest_kernel, (-(-rows // _ROWS), k), *tensors, *sizes, *X.stride()[:2], **constants)
     return _split(X, largest.view(torch.float32), only), largest
 
 
 def _split(X: Tensor, bound: Tensor | None, only: Tensor | None) -> Split:
     k, rows, columns = X.shape
     out = empty_split(k, rows, columns, X.device)
-    _launch_split(X, bound, only, out.hi, out.lo, out.unit, _ONE if bound is None else _GIVEN)
+    _launch_split(X, bound, only, *out[:3], _ONE if bound is None else _GIVEN)
     return out
 
 
@@ -303,68 +261,33 @@ def split_quotients(X: Tensor, divisors: Tensor, parts: Tensor) -> None:
 
 
 def _launch_split(
-    X: Tensor,
-    bound: Tensor | None,
-    only: Tensor | None,
-    hi: Tensor,
-    lo: Tensor,
-    unit: Tensor | None,
-    kind: int,
-) -> None:
-    k, rows, columns = X.shape
-    launch(
-        _split_kernel,
-        (-(-hi.shape[1] // _ROWS), k),
-        X,
-        X if bound is None else bound,
-        X if only is None else only,
-        hi,
-        lo,
-        X if unit is None else unit,
-        rows,
-        columns,
-        *hi.shape[1:],
-        *X.stride()[:2],
-        BOUND=kind,
-        MASKED=only is not None,
-        ROWS=_ROWS,
-    )
+    X: Tensor, bound: Tensor | None, only: Tensor | None, hi: Tensor, lo: Tensor,
+    unit: Tensor | None, kind: int,
+) -> None:  # fmt: skip
+    k, *sizes = X.shape
+    bound, unit = X if bound is None else bound, X if unit is None else unit
+    tensors = X, bound, X if only is None else only, hi, lo, unit
+    numbers = *sizes, *hi.shape[1:], *X.stride()[:2]
+    constants = {"BOUND": kind, "MASKED": only is not None, "ROWS": _ROWS}
+    launch(_split_kernel, (-(-hi.shape[1] // _ROWS), k), *tensors, *numbers, **constants)
 
 
 def scale_rows(x: Split, factors: Tensor, largest: Tensor) -> Split:
     """diag(factors) x for non-negative factors (k, rows), and x that is nearly orthogonal."""
     out = empty_split(len(x.hi), x.rows, x.columns, x.hi.device)
     sides = x.hi.shape[1:]
-    launch(
-        _scale_kernel,
-        (-(-sides[0] // _ROWS), len(x.hi)),
-        *x[:3],
-        factors.contiguous(),
-        largest,
-        *out[:3],
-        x.rows,
-        *sides,
-        ROWS=_ROWS,
-    )
+    tensors = *x[:3], factors.contiguous(), largest, *out[:3]
+    launch(_scale_kernel, (-(-sides[0] // _ROWS), len(x.hi)), *tensors, x.rows, *sides, ROWS=_ROWS)
     return out
 
 
 def normalise_columns(X: Tensor) -> Split:
     """The columns of a contiguous stack, each divided by its length; zero stays zero."""
-    k, rows, columns = X.shape
-    out = empty_split(k, rows, columns, X.device)
+    k, *sizes = X.shape
+    out = empty_split(k, sizes[0], sizes[1], X.device)
     sides = out.hi.shape[1:]
-    launch(
-        _normalise_kernel,
-        (-(-sides[1] // _COLUMNS), k),
-        X,
-        *out[:3],
-        rows,
-        columns,
-        *sides,
-        ROWS=32,
-        COLUMNS=_COLUMNS,
-    )
+    grid = -(-sides[1] // _COLUMNS), k
+    launch(_normalise_kernel, grid, X, *out[:3], *sizes, *sides, ROWS=32, COLUMNS=_COLUMNS)
     return out
 
 

@@ -38,17 +38,9 @@ def _inside(row, m, column, n, WIDE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["begin"])
 def gather_kernel(
-    programs,
-    begin,
-    blocks,
-    addresses,
-    buffers,
-    anchor,
-    PRECISE: tl.constexpr,
-    WIDE: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+    programs, begin, blocks, addresses, buffers, anchor,
+    PRECISE: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     """Copy some rows of G into scratch."""
     number = begin + tl.program_id(0)
     program = programs + number * 2
@@ -76,17 +68,9 @@ def gather_kernel(
 
 @triton.jit(do_not_specialize=["begin"])
 def scatter_kernel(
-    programs,
-    begin,
-    blocks,
-    addresses,
-    buffers,
-    scales,
-    PRECISE: tl.constexpr,
-    WIDE: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+    programs, begin, blocks, addresses, buffers, scales,
+    PRECISE: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     """Write some rows of G̃ over the gradient."""
     number = begin + tl.program_id(0)
     program = programs + number * 2

@@ -10,16 +10,10 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from kronbit.kernels.guard import has_kernels
+from kronbit.linalg.backend import Operand, backend
 from kronbit.linalg.precision import full_precision
-from kronbit.linalg.products import (
-    Operand,
-    compose,
-    correction,
-    multiply,
-    normalise_columns,
-    operand,
-)
+from kronbit.linalg.products import multiply, operand
+from kronbit.linalg.torch_backend import nonzero
 
 if TYPE_CHECKING:
     from kronbit.kernels.cholesky import Chain
@@ -57,11 +51,6 @@ _ONE_PASS = 0.7
 _SHIFTED_PASSES = 3
 
 
-def _nonzero(divisor: Tensor) -> Tensor:
-    """The divisor with 1 for 0: zero stays zero under it, and NaN and infinity stay visible."""
-    return torch.where(divisor == 0, 1.0, divisor)
-
-
 @full_precision()
 def rectified(V: Operand, steps: int) -> Operand:
     """Rectify the orthogonality of V: ``steps`` times V ← 1.5 V - 0.5 V Vᵀ V (Björck).
@@ -75,6 +64,7 @@ def rectified(V: Operand, steps: int) -> Operand:
     Returns:
         The rectified stack (``V`` itself when ``steps`` is 0).
     """
+    compose = backend(V).compose
     for _ in range(steps):
         V = compose(compose(V, V.mT, symmetric=True), V, C=V, alpha=-0.5, beta=1.5)
     return V
@@ -106,13 +96,7 @@ def cholesky_(A: Tensor, chain: Chain | None = None) -> tuple[Tensor, Tensor]:
         C: (k, n, n), zero above the diagonal.
         good: bool (k,): False where a pivot was not positive. That C is worthless.
     """
-    if has_kernels(A.device):
-        from kronbit.kernels.cholesky import factor_
-
-        good = factor_(A, chain)
-        return A, good
-    C, info = torch.linalg.cholesky_ex(A)
-    return C, info == 0
+    return backend(A.device).cholesky_(A, chain)
 
 
 def thousands(order: int) -> int:
@@ -143,17 +127,7 @@ def _whitened(X: Tensor, room: Tensor | None, chain: Chain | None) -> Operand:
     """
     least = least_pivot(X.shape[-1])
     limit = _ONE_PASS / math.sqrt(least)
-    if has_kernels(X.device):
-        from kronbit.kernels.whitening import whitened
-
-        return whitened(X, room, least, limit, chain)
-    largest = _whiten_once_(X, least)
-    for row, enough in enumerate((largest <= limit).tolist()):  # False for NaN
-        if not enough:
-            alone = X[row : row + 1].clone()
-            _whiten_once_(alone, least)
-            X[row : row + 1] = alone
-    return X
+    return backend(X.device).whitened(X, room, least, limit, chain)
 
 
 def _better_conditioned(X: Tensor, room: Tensor | None) -> Tensor:
@@ -163,45 +137,15 @@ def _better_conditioned(X: Tensor, room: Tensor | None) -> Tensor:
         X: (k, m, n), contiguous, given away.
         room: (k, n, n) that may be overwritten; it may be X itself.
     """
-    shift = least_pivot(X.shape[-1])
-    if has_kernels(X.device):
-        from kronbit.kernels.whitening import shifted
-
-        return shifted(X, room, shift)
-    _whiten_once_(X, shift, always=True)
-    return X
-
-
-def _whiten_once_(X: Tensor, shift: float, always: bool = False) -> Tensor:
-    """One pass by torch; returns the largest elements of R⁻¹, infinity where there was a shift.
-
-    Unless ``always``, there is one where torch finds a pivot that is not positive: it does not let
-    us put off single columns.
-    """
-    normalise_columns(X)
-    S = multiply(X.mT, X, symmetric=True)
-    lower, info = torch.linalg.cholesky_ex(S)
-    failed = torch.ones_like(info, dtype=torch.bool) if always else info != 0
-    for row, bad in enumerate(failed.tolist()):
-        if bad:
-            again = S[row].clone()
-            again.diagonal().add_(shift)
-            lower[row], info = torch.linalg.cholesky_ex(again)
-            lower[row].masked_fill_(info != 0, torch.nan)
-    del S
-    eye = torch.eye(X.shape[-1], dtype=X.dtype, device=X.device)
-    W = torch.linalg.solve_triangular(lower.mT, eye.expand_as(lower), upper=True)
-    del lower
-    X.copy_(multiply(X, W))
-    largest: Tensor = torch.linalg.vector_norm(W, ord=torch.inf, dim=(-2, -1))
-    return largest.masked_fill_(failed, torch.inf)
+    return backend(X.device).shifted(X, room, least_pivot(X.shape[-1]))
 
 
 def _corrected(Q: Operand, room: Tensor | None) -> tuple[Tensor, Tensor]:
     """A nearly orthonormal Q corrected twice, and of which matrices that can be trusted."""
-    W, _ = correction(Q)
-    Q = compose(Q, W)
-    W, squares = correction(Q)
+    math_of_q = backend(Q)
+    W, _ = math_of_q.correction(Q)
+    Q = math_of_q.compose(Q, W)
+    W, squares = math_of_q.correction(Q)
     # A comparison with NaN is False, so a broken matrix counts as bad.
     return multiply(Q, W, out=room), squares.sum(-1) <= _CORRECTABLE**2
 
@@ -235,7 +179,7 @@ def shifted_cholesky_qr(X: Tensor) -> tuple[Tensor, Tensor]:
 
 def _room(X: Tensor) -> Tensor | None:
     """X itself, where products can be written over it: kernels work on copies."""
-    return X if X.shape[-2] == X.shape[-1] and has_kernels(X.device) else None
+    return X if X.shape[-2] == X.shape[-1] and backend(X.device).by_kernels else None
 
 
 def householder_qr(X: Tensor) -> tuple[Tensor, Tensor]:
@@ -248,7 +192,7 @@ def householder_qr(X: Tensor) -> tuple[Tensor, Tensor]:
         Q: (k, m, n).
         good: bool (k,), True.
     """
-    X /= _nonzero(torch.linalg.vector_norm(X, dim=-2, keepdim=True))
+    X /= nonzero(torch.linalg.vector_norm(X, dim=-2, keepdim=True))
     good = torch.ones(X.shape[:1], dtype=torch.bool, device=X.device)
     # One by one: CUDA's batched QR of a singular matrix is not orthogonal.
     return torch.stack([_signed_q(*torch.linalg.qr(x)) for x in X]), good

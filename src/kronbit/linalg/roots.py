@@ -8,12 +8,12 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from kronbit.kernels.guard import has_kernels
 from kronbit.kernels.polynomial import Polynomial, Product
-from kronbit.linalg.orthogonal import _nonzero, thousands
-from kronbit.linalg.polynomials import evaluate
+from kronbit.linalg.backend import backend
+from kronbit.linalg.orthogonal import thousands
 from kronbit.linalg.precision import full_precision
-from kronbit.linalg.products import add_ridge_, multiply, norms, operand
+from kronbit.linalg.products import multiply, operand
+from kronbit.linalg.torch_backend import nonzero
 
 # Below these, relative to λmax and ‖A‖_F, rounding errors could make a float32 matrix indefinite.
 LEAST_RIDGE, _LEAST_OF_NORM = 5e-7, 1.5e-7
@@ -23,6 +23,9 @@ _MARGIN = 0.5  # what power iteration finds of λmax, at the least
 # Polynomials are steep at the upper end of their interval: rounding errors must not lie beyond it.
 _ROOM = 1e-3
 _EXCHANGES = 30
+_LEAST_EXPONENT = -126  # of float32: what is smaller has lost its bits already
+_UNSCALED = 5  # steps of a power iteration between which a vector may grow or shrink
+_NEWTON_TOLERANCE, _NEWTON_GROWTH = 1e-6, 1.2
 
 
 @cache
@@ -106,16 +109,18 @@ def converged_inverse_root(
         raise ValueError(f"p must be 1, 2 or 4; got {p!r}")
     n = A.shape[-1]
     ridge = max(damping, LEAST_RIDGE)
-    norm, s = norms(A)  # no eigenvalue of A is larger; s is a power of two: dividing is exact
+    by = backend(A.device)
+    # No eigenvalue of A is larger than the norm; s is a power of two: dividing is exact.
+    norm, s = by.norms(A, _LEAST_EXPONENT)
     inverse = 1 / s
-    add_ridge_(A, power_iteration(A, inverse), norm, s, ridge, _LEAST_OF_NORM, orders)
+    by.add_ridge_(A, power_iteration(A, inverse), norm, s, ridge, _LEAST_OF_NORM, orders)
     if _doublings(ridge):
         s *= 2.0 ** _doublings(ridge)
         inverse = 1 / s
     scale = inverse
     for _ in range(p.bit_length() - 1):
         scale = scale.sqrt()
-    H = evaluate(_iteration(p, steps_of(n, max(p, 2), damping)), A, s, scale, orders)
+    H = by.evaluate(_iteration(p, steps_of(n, max(p, 2), damping)), A, s, scale, orders)
     H.diagonal(dim1=-2, dim2=-1).masked_fill_((norm == 0).unsqueeze(-1), 1.0)
     return H
 
@@ -169,21 +174,7 @@ def power_iteration(A: Tensor, factors: Tensor | None = None, steps: int = 10) -
         raise ValueError(f"steps must be a multiple of {2 * _UNSCALED}; got {steps}")
     if factors is None:
         factors = torch.ones(len(A), dtype=A.dtype, device=A.device)
-    if has_kernels(A.device):
-        from kronbit.kernels import power
-
-        return power.power_iteration(A, factors, steps, _UNSCALED)
-    start = A.diagonal(dim1=-2, dim2=-1).argmax(-1, keepdim=True)
-    # Twice the vector: torch multiplies one with a single matrix in another way than with several,
-    # but what comes of a matrix must not depend on those that it shares a batch with.
-    x = A.new_zeros(*A.shape[:-1], 2).scatter_(-2, start.unsqueeze(-1).expand(-1, 1, 2), 1.0)
-    for step in range(1, steps + 1):
-        x = torch.bmm(A, x) * factors[:, None, None]
-        if step % _UNSCALED == 0:
-            x /= _nonzero(torch.linalg.vector_norm(x, dim=-2, keepdim=True))
-    y = torch.bmm(A, x) * factors[:, None, None]
-    x, y = x[..., 0], y[..., 0]
-    return (x * y).sum(-1).abs_() / _nonzero((x * x).sum(-1))
+    return backend(A.device).power_iteration(A, factors, steps, _UNSCALED)
 
 
 @full_precision()
@@ -209,12 +200,12 @@ def inverse_root(A: Tensor, p: int, damping: float, steps: int) -> Tensor:
     A = A.float()
     # Work on A scaled to largest element 1, so that neither squares nor z leave float32's range.
     scale = torch.linalg.vector_norm(A, ord=torch.inf, dim=(-2, -1), keepdim=True)
-    divisor = _nonzero(scale)
+    divisor = nonzero(scale)
     M = A / divisor
     ridge = damping * power_iteration(M)
     M.diagonal(dim1=-2, dim2=-1).add_(ridge.unsqueeze(-1))
     norm = torch.linalg.vector_norm(M, dim=(-2, -1), keepdim=True)
-    z = (1 + p) / (2 * _nonzero(norm))
+    z = (1 + p) / (2 * nonzero(norm))
     M *= z
     eye = torch.eye(A.shape[-1], dtype=A.dtype, device=A.device)
     H = z ** (1 / p) * eye
@@ -240,12 +231,3 @@ def inverse_root(A: Tensor, p: int, damping: float, steps: int) -> Tensor:
         error = torch.where(active, error_next, error)
         active = active & (error > _NEWTON_TOLERANCE)
     return torch.where(scale == 0, eye, H * divisor ** (-1 / p))
-
-
-_UNSCALED = 5  # steps of a power iteration between which a vector may grow or shrink
-
-
-_NEWTON_TOLERANCE = 1e-6
-
-
-_NEWTON_GROWTH = 1.2

@@ -109,15 +109,18 @@ class Quantizer:
         """``quantize`` without its checks, for finite float32: no host sync."""
         if self.bits == 32:
             return Quantized(x.clone(), x.new_empty(*x.shape[:-1], 0))
-        return Quantized(*reference.quantize(x, self.bits, self.mapping, self.block_size))
+        return Quantized(*reference.quantize(x, *self.parameters))
 
     def decode(self, q: Quantized, length: int) -> Tensor:
         """``dequantize`` without its checks; a new float32 tensor."""
         if self.bits == 32:
             return q.codes.clone()
-        return reference.dequantize(
-            q.codes, q.scales, self.bits, self.mapping, self.block_size, length
-        )
+        return reference.dequantize(q.codes, q.scales, *self.parameters, length)
+
+    @property
+    def parameters(self) -> tuple[int, str, int]:
+        """Bits, mapping and block size, as the kernels take them."""
+        return self.bits, self.mapping, self.block_size
 
     def lengths(self, length: int) -> tuple[int, int]:
         """Sizes of the last axis of codes and of scales for a row of ``length`` elements."""

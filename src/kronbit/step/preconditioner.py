@@ -34,7 +34,8 @@ from kronbit.distributed.exchange import Alone, Exchange
 from kronbit.factors import is_root, is_statistic
 from kronbit.gpu.norms import Measured
 from kronbit.gpu.product_precision import KernelProducts
-from kronbit.kernels.guard import has_kernels
+from kronbit.kernels.cache import BoundedCache
+from kronbit.linalg.backend import backend
 from kronbit.linalg.orthogonal import Attempt
 from kronbit.linalg.precision import full_precision
 from kronbit.rules import Algorithm, combine, graft_scale
@@ -106,9 +107,11 @@ class Preconditioner:
         self.all_turns = {turn for own in self.turns for turn in own}
         self._blocks = [len(member.blocking) for member in members]
         self._lengths = torch.tensor(self._blocks, dtype=torch.int64, device=device)
-        self._waves: dict[tuple[int, ...], list[Wave]] = {}
+        self._waves: BoundedCache[tuple[int, ...], list[Wave]] = BoundedCache(_REMEMBERED_WAVES)
         self._chain: Chain | None = None
-        self._cuts: dict[tuple[Hashable, ...], tuple[list[Due], list[Portion]]] = {}
+        self._cuts: BoundedCache[tuple[Hashable, ...], tuple[list[Due], list[Portion]]] = (
+            BoundedCache(_REMEMBERED_CUTS)
+        )
 
     def _turns(self) -> list[tuple[Turn, ...]]:
         found: list[set[Turn]] = [set() for _ in self.stacks.members]
@@ -137,10 +140,8 @@ class Preconditioner:
 
     def _update_own(self, finite: Tensor, source: Source) -> None:
         """PU of the rows that this rank does."""
-        if self._chain is None and has_kernels(self.stacks.device):
-            from kronbit.kernels.cholesky import Chain
-
-            self._chain = Chain(self.stacks.device, self._graphs)
+        if self._chain is None:
+            self._chain = backend(self.stacks.device).chain(self.stacks.device, self._graphs)
         first = Attempt(chain=self._chain)
         failed = self._update(self._first_updates(source.due), source.of, finite, first)
         for number in count(1):
@@ -188,7 +189,7 @@ class Preconditioner:
     def _may_share(self, part: Part, attempt: int | None = None) -> bool:
         """Whether orders may share a batch: one launch for several is worth copies."""
         # Without kernels there are no launches.
-        return has_kernels(self.stacks.device) and part.factors.method.enlarges(
+        return backend(self.stacks.device).by_kernels and part.factors.method.enlarges(
             part.config, attempt
         )
 
@@ -221,12 +222,12 @@ class Preconditioner:
         # Options by identity, which is quick; as long as the cut is remembered, they are, too.
         dues = ((i, id(own.config), own.turns) for i, own in due.items())
         key = cost, self.exchange.divides, *dues
-        if key not in self._cuts:
-            if len(self._cuts) == _REMEMBERED_CUTS:
-                self._cuts.pop(next(iter(self._cuts)))
+
+        def cut() -> tuple[list[Due], list[Portion]]:
             own = self.exchange.own(due_parts(self.stacks.groups, due))
-            self._cuts[key] = list(due.values()), list(self._cut(own, cost, mixed))
-        return self._cuts[key][1]
+            return list(due.values()), list(self._cut(own, cost, mixed))
+
+        return self._cuts.obtain(key, cut)[1]
 
     @full_precision()
     def refresh(self, measured: Measured, due: Mapping[int, Due]) -> None:
@@ -361,11 +362,7 @@ class Preconditioner:
 
     def _waves_of(self, active: tuple[int, ...]) -> list[Wave]:
         """Cut the active members into waves. Recent cuts are remembered."""
-        if active not in self._waves:
-            if len(self._waves) == _REMEMBERED_WAVES:
-                self._waves.pop(next(iter(self._waves)))
-            self._waves[active] = list(self._cut_into_waves(active))
-        return self._waves[active]
+        return self._waves.obtain(active, lambda: list(self._cut_into_waves(active)))
 
     def _cut_into_waves(self, active: tuple[int, ...]) -> Iterator[Wave]:
         # Half of the workspace holds G and Ĝ, the other half is the scratch of a chunk.

@@ -14,7 +14,7 @@ from torch import Tensor
 from kronbit.blocks.blocking import Block
 from kronbit.config import Config
 from kronbit.distributed.sharding import is_distributed
-from kronbit.factors.layout import decay_weights
+from kronbit.factors.dense import decay_weights
 from kronbit.lab.errors import LabError
 from kronbit.lab.quantisation.errors import Deviation, Statistic, deviations
 from kronbit.optimizer import SecondOrder

@@ -1,0 +1,273 @@
+"""The functions of ``backend.Backend`` in pure torch: the contract of every kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kronbit.kernels.polynomial import Polynomial
+from kronbit.quantization import reference
+from kronbit.quantization.tiles import from_lower_tiles, lower_tiles
+
+by_kernels = False
+_TINY = 16
+
+
+def nonzero(divisor: Tensor) -> Tensor:
+    """The divisor with 1 for 0: zero stays zero under it, and NaN and infinity stay visible."""
+    return torch.where(divisor == 0, 1.0, divisor)
+
+
+def operand(X: Tensor, bound: Tensor | float | None = None) -> Tensor:
+    """X itself."""
+    return X
+
+
+def multiply(
+    A: Tensor, B: Tensor, C: Tensor | None = None, alpha: float = 1.0, beta: float = 1.0, *,
+    symmetric: bool = False, triangular: bool = False, out: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Multiply and add: alpha A B + beta C."""
+    if A.dtype == torch.float32 and max(*A.shape[1:], B.shape[-1]) < _TINY:
+        # CPUs multiply tiny matrices in a way that depends on where they lie in memory, and so on
+        # those that they share a batch with. That ends below float32's last bit.
+        wide = multiply(A.double(), B.double(), None if C is None else C.double(), alpha, beta)
+        return wide.float() if out is None else out.copy_(wide)
+    if C is None:
+        product = torch.bmm(A, B) if out is None else torch.bmm(A, B, out=out)
+        return product if alpha == 1 else product.mul_(alpha)
+    if out is None:
+        return torch.baddbmm(C, A, B, beta=beta, alpha=alpha)
+    return torch.baddbmm(C, A, B, beta=beta, alpha=alpha, out=out)
+
+
+def compose(
+    A: Tensor, B: Tensor, C: Tensor | None = None, alpha: float = 1.0, beta: float = 1.0, *,
+    symmetric: bool = False, bound: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """As ``multiply``."""
+    return multiply(A, B, C, alpha, beta)
+
+
+def scale_rows(X: Tensor, factors: Tensor, largest: Tensor) -> Tensor:
+    """diag(factors) X."""
+    return X * factors.unsqueeze(-1)
+
+
+def correction(Q: Tensor) -> tuple[Tensor, Tensor]:
+    """I - U with U the upper triangle of QᵀQ - I, its diagonal halved; its squared elements."""
+    E = torch.bmm(Q.mT, Q)
+    E.diagonal(dim1=-2, dim2=-1).sub_(1)
+    U = E.triu_()
+    error = torch.linalg.vector_norm(U, dim=-1).square()
+    U.neg_().diagonal(dim1=-2, dim2=-1).mul_(0.5).add_(1)
+    return U, error
+
+
+def normalise_columns(X: Tensor) -> Tensor:
+    """The columns, each divided by its length."""
+    return X.div_(nonzero(torch.linalg.vector_norm(X, dim=-2, keepdim=True)))
+
+
+def column_dots(X: Tensor, Y: Tensor) -> Tensor:
+    """The dot products of the columns."""
+    return Y.mul_(X).sum(-2)
+
+
+def norms(A: Tensor, least: int) -> tuple[Tensor, Tensor]:
+    """‖A‖_F, and the next power of two."""
+    # In float32, squares would overflow.
+    norm = torch.linalg.vector_norm(A, dim=(-2, -1), dtype=torch.float64)
+    exponent = torch.frexp(nonzero(norm)).exponent
+    return norm.float(), torch.exp2(exponent.clamp_(min=least).double()).float()
+
+
+def add_ridge_(
+    A: Tensor, largest: Tensor, norm: Tensor, s: Tensor, ridge: float, least: float,
+    orders: Tensor | None = None,
+) -> None:  # fmt: skip
+    """Add to the diagonals."""
+    added = torch.maximum(largest * s * ridge, norm * least)
+    A.diagonal(dim1=-2, dim2=-1).add_(torch.where(norm == 0, 1.0, added).unsqueeze(-1))
+
+
+def power_iteration(A: Tensor, factors: Tensor, steps: int, unscaled: int) -> Tensor:
+    """λmax, from the unit vector of the largest diagonal element."""
+    start = A.diagonal(dim1=-2, dim2=-1).argmax(-1, keepdim=True)
+    # Twice the vector: torch multiplies one with a single matrix in another way than with several,
+    # but what comes of a matrix must not depend on those that it shares a batch with.
+    x = A.new_zeros(*A.shape[:-1], 2).scatter_(-2, start.unsqueeze(-1).expand(-1, 1, 2), 1.0)
+    for step in range(1, steps + 1):
+        x = torch.bmm(A, x) * factors[:, None, None]
+        if step % unscaled == 0:
+            x /= nonzero(torch.linalg.vector_norm(x, dim=-2, keepdim=True))
+    y = torch.bmm(A, x) * factors[:, None, None]
+    x, y = x[..., 0], y[..., 0]
+    return (x * y).sum(-1).abs_() / nonzero((x * x).sum(-1))
+
+
+def room(k: int, n: int, device: torch.device) -> Tensor:
+    """Room for matrices (k, n, n)."""
+    return torch.empty(k, n, n, dtype=torch.float32, device=device)
+
+
+def evaluate(
+    polynomial: Polynomial, A: Tensor, s: Tensor, scale: Tensor, orders: Tensor | None = None
+) -> Tensor:
+    """Evaluate a polynomial of A / s."""
+    last_uses = polynomial.last_uses()
+    held = {0: A.div_(s[:, None, None])}
+    del A
+    good = torch.ones_like(scale, dtype=torch.bool)
+    for number, line in enumerate(polynomial.products, 1):
+        C = None if line.C is None else held[line.C]
+        result = multiply(held[line.A], held[line.B], C, line.alpha, line.beta)
+        result.diagonal(dim1=-2, dim2=-1).add_(line.diagonal)
+        held[number] = result
+        if number == polynomial.checked and C is not None:
+            C.diagonal(dim1=-2, dim2=-1).sub_(1)  # its last use
+            # A comparison with NaN is False.
+            good = torch.linalg.vector_norm(C, ord=torch.inf, dim=(-2, -1)) < polynomial.tolerance
+        for operand in line.operands():
+            if last_uses[operand] == number:
+                del held[operand]
+        del C
+    (result,) = held.values()
+    return result.mul_(scale.masked_fill(~good, torch.nan)[:, None, None])
+
+
+def chain(device: torch.device, graphs: bool) -> None:
+    """Nothing: torch launches factorisations itself."""
+    return
+
+
+def cholesky_(A: Tensor, chain: object = None) -> tuple[Tensor, Tensor]:
+    """C with A = C Cᵀ, and which matrices were positive definite."""
+    C, info = torch.linalg.cholesky_ex(A)
+    return C, info == 0
+
+
+def whitened(
+    X: Tensor, room: Tensor | None, least: float, limit: float, chain: object = None
+) -> Tensor:
+    """X R⁻¹ with Rᵀ R = Xᵀ X; a second pass where R⁻¹ is larger than the limit."""
+    largest = _whiten_once_(X, least)
+    for row, enough in enumerate((largest <= limit).tolist()):  # False for NaN
+        if not enough:
+            alone = X[row : row + 1].clone()
+            _whiten_once_(alone, least)
+            X[row : row + 1] = alone
+    return X
+
+
+def shifted(X: Tensor, room: Tensor | None, shift: float) -> Tensor:
+    """X R⁻¹ with Rᵀ R = Xᵀ X + shift I."""
+    _whiten_once_(X, shift, always=True)
+    return X
+
+
+def _whiten_once_(X: Tensor, shift: float, always: bool = False) -> Tensor:
+    """One pass by torch; returns the largest elements of R⁻¹, infinity where there was a shift.
+
+    Unless ``always``, there is one where torch finds a pivot that is not positive: it does not let
+    us put off single columns.
+    """
+    normalise_columns(X)
+    S = multiply(X.mT, X)
+    lower, info = torch.linalg.cholesky_ex(S)
+    failed = torch.ones_like(info, dtype=torch.bool) if always else info != 0
+    for row, bad in enumerate(failed.tolist()):
+        if bad:
+            again = S[row].clone()
+            again.diagonal().add_(shift)
+            lower[row], info = torch.linalg.cholesky_ex(again)
+            lower[row].masked_fill_(info != 0, torch.nan)
+    del S
+    eye = torch.eye(X.shape[-1], dtype=X.dtype, device=X.device)
+    W = torch.linalg.solve_triangular(lower.mT, eye.expand_as(lower), upper=True)
+    del lower
+    X.copy_(multiply(X, W))
+    largest: Tensor = torch.linalg.vector_norm(W, ord=torch.inf, dim=(-2, -1))
+    return largest.masked_fill_(failed, torch.inf)
+
+
+def encode_rows(
+    X: Tensor, diagonal: bool, bits: int, mapping: str, block_size: int
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Q by rows."""
+    apart = X.diagonal(dim1=-2, dim2=-1).clone() if diagonal else None
+    if diagonal:
+        X.diagonal(dim1=-2, dim2=-1).zero_()
+    return *reference.quantize(X, bits, mapping, block_size), apart
+
+
+def decode_rows(
+    codes: Tensor, scales: Tensor, diagonal: Tensor | None, bits: int, mapping: str, block_size: int
+) -> Tensor:
+    """D by rows."""
+    X = reference.dequantize(codes, scales, bits, mapping, block_size, codes.shape[-2])
+    if diagonal is not None:
+        X.diagonal(dim1=-2, dim2=-1).copy_(diagonal)
+    return X
+
+
+def operand_of_rows(
+    stacks: Sequence[tuple[Tensor, Tensor]], order: int, bits: int, mapping: str, block_size: int
+) -> Tensor:
+    """D by rows, of several stacks."""
+    return joined([decode_rows(*own, None, bits, mapping, block_size) for own in stacks], order)
+
+
+def joined(stacks: Sequence[Tensor], order: int) -> Tensor:
+    """Stacks (k, n, n), one behind the other, as parts of a larger order."""
+    larger = [enlarged(X, order) for X in stacks]
+    return larger[0] if len(larger) == 1 else torch.cat(larger)
+
+
+def enlarged(X: Tensor, order: int) -> Tensor:
+    """A stack (k, n, n) as parts of larger matrices, which are the identity elsewhere."""
+    k, n, _ = X.shape
+    if n == order:
+        return X
+    larger = torch.eye(order, dtype=X.dtype, device=X.device).repeat(k, 1, 1)
+    larger[:, :n, :n] = X
+    return larger
+
+
+def encode_triangle(
+    X: Tensor, triangle: bool, bits: int, mapping: str, block_size: int, tiled: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Q with quantised scales."""
+    if triangle:
+        X = lower_tiles(X, block_size) if tiled else X.tril(-1)
+    exact = reference.block_scales(X, block_size)
+    scales, tops = reference.quantize_scales(exact.flatten(1))
+    # The codes are the nearest with the scales that are kept, not with the exact ones.
+    kept = reference.dequantize_scales(scales, tops).view_as(exact)
+    return reference.nearest_codes(X, kept, bits, mapping, block_size), scales, tops
+
+
+def decode_triangle(
+    codes: Tensor, scales: Tensor, tops: Tensor, diagonal: Tensor | None, mirrored: bool,
+    bits: int, mapping: str, block_size: int, out: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """D of what ``encode_triangle`` gives."""
+    tiled = codes.dim() == 4
+    order = codes.shape[1] if diagonal is None else diagonal.shape[1]
+    scales = reference.dequantize_scales(scales, tops).view(*codes.shape[:-1], -1)
+    length = block_size if tiled else order
+    X = reference.dequantize(codes, scales, bits, mapping, block_size, length)
+    if diagonal is not None:
+        X = from_lower_tiles(X, order) if tiled else X
+        if mirrored:
+            X = X + X.mT  # strictly lower, and strictly upper
+        X.diagonal(dim1=-2, dim2=-1).copy_(diagonal)
+    return X if out is None else out.copy_(X)
+
+
+def replace_rows_(old: Sequence[Tensor], new: Sequence[Tensor], accepted: Tensor) -> None:
+    """Copy accepted rows of new tensors over old ones."""
+    for own, leaf in zip(old, new, strict=True):
+        torch.where(accepted.view(-1, *[1] * (leaf.dim() - 1)), leaf, own, out=own)

@@ -91,17 +91,17 @@ class SecondOrder(Around):
         return GradientStatistics()
 
     def _adopt(self, groups: Iterable[Mapping[str, Any]]) -> None:
-        own = [group for group in groups if self.config.for_group(group).precondition]
-        self._statistics.adopt([p for group in own for p in group["params"]])
+        adopted = [group for group in groups if self.config.for_group(group).precondition]
+        self._statistics.adopt([p for group in adopted for p in group["params"]])
 
     def _start_unplanned(self) -> None:
-        """Forget all that is derived: the next step plans from ``param_groups`` and ``state``."""
+        """Drop everything derived: the next step plans from ``param_groups`` and ``state``."""
         self._plan: StatePlan | None = None
         self._step_plan: StepPlan | None = None
         self._keeper = StateKeeper()
         self._guards: dict[torch.device, NonfiniteGuard] = {}
         self._past_counts: Counter[str] = Counter()
-        self._past_counts.subtract(self._statistics.counts())  # they start anew, too
+        self._past_counts.subtract(self._statistics.counts())  # these restart as well
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group to F; it may override our options for its parameters."""
@@ -110,7 +110,7 @@ class SecondOrder(Around):
         self._check_groups([*self.base.param_groups, param_group], new=1)
         self.base.add_param_group(param_group)
         self._group_options.complete(self.base.param_groups)
-        # Else it is under construction. Lightning's wrapper has our attributes, not our __dict__.
+        # Without a plan, __init__ is running. Lightning's wrapper has our attributes, not __dict__.
         if hasattr(self, "_plan"):
             self._adopt(self.param_groups)
             if self._known_ranks is not None:
@@ -118,7 +118,7 @@ class SecondOrder(Around):
             self._expect_statistics()
 
     def _check_groups(self, groups: Sequence[Mapping[str, Any]], new: int | None = None) -> None:
-        """Refuse groups, or only the last ones, whose options or parameters cannot be taken."""
+        """Refuse bad options and parameters of all groups, or of the last ``new`` ones."""
         for index in range(len(groups) - (len(groups) if new is None else new), len(groups)):
             check_group(groups[index], groups[:index], self.config, self._statistics)
 
@@ -128,7 +128,7 @@ class SecondOrder(Around):
     @overload
     def step(self, closure: Callable[[], float]) -> float: ...
 
-    @_disable_dynamo  # what is around it may be compiled; what the host decides cannot be
+    @_disable_dynamo  # the host decides what is due, so the step cannot be compiled
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """One step of the algorithm, then one of F.
@@ -162,7 +162,7 @@ class SecondOrder(Around):
             # t ← t + 1; W, s ← F(W, s, G̃)
             self._count_and_step(plan, stage)
             self._after_step(plan)
-            return loss  # in here: after the last line, nobody would say that the step counts
+            return loss  # inside, so that an error on this line says that the step counts
 
     def _rewrite(self, device: DevicePlan) -> None:
         """Put directions in the place of the gradients of a device.
@@ -209,7 +209,7 @@ class SecondOrder(Around):
     # --------------------------------------------------------------------------- before the step
 
     def _gradients(self) -> StepGradients:
-        """The parameters that have a gradient, and their options; all ranks agree on them."""
+        """Collect parameters with a gradient; at the first step, agree with the other ranks."""
         self._group_options.complete(self.base.param_groups)
         gradients = StepGradients.of(self.base.param_groups, self._config_of)
         if gradients.dtypes is None:  # a gradient needs a closer look
@@ -246,7 +246,7 @@ class SecondOrder(Around):
                 yield plan
 
     def _step_plan_of(self, gradients: StepGradients) -> tuple[StepPlan, StepGradients]:
-        """The last step's plan, or a new one where parameters or the state have changed."""
+        """Return the last step's plan, or a new one if parameters or the state have changed."""
         plan = self._step_plan
         if (
             plan is not None
@@ -255,7 +255,7 @@ class SecondOrder(Around):
             and self._keeper.holds(plan, self.state, self.base.state)
         ):
             writes = plan.schedule()
-            # Whoever writes to the state compares all tensors before; the others do after the step.
+            # A step that writes to the state compares all tensors first; others compare at the end.
             if not writes or self._keeper.holds_tensors():
                 return plan, gradients
         gradients = gradients.once()
@@ -277,10 +277,10 @@ class SecondOrder(Around):
         return StepPlan.make(gradients, plan, self.state)
 
     def _replanned(self, present: Collection[Tensor]) -> StatePlan:
-        """Lay all state out anew. What the state holds is copied over; the rest starts fresh."""
+        """Lay out all state anew: values that the state holds are copied, the rest starts fresh."""
         present, first = set(present), self._plan is None
         self._past_counts.update(fallback_counts(self._plan))
-        self._plan = None  # until all of the new one is bound
+        self._plan = None  # until the new one is bound
         plan = self._make_plan(
             (p, self._config_of(group))
             for group in self.param_groups
@@ -304,12 +304,12 @@ class SecondOrder(Around):
         return StatePlan(params, self.algorithm, self.config, route, ranks.exchange)
 
     def _config_of(self, group: Mapping[str, Any]) -> Config:
-        """The options of a group; the same object as long as they are equal."""
+        """Return the options of a group: the same object as long as they are equal."""
         return self._group_options.of(group, len(self.base.param_groups))
 
     @property
     def _ranks(self) -> Ranks:
-        """The other ranks, looked for once."""
+        """The other ranks, determined once."""
         if self._known_ranks is None:
             self._known_ranks = self._find_ranks()
         return self._known_ranks
@@ -335,35 +335,36 @@ class SecondOrder(Around):
         self._keeper.join(self.state, self.base.state)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state: plain tensors keyed by parameter and block, and F's own under ``"base"``.
+        """Return the state: plain tensors by parameter and block, and F's state under ``"base"``.
 
-        Of sharded parameters, the blocks that this rank owns, as ``torch.distributed.checkpoint``
-        takes them; for one file, see ``kronbit.consolidate_state_dict``.
+        For sharded parameters, it holds the blocks that this rank owns, which is the form that
+        ``torch.distributed.checkpoint`` expects. For a single file, see
+        ``kronbit.consolidate_state_dict``.
         """
         if self.config.shard_state:
             self._ranks.refuse_partial_state()
         return self._local_state_dict()
 
     def _local_state_dict(self) -> dict[str, Any]:
-        """What this rank has."""
+        """Return the state that this rank holds."""
         self._group_options.complete(self.base.param_groups)
         self._join_base_states()
         return super().state_dict()
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load a checkpoint, bit for bit, converting it where bits or method differ.
+        """Load a checkpoint bit for bit, converting it where bits or method differ.
 
-        Numbers of the param groups (``lr``, ``beta``, ``damping``, intervals, ...) are taken from
-        the checkpoint, as in every torch optimizer; how the state is stored stays as it is here.
-        A checkpoint of F alone is taken, too: the second-order state starts fresh then.
+        Numbers of the param groups (``lr``, ``beta``, ``damping``, intervals, ...) come from the
+        checkpoint, as in every torch optimizer; the storage format is the one of this optimizer.
+        A checkpoint of F alone loads as well: the second-order state then starts fresh.
 
         Args:
-            state_dict: What ``state_dict()`` returned.
+            state_dict: A dict returned by ``state_dict()``.
 
         Raises:
-            ValueError: If the checkpoint does not fit; the message names the key, and nothing has
-                been changed.
+            ValueError: If the checkpoint does not fit. The message names the key, and the
+                optimizer is unchanged.
         """
         state_dict = copied(state_dict)
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
@@ -394,7 +395,7 @@ class SecondOrder(Around):
 
     def __getstate__(self) -> dict[str, Any]:
         kept = ("defaults", "state", "base", "config", "_statistics")
-        # Groups of ranks stay where they are: a copy works for itself.
+        # Process groups cannot be copied: a copy works alone.
         group = {"_process_group": None if self._process_group is None else False}
         return {name: getattr(self, name) for name in kept} | group
 
@@ -411,11 +412,11 @@ class SecondOrder(Around):
         return next((name for name, other, _ in self._rows() if other is p), "a parameter")
 
     def memory(self) -> dict[str, int]:
-        """Bytes held now, by kind: ``{"statistics", "roots", "base", "total"}``."""
+        """Return the bytes held now, by kind: ``{"statistics", "roots", "base", "total"}``."""
         return account(self.state, self.base.state)
 
     def summary(self) -> str:
-        """A table: parameter, shape, blocks, method, bits, bytes, or why it is left to F."""
+        """Table of parameters: shape, blocks, method, bits, bytes, or why it is left to F."""
         rows, route = self._rows(), self._statistics.route
         return summary(type(self).__name__, rows, route, self.base, self.config)
 
@@ -424,9 +425,9 @@ class SecondOrder(Around):
         return rows(self.param_groups, self._config_of)
 
     def diagnostics(self) -> dict[str, Any]:
-        """Counters of every fallback, and figures per group. Waits for the device.
+        """Return counters of every fallback, and figures per group. Waits for the device.
 
-        The counters run from construction, or from the last ``load_state_dict``.
+        Counting starts at construction or at the last ``load_state_dict``.
         """
         counts = self._statistics.counts(), self._past_counts
         return diagnostics(self._plan, self._guards, self._known_ranks, *counts)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor
 
-from kronbit.linalg.products import multiply
+from kronbit.linalg.torch_backend import multiply
 
 _GRAFT_FLOOR = 1e-12
 
@@ -42,7 +42,7 @@ class Algorithm:
 
 
 def combine(rule: Rule, L: Tensor, G: Tensor, R: Tensor) -> Tensor:
-    """Ĝ on stacks L̂ (k, m, m), G (k, m, n), R̂ (k, n, n)."""
+    """Return Ĝ for stacks L̂ (k, m, m), G (k, m, n), R̂ (k, n, n), by torch."""
     X = G
     for by in rule:
         X = multiply(X, R, multiply(L, X) if by.left else None) if by.right else multiply(L, X)

@@ -19,23 +19,23 @@ _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}  # by the n
 
 
 def plain_dtypes(grads: Sequence[Tensor]) -> set[torch.dtype] | None:
-    """The dtypes of gradients that are as gradients are; ``None`` if one needs a closer look.
+    """Return the dtypes if all gradients are real and contiguous or channels-last, else None.
 
-    Asked at every step for every parameter: two passes in C instead of one in Python, unless there
-    are convolutions in channels-last order.
+    This runs at every step for every parameter: two passes in C instead of one in Python, unless
+    there are convolutions in channels-last order.
     """
     dtypes = set(map(attrgetter("dtype"), grads))
     try:
         plain = dtypes <= _REAL and (
             all(map(Tensor.is_contiguous, grads)) or all(map(_is_dense, grads))
         )
-    except RuntimeError:  # a sparse one does not say, or says that it is not
+    except RuntimeError:  # is_contiguous is not defined for sparse tensors
         plain = False
     return dtypes if plain else None
 
 
 def _is_dense(grad: Tensor) -> bool:
-    """Whether a gradient is in order or in channels-last order, without gaps."""
+    """True if a gradient is contiguous, or channels-last without gaps."""
     if grad.is_contiguous():
         return True
     last = _CHANNELS_LAST.get(grad.dim())
@@ -43,7 +43,7 @@ def _is_dense(grad: Tensor) -> bool:
 
 
 def problem(grad: Tensor) -> str | None:
-    """Why a gradient cannot be preconditioned, and what to do; ``None`` if it can."""
+    """Return why a gradient cannot be preconditioned, with the remedy; ``None`` if it can be."""
     if grad.layout != torch.strided:
         return (
             f"is sparse ({grad.layout}): build the embedding with sparse=False, or put the "
@@ -59,7 +59,7 @@ def problem(grad: Tensor) -> str | None:
 
 
 def overlaps_itself(grad: Tensor) -> bool:
-    """Whether elements share memory, as those of an expanded tensor do: not to be written to."""
+    """True if elements share memory, as in an expanded tensor, which must not be written to."""
     return any(
         stride == 0 and size > 1 for size, stride in zip(grad.shape, grad.stride(), strict=True)
     )
@@ -88,12 +88,12 @@ def view_blocks(grid: Grid, matrices: Tensor) -> Tensor:
 class GradientBlocks:
     """Reads and writes blocks of the gradients of one step.
 
-    A gradient that is not laid out as a matrix (a channels-last convolution, where there are no
-    kernels) is copied for each reading; writing goes to a copy, too, which ``flush`` writes back.
+    A gradient whose strides do not allow a view as a matrix (a channels-last convolution, where
+    there are no kernels) is copied at each read. Writes go to a copy, which ``flush`` writes back.
 
     Args:
         members: The parameters.
-        grads: Their gradients; ``None`` where there is none.
+        grads: The gradient of each; ``None`` where a parameter has none.
     """
 
     def __init__(self, members: Sequence[Member], grads: Sequence[Tensor | None]) -> None:
@@ -101,26 +101,26 @@ class GradientBlocks:
         self._written: dict[int, Tensor] = {}
 
     def gather(self, group: Group, rows: slice) -> Tensor:
-        """G: the blocks of some rows as a new float32 stack (rows, m, n)."""
+        """Return G, the blocks of some rows, as a new float32 stack (rows, m, n)."""
         shape = (rows.stop - rows.start, *group.shape)
         stack = torch.empty(shape, dtype=torch.float32, device=group.owner.device)
-        for span, box, place, dims in group.pieces(rows):
-            view = view_blocks(span.grid, self._matrices(span.member))[box]
+        for member, grid, box, place, dims in group.pieces[rows.start, rows.stop]:
+            view = view_blocks(grid, self._matrices(member))[box]
             stack[place].view(*dims, *group.shape).copy_(view)
         return stack
 
     def scatter(self, group: Group, rows: slice, stack: Tensor) -> None:
-        """Write a stack back into the gradients, in their dtype."""
-        for span, box, place, dims in group.pieces(rows):
-            view = view_blocks(span.grid, self._matrices(span.member, to_write=True))[box]
+        """Write a stack into the gradients, in their dtype."""
+        for member, grid, box, place, dims in group.pieces[rows.start, rows.stop]:
+            view = view_blocks(grid, self._matrices(member, to_write=True))[box]
             values = stack[place].view(*dims, *group.shape)
             if view.dtype == torch.float16:
-                # The norm is that of G, but one element may exceed what G's had: saturate.
+                # G̃ has the norm of G, but one of its elements may exceed the range: saturate.
                 values = values.clamp(-65504.0, 65504.0)
             view.copy_(values)
 
     def flush(self) -> None:
-        """Write what was scattered to gradients that are not matrices in memory."""
+        """Write the copies back into gradients that cannot be viewed as matrices."""
         for member, copy in self._written.items():
             grad = self._grad(member)
             grad.copy_(copy.view(grad.shape))
@@ -128,11 +128,11 @@ class GradientBlocks:
 
     def _grad(self, member: int) -> Tensor:
         grad = self._grads[member]
-        assert grad is not None, "rows of a parameter without gradient are never asked for"
+        assert grad is not None, "rows of a parameter without gradient are never requested"
         return grad
 
     def _matrices(self, member: int, to_write: bool = False) -> Tensor:
-        """A gradient as (E, M, N)."""
+        """Return a gradient as (E, M, N)."""
         if member in self._written:
             return self._written[member]
         grad, shape = self._grad(member), self._members[member].blocking.matrices
@@ -146,7 +146,7 @@ class GradientBlocks:
 
 
 def elements(grad: Tensor) -> Tensor:
-    """A real strided view of the numbers that a gradient stores, be it sparse or complex."""
+    """Return a real strided view of the numbers that a gradient stores, even sparse or complex."""
     if grad.layout == torch.sparse_coo:
         grad = grad._values()
     elif grad.layout != torch.strided:
@@ -159,9 +159,9 @@ class StepGradients(NamedTuple):
 
     Attributes:
         params: The parameters.
-        configs: Their options.
-        grads: Their gradients.
-        dtypes: What ``plain_dtypes`` says of the gradients.
+        configs: The options of each.
+        grads: The gradient of each.
+        dtypes: The dtypes of the gradients, as returned by ``plain_dtypes``.
     """
 
     params: list[Tensor]
@@ -175,27 +175,27 @@ class StepGradients(NamedTuple):
         groups: Iterable[Mapping[str, Any]],
         config_of: Callable[[Mapping[str, Any]], Config],
     ) -> StepGradients:
-        """Look through param groups."""
+        """Collect the parameters of param groups that have a gradient."""
         params: list[Tensor] = []
         configs: list[Config] = []
         grads: list[Any] = []
         for group in groups:
-            own = group["params"]
-            params += own
-            grads += [p.grad for p in own]
-            configs += [config_of(group)] * len(own)
+            members = group["params"]
+            params += members
+            grads += [p.grad for p in members]
+            configs += [config_of(group)] * len(members)
         try:
             dtypes = plain_dtypes(grads)
         except AttributeError:  # some have none
-            there = [grad is not None for grad in grads]
+            present = [grad is not None for grad in grads]
             params, configs, grads = (
-                list(compress(own, there)) for own in (params, configs, grads)
+                list(compress(values, present)) for values in (params, configs, grads)
             )
             dtypes = plain_dtypes(grads)
         return cls(params, configs, grads, dtypes)
 
     def once(self) -> StepGradients:
-        """Without repetitions: torch only warns of parameters that are listed twice."""
+        """Return the gradients without repetitions: torch accepts parameters listed twice."""
         if len(set(map(id, self.params))) == len(self.params):
             return self
         rows = {id(row[0]): row for row in zip(self.params, self.configs, self.grads, strict=True)}

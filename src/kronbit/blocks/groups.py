@@ -1,6 +1,6 @@
 """Blocks of one shape form a group: row i of every stack is one block.
 
-(Of one shape, one format and one start value, to be exact: what a single tensor can hold.)
+To be exact, blocks of one shape, format and start value: a single tensor can hold their state.
 """
 
 from __future__ import annotations
@@ -9,8 +9,7 @@ import math
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, field
 from itertools import groupby
 from typing import NamedTuple, TypeAlias
 
@@ -22,11 +21,11 @@ from kronbit.config import Config, Format
 from kronbit.factors import Factors
 from kronbit.rules import Rule
 
-# What the blocks of a group have in common: their shape, both sides' formats, the start value.
+# Shape, format of the left side, format of the right side, start value of a group.
 _Key: TypeAlias = tuple[tuple[int, int], Format, Format, float]
 
-_BATCH = 2**23  # elements of the larger sides of blocks that have their turn together
-_SIMILAR, _FEW = 2 / 3, 1 / 8  # parts of the largest order there, and of a batch
+_BATCH = 2**23  # most elements of the larger factors of blocks that share a turn
+_SIMILAR, _FEW = 2 / 3, 1 / 8  # fractions of the largest order of a turn, and of _BATCH
 
 
 @dataclass(frozen=True)
@@ -34,9 +33,9 @@ class Member:
     """A parameter as the preconditioner sees it.
 
     Attributes:
-        blocking: How it is cut.
-        config: Its options when its state is made; the formats and the start value are taken
-            from here, everything else from the options of the step.
+        blocking: The cut into blocks.
+        config: The options when the state is made. Formats and start value are taken from here, all
+            others from the options of the step.
     """
 
     blocking: Blocking
@@ -58,11 +57,11 @@ class Span:
 
 
 class Turn(NamedTuple):
-    """When a statistic, and its inverse root, have their turn, if they are staggered.
+    """The time of a statistic and its root within an interval, under ``stagger``.
 
     Attributes:
-        phase: In [0, 1): the block's place in the interval.
-        right: Whether it is R, which comes after L.
+        phase: Place of the block in the interval, in [0, 1).
+        right: True for R, which comes after L.
     """
 
     phase: float
@@ -71,11 +70,11 @@ class Turn(NamedTuple):
 
 @dataclass(frozen=True)
 class Due:
-    """Which blocks of a member have something to do at a step.
+    """The blocks of a member that are updated or refreshed at a step.
 
     Attributes:
         config: The member's options at this step.
-        turns: Whose turn it is; ``None``: both sides of all blocks.
+        turns: The turns that have come; ``None`` for both sides of all blocks.
     """
 
     config: Config
@@ -92,6 +91,53 @@ class Segment:
     phase: float
 
 
+class Piece(NamedTuple):
+    """Rows of a group that are one strided view of a gradient.
+
+    Attributes:
+        member: The member that has the gradient.
+        grid: The grid of the blocks.
+        box: The blocks, as slices of the grid.
+        place: The blocks, as a slice of a stack of the requested rows.
+        dims: Number of blocks along each axis of the grid.
+    """
+
+    member: int
+    grid: Grid
+    box: tuple[slice, ...]
+    place: slice
+    dims: list[int]
+
+
+class Pieces(dict[tuple[int, int], tuple[Piece, ...]]):
+    """The pieces of every range (start, stop) of rows, computed at the first request.
+
+    Args:
+        spans: The spans of the group, in row order.
+    """
+
+    def __init__(self, spans: Sequence[Span]) -> None:
+        super().__init__()
+        self._spans = spans
+
+    def __missing__(self, rows: tuple[int, int]) -> tuple[Piece, ...]:
+        self[rows] = pieces = tuple(self._cut(*rows))
+        return pieces
+
+    def _cut(self, first: int, last: int) -> Iterator[Piece]:
+        number = bisect_right(self._spans, first, key=lambda span: span.start) - 1
+        for span in self._spans[number:]:
+            if span.start >= last:
+                break
+            start, stop = max(first, span.start), min(last, span.stop)
+            place = start - first
+            for box in boxes(span.grid.dims, start - span.start, stop - span.start):
+                dims = [side.stop - side.start for side in box]
+                count = math.prod(dims)
+                yield Piece(span.member, span.grid, box, slice(place, place + count), dims)
+                place += count
+
+
 @dataclass
 class Group:
     """Blocks of one shape (m, n) and one format.
@@ -100,11 +146,12 @@ class Group:
         shape: (m, n).
         left: L and L̂, order m.
         right: R and R̂, order n.
-        spans: Which rows belong to whom, in row order.
+        spans: The rows of each grid of each member, in row order.
         owner: The member of each row, on the device.
-        number: The number of each row's block among all blocks of all members, on the device:
-            members in order, and within a member the blocks in order.
+        number: The number of each row's block among all blocks of the device, on the device.
+            Blocks are counted member by member.
         segments: The rows by member and phase, in row order.
+        pieces: (start, stop) -> the strided views of gradients that hold these rows.
     """
 
     shape: tuple[int, int]
@@ -114,9 +161,13 @@ class Group:
     owner: Tensor
     number: Tensor
     segments: tuple[Segment, ...]
+    pieces: Pieces = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.pieces = Pieces(self.spans)
 
     def runs(self, wanted: Mapping[int, Due], right: bool) -> Iterator[tuple[slice, Config]]:
-        """Maximal ranges of neighbouring rows that are wanted with equal options, on one side."""
+        """Yield maximal ranges of rows of one side that are due with equal options."""
         start, current = 0, None
         for segment in self.segments:
             due = wanted.get(segment.member)
@@ -132,41 +183,22 @@ class Group:
             yield slice(start, self.segments[-1].stop), current
 
     def places(self, members: Sequence[Member]) -> Iterator[tuple[int, int, int, int, int, int]]:
-        """Where each row's block lies in its gradient.
+        """Yield where each row's block lies in its gradient.
 
         Yields:
-            The row, its member, the block's number there, its first element in the gradient, the
-            elements from one of its rows to the next, and taps.
+            The row, its member, the number of the block within the member, its first element in
+            the gradient, the stride between its rows, and its taps.
         """
         for span in self.spans:
-            own = members[span.member].blocking
-            _, M, N = own.matrices
+            blocking = members[span.member].blocking
+            _, M, N = blocking.matrices
             for row, block in enumerate(span.grid.blocks(), span.start):
                 first = (block.batch * M + block.row) * N + block.column
-                yield row, span.member, block.index, first, N, own.taps
-
-    def pieces(self, rows: slice) -> Iterator[tuple[Span, tuple[slice, ...], slice, list[int]]]:
-        """Cut a range of rows into boxes, each of which is one strided view of a gradient.
-
-        Yields:
-            The span that a box belongs to; the box as slices of the span's grid; where its blocks
-            are in a stack of just these rows; and how many blocks it has along each grid axis.
-        """
-        first = bisect_right(self.spans, rows.start, key=lambda span: span.start) - 1
-        for span in self.spans[first:]:
-            if span.start >= rows.stop:
-                break
-            start, stop = max(rows.start, span.start), min(rows.stop, span.stop)
-            place = start - rows.start
-            for box in boxes(span.grid.dims, start - span.start, stop - span.start):
-                dims = [side.stop - side.start for side in box]
-                count = math.prod(dims)
-                yield span, box, slice(place, place + count), dims
-                place += count
+                yield row, span.member, block.index, first, N, blocking.taps
 
 
 def chunks(rows: slice, size: int) -> Iterator[slice]:
-    """Cut a range of rows into ranges of at most ``size``."""
+    """Yield ranges of at most ``size`` rows that cover a range."""
     for start in range(rows.start, rows.stop, size):
         yield slice(start, min(start + size, rows.stop))
 
@@ -176,7 +208,7 @@ def make_groups(members: Sequence[Member], device: torch.device) -> list[Group]:
 
     Args:
         members: The parameters, in order; rows follow that order.
-        device: Where the parameters live.
+        device: Device of the parameters.
     """
     spans: dict[_Key, list[Span]] = {}
     first_number = [0]
@@ -191,15 +223,15 @@ def make_groups(members: Sequence[Member], device: torch.device) -> list[Group]:
     stacks = _stacks(spans, device, offload)
     groups = []
     places, count = _places_in_interval(spans)
-    for key, own in spans.items():
-        segments = tuple(_segments(own, places[key], count))
-        blocks = [(span.member, block.index) for span in own for block in span.grid.blocks()]
+    for key, of_group in spans.items():
+        segments = tuple(_segments(of_group, places[key], count))
+        blocks = [(span.member, block.index) for span in of_group for block in span.grid.blocks()]
         groups.append(
             Group(
                 shape=key[0],
                 left=stacks[key][0],
                 right=stacks[key][1],
-                spans=tuple(own),
+                spans=tuple(of_group),
                 owner=torch.tensor([member for member, _ in blocks], device=device),
                 number=torch.tensor([first_number[i] + j for i, j in blocks], device=device),
                 segments=segments,
@@ -211,11 +243,14 @@ def make_groups(members: Sequence[Member], device: torch.device) -> list[Group]:
 def _stacks(
     spans: Mapping[_Key, Sequence[Span]], device: torch.device, offload: bool
 ) -> dict[_Key, tuple[Factors, Factors]]:
-    """Both sides' factors of each group. All of one order and format are one stack's windows."""
+    """Allocate both sides' factors of each group.
+
+    Factors of one order, format and start value are windows of one stack.
+    """
     rows: Counter[tuple[int, Format, float]] = Counter()
-    for (shape, *formats, start), own in spans.items():
+    for (shape, *formats, start), of_group in spans.items():
         for order, format in zip(shape, formats, strict=True):
-            rows[order, format, start] += own[-1].stop
+            rows[order, format, start] += of_group[-1].stop
     whole = {
         (order, format, start): Factors(order, count, format, start, device, offload)
         for (order, format, start), count in rows.items()
@@ -229,32 +264,32 @@ def _stacks(
 
     return {
         key: (
-            window(key[0][0], key[1], key[3], own[-1].stop),
-            window(key[0][1], key[2], key[3], own[-1].stop),
+            window(key[0][0], key[1], key[3], of_group[-1].stop),
+            window(key[0][1], key[2], key[3], of_group[-1].stop),
         )
-        for key, own in spans.items()
+        for key, of_group in spans.items()
     }
 
 
 def _places_in_interval(spans: Mapping[_Key, Sequence[Span]]) -> tuple[dict[_Key, list[int]], int]:
-    """The places of each group's rows in the interval, if they are staggered, and their number.
+    """Assign each group's rows to places in the interval; return these and the number of places.
 
-    The rows of a place are enough to keep a GPU busy. Large blocks come first, so that those of a
-    place are of similar orders, and can share batches; unless there are only a few of them.
+    The rows of a place keep a GPU busy. Large blocks come first, so that the blocks of a place have
+    similar orders and can share batches, unless there are only a few of them.
     """
-    found: dict[_Key, list[int]] = {}
+    assigned: dict[_Key, list[int]] = {}
     place = filled = largest = 0
     for key in sorted(spans, key=lambda key: max(key[0]), reverse=True):
         order = max(key[0])
-        found[key] = []
+        assigned[key] = []
         for _ in range(spans[key][-1].stop):
             much_smaller = order < largest * _SIMILAR and filled >= _BATCH * _FEW
             if filled and (much_smaller or filled + order**2 > _BATCH):
                 place, filled = place + 1, 0
             largest = largest if filled else order
-            found[key].append(place)
+            assigned[key].append(place)
             filled += order**2
-    return found, place + 1
+    return assigned, place + 1
 
 
 def _segments(spans: Sequence[Span], places: Sequence[int], count: int) -> Iterator[Segment]:
@@ -269,7 +304,7 @@ def _segments(spans: Sequence[Span], places: Sequence[int], count: int) -> Itera
 
 @dataclass(frozen=True, eq=False)
 class DeviceStacks:
-    """All stacks of one device: what kernels and other ranks need to know of a preconditioner.
+    """All stacks of one device: the part of a preconditioner that kernels and ranks work on.
 
     Attributes:
         members: The parameters, in order.
@@ -278,7 +313,7 @@ class DeviceStacks:
         workspace: Bound of transient memory in bytes.
         device: The device.
         graft_ratio: ‖G‖ / ‖Ĝ‖ of each member when it was last preconditioned, on the device.
-        ungrafted: How often F got G itself because Ĝ had overflowed, on the device.
+        ungrafted: Number of times that F got G itself because Ĝ had overflowed, on the device.
         refreshed: Members with a root that is not the identity; grows in place.
     """
 
@@ -308,11 +343,10 @@ def make_stacks(
     )
 
 
-@lru_cache(maxsize=65536)
 def boxes(dims: tuple[int, ...], start: int, stop: int) -> tuple[tuple[slice, ...], ...]:
-    """Cover the flat range [start, stop) of a row-major grid by boxes, in order.
+    """Cover the flat range [start, stop) of a row-major grid with boxes, in order.
 
-    A chunk of a group may begin and end in the middle of a grid; each box is one strided view.
+    A range of rows may begin and end in the middle of a grid; each box is one strided view.
     """
     if start >= stop:
         return ()

@@ -1,4 +1,4 @@
-"""Norms of the gradients, and the guard against non-finite ones, without waiting for the device."""
+"""Norms of gradients, and the guard against non-finite ones, without waiting for the device."""
 
 from __future__ import annotations
 
@@ -19,23 +19,24 @@ if TYPE_CHECKING:
     from kronbit.gpu.addresses import AddressTable
     from kronbit.gpu.norms import KernelNorms
 
-# The count of non-finite gradients is sent to the host at one step in so many.
+# Steps between two copies of the count of non-finite gradients to the host.
 _SENT_EVERY = 16
 
 
 class NonfiniteGuard:
-    """Measures the gradients on one device; counts those that are not finite, and zeroes them.
+    """Measures the gradients on one device; counts non-finite ones and replaces them by zeros.
 
-    The count stays on the device. Now and then a copy of it is sent to the host in the background
-    and looked at when it has arrived, so the one warning comes a little late and costs no
+    The count stays on the device. Every few steps a copy is sent to the host in the background and
+    read after it has arrived, so the single warning comes a few steps late and costs no
     synchronisation.
 
     Args:
-        device: Where the gradients are.
-        config: Says what becomes of those that are not finite.
+        device: Device of the gradients.
+        config: Its ``nonfinite`` says how non-finite gradients are handled.
 
     Attributes:
-        skipped: How many gradients (a parameter at a step) were not finite, on the device.
+        skipped: Number of non-finite gradients so far (one parameter at one step counts once), on
+            the device.
     """
 
     def __init__(self, device: torch.device, config: Config) -> None:
@@ -57,24 +58,25 @@ class NonfiniteGuard:
         taps: Sequence[int],
         dtypes: set[torch.dtype] | None,
     ) -> Measured:
-        """Norms and finiteness of a step's gradients.
+        """Measure norms and finiteness of a step's gradients.
 
-        With ``nonfinite="zero"``, those that are not finite become zero, which is decided on the
-        device; the others keep their bits.
+        With ``nonfinite="zero"``, non-finite gradients become zero, which is decided on the device;
+        the others keep their bits.
 
         Args:
-            grads: The gradients; ``None`` where there is none.
-            sizes: Their numbers of elements; anything where there is none.
-            taps: Of convolutions, which the kernels can take in channels-last order; 1 where they
-                cannot, 0 where nobody cuts the gradient. None at all: none can be in that order.
-            dtypes: What ``plain_dtypes`` says of them.
+            grads: The gradients; None where a parameter has none.
+            sizes: Number of elements of each; ignored where there is no gradient.
+            taps: Taps of convolutions whose channels-last order the kernels can read; 1 where they
+                cannot, 0 for parameters that are left to F. Empty if no gradient can be in that
+                order.
+            dtypes: The dtypes of the gradients, as returned by ``plain_dtypes``.
         """
         device = self.skipped.device
         if not has_kernels(device):
             return self._by_torch(grads, None)
         from kronbit.gpu.addresses import AddressTable, channels_last, takable, takes
 
-        # A table that is large enough stays: graphs have been captured with it.
+        # Captured graphs hold the table, so one that is large enough is kept.
         addresses = self._addresses
         if addresses is None or len(addresses.values) < len(grads):
             addresses = self._addresses = AddressTable(len(grads), device)
@@ -117,16 +119,16 @@ class NonfiniteGuard:
         return Measured(grads, norms, finite, addresses, by_kernels=False)
 
     def _norms(self, grads: Sequence[Tensor | None]) -> Tensor:
-        there = [elements(grad) for grad in grads if grad is not None]
+        present = [elements(grad) for grad in grads if grad is not None]
         # torch refuses a norm in less than the input's precision
-        wide = any(x.dtype == torch.float64 for x in there)
+        wide = any(x.dtype == torch.float64 for x in present)
         dtype = torch.float64 if wide else torch.float32
-        found = iter(torch._foreach_norm(there, 2.0, dtype=dtype) if there else ())
-        norms = [self._zero if grad is None else next(found).float() for grad in grads]
+        measured = iter(torch._foreach_norm(present, 2.0, dtype=dtype) if present else ())
+        norms = [self._zero if grad is None else next(measured).float() for grad in grads]
         return torch.stack(norms) if norms else self._zero.new_empty(0)
 
     def graph_refused(self) -> str | None:
-        """Why launches could not be captured as a graph; ``None`` if they could be."""
+        """Return why launches could not be captured as a graph; ``None`` if they could be."""
         return self._replay.refused
 
     def warn_once(self) -> None:
@@ -142,7 +144,7 @@ class NonfiniteGuard:
             )
 
     def _arrived(self) -> int:
-        """The count, if it has just reached the host; sends the next one when it is time."""
+        """Return the count if it has just reached the host; send the next copy when it is due."""
         device = self.skipped.device
         if device.type == "cpu":
             return int(self.skipped)

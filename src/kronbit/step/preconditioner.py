@@ -1,7 +1,7 @@
 """Update, refresh, precondition: the algorithm on groups of blocks, chunked by a workspace.
 
-A preconditioner knows matrices and gradients. It does not know optimizers; and of ranks, only that
-an exchange may tell it to do some of its rows.
+A preconditioner knows matrices and gradients. It does not know optimizers. All that it knows of
+ranks is an exchange, which may assign it a part of the rows.
 """
 
 from __future__ import annotations
@@ -55,14 +55,14 @@ _ALONE = Alone()
 class Wave:
     """Parameters that are grafted together.
 
-    Grafting needs the norm of Ĝ over all blocks of a parameter before anything is written, so G
-    and Ĝ of a wave are held until then. A parameter too large for that is a wave of its own, and
-    its Ĝ is computed twice: for the norm, then to be written.
+    Grafting needs the norm of Ĝ over all blocks of a parameter before anything is written, so a
+    wave holds G and Ĝ until then. A parameter that is too large for that forms a wave alone, and
+    its Ĝ is computed twice: once for the norm, once to be written.
 
     Attributes:
         parts: (group, rows) of each chunk.
-        mask: The wave's members as bool (members,), on the device.
-        fits: Whether G and Ĝ are held.
+        mask: bool (members,), on the device: True for the members of the wave.
+        fits: True if G and Ĝ are held.
     """
 
     parts: tuple[tuple[Group, slice], ...]
@@ -77,17 +77,17 @@ class Preconditioner:
         members: The parameters, in order.
         algorithm: The rule.
         workspace: Bound of transient memory in bytes.
-        graphs: Whether launches may be CUDA graphs.
-        device: Where the parameters live.
-        exchange: Shares updates and refreshes out among ranks that hold the same state.
+        graphs: True if launches may be captured as CUDA graphs.
+        device: Device of the parameters.
+        exchange: Shares updates and refreshes among ranks that hold the same state.
 
     Attributes:
-        stacks: The members' state. The G̃ of members that are not refreshed is G, to the bit:
-            ``precondition`` does not touch them.
-        products: How the members' products are taken, by kernels where there are some.
-        turns: Of each member's statistics, ascending, if they are staggered.
-        all_turns: Those that occur.
-        progress: What the step has updated so far.
+        stacks: The members' state. ``precondition`` does not touch members that are not refreshed:
+            their G̃ is G, bit for bit.
+        products: Computes the members' products with kernels, on devices that have them.
+        turns: The turns of each member under ``stagger``, ascending.
+        all_turns: The turns of all members.
+        progress: The updates of a step that is not through.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class Preconditioner:
         self.products = KernelProducts(self.stacks, graphs)
         self._graphs = graphs
         self.turns = self._turns()
-        self.all_turns = {turn for own in self.turns for turn in own}
+        self.all_turns = {turn for turns in self.turns for turn in turns}
         self._blocks = [len(member.blocking) for member in members]
         self._lengths = torch.tensor(self._blocks, dtype=torch.int64, device=device)
         self._waves: BoundedCache[tuple[int, ...], list[Wave]] = BoundedCache(_REMEMBERED_WAVES)
@@ -114,14 +114,14 @@ class Preconditioner:
         )
 
     def _turns(self) -> list[tuple[Turn, ...]]:
-        found: list[set[Turn]] = [set() for _ in self.stacks.members]
+        turns: list[set[Turn]] = [set() for _ in self.stacks.members]
         for group in self.stacks.groups:
             for segment in group.segments:
-                found[segment.member] |= {Turn(segment.phase, side) for side in (False, True)}
-        return [tuple(sorted(own)) for own in found]
+                turns[segment.member] |= {Turn(segment.phase, right) for right in (False, True)}
+        return [tuple(sorted(of_member)) for of_member in turns]
 
     def graph_refused(self) -> str | None:
-        """Why launches could not be captured as graphs; ``None`` if none was refused."""
+        """Return why launches could not be captured as graphs; ``None`` if none was refused."""
         of_updates = self._chain.graph_refused if self._chain is not None else None
         return self.products.graph_refused() or of_updates
 
@@ -129,17 +129,17 @@ class Preconditioner:
 
     @full_precision()
     def update(self, measured: Measured, source: Source) -> None:
-        """PU for L and R with their M. Waits for the device.
+        """Run PU on L and R with their M. Waits for the device.
 
         Args:
-            measured: The members' gradients. Statistics of those that are not finite stay.
-            source: Members to update, with their options and blocks, and M.
+            measured: The members' gradients. A non-finite gradient leaves its statistics unchanged.
+            source: The members to update, with their options and blocks, and M.
         """
         with self.exchange.shared(self.stacks, source.due, measured.norms, is_statistic):
-            self._update_own(measured.finite, source)
+            self._update_assigned(measured.finite, source)
 
-    def _update_own(self, finite: Tensor, source: Source) -> None:
-        """PU of the rows that this rank does."""
+    def _update_assigned(self, finite: Tensor, source: Source) -> None:
+        """Run PU on the rows of this rank; retry rows where a factorisation failed."""
         if self._chain is None:
             self._chain = backend(self.stacks.device).chain(self.stacks.device, self._graphs)
         first = Attempt(chain=self._chain)
@@ -163,7 +163,7 @@ class Preconditioner:
         finite: Tensor,
         attempt: Attempt,
     ) -> list[Part]:
-        """PU of some rows; returns those where a factorisation failed, which are as they were."""
+        """Run PU on some rows; return the rows where a factorisation failed, left unchanged."""
         done: list[Part] = []
         flags: list[Tensor] = []
         for portion in portions:
@@ -199,15 +199,15 @@ class Preconditioner:
         cost: Cost | Callable[[Part], Cost],
         mixed: Callable[[Part], bool],
     ) -> Iterator[Portion]:
-        """Cut rows into what the workspace can take at once."""
+        """Cut rows into batches that fit into the workspace."""
         return map(Portion.of, batches(wanted, self.stacks.workspace, cost, mixed))
 
     def _first_updates(self, due: Mapping[int, Due]) -> Iterable[Portion]:
         mixed = partial(self._may_share, attempt=0)
         if not self.progress.failed():
             return self._remembered(due, UPDATE, mixed)
-        own = self.exchange.own(due_parts(self.stacks.groups, due))
-        return self._cut(self.progress.left(own), UPDATE, mixed)
+        assigned = self.exchange.own(due_parts(self.stacks.groups, due))
+        return self._cut(self.progress.left(assigned), UPDATE, mixed)
 
     def _first_refreshes(self, due: Mapping[int, Due]) -> list[Portion]:
         return self._remembered(due, refresh_cost, self._may_share)
@@ -218,31 +218,31 @@ class Preconditioner:
         cost: Cost | Callable[[Part], Cost],
         mixed: Callable[[Part], bool],
     ) -> list[Portion]:
-        """Cut all rows that are due. Recent cuts are remembered: the GPU waits for the first."""
-        # Options by identity, which is quick; as long as the cut is remembered, they are, too.
-        dues = ((i, id(own.config), own.turns) for i, own in due.items())
+        """Cut all rows that are due. Recent cuts are cached: the GPU waits for the first batch."""
+        # Options by identity, which is quick to hash. The cache keeps them alive with the cut.
+        dues = ((i, id(blocks.config), blocks.turns) for i, blocks in due.items())
         key = cost, self.exchange.divides, *dues
 
         def cut() -> tuple[list[Due], list[Portion]]:
-            own = self.exchange.own(due_parts(self.stacks.groups, due))
-            return list(due.values()), list(self._cut(own, cost, mixed))
+            assigned = self.exchange.own(due_parts(self.stacks.groups, due))
+            return list(due.values()), list(self._cut(assigned, cost, mixed))
 
         return self._cuts.obtain(key, cut)[1]
 
     @full_precision()
     def refresh(self, measured: Measured, due: Mapping[int, Due]) -> None:
-        """PIRU for L̂ and R̂ of the blocks that are due. Waits for the device.
+        """Run PIRU on L̂ and R̂ of the blocks that are due. Waits for the device.
 
-        A member counts as refreshed once both roots of all its blocks are; staggered, they are so
-        one by one.
+        A member counts as refreshed once both roots of all its blocks are. Under ``stagger``, its
+        blocks are refreshed one after the other.
 
         Args:
-            measured: The members' gradients, on which products in less than float32 are tried.
-            due: Members to refresh, with their options and blocks.
+            measured: The members' gradients; products in reduced precision are tried on them.
+            due: The members to refresh, with their options and blocks.
         """
         with self.exchange.shared(self.stacks, due, measured.norms, is_root):
-            self._refresh_own(due)
-        staggered = {i for i, own in due.items() if own.turns is not None}
+            self._refresh_assigned(due)
+        staggered = {i for i, blocks in due.items() if blocks.turns is not None}
         known = set(self.stacks.refreshed)
         self.find_refreshed(due.keys() - staggered)
         self.find_refreshed(staggered, whole=True)
@@ -252,8 +252,8 @@ class Preconditioner:
         new = self.progress.new
         self.products.choose(measured, [i for i in due if i not in staggered - last - new], new)
 
-    def _refresh_own(self, due: Mapping[int, Due]) -> None:
-        """PIRU of the rows that this rank does."""
+    def _refresh_assigned(self, due: Mapping[int, Due]) -> None:
+        """Run PIRU on the rows of this rank; retry failed rows with more damping."""
         failed = self._refresh(self._first_refreshes(due))
         for number in count():
             again = []
@@ -266,7 +266,7 @@ class Preconditioner:
             failed = self._refresh(self._cut(again, refresh_cost, self._may_share))
 
     def _refresh(self, portions: Iterable[Portion]) -> list[Part]:
-        """PIRU of some rows; returns those whose new root is not finite: they keep the old one."""
+        """Run PIRU on some rows; return rows that keep the old root: the new one is not finite."""
         done: list[Part] = []
         flags: list[Tensor] = []
         for parts, batch, _ in portions:
@@ -277,11 +277,12 @@ class Preconditioner:
         return [part.row(row) for (part, row), good in rows if not good]
 
     def find_refreshed(self, candidates: Collection[int], whole: bool = False) -> None:
-        """Note which candidates have left the identity. Waits for the device.
+        """Note which candidates have roots other than the identity. Waits for the device.
 
         Args:
             candidates: Members.
-            whole: Whether both roots of all blocks of a member must have left it, or any.
+            whole: True if both roots of all blocks must differ from the identity; else one is
+                enough.
         """
         wanted = {
             i: Due(self.stacks.members[i].config)
@@ -299,8 +300,8 @@ class Preconditioner:
                 changed[int(part.right), here] = ~part.factors.is_identity(part.rows)
         flags = zip(*changed.tolist(), strict=True)
         for i, blocks in enumerate(self._blocks):
-            own = chain.from_iterable(list(islice(flags, blocks)))
-            if i in wanted and (all(own) if whole else any(own)):
+            roots = chain.from_iterable(list(islice(flags, blocks)))
+            if i in wanted and (all(roots) if whole else any(roots)):
                 self.stacks.refreshed.add(i)
 
     # -------------------------------------------------------------------------------- gradients
@@ -309,7 +310,7 @@ class Preconditioner:
         """Write G̃ = Ĝ ‖G‖ / ‖Ĝ‖ over the gradients of refreshed members, grafted per parameter.
 
         Args:
-            measured: The members' gradients; others may follow. Those that are not finite stay.
+            measured: The members' gradients; others may follow. Non-finite ones stay unchanged.
         """
         if measured.addresses is None:  # no kernels
             left: Sequence[int] = sorted(self.stacks.refreshed)
@@ -317,9 +318,9 @@ class Preconditioner:
             left = self.products.precondition(measured, measured.addresses)
         exact = tuple(i for i in left if measured.grads[i] is not None)
         if exact:
-            own = slice(len(self.stacks.members))
-            grads, norms, finite = measured.grads[own], measured.norms[own], measured.finite[own]
-            self._precondition_exactly(exact, grads, norms, finite)
+            members = slice(len(self.stacks.members))
+            norms, finite = measured.norms[members], measured.finite[members]
+            self._precondition_exactly(exact, measured.grads[members], norms, finite)
 
     @full_precision()
     def _precondition_exactly(
@@ -329,12 +330,12 @@ class Preconditioner:
         norms: Tensor,
         finite: Tensor,
     ) -> None:
-        """``precondition`` in float32, group by group: the contract."""
+        """Precondition in float32 with torch, group by group: the contract."""
         blocks = GradientBlocks(self.stacks.members, grads)
-        # ‖Ĝ‖² of every block, in the members' order, and then in the order of their blocks: summed
-        # in this order whatever the chunks are, for the same bits every time.
+        # ‖Ĝ‖² of every block, ordered by member and block. The sums run in this order whatever the
+        # chunks are, so that they give the same bits every time.
         squares = norms.new_zeros(sum(self._blocks))
-        for wave in self._waves_of(active):
+        for wave in self._waves.get(active) or self._waves_of(active):
             held = []
             for group, rows in wave.parts:
                 G, Ghat = self.product(blocks, group, rows)
@@ -356,12 +357,12 @@ class Preconditioner:
             blocks.flush()
 
     def product(self, blocks: GradientBlocks, group: Group, rows: slice) -> tuple[Tensor, Tensor]:
-        """G and Ĝ of some rows."""
+        """Return G and Ĝ of some rows."""
         G = blocks.gather(group, rows)
         return G, combine(self.stacks.rule, group.left.roots(rows), G, group.right.roots(rows))
 
     def _waves_of(self, active: tuple[int, ...]) -> list[Wave]:
-        """Cut the active members into waves. Recent cuts are remembered."""
+        """Cut the active members into waves, which are cached."""
         return self._waves.obtain(active, lambda: list(self._cut_into_waves(active)))
 
     def _cut_into_waves(self, active: tuple[int, ...]) -> Iterator[Wave]:
@@ -383,7 +384,7 @@ class Preconditioner:
         parts = tuple(
             (group, rows)
             for group in self.stacks.groups
-            for run, _ in group.runs(wanted, right=False)  # as those of the right
+            for run, _ in group.runs(wanted, right=False)  # equal on both sides
             for rows in chunks(run, PRECONDITION.rows(max(group.shape), group.shape, budget))
         )
         mask = torch.zeros_like(self.stacks.graft_ratio, dtype=torch.bool)

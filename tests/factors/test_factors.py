@@ -275,7 +275,7 @@ def test_kernels_take_orders_in_one_batch(
 
 @slow
 @pytest.mark.parametrize("method", ["eigen", "cholesky"])
-def test_small_statistics_are_not_lost_beside_what_they_are_enlarged_by(
+def test_small_statistics_are_not_lost_beside_their_padding(
     method: Any, kernels: torch.device
 ) -> None:
     size, updates = 1e-16, 2 if kernels.type == "cuda" else 1
@@ -314,7 +314,7 @@ def assert_mixed_as_alone(
             M[2 * i : 2 * i + 2, : factors.order, : factors.order] = own
             assert update(factors, own, flags[:2], config) == 0
         batch.update(M, flags, config)
-    together = mixed[0].method.enlarges(config, None)
+    together = mixed[0].method.allows_padding(config, None)
     if together:
         batch.refresh(config)
     for factors, other in zip(alone, mixed, strict=True):

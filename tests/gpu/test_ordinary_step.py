@@ -598,16 +598,16 @@ def test_addresses_are_written_when_they_change(
 ) -> None:
     table = AddressTable(2, kernels)
     a, b = torch.zeros(8, device=kernels), torch.zeros(8, device=kernels)
-    single, brain = {torch.float32}, {torch.bfloat16}
+    single, all_bf16 = {torch.float32}, {torch.bfloat16}
     here = [a.data_ptr(), b.data_ptr()]
     table.fill([a, b], single)
     assert table.tensor.tolist() == here
     version = table.tensor._version
     table.fill([a, b], single)
     assert table.tensor._version == version
-    table.fill([a.view(torch.bfloat16), b.view(torch.bfloat16)], brain)
+    table.fill([a.view(torch.bfloat16), b.view(torch.bfloat16)], all_bf16)
     assert table.tensor.tolist() != here
-    assert table.brain
+    assert table.all_bf16
     table.fill([a, None], single)
     assert table.tensor.tolist() == [here[0], 0]
     with monkeypatch.context() as patch:
@@ -682,7 +682,7 @@ def test_kernels_and_torch_count_alike(
 def test_orders_stay_apart_where_mixing_would_show(
     method: str, attempt: int | None, option: dict[str, Any]
 ) -> None:
-    """A λ of zero cannot be enlarged, and Newton's iteration sees the whole matrix."""
+    """A matrix with a λ of zero cannot be padded, and Newton's iteration sees the whole matrix."""
     for options in ({}, option):
         config = Config(method=method, max_order=100, **options)
         members = [Member(route(shape, config), config) for shape in ((70, 66), (80, 90))]
@@ -694,7 +694,7 @@ def test_orders_stay_apart_where_mixing_would_show(
                 parts,
                 own.stacks.workspace,
                 UPDATE,
-                lambda part: part.factors.method.enlarges(part.config, attempt),
+                lambda part: part.factors.method.allows_padding(part.config, attempt),
             )
         ]
         assert (max(map(len, orders)) > 1) == (not options)
@@ -704,9 +704,9 @@ def test_orders_stay_apart_where_mixing_would_show(
 def test_orders_do_not_share_what_depends_on_the_whole_matrix(method: str, last: int) -> None:
     config = Config(method=method, bits=4)
     own = Factors(64, 1, config.format(64), 1e-6, "cpu").method
-    assert not own.enlarges(config, last)
-    assert own.enlarges(config, None) == (method != "naive")
-    assert not own.enlarges(replace(config, trace_scaling=True), None)
+    assert not own.allows_padding(config, last)
+    assert own.allows_padding(config, None) == (method != "naive")
+    assert not own.allows_padding(replace(config, trace_scaling=True), None)
 
 
 @pytest.mark.parametrize("mixed", [pytest.param(False, marks=slow), True])

@@ -25,7 +25,7 @@ from kronbit.linalg.backend import backend
 from kronbit.linalg.orthogonal import cholesky_, orthogonality_error, shifted_cholesky_qr
 from kronbit.linalg.products import multiply, operand
 from kronbit.linalg.roots import power_iteration
-from kronbit.linalg.torch_backend import enlarged
+from kronbit.linalg.torch_backend import padded_by_identity
 from kronbit.quantization import Quantizer
 
 pytest.importorskip("triton")
@@ -66,7 +66,7 @@ def test_codes_and_values_agree_to_the_bit(
         larger = n + 70
         parts = empty_split(3, larger, larger, found[0].device)
         quantiser.decode_parts_(parts, 1, found[0], found[1], bits, mapping, block_size)
-        whole = enlarged(back, larger)
+        whole = padded_by_identity(back, larger)
         assert relative_error(parts.float()[1:], whole) < 2**-21
         side = parts.hi.shape[-1]
         assert not parts.hi[1:, larger:].any()

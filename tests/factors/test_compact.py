@@ -65,16 +65,16 @@ def test_codes_are_equal_to_the_bit_where_arithmetic_is_exact(
     G = torch.randint(-3, 4, (2, n, n)).float()
     M = G @ G.mT
     update(ours, M.to(device), all_trusted(ours), config)
-    found = {name: tensor.cpu() for name, tensor in ours.tensors.items()}
+    actual = {name: tensor.cpu() for name, tensor in ours.tensors.items()}
     for row, (factor, m) in enumerate(zip(theirs, M, strict=True)):
         factor.update(m)
         kept = factor.kept
-        assert found["scales"][row].tolist() == kept.scales
-        assert torch.equal(found["top_scales"][row], torch.stack(kept.tops))
-        assert torch.equal(found["diagonal"][row], kept.diagonal)
-        tiled = found["codes"].dim() == 4
-        width = found["codes"].shape[-1] * 8 // bits if tiled else n
-        codes = unpack(found["codes"][row], bits, width).flatten()
+        assert actual["scales"][row].tolist() == kept.scales
+        assert torch.equal(actual["top_scales"][row], torch.stack(kept.tops))
+        assert torch.equal(actual["diagonal"][row], kept.diagonal)
+        tiled = actual["codes"].dim() == 4
+        width = actual["codes"].shape[-1] * 8 // bits if tiled else n
+        codes = unpack(actual["codes"][row], bits, width).flatten()
         assert codes.tolist() == [code for block in kept.codes for code in block]
 
 
@@ -143,9 +143,9 @@ for stage, depth in enumerate((2, 2, 6, 2)):
 def test_ratio_to_32_bits(
     shapes: list[tuple[int, int]], order: int, paper: float, eigen: float, cholesky: float
 ) -> None:
-    def state(**own: Any) -> int:
-        found = estimate_memory(shapes, base=None, max_order=order, **own)
-        return found["statistics"] + found["roots"]
+    def state(**options: Any) -> int:
+        actual = estimate_memory(shapes, base=None, max_order=order, **options)
+        return actual["statistics"] + actual["roots"]
 
     assert state(bits=32) / state(bits=4, **PAPER) > paper
     assert state(bits=32) / state(bits=4, method="eigen") > eigen
@@ -153,7 +153,7 @@ def test_ratio_to_32_bits(
 
 
 def test_a_singular_statistic_is_factorised_with_jitter_that_is_not_kept() -> None:
-    """One vector's outer product, again and again: nothing but rounding beside it."""
+    """The statistic is one vector's outer product, plus rounding."""
     config = Config(method="cholesky", bits=32, beta=0.0)
     factors = stack(40, 2, config)
     x = torch.randn(2, 40, 1, generator=torch.Generator().manual_seed(0))
@@ -162,8 +162,8 @@ def test_a_singular_statistic_is_factorised_with_jitter_that_is_not_kept() -> No
     assert update(factors, M, trusted, config) == 0
     A = factors.method.matrix(factors.tensors)
     assert relative_error(A, M) < 1e-3
-    diagonal, own = (X.diagonal(dim1=-2, dim2=-1) for X in (A, M))
-    assert relative_error(diagonal, own) < 1e-5
+    diagonal, expected = (X.diagonal(dim1=-2, dim2=-1) for X in (A, M))
+    assert relative_error(diagonal, expected) < 1e-5
 
 
 def test_a_zero_statistic_is_zero() -> None:
@@ -248,7 +248,7 @@ def test_kernels_agree_with_torch_to_the_bit(
 def test_a_run_by_kernels_is_the_run_by_torch(
     method: str, kernels: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Three steps with updates and a refresh; products in float32, as everywhere in these tests."""
+    """Three steps with updates and a refresh; products are in float32, as in all these tests."""
     results = []
     for off in (None, "a test"):
         if off or kernels.type == "cpu":
@@ -274,5 +274,5 @@ def test_a_run_by_kernels_is_the_run_by_torch(
             optimizer.step()
         results.append([p.detach() - before for p, before in zip(params, start, strict=True)])
         assert optimizer.diagnostics()["discarded_roots"] == 0
-    for found, expected in zip(*results, strict=True):
-        assert relative_error(found, expected) < 1e-3
+    for actual, expected in zip(*results, strict=True):
+        assert relative_error(actual, expected) < 1e-3

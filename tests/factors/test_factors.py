@@ -25,18 +25,18 @@ def test_updates_and_roots_are_the_oracles(
     ours, theirs = run_both(n, device, torch.float64, method=method, bits=bits, damping=0.1)
     A, roots = ours.method.matrix(ours.tensors), ours.roots(everything(ours))
     for row, factor in enumerate(theirs):
-        # Björck to the end, as `matrix` does; the oracle's own uses t1 steps
+        # Björck to the end, as `matrix` does; the oracle uses t1 steps
         factor.o.update_rectify = 4
         # one code that rounding moved over a threshold weighs up to a few 1e-4
         tolerance = 1e-5 if bits == 32 or n < 64 else 1e-3
         assert relative_error(A[row], factor.matrix()) < tolerance
         assert relative_error(roots[row], factor.inverse_root()) < tolerance
         if "codes" in ours.tensors:
-            found = torch.tensor(codes(ours, "codes", row, bits))
+            actual = torch.tensor(codes(ours, "codes", row, bits))
             expected = torch.tensor([row_codes for row_codes, _ in factor.kept.rows])
             # near zero, 8-bit codes are as close together as float32's rounding is
-            assert (found - expected).abs().max() <= 2
-            assert (found != expected).float().mean() < 0.02
+            assert (actual - expected).abs().max() <= 2
+            assert (actual != expected).float().mean() < 0.02
 
 
 @pytest.mark.parametrize(
@@ -144,7 +144,7 @@ def test_starts_at_damping_times_identity_exactly(
 
 @pytest.mark.parametrize(("method", "bits"), METHODS)
 def test_rows_are_independent_of_each_other_and_of_the_chunk(method: str, bits: int) -> None:
-    """The same bits, however the batch is cut.
+    """Bits do not depend on how the batch is cut.
 
     At an order whose rows are aligned, that is: LAPACK's triangular solve and QR round
     differently at odd addresses.
@@ -166,7 +166,7 @@ def test_rows_are_independent_of_each_other_and_of_the_chunk(method: str, bits: 
 
 @pytest.mark.parametrize(("method", "bits"), METHODS)
 @pytest.mark.parametrize("n", [20, 65])
-def test_what_is_not_trusted_or_not_finite_changes_nothing(
+def test_updates_that_are_not_trusted_or_not_finite_change_nothing(
     method: str, bits: int, n: int, device: torch.device
 ) -> None:
     config = Config(method=method, bits=bits)
@@ -202,7 +202,7 @@ def test_a_bad_root_never_replaces_a_good_one() -> None:
 
 @pytest.mark.parametrize(("method", "bits"), METHODS)
 def test_refresh_without_statistics_gives_the_identity(method: str, bits: int) -> None:
-    """As K-FAC starts: A0 = 0."""
+    """K-FAC starts from A0 = 0."""
     config = Config(method=method, bits=bits)
     factors = Factors(64, 1, config.format(64), 0.0, "cpu")
     refresh(factors, config)
@@ -268,14 +268,14 @@ def test_orders_in_one_batch_are_as_alone(
 def test_kernels_take_orders_in_one_batch(
     method: Any, quantized: bool, kernels: torch.device
 ) -> None:
-    """To the bit: what comes of a matrix does not depend on those that share its batch."""
+    """To the bit, a result does not depend on the matrices that share its batch."""
     large = 130 if kernels.type == "cuda" else 70  # one tile: interpreted, two take a minute
     assert_mixed_as_alone(method, (12, large), True, quantized, kernels, updates=1, exact=True)
 
 
 @slow
 @pytest.mark.parametrize("method", ["eigen", "cholesky"])
-def test_small_statistics_are_not_lost_beside_what_they_are_enlarged_by(
+def test_small_statistics_are_not_lost_beside_their_padding(
     method: Any, kernels: torch.device
 ) -> None:
     size, updates = 1e-16, 2 if kernels.type == "cuda" else 1
@@ -310,11 +310,11 @@ def assert_mixed_as_alone(
     for _ in range(updates):
         M = torch.zeros(2 * len(orders), orders[-1], orders[-1], device=device)
         for i, factors in enumerate(alone):
-            own = gram(2, factors.order, generator).to(device) * size
-            M[2 * i : 2 * i + 2, : factors.order, : factors.order] = own
-            assert update(factors, own, flags[:2], config) == 0
+            new = gram(2, factors.order, generator).to(device) * size
+            M[2 * i : 2 * i + 2, : factors.order, : factors.order] = new
+            assert update(factors, new, flags[:2], config) == 0
         batch.update(M, flags, config)
-    together = mixed[0].method.enlarges(config, None)
+    together = mixed[0].method.allows_padding(config, None)
     if together:
         batch.refresh(config)
     for factors, other in zip(alone, mixed, strict=True):

@@ -52,25 +52,25 @@ def made(
     workspace: int = 2**21,
     **options: Any,
 ) -> Preconditioner:
-    """Members of several shapes and formats, with roots far from the identity."""
+    """Make a preconditioner of several shapes and formats, with roots far from the identity."""
     config = Config(**{"storage": "paper", "max_order": 70, **options})
     members = [Member(route(shape, config), config) for shape in shapes]
-    own = Preconditioner(members, algorithm.algorithm, workspace, False, device)
-    for group in own.stacks.groups:
+    preconditioner = Preconditioner(members, algorithm.algorithm, workspace, False, device)
+    for group in preconditioner.stacks.groups:
         for factors in (group.left, group.right):
             A = torch.randn(factors.rows, factors.order, factors.order) / factors.order**0.5
             for name, leaf in factors.method.root.encode(
                 (A @ A.mT + torch.eye(factors.order)).to(device)
             ).items():
                 factors.tensors[name].copy_(leaf)
-    own.find_refreshed(range(len(shapes)))
-    return own
+    preconditioner.find_refreshed(range(len(shapes)))
+    return preconditioner
 
 
 def measured(
     device: torch.device, grads: Sequence[Tensor | None], guard: NonfiniteGuard | None = None
 ) -> Measured:
-    """Gradients as a step measures them."""
+    """Measure gradients as a step does."""
     sizes = [0 if grad is None else grad.numel() for grad in grads]
     taps = [1 if grad is None else math.prod(grad.shape[2:]) for grad in grads]
     dtypes = plain_dtypes([grad for grad in grads if grad is not None])
@@ -111,30 +111,30 @@ def test_preconditioned_gradients_are_the_contracts(
     nonfinite: str,
     kernels: torch.device,
 ) -> None:
-    """Within half a degree, of the same norm; one without gradient, one not finite."""
-    own = made(kernels, algorithm, **options)
+    """Ĝ is within half a degree, with the same norm; one gradient is missing, one not finite."""
+    preconditioner = made(kernels, algorithm, **options)
     grads: list[Tensor | None] = list(gradients(kernels, dtypes))
     grads[2][0, 0, 0] = torch.nan  # type: ignore[index]
     twins = [grad.clone() for grad in grads if grad is not None]
     broken = twins[2].clone()
     missing, grads[1] = grads[1], None
-    own.products.ways = dict.fromkeys(range(4), way)
+    preconditioner.products.ways = dict.fromkeys(range(4), way)
     step = measured(kernels, grads, NonfiniteGuard(kernels, Config(nonfinite=nonfinite)))
     norms = step.norms.clone()
     exact = tuple(i for i, grad in enumerate(grads) if grad is not None)
     reference = [None if grads[i] is None else twins[i] for i in range(4)]
-    own._precondition_exactly(exact, reference, norms, torch.isfinite(norms))
-    own.precondition(step)
+    preconditioner._precondition_exactly(exact, reference, norms, torch.isfinite(norms))
+    preconditioner.precondition(step)
     for i in (0, 3):
         assert grads[i] is not None
         assert angle(grads[i], twins[i]) < 0.5
         assert float(grads[i].float().norm()) == pytest.approx(float(norms[i]), rel=1e-2)
     assert grads[2] is not None
     expected = torch.zeros_like(broken) if nonfinite == "zero" else broken
-    for found, right in ((twins[2], broken), (grads[2], expected)):
-        torch.testing.assert_close(found, right, rtol=0, atol=0, equal_nan=True)
+    for actual, right in ((twins[2], broken), (grads[2], expected)):
+        torch.testing.assert_close(actual, right, rtol=0, atol=0, equal_nan=True)
     assert missing is not None
-    assert torch.isfinite(own.stacks.graft_ratio[:1]).all()
+    assert torch.isfinite(preconditioner.stacks.graft_ratio[:1]).all()
 
 
 @pytest.mark.parametrize(
@@ -154,15 +154,15 @@ def test_roots_in_tiles_and_in_rows(
     kernels: torch.device,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Every element is where it belongs."""
+    """Every element has its place."""
     monkeypatch.setattr("kronbit.factors.storage.TILES", (tile,))
-    own = made(kernels, shapes=[shape], bits=bits, storage="compact", max_order=600)
+    preconditioner = made(kernels, shapes=[shape], bits=bits, storage="compact", max_order=600)
     grad = torch.randn(shape).to(kernels)
     twin = grad.clone()
-    own.products.ways = {0: BF16X3}
+    preconditioner.products.ways = {0: BF16X3}
     step = measured(kernels, [grad])
-    own._precondition_exactly((0,), [twin], step.norms.clone(), step.finite.clone())
-    own.precondition(step)
+    preconditioner._precondition_exactly((0,), [twin], step.norms.clone(), step.finite.clone())
+    preconditioner.precondition(step)
     assert relative_error(grad, twin) < 1e-4
 
 
@@ -172,25 +172,25 @@ def test_roots_in_tiles_and_in_rows(
     [(1e-3, FLOAT32), (1.0, BF16X3), (250.0, HALF)],
 )
 def test_ways_are_chosen_by_the_angle(gain: float, way: int, kernels: torch.device) -> None:
-    """Random gradients bear float16. One along the smallest gain of dense roots may not."""
-    own = made(kernels, bits=32)
+    """Random gradients permit float16. One along the smallest gain of dense roots may not."""
+    preconditioner = made(kernels, bits=32)
     grads: list[Tensor | None] = list(gradients(kernels, SINGLE))
     low = torch.linalg.qr(torch.randn(20, 20))[0][:, :2]
     L = 300 * torch.eye(20) - (300 - gain) * low @ low.mT
-    for group in own.stacks.groups:
+    for group in preconditioner.stacks.groups:
         if group.shape == (20, 66):
             group.left.tensors["root"][0] = L.to(kernels)
     grads[0] = (low @ torch.randn(2, 66)).to(kernels)
     grads[1] = None
-    own.products.choose(measured(kernels, grads), range(4), new=range(4))
-    assert own.products.ways == {0: way, 1: FLOAT32, 2: HALF, 3: HALF}
+    preconditioner.products.choose(measured(kernels, grads), range(4), new=range(4))
+    assert preconditioner.products.ways == {0: way, 1: FLOAT32, 2: HALF, 3: HALF}
     grads[3] = grads[3].t().contiguous().t()  # type: ignore[union-attr]
-    own.products.choose(measured(kernels, grads), range(4), new=())
-    assert own.products.ways[3] == FLOAT32  # the kernels take plain matrices only
+    preconditioner.products.choose(measured(kernels, grads), range(4), new=())
+    assert preconditioner.products.ways[3] == FLOAT32  # the kernels take plain matrices only
 
 
 def test_a_way_changes_only_for_a_reason() -> None:
-    """Back to a cheaper way at half of the tolerance; who has a way keeps it up to all of it."""
+    """A cheaper way needs half of the tolerance; the present way is kept up to all of it."""
 
     def ways(before: int) -> list[int]:
         angles = (0.2, 0.4, 0.6, 10.0, 20.0)
@@ -209,7 +209,7 @@ CONVOLUTIONS = [(75, 8, 2, 2), (20, 9, 3, 3), (8, 6, 2, 3, 2), (16, 24), (24, 9,
 def in_both_orders(
     device: torch.device, dtype: torch.dtype = torch.float32
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Gradients of convolutions and of a matrix, the former also in channels-last order."""
+    """Make gradients of convolutions and a matrix; convolutions also in channels-last order."""
     plain = [torch.randn(shape).to(device=device, dtype=dtype) for shape in CONVOLUTIONS]
     turned = [
         grad.movedim(1, -1).contiguous().movedim(-1, 1) if grad.dim() > 2 else grad.clone()
@@ -232,8 +232,8 @@ def in_both_orders(
 def test_channels_last_gradients_are_read_and_written_where_they_lie(
     way: int, dtype: torch.dtype, kernels: torch.device
 ) -> None:
-    own = made(kernels, shapes=CONVOLUTIONS)
-    own.products.ways = dict.fromkeys(range(5), way)
+    preconditioner = made(kernels, shapes=CONVOLUTIONS)
+    preconditioner.products.ways = dict.fromkeys(range(5), way)
     plain, turned = in_both_orders(kernels, dtype)
     before = [grad.clone() for grad in plain]
     for grads in (plain, turned):
@@ -242,7 +242,7 @@ def test_channels_last_gradients_are_read_and_written_where_they_lie(
         assert step.addresses is not None
         assert step.addresses.aligned
         assert step.addresses.channels_last == ({0, 1, 2} if grads is turned else set())
-        own.precondition(step)
+        preconditioner.precondition(step)
     for grad, expected, start in zip(turned, plain, before, strict=True):
         # The norm is a sum in another order; of bf16 in order, G itself is what is multiplied.
         near = 1e-6 if dtype == torch.float32 else 0.01
@@ -251,7 +251,7 @@ def test_channels_last_gradients_are_read_and_written_where_they_lie(
     # Whoever is in order is read as widely as ever.
     wide = {
         (key[2], block.member): chunk.wide
-        for key, tables in own.products._grouped.items()
+        for key, tables in preconditioner.products._grouped.items()
         for wave in tables._tables.waves
         for chunk in wave.chunks
         for block in chunk.blocks
@@ -263,58 +263,64 @@ def test_channels_last_gradients_are_read_and_written_where_they_lie(
 
 @slow
 def test_statistics_of_channels_last_gradients_have_the_same_bits(kernels: torch.device) -> None:
-    own, statistics = made(kernels, shapes=CONVOLUTIONS), GradientStatistics()
-    due = {i: Due(own.stacks.members[i].config) for i in range(5)}
-    found = []
+    preconditioner, statistics = made(kernels, shapes=CONVOLUTIONS), GradientStatistics()
+    due = {i: Due(preconditioner.stacks.members[i].config) for i in range(5)}
+    actual = []
     plain, turned = in_both_orders(kernels)
-    blocks = GradientBlocks(own.stacks.members, plain)
+    blocks = GradientBlocks(preconditioner.stacks.members, plain)
     for grads in (plain, turned):
         seen = measured(kernels, grads)
-        of = statistics.outer_products(own.stacks, seen, due)
-        parts = list(batches(due_parts(own.stacks.groups, due), own.stacks.workspace, UPDATE))
-        found.append([of(part) for part in parts])
-    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
-    for M, part in zip(found[0], parts, strict=True):
+        of = statistics.outer_products(preconditioner.stacks, seen, due)
+        parts = list(
+            batches(
+                due_parts(preconditioner.stacks.groups, due),
+                preconditioner.stacks.workspace,
+                UPDATE,
+            )
+        )
+        actual.append([of(part) for part in parts])
+    assert all(torch.equal(*pair) for pair in zip(*actual, strict=True))
+    for M, part in zip(actual[0], parts, strict=True):
         expected = gradients_by_torch(blocks, seen.finite, part)
         assert (M - expected).abs().max() <= 1e-6 * expected.abs().max()
 
 
 def test_channels_last_gradients_of_grouped_convolutions(kernels: torch.device) -> None:
-    """K-FAC's statistics are of each group: a stack of matrices whose rows are whole ones."""
-    own = made(kernels, shapes=[(2, 12, 36)], batch_dims=1)
-    (member,) = own.stacks.members
+    """K-FAC has statistics of each group: the rows of its stack of matrices are whole."""
+    preconditioner = made(kernels, shapes=[(2, 12, 36)], batch_dims=1)
+    (member,) = preconditioner.stacks.members
     turned_member = replace(member, blocking=replace(member.blocking, taps=9))
-    own.products._stacks = replace(own.stacks, members=(turned_member,))
-    own.products.ways = {0: HALF}
+    preconditioner.products._stacks = replace(preconditioner.stacks, members=(turned_member,))
+    preconditioner.products.ways = {0: HALF}
     plain = torch.randn(24, 4, 3, 3).to(kernels)
     turned = plain.to(memory_format=torch.channels_last)
     for grad in (plain, turned):
         step = measured(kernels, [grad])
         assert step.by_kernels
-        own.precondition(step)
+        preconditioner.precondition(step)
     assert relative_error(turned, plain) < 1e-6
 
 
 def test_channels_last_gradients_that_kernels_cannot_read(kernels: torch.device) -> None:
-    """Of stacked matrices, rows are scattered; and nobody cuts what is left to F."""
+    """Rows of stacked matrices are scattered, and gradients of the base optimizer are not cut."""
     last = torch.randn(3, 10, 4, 5, device=kernels).to(memory_format=torch.channels_last)
     guard = NonfiniteGuard(kernels, PASS)
     for taps, by_kernels in ((1, False), (0, True), (20, True), (1, False)):
-        found = guard.measure([last], [600], [taps], {torch.float32})
-        assert found.by_kernels == by_kernels
-        assert float(found.norms[0]) == pytest.approx(float(last.norm()), rel=1e-6)
-        assert found.addresses is not None
-        assert bool(found.addresses.values[0]) == by_kernels
-        assert (found.addresses.channels_last == {0}) == by_kernels
+        actual = guard.measure([last], [600], [taps], {torch.float32})
+        assert actual.by_kernels == by_kernels
+        assert float(actual.norms[0]) == pytest.approx(float(last.norm()), rel=1e-6)
+        assert actual.addresses is not None
+        assert bool(actual.addresses.values[0]) == by_kernels
+        assert (actual.addresses.channels_last == {0}) == by_kernels
     # Beside one that they cannot read either.
     wide = torch.randn(4, 4, device=kernels, dtype=torch.float64)
     both = {torch.float32, torch.float64}
-    found = guard.measure([last, wide], [600, 16], [20, 1], both)
-    assert not found.by_kernels
-    assert found.addresses is not None
-    assert found.addresses.channels_last == {0}
-    assert found.addresses.values[0] == last.data_ptr() + (1 << 59)
-    assert found.addresses.values[1] == 0
+    actual = guard.measure([last, wide], [600, 16], [20, 1], both)
+    assert not actual.by_kernels
+    assert actual.addresses is not None
+    assert actual.addresses.channels_last == {0}
+    assert actual.addresses.values[0] == last.data_ptr() + (1 << 59)
+    assert actual.addresses.values[1] == 0
 
 
 def test_which_parameters_have_taps() -> None:
@@ -335,17 +341,17 @@ def test_which_parameters_have_taps() -> None:
 def test_gradients_that_begin_anywhere(kernels: torch.device) -> None:
     """Rows of multiples of 8 elements are read and written wide, if they are aligned."""
     config = Config(max_order=64)
-    own = Preconditioner(
+    preconditioner = Preconditioner(
         [Member(route((64, 128), config), config)], Shampoo.algorithm, 2**21, False, kernels
     )
-    for group in own.stacks.groups:
+    for group in preconditioner.stacks.groups:
         for factors in (group.left, group.right):
             A = torch.randn(factors.rows, factors.order, factors.order) / factors.order**0.5
             roots = factors.method.root.encode((A @ A.mT + torch.eye(factors.order)).to(kernels))
             for name, leaf in roots.items():
                 factors.tensors[name].copy_(leaf)
-    own.find_refreshed(range(1))
-    own.products.ways = {0: HALF}
+    preconditioner.find_refreshed(range(1))
+    preconditioner.products.ways = {0: HALF}
     G, results = torch.randn(64, 128), []
     for shift in (0, 1):
         grad = torch.zeros(64 * 128 + 8, device=kernels)[shift : shift + 64 * 128].view(64, 128)
@@ -353,9 +359,9 @@ def test_gradients_that_begin_anywhere(kernels: torch.device) -> None:
         step = measured(kernels, [grad])
         assert step.addresses is not None
         assert step.addresses.aligned == (shift == 0)
-        own.precondition(step)
+        preconditioner.precondition(step)
         results.append(grad)
-    (tables,) = own.products._grouped.values()
+    (tables,) = preconditioner.products._grouped.values()
     assert all(chunk.wide for wave in tables._tables.waves for chunk in wave.chunks)
     assert torch.equal(*results)
     assert not torch.equal(results[0].cpu(), G)
@@ -377,41 +383,43 @@ def test_ways_are_as_accurate_as_they_say(
     kernels: torch.device,
 ) -> None:
     """Rows of 64 and of 66 codes, several blocks, gradients and roots of any size."""
-    own = made(kernels, algorithm, bits=bits, workspace=workspace)
+    preconditioner = made(kernels, algorithm, bits=bits, workspace=workspace)
     for factors in (
-        factors for group in own.stacks.groups for factors in (group.left, group.right)
+        factors for group in preconditioner.stacks.groups for factors in (group.left, group.right)
     ):
         for name in ("root", "root_scales", "root_diagonal"):
             if name in factors.tensors:
                 factors.tensors[name] *= size**-0.25
     G = [size * grad for grad in gradients(kernels, dtypes)]
-    found: dict[int, list[Tensor]] = {}
+    actual: dict[int, list[Tensor]] = {}
     for way in (FLOAT32, BF16X3, HALF):
-        own.products.ways = dict.fromkeys(range(4), way)
-        found[way] = [grad.clone() for grad in G]
-        own.precondition(measured(kernels, found[way]))
+        preconditioner.products.ways = dict.fromkeys(range(4), way)
+        actual[way] = [grad.clone() for grad in G]
+        preconditioner.precondition(measured(kernels, actual[way]))
     step = measured(kernels, G)
     assert step.addresses is not None
-    half, precise = (own.products._precision(way, step.addresses) for way in (HALF, BF16X3))
-    tables = own.products._tables((precise, frozenset(range(4)), frozenset()))
+    half, precise = (
+        preconditioner.products._precision(way, step.addresses) for way in (HALF, BF16X3)
+    )
+    tables = preconditioner.products._tables((precise, frozenset(range(4)), frozenset()))
     sums = tables.compare(step.addresses, step.norms, half).double().cpu()
     direct = dtypes is BRAIN and algorithm is Shampoo
-    assert any(precision.direct for precision, *_ in own.products._grouped) == direct
-    for i, exact in enumerate(found[FLOAT32]):
-        assert relative_error(found[BF16X3][i], exact) < (3e-4 if dtypes is SINGLE else 1e-2)
-        assert relative_error(found[HALF][i], exact) < 1e-2  # the interpreter truncates bf16
+    assert any(precision.direct for precision, *_ in preconditioner.products._grouped) == direct
+    for i, exact in enumerate(actual[FLOAT32]):
+        assert relative_error(actual[BF16X3][i], exact) < (3e-4 if dtypes is SINGLE else 1e-2)
+        assert relative_error(actual[HALF][i], exact) < 1e-2  # the interpreter truncates bf16
         ab, aa, bb = sums[i].tolist()
         assert ab / (aa * bb) ** 0.5 > math.cos(math.radians(0.5))
         # ‖G‖ / ‖Ĝ‖, of which a is the more accurate
         ratio = float(step.norms[i]) / aa**0.5
-        assert ratio == pytest.approx(float(own.stacks.graft_ratio[i]), rel=1e-2)
+        assert ratio == pytest.approx(float(preconditioner.stacks.graft_ratio[i]), rel=1e-2)
 
 
 @slow
 def test_one_table_serves_members_that_lose_their_gradient(kernels: torch.device) -> None:
-    """Kernels pass over them; the others, and those that kernels cannot take, go on."""
-    own = made(kernels)
-    own.products.ways = dict(enumerate((HALF, BF16X3, HALF, HALF)))
+    """Kernels skip members without a gradient; torch takes gradients that kernels cannot read."""
+    preconditioner = made(kernels)
+    preconditioner.products.ways = dict(enumerate((HALF, BF16X3, HALF, HALF)))
     guard = NonfiniteGuard(kernels, PASS)
     for missing, crooked in ((None, None), (2, None), (None, 3), (0, 3)):
         grads: list[Tensor | None] = list(gradients(kernels, MIXED))
@@ -424,9 +432,9 @@ def test_one_table_serves_members_that_lose_their_gradient(kernels: torch.device
         extra = torch.ones(5, device=kernels)  # left to F
         step = measured(kernels, [*grads, extra], guard)
         exact = tuple(i for i in range(4) if i != missing)
-        own.precondition(step)
+        preconditioner.precondition(step)
         reference = [None if i == missing else kept[i].clone() for i in range(4)]
-        own._precondition_exactly(exact, reference, step.norms[:4], step.finite[:4])
+        preconditioner._precondition_exactly(exact, reference, step.norms[:4], step.finite[:4])
         for i in exact:
             assert angle(grads[i], reference[i]) < 0.5  # type: ignore[arg-type]
             assert angle(grads[i], kept[i]) > 1  # type: ignore[arg-type]
@@ -435,30 +443,32 @@ def test_one_table_serves_members_that_lose_their_gradient(kernels: torch.device
 
 
 @slow
-def test_tables_follow_what_gradients_have_in_common(kernels: torch.device) -> None:
-    """All in bf16, they are multiplied where they are; the next ones may be others."""
-    own = made(kernels)
-    own.products.ways = dict.fromkeys(range(4), HALF)
+def test_tables_follow_common_properties_of_gradients(kernels: torch.device) -> None:
+    """Gradients that are all in bf16 are multiplied in place; later ones may have other dtypes."""
+    preconditioner = made(kernels)
+    preconditioner.products.ways = dict.fromkeys(range(4), HALF)
     guard = NonfiniteGuard(kernels, PASS)
     for dtypes, tables in ((BRAIN, 1), (SINGLE, 2), (BRAIN, 2), (MIXED, 2)):
         grads = gradients(kernels, dtypes)
         reference: list[Tensor | None] = [grad.clone() for grad in grads]
         step = measured(kernels, grads, guard)
-        own._precondition_exactly((0, 1, 2, 3), reference, step.norms, step.finite)
-        own.precondition(step)
+        preconditioner._precondition_exactly((0, 1, 2, 3), reference, step.norms, step.finite)
+        preconditioner.precondition(step)
         assert max(map(angle, grads, reference)) < 0.5  # type: ignore[arg-type]
-        assert len(own.products._grouped) == tables
+        assert len(preconditioner.products._grouped) == tables
 
 
 @slow
-def test_what_does_not_fit_is_computed_twice_and_is_the_same(kernels: torch.device) -> None:
+def test_waves_that_do_not_fit_are_computed_twice_with_the_same_result(
+    kernels: torch.device,
+) -> None:
     results = []
     for workspace in (2**21, 2**16):
         torch.manual_seed(0)
-        own = made(kernels, workspace=workspace)
-        own.products.ways = dict.fromkeys(range(4), HALF)
+        preconditioner = made(kernels, workspace=workspace)
+        preconditioner.products.ways = dict.fromkeys(range(4), HALF)
         grads = gradients(kernels, SINGLE)
-        own.precondition(measured(kernels, grads))
+        preconditioner.precondition(measured(kernels, grads))
         results.append(grads)
     for one, other in zip(*results, strict=True):
         assert torch.equal(one, other)
@@ -466,16 +476,14 @@ def test_what_does_not_fit_is_computed_twice_and_is_the_same(kernels: torch.devi
 
 @pytest.mark.parametrize("workspace", [2**12, 2**15, 2**16, 2**21])
 @pytest.mark.parametrize("precision", [(True, False), (False, False), (False, True)])
-def test_what_runs_side_by_side_never_shares_memory(
-    workspace: int, precision: tuple[bool, bool]
-) -> None:
-    """In a graph: chunks of different lanes, and a wave's grafting and the products of the next."""
+def test_concurrent_work_never_shares_memory(workspace: int, precision: tuple[bool, bool]) -> None:
+    """In a graph, lanes run at the same time, and so do grafting and products of the next wave."""
     from kronbit.gpu.tables import LANES, Precision, held_size, make_tables
     from kronbit.kernels.lines import Field
 
-    own = made(torch.device("cpu"), workspace=workspace)
+    preconditioner = made(torch.device("cpu"), workspace=workspace)
     taken = Precision(*precision)
-    tables = make_tables(own.stacks, range(4), taken, ())
+    tables = make_tables(preconditioner.stacks, range(4), taken, ())
     lines = iter(tables.lines.tolist())
     lanes: list[set[int]] = [set() for _ in range(LANES)]
     held_by: list[set[int]] = []
@@ -501,7 +509,7 @@ def test_what_runs_side_by_side_never_shares_memory(
 
 
 class Stream:
-    """As much of a stream as lanes use. It knows what comes before what is next in it."""
+    """The part of a stream that lanes use. It knows the order of its work."""
 
     def __init__(self) -> None:
         self.before: set[int] = set()
@@ -518,18 +526,18 @@ class Stream:
 
 @pytest.mark.parametrize("workspace", [2**14, 2**15, 2**16, 2**17])
 @pytest.mark.parametrize("precise", [True, False])
-def test_whatever_shares_memory_is_done_in_order(
+def test_work_that_shares_memory_is_ordered(
     workspace: int, precise: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of the products and the writing of all waves, as a graph orders them."""
+    """Products and writes of all waves follow each other as a graph orders them."""
     from kronbit.gpu import lanes
     from kronbit.gpu import ordinary_step as grouped
     from kronbit.gpu.tables import Precision
     from kronbit.kernels.lines import Field
 
-    own = made(torch.device("cpu"), workspace=workspace)
+    preconditioner = made(torch.device("cpu"), workspace=workspace)
     precision = Precision(precise)
-    step = grouped.GroupedProducts(own.stacks, range(4), precision)
+    step = grouped.GroupedProducts(preconditioner.stacks, range(4), precision)
     lines = step._tables.lines.tolist()
     blocks = [b for wave in step._tables.waves for chunk in wave.chunks for b in chunk.blocks]
     scratch = {
@@ -579,15 +587,15 @@ def test_whatever_shares_memory_is_done_in_order(
 
 @slow
 def test_nothing_keeps_a_dropped_optimizer_alive(kernels: torch.device) -> None:
-    """Its stacks are large: they must not wait for a collection of cycles."""
-    own = made(kernels)
-    own.products.ways = dict.fromkeys(range(4), HALF)
+    """Stacks are large: they must be freed without the collection of cycles."""
+    preconditioner = made(kernels)
+    preconditioner.products.ways = dict.fromkeys(range(4), HALF)
     grads = gradients(kernels, SINGLE)
-    own.precondition(measured(kernels, grads))
-    alive = weakref.ref(own)
+    preconditioner.precondition(measured(kernels, grads))
+    alive = weakref.ref(preconditioner)
     gc.disable()
     try:
-        del own
+        del preconditioner
         assert alive() is None
     finally:
         gc.enable()
@@ -598,16 +606,16 @@ def test_addresses_are_written_when_they_change(
 ) -> None:
     table = AddressTable(2, kernels)
     a, b = torch.zeros(8, device=kernels), torch.zeros(8, device=kernels)
-    single, brain = {torch.float32}, {torch.bfloat16}
+    single, all_bf16 = {torch.float32}, {torch.bfloat16}
     here = [a.data_ptr(), b.data_ptr()]
     table.fill([a, b], single)
     assert table.tensor.tolist() == here
     version = table.tensor._version
     table.fill([a, b], single)
     assert table.tensor._version == version
-    table.fill([a.view(torch.bfloat16), b.view(torch.bfloat16)], brain)
+    table.fill([a.view(torch.bfloat16), b.view(torch.bfloat16)], all_bf16)
     assert table.tensor.tolist() != here
-    assert table.brain
+    assert table.all_bf16
     table.fill([a, None], single)
     assert table.tensor.tolist() == [here[0], 0]
     with monkeypatch.context() as patch:
@@ -650,18 +658,18 @@ def test_kernels_and_torch_count_alike(
             torch.empty(0, device=kernels),
         ]
         grads[0][-1] = grads[1][3] = bad  # type: ignore[index]
-        found = measured(kernels, grads, by_kernels)
-        assert found.by_kernels
+        actual = measured(kernels, grads, by_kernels)
+        assert actual.by_kernels
         with monkeypatch.context() as patch:
             patch.setattr(guard, "why_not", lambda device: "a test")
             expected = measured(kernels, grads, by_torch)
         assert not expected.by_kernels
-        assert found.finite.dtype == torch.bool
-        assert found.finite.tolist() == expected.finite.tolist()
-        assert found.norms[2:].tolist() == [0, 0]
+        assert actual.finite.dtype == torch.bool
+        assert actual.finite.tolist() == expected.finite.tolist()
+        assert actual.norms[2:].tolist() == [0, 0]
         if bad == 0:
             exact = [0.0 if g is None else float(g.double().norm()) for g in grads]
-            assert found.norms.tolist() == pytest.approx(exact, rel=1e-6)
+            assert actual.norms.tolist() == pytest.approx(exact, rel=1e-6)
     assert int(by_kernels.skipped) == int(by_torch.skipped) == 6
     broken = [torch.full((3,), torch.nan, device=kernels)]
     raising = NonfiniteGuard(kernels, Config(nonfinite="raise"))
@@ -679,54 +687,63 @@ def test_kernels_and_torch_count_alike(
         ("cholesky", 0, {"beta": 0.0}),
     ],
 )
-def test_orders_stay_apart_where_mixing_would_show(
+def test_orders_stay_apart_if_padding_would_change_results(
     method: str, attempt: int | None, option: dict[str, Any]
 ) -> None:
-    """A λ of zero cannot be enlarged, and Newton's iteration sees the whole matrix."""
+    """A matrix with a λ of zero cannot be padded, and Newton's iteration sees the whole matrix."""
     for options in ({}, option):
         config = Config(method=method, max_order=100, **options)
         members = [Member(route(shape, config), config) for shape in ((70, 66), (80, 90))]
-        own = Preconditioner(members, Shampoo.algorithm, 2**24, False, torch.device("cpu"))
-        parts = due_parts(own.stacks.groups, {0: Due(config), 1: Due(config)})
+        preconditioner = Preconditioner(
+            members, Shampoo.algorithm, 2**24, False, torch.device("cpu")
+        )
+        parts = due_parts(preconditioner.stacks.groups, {0: Due(config), 1: Due(config)})
         orders = [
             {part.factors.order for part in batch}
             for batch in batches(
                 parts,
-                own.stacks.workspace,
+                preconditioner.stacks.workspace,
                 UPDATE,
-                lambda part: part.factors.method.enlarges(part.config, attempt),
+                lambda part: part.factors.method.allows_padding(part.config, attempt),
             )
         ]
         assert (max(map(len, orders)) > 1) == (not options)
 
 
 @pytest.mark.parametrize(("method", "last"), [("eigen", 2), ("cholesky", 1), ("naive", 0)])
-def test_orders_do_not_share_what_depends_on_the_whole_matrix(method: str, last: int) -> None:
+def test_orders_do_not_share_a_batch_if_results_depend_on_the_whole_matrix(
+    method: str, last: int
+) -> None:
     config = Config(method=method, bits=4)
-    own = Factors(64, 1, config.format(64), 1e-6, "cpu").method
-    assert not own.enlarges(config, last)
-    assert own.enlarges(config, None) == (method != "naive")
-    assert not own.enlarges(replace(config, trace_scaling=True), None)
+    chosen = Factors(64, 1, config.format(64), 1e-6, "cpu").method
+    assert not chosen.allows_padding(config, last)
+    assert chosen.allows_padding(config, None) == (method != "naive")
+    assert not chosen.allows_padding(replace(config, trace_scaling=True), None)
 
 
 @pytest.mark.parametrize("mixed", [pytest.param(False, marks=slow), True])
 def test_outer_products_are_read_where_gradients_lie(mixed: bool, kernels: torch.device) -> None:
-    """Of both sides, in several types, and zero where a gradient is not finite."""
-    own = made(kernels)
+    """Both sides, several dtypes; M is zero where a gradient is not finite."""
+    preconditioner = made(kernels)
     grads: list[Tensor | None] = [torch.randn(shape).to(kernels) for shape in SHAPES]
     grads[1] = grads[1].bfloat16()
     grads[2] = None
     grads[3][4, 4] = torch.inf
     finite = torch.tensor([True, True, True, False], device=kernels)
-    due = {i: Due(member.config) for i, member in enumerate(own.stacks.members) if i != 2}
+    due = {
+        i: Due(member.config) for i, member in enumerate(preconditioner.stacks.members) if i != 2
+    }
     seen = measured(kernels, grads)
     statistics = GradientStatistics()
-    by_kernels = statistics.outer_products(own.stacks, seen, due)
-    blocks = GradientBlocks(own.stacks.members, grads)
+    by_kernels = statistics.outer_products(preconditioner.stacks, seen, due)
+    blocks = GradientBlocks(preconditioner.stacks.members, grads)
     count = 0
     orders = []
     for parts in batches(
-        due_parts(own.stacks.groups, due), own.stacks.workspace, UPDATE, lambda part: mixed
+        due_parts(preconditioner.stacks.groups, due),
+        preconditioner.stacks.workspace,
+        UPDATE,
+        lambda part: mixed,
     ):
         orders.append({part.factors.order for part in parts})
         expected = gradients_by_torch(blocks, finite, parts)
@@ -734,6 +751,6 @@ def test_outer_products_are_read_where_gradients_lie(mixed: bool, kernels: torch
         assert M.shape == expected.shape
         assert (M - expected).abs().max() <= 1e-6 * expected.abs().max()
         count += len(M)
-    assert own.stacks in statistics._tables
+    assert preconditioner.stacks in statistics._tables
     assert (max(map(len, orders)) > 1) == mixed
-    assert count == sum(2 * len(own.stacks.members[i].blocking) for i in due)
+    assert count == sum(2 * len(preconditioner.stacks.members[i].blocking) for i in due)

@@ -1,4 +1,4 @@
-"""New state in the place of old: by kernels as by torch."""
+"""Rows of old state are replaced by new ones: by kernels as by torch."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ LENGTHS = {"codes": (9000,), "scales": (17, 4), "diagonal": (5000,), "tops": (3,
 
 def leaves(rows: int, seed: int, odd: bool) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    found = {}
+    tensors = {}
     for name, shape in LENGTHS.items():
         if name in ("diagonal", "tops"):
-            found[name] = torch.randn(rows, *shape, generator=generator)
+            tensors[name] = torch.randn(rows, *shape, generator=generator)
         else:
             size = (rows, *shape[:-1], shape[-1] + odd)
-            found[name] = torch.randint(256, size, generator=generator).to(torch.uint8)
-    return found
+            tensors[name] = torch.randint(256, size, generator=generator).to(torch.uint8)
+    return tensors
 
 
 @pytest.mark.parametrize("way", ["device", "kernels"])
@@ -29,7 +29,7 @@ def leaves(rows: int, seed: int, odd: bool) -> dict[str, Tensor]:
 def test_rows_that_are_not_finite_stay(
     count: int, odd: bool, way: str, device: torch.device, request: pytest.FixtureRequest
 ) -> None:
-    """So do those that nobody trusts; all others are replaced, neighbours are not touched."""
+    """Rows that are not accepted stay, too; others are replaced, and neighbours stay."""
     request.getfixturevalue(way)
     names = ["diagonal"] if count == 1 else list(LENGTHS)
     old, new = ({name: leaves(6, seed, odd)[name] for name in names} for seed in (1, 2))
@@ -44,11 +44,11 @@ def test_rows_that_are_not_finite_stay(
         for name in names
     }
     accepted = trusted.to(device)
-    found, fresh = ({name: own.to(device) for name, own in x.items()} for x in (old, new))
-    part = {name: tensor[:5] for name, tensor in found.items()}
+    actual, fresh = ({name: leaf.to(device) for name, leaf in x.items()} for x in (old, new))
+    part = {name: tensor[:5] for name, tensor in actual.items()}
     part["another"] = torch.zeros(5, device=device)
-    given = {name: own[:5] for name, own in fresh.items()}
+    given = {name: leaf[:5] for name, leaf in fresh.items()}
     Replacement.prepare(part, given, accepted[:5]).write()
     assert torch.equal(accepted.cpu(), expected)
-    for name, tensor in found.items():
+    for name, tensor in actual.items():
         assert torch.equal(tensor.cpu(), wanted[name]), name

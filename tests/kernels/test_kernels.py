@@ -25,7 +25,7 @@ from kronbit.linalg.backend import backend
 from kronbit.linalg.orthogonal import cholesky_, orthogonality_error, shifted_cholesky_qr
 from kronbit.linalg.products import multiply, operand
 from kronbit.linalg.roots import power_iteration
-from kronbit.linalg.torch_backend import enlarged
+from kronbit.linalg.torch_backend import padded_by_identity
 from kronbit.quantization import Quantizer
 
 pytest.importorskip("triton")
@@ -58,15 +58,15 @@ def test_codes_and_values_agree_to_the_bit(
     reference = Quantizer(bits, mapping, block_size)
     for stack in (X, X.mT):
         expected = reference.encode(stack)
-        found = quantiser.encode(stack.to(kernels), False, bits, mapping, block_size)
-        assert torch.equal(found[0].cpu(), expected.codes)
-        assert torch.equal(found[1].cpu(), expected.scales)
-        back = quantiser.decode(found[0], found[1], None, bits, mapping, block_size)
+        actual = quantiser.encode(stack.to(kernels), False, bits, mapping, block_size)
+        assert torch.equal(actual[0].cpu(), expected.codes)
+        assert torch.equal(actual[1].cpu(), expected.scales)
+        back = quantiser.decode(actual[0], actual[1], None, bits, mapping, block_size)
         assert torch.equal(back.cpu(), reference.decode(expected, n))
         larger = n + 70
-        parts = empty_split(3, larger, larger, found[0].device)
-        quantiser.decode_parts_(parts, 1, found[0], found[1], bits, mapping, block_size)
-        whole = enlarged(back, larger)
+        parts = empty_split(3, larger, larger, actual[0].device)
+        quantiser.decode_parts_(parts, 1, actual[0], actual[1], bits, mapping, block_size)
+        whole = padded_by_identity(back, larger)
         assert relative_error(parts.float()[1:], whole) < 2**-21
         side = parts.hi.shape[-1]
         assert not parts.hi[1:, larger:].any()
@@ -147,14 +147,14 @@ def test_columns_are_normalised(kernels: torch.device) -> None:
     assert relative_error(backend(kernels).normalise_columns(X.to(kernels)).float(), exact) < 1e-6
     Y = torch.randn(2, 70, 67)
     dots = (exact.float().double() * Y.double()).sum(-2)
-    found = backend(kernels).column_dots(exact.float().to(kernels), Y.to(kernels))
-    assert relative_error(found, dots) < 1e-6
+    actual = backend(kernels).column_dots(exact.float().to(kernels), Y.to(kernels))
+    assert relative_error(actual, dots) < 1e-6
 
 
 def test_zeros_of_triangles_need_not_be_multiplied(kernels: torch.device) -> None:
     c = operand(torch.randn(2, 300, 300).tril().to(kernels))
-    found = multiply(c, c.mT, symmetric=True, triangular=True)
-    assert torch.equal(found, multiply(c, c.mT, symmetric=True))
+    actual = multiply(c, c.mT, symmetric=True, triangular=True)
+    assert torch.equal(actual, multiply(c, c.mT, symmetric=True))
 
 
 def norms(A: Tensor) -> tuple[Tensor, Tensor]:
@@ -163,7 +163,7 @@ def norms(A: Tensor) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("n", [5, pytest.param(70, marks=slow), pytest.param(270, marks=slow)])
 def test_norms_and_largest_eigenvalues(n: int, kernels: torch.device) -> None:
-    """And to the bit, neither other matrices nor zeros around one make a difference."""
+    """Neither other matrices of the batch nor padding change a bit."""
     X = torch.randn(3, n, n, dtype=torch.float64)
     A = (X @ X.mT).float() * torch.tensor([1e-30, 1.0, 1e30])[:, None, None]
     a, factors = A.to(kernels), (torch.tensor([1e30, 2.0, 1e-30]) / n).to(kernels)
@@ -178,7 +178,7 @@ def test_norms_and_largest_eigenvalues(n: int, kernels: torch.device) -> None:
     assert torch.equal(power_iteration(larger, factors[1:2]), largest[1:2])
     nothing = torch.zeros(3, 5, 5, device=kernels)
     assert not power_iteration(nothing).any()
-    assert [own.tolist() for own in norms(nothing)] == [[0.0] * 3, [2.0] * 3]
+    assert [values.tolist() for values in norms(nothing)] == [[0.0] * 3, [2.0] * 3]
 
 
 @pytest.mark.parametrize("shape", [(40, 40), (130, 70), (200, 130)])
@@ -236,7 +236,7 @@ def test_the_factor_is_choleskys(n: int, kernels: torch.device) -> None:
 
 
 def test_a_factor_of_small_pivots_is_as_accurate_as_torchs(kernels: torch.device) -> None:
-    """What counts is C Cᵀ, and that errors are those of float32, not of C⁻¹."""
+    """C Cᵀ is compared: its errors are those of float32, not of C⁻¹."""
     n = 200
     V, _ = torch.linalg.qr(torch.randn(n, n, dtype=torch.float64))
     lam = torch.logspace(0, -6, n, dtype=torch.float64)
@@ -251,7 +251,7 @@ def test_a_factor_of_small_pivots_is_as_accurate_as_torchs(kernels: torch.device
 
 
 def test_columns_with_tiny_pivots_are_put_off(kernels: torch.device) -> None:
-    """Against the textbook's algorithm in float64, in which such a pivot eliminates nothing."""
+    """The reference is the textbook's float64 algorithm, where a tiny pivot eliminates nothing."""
     from kronbit.kernels.cholesky import inverse_factor_
 
     n, least = 70, 1e-3
@@ -272,10 +272,10 @@ def test_columns_with_tiny_pivots_are_put_off(kernels: torch.device) -> None:
         assert (L.diagonal() == least**0.5).nonzero().flatten().tolist() == [3, 40]
         expected.append(torch.linalg.inv(L.mT))
     S = S.float().to(kernels)
-    found = inverse_factor_(S.clone(), least, torch.ones(2, dtype=torch.bool, device=kernels))
-    assert relative_error(found, torch.stack(expected)) < 1e-3
+    actual = inverse_factor_(S.clone(), least, torch.ones(2, dtype=torch.bool, device=kernels))
+    assert relative_error(actual, torch.stack(expected)) < 1e-3
     only = torch.tensor([False, True], device=kernels)
-    assert torch.equal(inverse_factor_(S, least, only)[1], found[1])
+    assert torch.equal(inverse_factor_(S, least, only)[1], actual[1])
 
 
 @pytest.mark.parametrize(("n", "rank"), [(27, 13), (64, 3)])
@@ -319,7 +319,7 @@ def test_the_environment_turns_kernels_off(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_kernels_are_compiled_and_loaded_before_they_are_launched() -> None:
-    """What cannot be loaded is not needed, or fails when it is launched."""
+    """A kernel that cannot be loaded is not needed, or fails when it is launched."""
     from kronbit.kernels.launch import compile_together, launch
 
     class Kernel:
@@ -381,7 +381,7 @@ sys.exit(bool(failed))
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton's compiler is for Linux")
 def test_one_thread_of_one_process_builds_what_launches_a_signature(tmp_path: Path) -> None:
-    """Builders that replace each other's libraries would end with those of other signatures."""
+    """Builders that replace each other's libraries would load those of other signatures."""
     command = [sys.executable, "-c", _TWO_BUILDERS, str(tmp_path / "building")]
     environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path / "cache")}
     both = [subprocess.Popen(command, env=environment) for _ in range(2)]
@@ -392,7 +392,7 @@ def test_one_thread_of_one_process_builds_what_launches_a_signature(tmp_path: Pa
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton's compiler is for Linux")
 def test_every_kernel_compiles_for_a_gpu_that_is_not_there() -> None:
-    """The interpreter takes programs that the compiler refuses. This needs no GPU."""
+    """The interpreter accepts programs that the compiler refuses. This needs no GPU."""
     script = Path(__file__).parents[1] / "support" / "compile_kernels.py"
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -416,7 +416,7 @@ def build(
 
 
 def feed(params: list[nn.Parameter], t: int) -> list[Tensor]:
-    """Fresh gradients at other addresses."""
+    """Set new gradients at other addresses."""
     generator = torch.Generator("cuda").manual_seed(t)
     ballast = [torch.empty(1000 * (t % 3 + 1), device="cuda")]
     for p in params:
@@ -430,7 +430,7 @@ def feed(params: list[nn.Parameter], t: int) -> list[Tensor]:
 def test_a_graph_changes_nothing_although_gradients_move(
     workspace_mb: float, waves: int, dtype: torch.dtype
 ) -> None:
-    """Whether one wave is all, or they are grafted while others are multiplied."""
+    """One wave holds all parameters, or waves are grafted while the next are multiplied."""
     a, with_graph = build(True, dtype, workspace_mb)
     b, without = build(False, dtype, workspace_mb)
     for t in range(30):
@@ -445,23 +445,24 @@ def test_a_graph_changes_nothing_although_gradients_move(
     for p, q in zip(a, b, strict=True):
         assert torch.equal(p, q)
     assert_same_state(with_graph.state_dict()["state"], without.state_dict()["state"])
-    found = with_graph.diagnostics()
-    assert found["kernels"] == {"cuda:0": "used"}
-    assert found["cuda_graph"] == {"cuda:0": "not refused"}
-    assert found["products"] == {HALF: 3}
-    (own,) = with_graph._plan.preconditioners.values()
+    actual = with_graph.diagnostics()
+    assert actual["kernels"] == {"cuda:0": "used"}
+    assert actual["cuda_graph"] == {"cuda:0": "not refused"}
+    assert actual["products"] == {HALF: 3}
+    (preconditioner,) = with_graph._plan.preconditioners.values()
     (guard,) = with_graph._guards.values()
-    for replay in (own.products._replay, guard._replay):
+    for replay in (preconditioner.products._replay, guard._replay):
         assert any(graph is not None for graph in replay._graphs.values())
     # A parameter may have been multiplied more precisely after its first refresh.
-    half = {key: own for key, own in own.products._grouped.items() if not key[0].precise}
+    grouped = preconditioner.products._grouped
+    half = {key: tables for key, tables in grouped.items() if not key[0].precise}
     assert max(len(tables._tables.waves) for tables in half.values()) == waves
     assert {precision.direct for precision, *_ in half} == {dtype == torch.bfloat16}
 
 
 @pytest.mark.gpu
 def test_a_graph_notices_that_gradients_come_in_another_order() -> None:
-    """For as long as a graph needs to be captured, in one order and then in the other."""
+    """The order changes after the steps in which a graph is captured."""
     results = []
     for graph in (True, False):
         torch.manual_seed(0)
@@ -502,7 +503,7 @@ def test_a_step_inside_of_a_capture_is_refused() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("graph", [True, False])
 def test_the_default_runs_by_kernels(graph: bool) -> None:
-    """And is the same with graphs as without, as far as it is determined."""
+    """Graphs change no result, as far as results are deterministic."""
     results = []
     for captured in (graph, False):
         params, optimizer = build(captured, ways={})
@@ -511,11 +512,11 @@ def test_the_default_runs_by_kernels(graph: bool) -> None:
             optimizer.step()
             del keep
         results.append((params, optimizer.state_dict()["state"]))
-        found = optimizer.diagnostics()
-        assert found["kernels"] == {"cuda:0": "used"}
-        assert found["cuda_graph"] == {"cuda:0": "not refused"}
-        assert 24 not in found["products"]
-        assert found["discarded_roots"] == found["discarded_statistics"] == 0
+        actual = optimizer.diagnostics()
+        assert actual["kernels"] == {"cuda:0": "used"}
+        assert actual["cuda_graph"] == {"cuda:0": "not refused"}
+        assert 24 not in actual["products"]
+        assert actual["discarded_roots"] == actual["discarded_statistics"] == 0
     for p, q in zip(results[0][0], results[1][0], strict=True):
         assert torch.equal(p, q)
     assert_same_state(results[0][1], results[1][1])
@@ -569,7 +570,7 @@ def test_kernels_and_the_contract_train_alike(monkeypatch: pytest.MonkeyPatch) -
     """32 bits, where no rounding of codes can tell them apart; half a degree is 0.9 %.
 
     Both factors of a square gradient have full rank. Of another one, one is singular but for
-    rounding, and float32 of any kind finds another small eigenvalue there than float64.
+    rounding, and any float32 product has another small eigenvalue than float64.
     """
     results = []
     for why in (None, "a test"):

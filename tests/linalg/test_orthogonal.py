@@ -60,7 +60,7 @@ QRS = pytest.mark.parametrize(
 @ORDERS
 @pytest.mark.parametrize("condition", [1.0, 1e3])
 def test_qr_is_qr(qr: QR, n: int, condition: float, device: torch.device) -> None:
-    """Float64 Householder, up to signs: ours are those of a non-negative diagonal of R."""
+    """The reference is float64 Householder, with signs of a non-negative diagonal of R."""
     X = spd(4, n, condition) @ orthogonal(4, n, n)
     Q, good = qr(X.float().to(device))
     expected = torch.stack([oracle.qr(x) for x in X])
@@ -123,7 +123,7 @@ def test_cholesky_qr_takes_nearly_singular_matrices(
     assert R.diagonal(dim1=-2, dim2=-1).min() > -1e-6
 
 
-def test_who_needs_a_second_pass_does_not_disturb_the_others(device: torch.device) -> None:
+def test_a_second_pass_does_not_change_other_matrices(device: torch.device) -> None:
     n = 120
     easy, hard = orthogonal(n, n), spd(1, n, 1e5)[0] @ orthogonal(n, n)
     X = torch.stack([easy, hard, easy, hard]).float().to(device)
@@ -152,11 +152,11 @@ def test_power_iteration_is_the_oracles_and_bounds_the_largest(
     n: int, device: torch.device
 ) -> None:
     A = spd(3, n, 1e4)
-    found = power_iteration(A.float().to(device)).cpu()
+    actual = power_iteration(A.float().to(device)).cpu()
     expected = torch.stack([oracle.power_iteration(a) for a in A])
-    assert torch.allclose(found.double(), expected, rtol=1e-4)
-    assert (found <= 1 + 1e-5).all()
-    assert (found >= 0.8).all()
+    assert torch.allclose(actual.double(), expected, rtol=1e-4)
+    assert (actual <= 1 + 1e-5).all()
+    assert (actual >= 0.8).all()
 
 
 @pytest.mark.parametrize("scale", [0.0, 1e-3, 1.0, 1e3])
@@ -172,9 +172,9 @@ def test_inverse_root_is_the_coupled_newton_iteration(
     n: int, p: int, steps: int, device: torch.device
 ) -> None:
     A = spd(3, n, 1e2)
-    found = inverse_root(A.float().to(device), p, 1e-3, steps)
+    actual = inverse_root(A.float().to(device), p, 1e-3, steps)
     expected = torch.stack([oracle.schur_newton(a, p, 1e-3, steps) for a in A])
-    assert relative_error(found, expected) < 1e-4
+    assert relative_error(actual, expected) < 1e-4
 
 
 @pytest.mark.parametrize("p", [1, 2, 4])
@@ -183,12 +183,12 @@ def test_inverse_root_converges_to_the_eigendecomposition(p: int, device: torch.
     ridge = torch.stack([oracle.power_iteration(a) for a in A]) * 1e-5
     lam, U = torch.linalg.eigh(A)
     expected = (U * (lam + ridge[:, None]).pow(-1 / p)[:, None, :]) @ U.mT
-    found = inverse_root(A.float().to(device), p, 1e-5, 60)
-    assert relative_error(found, expected) < 5e-3
+    actual = inverse_root(A.float().to(device), p, 1e-5, 60)
+    assert relative_error(actual, expected) < 5e-3
 
 
 def test_ten_newton_steps_do_not_converge_at_high_condition() -> None:
-    """Why `newton_steps` is an option, and why the docs speak of an effective damping."""
+    """So `newton_steps` is an option, and the docs speak of an effective damping."""
     A = spd(1, 60, 1e6)
     lam, U = torch.linalg.eigh(A)
     expected = (U * (lam + 1e-6).pow(-0.25)[:, None, :]) @ U.mT
@@ -263,7 +263,7 @@ def inherit_precision() -> None:
 
 @pytest.fixture(params=["legacy high", "legacy medium", "cuda tf32", "all tf32"])
 def _reduced(request: pytest.FixtureRequest) -> Iterator[None]:
-    """The ways in which users allow less than float32."""
+    """Enter the settings with which users allow less than float32."""
     inherit_precision()  # what another test has set for one backend would hide what all are told
     if request.param.startswith("legacy"):
         torch.set_float32_matmul_precision(request.param.split()[1])
@@ -316,7 +316,7 @@ def oracle_bjorck(V: Tensor) -> Tensor:
 def test_autocast_does_not_reach_factor_math(device: torch.device) -> None:
     V = orthogonal(2, 96, 96)
     with torch.autocast(device.type, dtype=torch.bfloat16):
-        found = bjorck(V.float().to(device), 1)
+        actual = bjorck(V.float().to(device), 1)
         assert torch.is_autocast_enabled(device.type)
-    assert found.dtype == torch.float32
-    assert relative_error(found, oracle_bjorck(V)) < 1e-6
+    assert actual.dtype == torch.float32
+    assert relative_error(actual, oracle_bjorck(V)) < 1e-6

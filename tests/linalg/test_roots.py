@@ -46,8 +46,8 @@ def test_roots_are_those_of_the_eigenvalues(
     lam = torch.arange(1, 151).double() ** -power
     A = torch.stack([with_spectrum(scale * lam, seed) for seed, scale in enumerate((1.0, 1e-8))])
     A = A.float()
-    found = converged_inverse_root(A.clone().to(device), p, damping).cpu()
-    for one, root in zip(A, found, strict=True):
+    actual = converged_inverse_root(A.clone().to(device), p, damping).cpu()
+    for one, root in zip(A, actual, strict=True):
         assert relative_error(root, exact(one, p, damping)) < tolerance
 
 
@@ -55,20 +55,20 @@ def test_roots_are_those_of_the_eigenvalues(
 @pytest.mark.parametrize("p", [pytest.param(1, marks=slow), pytest.param(2, marks=slow), 4])
 @pytest.mark.parametrize("n", [45, pytest.param(130, marks=slow)])
 def test_kernels_take_the_same_roots(n: int, p: int, kernels: torch.device) -> None:
-    """By halves of symmetric products, in two parts."""
+    """Kernels compute halves of symmetric products, in two parts."""
     lam = torch.arange(1, n + 1).double() ** -1.5
     A = torch.stack([with_spectrum(lam), with_spectrum(lam, 1) * 1e20, torch.zeros(n, n).double()])
     A = A.float()
-    found = converged_inverse_root(A.clone().to(kernels), p, 1e-6).cpu()
-    for one, root in zip(A[:2], found[:2], strict=True):
+    actual = converged_inverse_root(A.clone().to(kernels), p, 1e-6).cpu()
+    for one, root in zip(A[:2], actual[:2], strict=True):
         assert relative_error(root, exact(one, p, 1e-6)) < 2e-3
         assert torch.equal(root, root.mT)
-    assert torch.equal(found[2], torch.eye(n))
+    assert torch.equal(actual[2], torch.eye(n))
 
 
 @pytest.mark.parametrize("n", [60, 300])
 def test_a_flat_spectrum_of_half_rank_at_the_default_damping(n: int, device: torch.device) -> None:
-    """The largest eigenvalue is far below the norm: there the ridge is raised over rounding."""
+    """The largest eigenvalue is far below the norm, so the ridge is raised above rounding."""
     lam = torch.cat([torch.ones(n // 2), torch.zeros(n - n // 2)]).double()
     A = with_spectrum(lam).float()
     root = converged_inverse_root(A[None].clone().to(device), 4, 1e-6)[0].cpu()
@@ -78,16 +78,16 @@ def test_a_flat_spectrum_of_half_rank_at_the_default_damping(n: int, device: tor
 
 
 def test_power_iteration_may_miss_the_largest_eigenvalue() -> None:
-    """It starts from the largest diagonal element, which may have a block of its own."""
+    """It starts from the largest diagonal element, which may be in another block."""
     A = torch.zeros(200, 200)
     A[0, 0], A[1:, 1:] = 1.0, 0.9  # λ = 1 and 179
-    found = converged_inverse_root(A[None].clone(), 4, 1e-6)[0]
-    assert relative_error(found, exact(A, 4, 1.5e-7)) < 0.05
+    actual = converged_inverse_root(A[None].clone(), 4, 1e-6)[0]
+    assert relative_error(actual, exact(A, 4, 1.5e-7)) < 0.05
 
 
 @pytest.mark.parametrize("p", [1, 2, 4])
 def test_half_of_the_eigenvalues_may_be_zero(p: int) -> None:
-    """Then the norm is far above the largest eigenvalue, and the smallest is nothing but ridge."""
+    """The smallest eigenvalue is the ridge alone."""
     lam = torch.cat([torch.ones(100), torch.zeros(100)]).double()
     A = with_spectrum(lam).float()
     root = converged_inverse_root(A[None].clone(), p, 1e-4)[0]
@@ -104,9 +104,9 @@ def test_size_does_not_matter(scale: float) -> None:
 def test_a_zero_matrix_gives_the_identity_and_order_one_the_number() -> None:
     A = torch.zeros(2, 5, 5)
     A[1] = torch.eye(5) * 16
-    found = converged_inverse_root(A, 4, 0.0)
-    assert torch.equal(found[0], torch.eye(5))
-    assert torch.allclose(found[1], torch.eye(5) / 2, rtol=1e-5)
+    actual = converged_inverse_root(A, 4, 0.0)
+    assert torch.equal(actual[0], torch.eye(5))
+    assert torch.allclose(actual[1], torch.eye(5) / 2, rtol=1e-5)
     for damping in (1e-6, 100.0, 1e18):
         one = converged_inverse_root(torch.full((1, 1, 1), 81.0), 4, damping)
         assert float(one) == pytest.approx((81 * (1 + damping)) ** -0.25, rel=5e-5)
@@ -115,9 +115,9 @@ def test_a_zero_matrix_gives_the_identity_and_order_one_the_number() -> None:
 def test_an_indefinite_matrix_is_not_said_to_have_converged() -> None:
     A = with_spectrum(torch.linspace(-0.5, 1, 30).double()).float()
     good = with_spectrum(torch.linspace(0.5, 1, 30).double()).float()
-    found = converged_inverse_root(torch.stack([A, good]), 4, 1e-6)
-    assert not torch.isfinite(found[0]).any()
-    assert relative_error(found[1], exact(good, 4, 1e-6)) < 1e-5
+    actual = converged_inverse_root(torch.stack([A, good]), 4, 1e-6)
+    assert not torch.isfinite(actual[0]).any()
+    assert relative_error(actual[1], exact(good, 4, 1e-6)) < 1e-5
 
 
 @pytest.mark.parametrize("p", [2, 4])
@@ -131,7 +131,7 @@ def test_steps_bring_the_whole_interval_to_one(p: int, least: float) -> None:
         assert (r > 0).all()
         newton = newton * ((p + 1) - newton**p) / p
     assert (r - 1).abs().max() < 5e-5
-    if least < 1e-6:  # where Newton's own steps are far from it
+    if least < 1e-6:  # where Newton's steps are far from it
         assert (newton - 1).abs().max() > 0.5
 
 
@@ -146,8 +146,8 @@ def assert_as_alone(orders: list[int], p: int, damping: float, device: torch.dev
     A[-1].zero_()
     pad = [functional.pad(a, (0, orders[0] - len(a), 0, orders[0] - len(a))) for a in A]
     sizes = torch.tensor(orders, dtype=torch.int32).to(device)
-    found = converged_inverse_root(torch.stack(pad).to(device), p, damping, sizes)
-    for n, one, root in zip(orders, A, found, strict=True):
+    actual = converged_inverse_root(torch.stack(pad).to(device), p, damping, sizes)
+    for n, one, root in zip(orders, A, actual, strict=True):
         alone = converged_inverse_root(one[None].clone().to(device), p, damping)[0]
         assert torch.equal(root[:n, :n], alone)
         if bool(one.any()):
@@ -161,10 +161,8 @@ def assert_as_alone(orders: list[int], p: int, damping: float, device: torch.dev
     ("p", "damping"),
     [(4, 1e-6), (2, 1.0), (1, 100.0)],
 )
-def test_matrices_do_not_see_those_they_share_a_batch_with(
-    p: int, damping: float, kernels: torch.device
-) -> None:
-    """With tiles that are left out, and a ridge around small ones."""
+def test_roots_do_not_depend_on_the_batch(p: int, damping: float, kernels: torch.device) -> None:
+    """Tiles of the padding are skipped, and small matrices get no ridge there."""
     several_tiles = kernels.type == "cuda" or p == 4  # interpreted, they take long
     assert_as_alone([140 if several_tiles else 60, 45, 12], p, damping, kernels)
 
@@ -179,16 +177,16 @@ def test_tiles_of_many_matrices_side_by_side(p: int) -> None:
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
 @pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")
 @slow
-def test_kernels_find_what_has_not_converged(kernels: torch.device) -> None:
-    """And leave its neighbours alone."""
+def test_kernels_mark_roots_that_have_not_converged(kernels: torch.device) -> None:
+    """Neighbours of a matrix that has not converged have their roots."""
     good = with_spectrum(torch.arange(1, 41) ** -1.0).float()
     broken = [good.clone() for _ in range(3)]
     broken[0] -= 0.5 * torch.eye(40)
     broken[1][3, 5] = broken[1][5, 3] = torch.nan
     broken[2][7, 7] = torch.inf
-    found = converged_inverse_root(torch.stack([good, *broken]).to(kernels), 4, 1e-6).cpu()
-    assert relative_error(found[0], exact(good, 4, 1e-6)) < 1e-3
-    assert found[1:].isnan().flatten(1).any(1).all()
+    actual = converged_inverse_root(torch.stack([good, *broken]).to(kernels), 4, 1e-6).cpu()
+    assert relative_error(actual[0], exact(good, 4, 1e-6)) < 1e-3
+    assert actual[1:].isnan().flatten(1).any(1).all()
 
 
 @pytest.mark.parametrize(
@@ -196,15 +194,15 @@ def test_kernels_find_what_has_not_converged(kernels: torch.device) -> None:
 )
 def test_kernels_take_roots_of_any_size(scale: float, kernels: torch.device) -> None:
     A = with_spectrum(torch.arange(1, 41) ** -1.0)
-    found = converged_inverse_root((A * scale).float()[None].to(kernels), 4, 1e-6)[0].cpu()
-    assert relative_error(found.double() * scale**0.25, exact(A, 4, 1e-6)) < 1e-3
+    actual = converged_inverse_root((A * scale).float()[None].to(kernels), 4, 1e-6)[0].cpu()
+    assert relative_error(actual.double() * scale**0.25, exact(A, 4, 1e-6)) < 1e-3
 
 
 @given(
     st.lists(st.tuples(*[st.integers(0, 2**30)] * 4), min_size=2, max_size=12),
     st.integers(0, 2**30),
 )
-def test_no_line_of_a_recipe_writes_over_what_is_needed(
+def test_no_line_of_a_polynomial_overwrites_what_is_read_later(
     choices: list[tuple[int, int, int, int]], which: int
 ) -> None:
     pytest.importorskip("triton")
@@ -216,11 +214,11 @@ def test_no_line_of_a_recipe_writes_over_what_is_needed(
         lines.append(Product(a % known, b % known, c % known if adds % 2 else None))
     checked = which % (len(lines) - 1)
     lines[checked] = lines[checked]._replace(C=which % (checked + 1))
-    recipe = Polynomial(tuple(lines), checked + 1, 0.1)
-    places = _places(recipe)
+    polynomial = Polynomial(tuple(lines), checked + 1, 0.1)
+    places = _places(polynomial)
     held = {0: 0}  # by place
-    for number, (line, own) in enumerate(zip(lines, places, strict=True), 1):
-        out, *operands = own
+    for number, (line, place) in enumerate(zip(lines, places, strict=True), 1):
+        out, *operands = place
         assert out not in operands
         assert [held.get(place) for place in operands] == [line.A, line.B, line.C]
         held[out] = number
@@ -230,15 +228,18 @@ def test_no_line_of_a_recipe_writes_over_what_is_needed(
 
 
 def test_batches_of_roots_are_few_and_full() -> None:
-    """Every row once, no batch beyond the workspace, and none that has nearly nothing to do."""
+    """Every row occurs once, no batch exceeds the workspace, and none is nearly empty."""
     config = Config(max_order=1200)
     shapes = [(70, 128), (300, 280), (90, 1100), (1030, 130)] * 7
     members = [Member(route(shape, config), config) for shape in shapes]
-    own = Preconditioner(members, Shampoo.algorithm, 2**26, False, torch.device("cpu"))
+    preconditioner = Preconditioner(members, Shampoo.algorithm, 2**26, False, torch.device("cpu"))
     due = {i: Due(config) for i in range(len(members))}
     rows, sizes = [], []
     for batch in batches(
-        due_parts(own.stacks.groups, due), 2**26, lambda _: CONVERGED_ROOT, lambda _: True
+        due_parts(preconditioner.stacks.groups, due),
+        2**26,
+        lambda _: CONVERGED_ROOT,
+        lambda _: True,
     ):
         orders = [part.factors.order for part in batch]
         assert orders == sorted(orders, reverse=True)

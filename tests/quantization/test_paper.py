@@ -1,4 +1,4 @@
-"""Quantisation errors: the paper's printed numbers, and its orderings on our own matrices."""
+"""Quantisation errors: the paper's printed numbers, and its orderings on our matrices."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kronbit.lab.quantisation.tables import PRINTED
 
 
 def trained() -> list[Statistic]:
-    """Preconditioners of a 32-bit run on digits, of a condition as the paper's."""
+    """Preconditioners of a 32-bit run on digits, with conditions as in the paper."""
     torch.manual_seed(0)
     images, labels = load_digits(return_X_y=True)
     x, y = torch.tensor(images).float() / 16, torch.tensor(labels)
@@ -35,7 +35,7 @@ def trained() -> list[Statistic]:
         nn.functional.cross_entropy(model(x[batch]), y[batch]).backward()
         optimizer.step()
     every = (held.statistic() for held in read_preconditioners("digits", optimizer.state_dict()))
-    return [own for own in every if own.order >= 64 and own.condition >= 1e4]
+    return [matrix for matrix in every if matrix.order >= 64 and matrix.condition >= 1e4]
 
 
 def pair(errors: Deviation) -> tuple[float, float]:
@@ -43,10 +43,10 @@ def pair(errors: Deviation) -> tuple[float, float]:
 
 
 def check_orderings(rows: list[Row]) -> None:
-    found = {(row.mapping, row.way, row.rectified): pair(row.whole) for row in rows}
+    actual = {(row.mapping, row.way, row.rectified): pair(row.whole) for row in rows}
     for i in range(2):  # NRE, then AE
         rectified, plain, matrix, tree = (
-            found[key][i]
+            actual[key][i]
             for key in (
                 ("linear2", "U", True),
                 ("linear2", "U", False),

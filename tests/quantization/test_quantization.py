@@ -27,7 +27,7 @@ quantizers = st.builds(
 
 
 def brute_force(x: torch.Tensor, quantizer: Quantizer) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes (unpacked) and scales, row by row, by the oracle."""
+    """Return unpacked codes and scales, row by row, by the oracle."""
     rows = [
         oracle.quantize_row(row, quantizer.bits, quantizer.mapping, quantizer.block_size)
         for row in x.cpu().float().reshape(-1, x.shape[-1])
@@ -81,7 +81,7 @@ def test_codes_and_scales_are_the_nearest(
 def test_ties_take_the_lower_index_and_neighbours_do_not(
     bits: int, mapping: str, device: torch.device
 ) -> None:
-    """At each midpoint and one float32 to either side; 1.0 leads so that the scale is 1."""
+    """Values are each midpoint and one float32 to either side; the leading 1.0 is the scale."""
     middle = thresholds(mapping, bits)
     around = [middle, *(torch.nextafter(middle, torch.full_like(middle, x)) for x in (-2.0, 2.0))]
     x = torch.cat([torch.ones(1), *around]).to(device)
@@ -206,12 +206,12 @@ def test_no_temporary_is_larger_than_twice_the_input(
     bits: int, length: int, block_size: int
 ) -> None:
     quantizer, x = Quantizer(bits, "linear2", block_size), torch.randn(20, length)
-    with Allocations() as there:
+    with Allocations() as allocations:
         quantized = quantizer.quantize(x)
     with Allocations() as back:
         quantizer.dequantize(quantized, length)
     size = x.numel() * x.element_size()
-    assert 0 < there.largest <= 2 * size
+    assert 0 < allocations.largest <= 2 * size
     assert 0 < back.largest <= 2 * size
 
 

@@ -1,4 +1,4 @@
-"""Rows from all groups, cut into batches that the workspace can take."""
+"""Rows from all groups, cut into batches that fit into the workspace."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from kronbit.linalg.backend import backend
 from kronbit.linalg.orthogonal import thousands
 from kronbit.linalg.roots import LEAST_RIDGE
 
-_MOST_ROWS = 65535  # of a batch: what a grid of programs can hold
-_ENLARGED = 1 / 3  # of a batch: what may be computed in vain
-_PAD = 64  # kernels fill up the sides of matrices to multiples of it
+_MOST_ROWS = 65535  # of a batch: the limit of a grid of programs
+_PADDED = 1 / 3  # of a batch may be padding
+_PAD = 64  # kernels pad the sides of matrices to multiples of it
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Float32 matrices that one row of a batch needs at the peak.
+    """Number of float32 matrices that one row of a batch needs at the peak.
 
     Attributes:
-        square: Of the order, n x n (of the larger one, where both sides are at work).
-        block: Of the gradient's shape, m x n.
-        gathered: Of that shape, too, but before all that, beside a single square one.
-        cropped: Whether nothing is computed of what matrices are enlarged by.
+        square: Matrices n x n, where n is the order (the larger one, if both sides are used).
+        block: Matrices m x n, the shape of the gradient.
+        gathered: Matrices of that shape before the peak, beside one square matrix.
+        cropped: True if kernels skip the padding of matrices.
     """
 
     square: int
@@ -41,7 +41,7 @@ class Cost:
     cropped: bool = False
 
     def rows(self, order: int, shape: tuple[int, int], workspace: int) -> int:
-        """Rows of a batch that stays within the workspace; a single row may exceed it."""
+        """Return the rows of a batch within the workspace; a single row may exceed it."""
         n, *sides = (-(-side // _PAD) * _PAD for side in (order, *shape))
         block = math.prod(sides)
         one = max(self.square * n**2 + self.block * block, n**2 + self.gathered * block)
@@ -68,21 +68,21 @@ class Part:
 
     @property
     def factors(self) -> Factors:
-        """That side's stack."""
+        """The stack of that side."""
         return self.group.right if self.right else self.group.left
 
     def row(self, row: int) -> Part:
-        """One of the rows."""
+        """Return one of the rows."""
         return replace(self, rows=slice(row, row + 1))
 
     def damped_by(self, factor: float) -> Part:
-        """The rows with a larger damping."""
+        """Return the rows with a larger damping."""
         damping = max(self.config.damping, LEAST_RIDGE) * factor
         return replace(self, config=replace(self.config, damping=damping))
 
 
 class Portion(NamedTuple):
-    """What an update or a refresh does at once.
+    """A batch of an update or a refresh.
 
     Attributes:
         parts: Rows of one format, with their options.
@@ -96,14 +96,14 @@ class Portion(NamedTuple):
 
     @classmethod
     def of(cls, parts: Sequence[Part]) -> Portion:
-        """Look up the rows."""
+        """Make a portion of parts."""
         batch = Batch([(part.factors, part.rows) for part in parts])
         owners = [part.group.owner[part.rows] for part in parts]
         return cls(parts, batch, owners[0] if len(owners) == 1 else torch.cat(owners))
 
 
 def due_parts(groups: Sequence[Group], due: Mapping[int, Due]) -> Iterator[Part]:
-    """The sides of all rows that are due."""
+    """Yield both sides of all rows that are due."""
     for group in groups if due else ():
         for right in (False, True):
             for run, config in group.runs(due, right):
@@ -111,17 +111,17 @@ def due_parts(groups: Sequence[Group], due: Mapping[int, Due]) -> Iterator[Part]
 
 
 def rows_of(parts: Iterable[Part]) -> Iterator[tuple[Part, int]]:
-    """The rows of parts, one by one."""
+    """Yield (part, row) for all rows of parts."""
     return ((part, row) for part in parts for row in range(part.rows.start, part.rows.stop))
 
 
 def order_of(parts: Sequence[Part]) -> int:
-    """The order of a batch: the largest of its parts'."""
+    """Return the order of a batch: the largest of its parts."""
     return max(part.factors.order for part in parts)
 
 
 def refresh_cost(part: Part) -> Cost:
-    """What a row needs for its root."""
+    """Return the cost of a row at a refresh."""
     method = part.factors.format.method
     if method == "cholesky":
         return CONVERGED_ROOT if backend(part.factors.device).by_kernels else REFRESH
@@ -134,43 +134,42 @@ def batches(
     cost: Cost | Callable[[Part], Cost],
     mixed: Callable[[Part], bool] = lambda part: False,
 ) -> Iterator[list[Part]]:
-    """Batches of rows of equal format and options, each as large as the workspace allows.
+    """Yield batches of rows of equal format and options, each as large as the workspace allows.
 
-    Few large batches: the time of an update is that of its launches, where matrices are small.
+    Batches are few and large: where matrices are small, launches take most of the time.
 
     Args:
         parts: The rows.
         workspace: In bytes.
-        cost: What a row needs.
-        mixed: Whether orders may share a batch, by one of its parts.
+        cost: Cost of a row.
+        mixed: True if orders may share the batch of a part.
     """
-    found: dict[tuple[Format, Config], dict[int, list[Part]]] = {}
-    known: dict[tuple[int, int], dict[int, list[Part]]] = {}  # to hash options takes long
+    by_options: dict[tuple[Format, Config], dict[int, list[Part]]] = {}
+    by_identity: dict[tuple[int, int], dict[int, list[Part]]] = {}  # hashing options is slow
     for part in parts:
         format, config = part.factors.format, part.config
-        if (id(format), id(config)) not in known:
-            known[id(format), id(config)] = found.setdefault((format, config), {})
-        known[id(format), id(config)].setdefault(part.factors.order, []).append(part)
-    for (format, _), orders in found.items():
-        one = next(iter(orders.values()))[0]
-        needs = cost if isinstance(cost, Cost) else cost(one)
-        # Of 32 bits, rows that are not neighbours are copied as they are; and so is what has been
-        # offloaded.
-        copies = (format.statistic.bits == 32) + one.factors.offloaded
+        if (id(format), id(config)) not in by_identity:
+            by_identity[id(format), id(config)] = by_options.setdefault((format, config), {})
+        by_identity[id(format), id(config)].setdefault(part.factors.order, []).append(part)
+    for (format, _), orders in by_options.items():
+        example = next(iter(orders.values()))[0]
+        needs = cost if isinstance(cost, Cost) else cost(example)
+        # At 32 bits, rows that are not neighbours are copied; so are offloaded rows.
+        copies = (format.statistic.bits == 32) + example.factors.offloaded
         needs = replace(needs, square=needs.square + copies)
-        if needs.cropped and mixed(one):
+        if needs.cropped and mixed(example):
             yield from _packed(orders, workspace, needs)
             continue
-        for own in _shared(orders, workspace, needs) if mixed(one) else orders.values():
-            own.sort(key=lambda part: (part.factors.order, part.factors.first + part.rows.start))
-            size, total = _room_for(own, workspace, needs), _count(own)
-            # Equal ones: no batch is left with a few rows that cannot fill the device.
+        for alike in _shared(orders, workspace, needs) if mixed(example) else orders.values():
+            alike.sort(key=lambda part: (part.factors.order, part.factors.first + part.rows.start))
+            size, total = _room_for(alike, workspace, needs), _count(alike)
+            # Equal sizes: no batch has only a few rows, which cannot fill the device.
             equal = -(-total // -(-total // size))
-            yield from _cut(own, dict.fromkeys(orders, equal).__getitem__)
+            yield from _cut(alike, dict.fromkeys(orders, equal).__getitem__)
 
 
 def _room_for(parts: Sequence[Part], workspace: int, needs: Cost) -> int:
-    """Rows of a batch of such parts."""
+    """Return the rows of a batch of these parts."""
     largest = max((part.group.shape for part in parts), key=math.prod)
     return needs.rows(order_of(parts), largest, workspace)
 
@@ -180,51 +179,51 @@ def _count(parts: Sequence[Part]) -> int:
 
 
 def _shared(orders: Mapping[int, list[Part]], workspace: int, needs: Cost) -> Iterator[list[Part]]:
-    """Orders that share batches: small ones, of few rows, go along with a larger one.
+    """Yield orders that share batches: small ones of few rows join a larger one.
 
-    They are enlarged to it, so that it takes longer to compute them. That is worth a batch less as
-    long as it is not more than a part of a batch. To the bit, results are those of a batch alone.
+    They are padded to it, and take longer to compute. A batch less is worth that, as long as the
+    padding is only a part of a batch. Results are the same to the bit as those of a batch alone.
     """
     together: list[Part] = []
     largest, spared = 0, 0.0
     for order in sorted(orders, reverse=True):
-        own = orders[order]
-        rows = _count(own)
+        parts = orders[order]
+        rows = _count(parts)
         alike = bool(together) and thousands(order) == thousands(largest)
         extra = rows * (1 - (order / largest) ** 3) if alike else math.inf
-        if extra <= spared and rows <= _room_for(own, workspace, needs):
-            together += own
+        if extra <= spared and rows <= _room_for(parts, workspace, needs):
+            together += parts
             spared -= extra
             continue
         if together:
             yield together
-        together, largest = list(own), order
-        spared = _ENLARGED * _room_for(own, workspace, needs)
+        together, largest = list(parts), order
+        spared = _PADDED * _room_for(parts, workspace, needs)
     yield together
 
 
 def _packed(orders: Mapping[int, list[Part]], workspace: int, needs: Cost) -> Iterator[list[Part]]:
-    """As few batches as can be, each filled up with the next smaller orders, and about equal."""
+    """Yield as few batches as possible, about equal, each filled with the next smaller orders."""
     falling = sorted(orders, reverse=True)
     for _, alike in groupby(falling, key=thousands):
-        own = {order: orders[order] for order in alike}
-        counts = tuple((order, _count(parts)) for order, parts in own.items())
+        chosen = {order: orders[order] for order in alike}
+        counts = tuple((order, _count(parts)) for order, parts in chosen.items())
         sizes = _packed_sizes(counts, workspace, needs)
-        for parts in own.values():
+        for parts in chosen.values():
             parts.sort(key=lambda part: part.factors.first + part.rows.start)
-        yield from _cut(list(chain(*own.values())), sizes.__getitem__)
+        yield from _cut(list(chain(*chosen.values())), sizes.__getitem__)
 
 
 @lru_cache(maxsize=1024)
 def _packed_sizes(
     counts: tuple[tuple[int, int], ...], workspace: int, needs: Cost
 ) -> Mapping[int, int]:
-    """By the order of its first row: how many rows a batch takes.
+    """Return order of the first row -> number of rows of a batch.
 
     Args:
-        counts: Orders, falling, and how many rows of each there are.
+        counts: Orders, descending, and their numbers of rows.
         workspace: In bytes.
-        needs: What a row needs.
+        needs: Cost of a row.
     """
     rooms = {order: needs.rows(order, (0, 0), workspace) for order, _ in counts}
     sizes = rooms
@@ -237,7 +236,7 @@ def _packed_sizes(
 
 
 def _number(counts: Iterable[tuple[int, int]], rooms: Mapping[int, int]) -> int:
-    """How many batches there are, each as large as there is room for its first row's order."""
+    """Return the number of batches, each as large as the room for the order of its first row."""
     number, left = 0, 0
     for order, rows in counts:
         more = -(-max(0, rows - left) // rooms[order])
@@ -247,11 +246,11 @@ def _number(counts: Iterable[tuple[int, int]], rooms: Mapping[int, int]) -> int:
 
 
 def _cut(parts: Sequence[Part], room_of: Callable[[int], int]) -> Iterator[list[Part]]:
-    """Cut parts, and divide them where needed, into lists of few enough rows.
+    """Cut parts into lists that do not exceed a number of rows; divide parts where needed.
 
     Args:
         parts: The rows.
-        room_of: Order of the first row of a list -> how many it may have.
+        room_of: Order of the first row of a list -> the most rows of that list.
     """
     batch: list[Part] = []
     room = 0
@@ -263,8 +262,8 @@ def _cut(parts: Sequence[Part], room_of: Callable[[int], int]) -> Iterator[list[
                     yield batch
                 batch, room = [], room_of(part.factors.order)
             stop = min(part.rows.stop, start + room)
-            here = slice(start, stop)
-            batch.append(part if here == part.rows else replace(part, rows=here))
+            rows = slice(start, stop)
+            batch.append(part if rows == part.rows else replace(part, rows=rows))
             room -= stop - start
             start = stop
     if batch:

@@ -1,4 +1,4 @@
-"""Statistics as triangular factors: half of the elements, and positive semi-definite always."""
+"""Statistics as triangular factors: half of the elements, and always positive semi-definite."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kronbit.linalg.orthogonal import Attempt, cholesky_
 from kronbit.linalg.products import multiply, operand
 from kronbit.linalg.roots import converged_inverse_root
 
-# Of the mean of A's diagonal, one after the other, where A is singular but for rounding.
+# Parts of the mean of A's diagonal that are tried in order where A is singular up to rounding.
 _JITTERS = tuple(10.0**exponent for exponent in range(-7, -1))
 
 
@@ -25,18 +25,18 @@ class Triangle(NamedTuple):
 
     Attributes:
         C: The matrices.
-        smaller: Rows whose matrices were enlarged with zeros, and their own order.
+        smaller: Rows whose matrices are padded with zeros, and their order before padding.
     """
 
     C: Tensor
     smaller: tuple[tuple[slice, int], ...] = ()
 
     def part(self, rows: slice, order: int) -> Triangle:
-        """Some of the matrices, without what they were enlarged by."""
+        """Return some of the matrices without their padding."""
         return Triangle(self.C[rows, :order, :order])
 
     def orders(self) -> Tensor | None:
-        """What each order was, int32 (k,), on the device; ``None``, if no matrix was enlarged."""
+        """Return the orders before padding, int32 (k,), on the device; None if none is padded."""
         if not self.smaller:
             return None
         k, largest, _ = self.C.shape
@@ -48,11 +48,13 @@ class Triangle(NamedTuple):
         return orders.to(self.C.device, non_blocking=True)
 
     def trace(self) -> Tensor:
-        """Of C Cᵀ, (k,)."""
-        return self.C.square().sum(-1).sum(-1)  # one row's sum is not divided among threads
+        """Return the traces of C Cᵀ, (k,)."""
+        return (
+            self.C.square().sum(-1).sum(-1)
+        )  # in two steps: threads do not share the sum of a row
 
     def square(self) -> Tensor:
-        """A = C Cᵀ."""
+        """Return A = C Cᵀ."""
         k, n, _ = self.C.shape
         c = operand(self.C)
         A = backend(self.C.device).room(k, n, self.C.device)
@@ -60,10 +62,10 @@ class Triangle(NamedTuple):
 
 
 class Cholesky:
-    """A = C Cᵀ, of which C is kept: its diagonal in float32, the rest quantised.
+    """Keeps C of A = C Cᵀ: the diagonal in float32, the rest quantised.
 
-    Whatever quantisation does to C, C Cᵀ is positive semi-definite; and the condition of C is the
-    square root of A's, so that its errors weigh less.
+    C Cᵀ is positive semi-definite whatever the errors of quantisation, and the condition of C is
+    the square root of A's, so errors weigh less.
     """
 
     repairs: tuple[str, ...] = ("jittered",)
@@ -74,26 +76,26 @@ class Cholesky:
         self.factor = statistic_storage(format, "factor", "lower")
         self.root = root_storage(format)
 
-    def enlarges(self, config: Config, attempt: int | None) -> bool:
-        """But for jitter and traces, which depend on the whole matrix."""
+    def allows_padding(self, config: Config, attempt: int | None) -> bool:
+        """True unless jitter or traces are needed, which depend on the whole matrix."""
         return not config.trace_scaling if attempt is None else attempt == 0 and config.beta > 0
 
     def layout(self, order: int) -> Layout:
-        """Tensors of one factor and the root."""
+        """Return the tensors of one factor and its root."""
         return self.factor.layout(order) | self.root.layout(order)
 
     def start(self, eye: Tensor, value: float) -> Leaves:
-        """A0 = value I as C0 = √value I."""
+        """Return A0 = value I as C0 = √value I."""
         return self.factor.encode(eye * value**0.5)
 
     def restore(self, slices: Sequence[Mapping[str, Tensor]], order: int) -> Triangle:
-        """C of stacks, one behind the other: do not write to it.
+        """Return C of all stacks, concatenated: do not write to it.
 
-        A matrix of a smaller order becomes a part of a larger one, which is zero elsewhere.
+        A matrix of a smaller order is padded with zeros.
         """
         if len(slices) == 1:
             return Triangle(self.factor.decode(slices[0]))
-        # The first of its tensors, the diagonal or C itself, says how large a factor is.
+        # The first tensor of a factor, its diagonal or C itself, ends in an axis of its order.
         firsts = [next(iter(leaves.values())) for leaves in slices]
         mixed = any(first.shape[-1] < order for first in firsts)
         make = torch.zeros if mixed else torch.empty
@@ -111,11 +113,11 @@ class Cholesky:
     def update(
         self, statistic: Triangle, M: Tensor, config: Config, attempt: Attempt
     ) -> tuple[Triangle, Tensor]:
-        """PU: the factor of β C Cᵀ + (1 - β) M. On the second attempt, with jitter as needed."""
+        """PU: return the factor of β C Cᵀ + (1 - β) M. The second attempt adds jitter as needed."""
         decay, weight = decay_weights(config.beta)
         c = operand(statistic.C)
         A = multiply(c, c.mT, C=M, alpha=decay, beta=weight, symmetric=True, triangular=True, out=M)
-        for rows, n in statistic.smaller:  # zeros have no factor, ones have their own
+        for rows, n in statistic.smaller:  # a zero block has no Cholesky factor
             A[rows].diagonal(dim1=-2, dim2=-1)[:, n:].fill_(1.0)
         del c, statistic
         if attempt.number == 0:
@@ -124,7 +126,7 @@ class Cholesky:
         return _jittered(A)
 
     def refresh(self, statistic: Triangle, config: Config) -> Tensor:
-        """PIRU: the root of C Cᵀ, to convergence."""
+        """PIRU: return the root of C Cᵀ, to convergence."""
         A, orders = statistic.square(), statistic.orders()
         del statistic
         return converged_inverse_root(A, self.p, config.damping, orders)
@@ -134,39 +136,39 @@ class Cholesky:
         return self.factor.encode(statistic.C)
 
     def matrix(self, leaves: Mapping[str, Tensor]) -> Tensor:
-        """A = C Cᵀ, float32."""
+        """Return A = C Cᵀ, float32."""
         return Triangle(self.factor.decode(leaves)).square()
 
     def encode_matrix(self, A: Tensor) -> Leaves:
-        """The factor of a given A, which may be singular: C = Rᵀ with Q R = √Λ Vᵀ."""
+        """Encode a given A, which may be singular: C = Rᵀ with Q R = √Λ Vᵀ."""
         lam, V = torch.linalg.eigh(A.double())
         R = torch.linalg.qr(lam.clamp(min=0).sqrt().unsqueeze(-1) * V.mT).R
         signs = torch.where(R.diagonal(dim1=-2, dim2=-1) < 0, -1.0, 1.0)
         return self.factor.encode((R * signs.unsqueeze(-1)).mT.float().contiguous())
 
     def figures(self, leaves: Mapping[str, Tensor]) -> dict[str, float]:
-        """What pivots tell of the condition of A, for ``diagnostics``."""
+        """Return a lower bound of the condition of A by its pivots, for ``diagnostics``."""
         pivots = self.factor.decode(leaves).diagonal(dim1=-2, dim2=-1).double()
         return {"condition_at_least": condition(pivots.square())}
 
 
 def _jittered(A: Tensor) -> tuple[Triangle, Tensor]:
-    """The factor of A with as little on its diagonal as makes it positive definite.
+    """Return the factor of A + jitter I, with the least jitter that makes it positive definite.
 
-    It is taken off again from the factor's diagonal: what is kept does not grow by it.
+    The jitter is subtracted again from the factor's diagonal: the statistic does not grow by it.
     """
     diagonal = A.diagonal(dim1=-2, dim2=-1)
-    own, mean = diagonal.clone(), diagonal.mean(-1, keepdim=True)
+    original, mean = diagonal.clone(), diagonal.mean(-1, keepdim=True)
     # A matrix without a diagonal is zero, and so is its factor.
-    good = (own == 0).all(-1)
+    good = (original == 0).all(-1)
     C = torch.where(good[:, None, None], 0.0, torch.full_like(A, torch.nan))
     for jitter in _JITTERS:
-        diagonal.copy_(own + jitter * mean)
-        found, positive = cholesky_(A.clone())
-        pivots = found.diagonal(dim1=-2, dim2=-1)
+        diagonal.copy_(original + jitter * mean)
+        candidate, positive = cholesky_(A.clone())
+        pivots = candidate.diagonal(dim1=-2, dim2=-1)
         pivots.copy_((pivots.square() - jitter * mean).clamp_(min=0).sqrt_())
         new = positive & ~good
-        C = torch.where(new[:, None, None], found, C)
+        C = torch.where(new[:, None, None], candidate, C)
         good = good | new
         if bool(good.all()):
             break

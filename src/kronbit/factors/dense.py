@@ -1,4 +1,4 @@
-"""Preconditioners kept as themselves: the paper's 32-bit Shampoo, and its naive low-bit one."""
+"""Statistics kept as matrices: the paper's 32-bit Shampoo, and its naive low-bit one."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class Square(NamedTuple):
     A: Tensor
 
     def part(self, rows: slice, order: int) -> Square:
-        """Some of the matrices."""
+        """Return some of the matrices."""
         return Square(self.A[rows])
 
     def trace(self) -> Tensor:
-        """Of A, (k,)."""
+        """Return the traces of A, (k,)."""
         return self.A.diagonal(dim1=-2, dim2=-1).sum(-1)
 
 
@@ -43,33 +43,33 @@ class Dense:
         self.statistic = statistic_storage(format, "matrix", "symmetric")
         self.root = root_storage(format)
 
-    def enlarges(self, config: Config, attempt: int | None) -> bool:
-        """Never: a root begins with the norm of its matrix."""
+    def allows_padding(self, config: Config, attempt: int | None) -> bool:
+        """False: a root starts from the norm of the whole matrix."""
         return False
 
     def layout(self, order: int) -> Layout:
-        """Tensors of one matrix and its root."""
+        """Return the tensors of one matrix and its root."""
         return self.statistic.layout(order) | self.root.layout(order)
 
     def start(self, eye: Tensor, value: float) -> Leaves:
-        """A0 = value I."""
+        """Return A0 = value I."""
         return self.statistic.encode(eye * value)
 
     def restore(self, slices: Sequence[Mapping[str, Tensor]], order: int) -> Square:
-        """A of stacks, one behind the other: do not write to it."""
+        """Return A of all stacks, concatenated: do not write to it."""
         stacks = [self.statistic.decode(leaves) for leaves in slices]
         return Square(stacks[0] if len(stacks) == 1 else torch.cat(stacks))
 
     def update(
         self, statistic: Square, M: Tensor, config: Config, attempt: Attempt
     ) -> tuple[Square, Tensor]:
-        """PU: the statistic with M averaged in."""
+        """PU: return the statistic with M averaged in."""
         decay, weight = decay_weights(config.beta)
         good = torch.ones(len(M), dtype=torch.bool, device=M.device)
         return Square((statistic.A * decay).add_(M, alpha=weight)), good
 
     def refresh(self, statistic: Square, config: Config) -> Tensor:
-        """PIRU: the root of the statistic."""
+        """PIRU: return the root of the statistic."""
         return inverse_root(statistic.A, self.p, config.damping, config.newton_steps)
 
     def encode(self, statistic: Square) -> Leaves:
@@ -77,24 +77,24 @@ class Dense:
         return self.statistic.encode(statistic.A)
 
     def matrix(self, leaves: Mapping[str, Tensor]) -> Tensor:
-        """A, float32: do not write to it."""
+        """Return A, float32: do not write to it."""
         return self.statistic.decode(leaves)
 
     def encode_matrix(self, A: Tensor) -> Leaves:
-        """The statistic that stands for a given A, which may be written to."""
+        """Encode a given A, which may be written to."""
         return self.statistic.encode(A)
 
     def figures(self, leaves: Mapping[str, Tensor]) -> dict[str, float]:
-        """Condition of A for ``diagnostics``."""
+        """Return the condition of A for ``diagnostics``."""
         eigenvalues = torch.linalg.eigvalsh(self.matrix(leaves).double())
         return {"condition": condition(eigenvalues)}
 
 
 def condition(eigenvalues: Tensor) -> float:
-    """The largest ratio of largest to smallest eigenvalue in a stack (k, n)."""
+    """Return the largest ratio of largest to smallest eigenvalue in a stack (k, n)."""
     return float((eigenvalues.amax(-1) / eigenvalues.amin(-1).clamp(min=0)).amax())
 
 
 def decay_weights(beta: float) -> tuple[float, float]:
-    """Weights of the old statistic and of M: (β, 1 - β), or a plain sum for β = 1."""
+    """Return the weights of the old statistic and of M: (β, 1 - β), or a plain sum for β = 1."""
     return (1.0, 1.0) if beta == 1 else (beta, 1 - beta)

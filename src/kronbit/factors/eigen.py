@@ -22,7 +22,7 @@ from kronbit.linalg.orthogonal import (
 from kronbit.linalg.products import multiply, operand
 from kronbit.linalg.roots import inverse_root
 
-_TO_THE_END = 4  # Björck steps after which 4-bit eigenvectors are orthogonal to float32
+_TO_THE_END = 4  # Björck steps after which 4-bit eigenvectors are orthogonal up to float32 rounding
 
 
 class Spectrum(NamedTuple):
@@ -32,12 +32,12 @@ class Spectrum(NamedTuple):
     vectors: Operand
 
     def part(self, rows: slice, order: int) -> Spectrum:
-        """Some of the matrices, without what they were enlarged by."""
+        """Return some of the matrices without their padding."""
         assert isinstance(self.vectors, Tensor)
         return Spectrum(self.lam[rows, :order], self.vectors[rows, :order, :order])
 
     def trace(self) -> Tensor:
-        """Of A, (k,)."""
+        """Return the traces of A, (k,)."""
         return self.lam.sum(-1)
 
 
@@ -48,7 +48,7 @@ class Eigen:
     Float32 eigenvectors (32 bits, or a small order) are orthogonal and are not rectified.
     """
 
-    # What a nearly singular matrix needs: a QR that is more robust.
+    # A nearly singular matrix needs a more robust QR.
     repairs: tuple[str, ...] = ("shifted_qr", "householder")
     root_repairs: tuple[str, ...] = ()
 
@@ -57,31 +57,31 @@ class Eigen:
         self.vectors = statistic_storage(format, "eigenvectors", "square")
         self.root = root_storage(format)
 
-    def enlarges(self, config: Config, attempt: int | None) -> bool:
-        """But for Schur-Newton, and for the last attempt, which goes one by one."""
+    def allows_padding(self, config: Config, attempt: int | None) -> bool:
+        """True unless by Schur-Newton, or in the last attempt, which takes one matrix at a time."""
         if config.root == "schur_newton" or attempt == len(self.repairs):
             return False
         if attempt is None and config.trace_scaling:
             return False
-        # A λ of zero could not be told from what a matrix is enlarged by.
+        # A λ of zero could not be told from padding.
         return config.beta > 0 and config.start_value > 0
 
     def layout(self, order: int) -> Layout:
-        """Tensors of one preconditioner and its root."""
+        """Return the tensors of one preconditioner and its root."""
         eigenvalues: Layout = {"eigenvalues": ((order,), torch.float32)}
         return eigenvalues | self.vectors.layout(order) | self.root.layout(order)
 
     def start(self, eye: Tensor, value: float) -> Leaves:
-        """A0 = value I as λ = value, U = I."""
+        """Return A0 = value I as λ = value, U = I."""
         return self.encode(Spectrum(torch.full_like(eye[..., 0], value), eye))
 
     def restore(self, slices: Sequence[Mapping[str, Tensor]], order: int) -> Spectrum:
-        """(λ, D(Ū)) of stacks, one behind the other.
+        """Return (λ, D(Ū)) of all stacks, concatenated.
 
-        A matrix of a smaller order becomes a part of a larger one, whose other eigenvectors are
-        unit vectors and whose other λ are its largest. Neither update nor root mixes the two.
+        A matrix of a smaller order is padded with unit eigenvectors, whose λ is its largest.
+        Neither update nor root mixes the matrix and the padding.
         """
-        lam = [_enlarged(leaves["eigenvalues"], order) for leaves in slices]
+        lam = [_padded(leaves["eigenvalues"], order) for leaves in slices]
         together = lam[0] if len(lam) == 1 else torch.cat(lam)
         return Spectrum(together, self.vectors.operand(slices, order))
 
@@ -117,29 +117,29 @@ class Eigen:
         largest = lam.amax(-1, keepdim=True)
         # A zero statistic has no inverse root; 1 in its place gives the identity.
         damped = torch.where(largest == 0, 1.0, lam + largest * config.damping)
-        # Not pow: on a CPU, its last bit depends on where in a stack a number stands.
+        # Not pow: on a CPU, its last bit depends on the place of a number in the stack.
         for _ in range(self.p.bit_length() - 1):  # p = 1, 2 or 4
             damped.sqrt_()
         return _scaled_square(Vt, damped.reciprocal_())
 
     def encode(self, statistic: Spectrum) -> Leaves:
-        """(λ, Q(U)), with λ clamped at 0: a negative one would have no root."""
+        """Return (λ, Q(U)), with λ clamped at 0: a negative λ has no root."""
         assert isinstance(statistic.vectors, Tensor)
         vectors = self.vectors.encode(statistic.vectors)
         return {"eigenvalues": statistic.lam.clamp(min=0)} | vectors
 
     def matrix(self, leaves: Mapping[str, Tensor]) -> Tensor:
-        """A = V Λ Vᵀ, float32, from eigenvectors rectified to full orthogonality."""
+        """Return A = V Λ Vᵀ, float32, from eigenvectors rectified to full orthogonality."""
         statistic = self.restore([leaves], leaves["eigenvalues"].shape[-1])
         return self._matrix(statistic, rectify=_TO_THE_END)
 
     def encode_matrix(self, A: Tensor) -> Leaves:
-        """The statistic that stands for a given A."""
+        """Encode a given A."""
         lam, U = torch.linalg.eigh(A.double())
         return self.encode(Spectrum(lam.float(), U.float().mT))
 
     def figures(self, leaves: Mapping[str, Tensor]) -> dict[str, float]:
-        """Condition of A and orthogonality of the stored eigenvectors for ``diagnostics``."""
+        """Return the condition of A and errors of orthogonality, for ``diagnostics``."""
         V = self.vectors.decode(leaves).mT
         return {
             "condition": condition(leaves["eigenvalues"]),
@@ -148,7 +148,7 @@ class Eigen:
         }
 
     def _rectified(self, statistic: Spectrum, steps: int) -> Operand:
-        """Vᵀ, eigenvectors as rows, after Björck's steps if they were quantised."""
+        """Return Vᵀ, eigenvectors as rows, after Björck's steps if they were quantised."""
         exact = self.vectors.quantizer.bits == 32
         return rectified(statistic.vectors, 0 if exact else steps)
 
@@ -156,8 +156,8 @@ class Eigen:
         return _scaled_square(self._rectified(statistic, rectify), statistic.lam)
 
 
-def _enlarged(lam: Tensor, order: int) -> Tensor:
-    """λ (k, n), filled up with the largest."""
+def _padded(lam: Tensor, order: int) -> Tensor:
+    """Pad λ (k, n) with its largest."""
     n = lam.shape[-1]
     if n == order:
         return lam
@@ -165,5 +165,5 @@ def _enlarged(lam: Tensor, order: int) -> Tensor:
 
 
 def _scaled_square(Vt: Operand, lam: Tensor) -> Tensor:
-    """V diag(λ) Vᵀ, with eigenvectors as rows of Vᵀ."""
+    """Return V diag(λ) Vᵀ, with eigenvectors as rows of Vᵀ."""
     return multiply(Vt.mT, backend(Vt).scale_rows(Vt, lam, lam.amax(-1)), symmetric=True)

@@ -22,58 +22,60 @@ from kronbit.linalg.orthogonal import FIRST_ATTEMPT, Attempt
 
 
 class Method(Protocol):
-    """The math of one way to keep a preconditioner: pure functions on a stack's tensors.
+    """A way to keep a preconditioner A and its root: pure functions on a stack's tensors.
 
-    Its statistic is something of its own: what is left of (λ, Ū), or of Q(A), after D. A part of
-    it is ``statistic.part(rows, order)``: some matrices, without what they were enlarged by; and
-    ``statistic.trace()`` is A's, (k,).
+    Q quantises and D restores. Each method has a type of its statistic: D of the tensors, such as
+    (λ, V). ``statistic.part(rows, order)`` is some of the matrices without their padding, and
+    ``statistic.trace()`` are the traces of A, (k,).
     """
 
     p: int
     root: MatrixStorage
-    # Under which names further attempts at an update are counted, one after the other.
+    # Counters of further attempts at an update, in order.
     repairs: tuple[str, ...]
-    # And at a refresh: each with ten times the damping of the one before.
+    # Counters of further attempts at a refresh, each with ten times the damping.
     root_repairs: tuple[str, ...]
 
-    def enlarges(self, config: Config, attempt: int | None) -> bool:
-        """Whether matrices can be parts of larger ones, without a trace in what comes of them.
+    def allows_padding(self, config: Config, attempt: int | None) -> bool:
+        """True if matrices can be padded to a larger order without a change of the results.
 
-        At an attempt of an update, or, if that is ``None``, at a refresh.
+        Args:
+            config: The options.
+            attempt: Which attempt at an update; ``None`` for a refresh.
         """
 
     def layout(self, order: int) -> Layout:
-        """Shapes and dtypes of one matrix and its root by name; a root's names begin "root"."""
+        """Return name -> (shape, dtype) of a matrix and its root; a root's names begin "root"."""
 
     def start(self, eye: Tensor, value: float) -> Leaves:
-        """A0 = value I; ``eye`` is (1, n, n)."""
+        """Return A0 = value I; ``eye`` is (1, n, n)."""
 
     def restore(self, slices: Sequence[Mapping[str, Tensor]], order: int) -> Any:
-        """D: the statistic of stacks, one behind the other, enlarged to this order."""
+        """D: return the statistic of all stacks, concatenated, and padded to this order."""
 
     def update(
         self, statistic: Any, M: Tensor, config: Config, attempt: Attempt
     ) -> tuple[Any, Tensor]:
-        """PU: the new statistic, and whose can be trusted, bool (k,). M may be written to."""
+        """PU: return the new statistic, and bool (k,): True if trusted. M is given away."""
 
     def encode(self, statistic: Any) -> Leaves:
-        """Q: the tensors that stand for a new statistic, which may be written to."""
+        """Q: return the tensors of a new statistic, which may be written to."""
 
     def refresh(self, statistic: Any, config: Config) -> Tensor:
-        """PIRU: the new root, (k, n, n); whatever, beyond the orders of enlarged matrices."""
+        """PIRU: return the new root, (k, n, n); its padding is undefined."""
 
     def matrix(self, leaves: Mapping[str, Tensor]) -> Tensor:
-        """The matrix A that the statistic stands for."""
+        """Return the matrix A of a statistic."""
 
     def encode_matrix(self, A: Tensor) -> Leaves:
-        """The statistic that stands for A."""
+        """Return the tensors of the statistic of A."""
 
     def figures(self, leaves: Mapping[str, Tensor]) -> dict[str, float]:
-        """What ``diagnostics`` shows of a stack."""
+        """Return figures of a stack for ``diagnostics``."""
 
 
 def make_method(format: Format) -> Method:
-    """The method of a format; ``"naive"`` is the dense one on a quantised matrix."""
+    """Return the method of a format; ``"naive"`` is the dense one on a quantised matrix."""
     if format.method == "eigen":
         return Eigen(format)
     return Cholesky(format) if format.method == "cholesky" else Dense(format)
@@ -83,24 +85,24 @@ class Factors:
     """A stack of preconditioners of one order with their inverse p-th roots.
 
     The tensors are allocated once and only ever copied into: their slices are the optimizer's
-    state. A stack may be a window of a larger one, so that rows of many stacks are neighbours.
+    state. A stack may be a window of a larger one: rows of many stacks are then neighbours.
 
     Args:
         order: n.
-        rows: How many.
+        rows: Number of preconditioners.
         format: How they are stored.
         start: A0 = start I.
-        device: Where they are at work, and where the roots are.
-        offload: Whether the statistics are in the host's memory instead.
+        device: Device of the math, and of the roots.
+        offload: True if the statistics are in the host's memory instead.
 
     Attributes:
         layout: Name -> (shape, dtype) of one row.
-        device: Where they are at work.
-        offloaded: Whether the statistics are elsewhere.
+        device: Device of the math.
+        offloaded: True if the statistics are in the host's memory, and the device is not the host.
         tensors: Name -> tensor with one row per block.
-        whole: The tensors of the stack that this is a window of.
-        first: Where the window begins there.
-        counters: How often something was refused or repaired.
+        whole: The tensors of the larger stack, if this is a window of one; else ``tensors``.
+        first: The first row of the window.
+        counters: Numbers of repairs and refusals.
     """
 
     COUNTERS = (
@@ -134,12 +136,12 @@ class Factors:
             away = self.offloaded and not is_root(name)
             where = "cpu" if away else self.device
             pinned = away and self.device.type == "cuda"
-            own = torch.empty((rows, *shape), dtype=dtype, device=where, pin_memory=pinned)
-            self.tensors[name] = own.copy_(first[name].to(where))
+            tensor = torch.empty((rows, *shape), dtype=dtype, device=where, pin_memory=pinned)
+            self.tensors[name] = tensor.copy_(first[name].to(where))
         self.whole, self.first = self.tensors, 0
 
     def window(self, first: int, rows: int) -> Factors:
-        """Some rows as a stack of their own, with counters of its own."""
+        """Return some rows as a stack, with counters that start at 0."""
         part = copy(self)
         part.rows, part.first = rows, self.first + first
         part.counters = dict.fromkeys(self.COUNTERS, 0)
@@ -147,17 +149,17 @@ class Factors:
         return part
 
     def roots(self, rows: slice) -> Tensor:
-        """Â of some rows, float32: do not write to it."""
+        """Return Â of some rows, float32: do not write to it."""
         return self.method.root.decode(self.leaves(rows))
 
     def is_identity(self, rows: slice) -> Tensor:
-        """Whose root is still exactly I, as bool (len(rows),)."""
+        """Return bool (len(rows),), True if a root is still exactly I."""
         roots = self.roots(rows)
         eye = torch.eye(self.order, dtype=roots.dtype, device=roots.device)
         return (roots == eye).flatten(1).all(1)
 
     def figures(self) -> dict[str, float]:
-        """The worst of each figure over all rows, for ``diagnostics``. Waits for the device."""
+        """Return the worst of each figure over all rows. Waits for the device."""
         worst: dict[str, float] = {}
         for row in range(self.rows):
             for name, value in self.method.figures(self.leaves(slice(row, row + 1))).items():
@@ -165,23 +167,23 @@ class Factors:
         return worst
 
     def slot(self, row: int) -> Leaves:
-        """The state of one row: views, in the order of the layout."""
+        """Return the state of one row: views, in the order of the layout."""
         return {name: tensor[row] for name, tensor in self.tensors.items()}
 
     def leaves(self, rows: slice) -> Leaves:
-        """The tensors of some rows: views."""
+        """Return the tensors of some rows: views."""
         return {name: tensor[rows] for name, tensor in self.tensors.items()}
 
 
 class Batch:
-    """Rows of several stacks of one format, handled as one.
+    """Rows of several stacks of one format that are updated or refreshed together.
 
     Args:
-        parts: (stack, rows) in order. Neighbours in one whole need no copies. If orders differ,
-            all are enlarged to the largest.
+        parts: (stack, rows) in order. Neighbours in one larger stack need no copies. If orders
+            differ, all are padded to the largest.
 
     Attributes:
-        replaced: bool (rows,): who got something new when something was written last.
+        replaced: bool (rows,): True if the last write replaced the row.
     """
 
     def __init__(self, parts: Sequence[tuple[Factors, slice]]) -> None:
@@ -193,18 +195,18 @@ class Batch:
         for factors, rows in parts:
             start, stop = factors.first + rows.start, factors.first + rows.stop
             if stretches:
-                before, known = stretches[-1]
-                if before.whole is factors.whole and known.stop == start:
+                before, span = stretches[-1]
+                if before.whole is factors.whole and span.stop == start:
                     start = stretches.pop()[1].start
             stretches.append((factors, slice(start, stop)))
-        # Tensors of the rows, their places in the batch, and their order.
+        # Tensors of some rows, the rows of the batch that they are, and their order.
         self._slices: list[tuple[Leaves, slice, int]] = []
         first = 0
         for factors, rows in stretches:
             leaves = {name: tensor[rows] for name, tensor in factors.whole.items()}
-            here = slice(first, first + rows.stop - rows.start)
-            self._slices.append((leaves, here, factors.order))
-            first = here.stop
+            place = slice(first, first + rows.stop - rows.start)
+            self._slices.append((leaves, place, factors.order))
+            first = place.stop
 
     def update(
         self, M: Tensor, finite: Tensor, config: Config, attempt: Attempt = FIRST_ATTEMPT
@@ -213,13 +215,13 @@ class Batch:
 
         Args:
             M: The new G Gᵀ or Gᵀ G, (rows, n, n), finite; written to.
-            finite: bool (rows,): False leaves the row as it is, whatever M says.
+            finite: bool (rows,): a row stays as it is where this is False.
             config: β, t1 and the number of QR iterations.
-            attempt: The first one, or a more robust one for rows where that has failed.
+            attempt: The first attempt, or a more robust one for rows where it has failed.
 
         Returns:
-            bool (rows,) twice: whose factorisation can be trusted; and whose statistic was
-            replaced, because it is finite, too.
+            bool (rows,) twice: True if the factorisation can be trusted; and True if the statistic
+            was replaced, because the new one is finite, too.
         """
         new, good = self.method.update(self.restored(), M, config, attempt)
         encode = self.method.encode
@@ -229,7 +231,7 @@ class Batch:
         """PIRU: ε, t2 and the number of Newton steps come from ``config``.
 
         Returns:
-            bool (rows,): whose root was replaced, because it is finite.
+            bool (rows,): True if the root was replaced, because the new one is finite.
         """
         scale = self._trace_scale() if config.trace_scaling else None
         new = self.method.refresh(self.restored(), config)
@@ -240,7 +242,7 @@ class Batch:
         return self._keep(lambda rows, n: encode(new[rows, :n, :n]), all_rows)
 
     def restored(self) -> Any:
-        """D, on the device: what the method makes of its statistic, such as ``Triangle``."""
+        """D: return the statistic on the device, in the method's type, such as ``Triangle``."""
         slices = [leaves for leaves, _, _ in self._slices]
         if self._fetched_to is not None:
             slices = [
@@ -254,7 +256,7 @@ class Batch:
         return self.method.restore(slices, self._order)
 
     def _trace_scale(self) -> Tensor:
-        """What makes (A / √tr A)^(-1/p) of A^(-1/p); 1 for a zero matrix."""
+        """Return the factor from A^(-1/p) to (A / √tr A)^(-1/p); 1 for a zero matrix."""
         trace = self.restored().trace()
         scale = torch.where(trace == 0, 1.0, trace)
         for _ in range(self.method.p.bit_length()):  # the 2p-th root; not pow, see ``Eigen``
@@ -264,15 +266,15 @@ class Batch:
     def _keep(self, encoded: Callable[[slice, int], Leaves], accepted: Tensor) -> Tensor:
         """Write new tensors where they are finite; elsewhere the old ones stay.
 
-        All that takes memory comes before anything is written, and what has begun to be written is
-        written to its end: whatever happens, codes and scales of a row belong together.
+        All memory is allocated before anything is written, and a write that has begun runs to its
+        end: codes and scales of a row always belong together.
 
         Args:
-            encoded: The new tensors of some rows of an order.
-            accepted: bool (rows,): False, where the old ones stay anyway; given away.
+            encoded: (rows, order) -> their new tensors.
+            accepted: bool (rows,): False where the old tensors stay anyway; given away.
 
         Returns:
-            bool (rows,): who has new ones.
+            bool (rows,): True if a row has new tensors.
         """
         replacements = [
             Replacement.prepare(leaves, encoded(rows, order), accepted[rows])
@@ -307,7 +309,7 @@ class Replacement:
 
     @classmethod
     def prepare(cls, old: Mapping[str, Tensor], new: Leaves, accepted: Tensor) -> Replacement:
-        """Take all the memory that ``write`` needs. ``old`` may hold tensors of other names."""
+        """Allocate all memory that ``write`` needs. ``old`` may hold tensors of other names."""
         kept, leaves = [old[name] for name in new], list(new.values())
         away = kept[0].device != accepted.device
         if backend(accepted.device).by_kernels and not away:
@@ -315,28 +317,30 @@ class Replacement:
         accepted &= _finite_rows(leaves)
         if away:
             leaves = [
-                torch.where(_per_row(accepted, leaf), leaf, own.to(leaf.device, non_blocking=True))
-                for own, leaf in zip(kept, leaves, strict=True)
+                torch.where(
+                    _per_row(accepted, leaf), leaf, old_leaf.to(leaf.device, non_blocking=True)
+                )
+                for old_leaf, leaf in zip(kept, leaves, strict=True)
             ]
         return cls(kept, leaves, accepted, away)
 
     def write(self) -> None:
-        """Overwrite the old tensors. Takes no memory, and may be called again."""
+        """Overwrite the old tensors. Allocates nothing, and may be called again."""
         if not self.away:
             backend(self.accepted.device).replace_rows_(self.old, self.new, self.accepted)
             return
-        for own, leaf in zip(self.old, self.new, strict=True):
-            # who reads it on the host waits for the device first, as all updates do
-            own.copy_(leaf, non_blocking=True)
+        for target, leaf in zip(self.old, self.new, strict=True):
+            # Readers on the host wait for the device first, as all updates do.
+            target.copy_(leaf, non_blocking=True)
 
 
 def _per_row(values: Tensor, leaf: Tensor) -> Tensor:
-    """(rows,) -> (rows, 1, ...), with the axes of a leaf."""
+    """Add axes to (rows,), as many as a leaf has."""
     return values.view(-1, *[1] * (leaf.dim() - 1))
 
 
 def _finite_rows(leaves: Sequence[Tensor]) -> Tensor:
-    """Which rows hold finite numbers only. A non-finite element shows in its block's scale."""
+    """Return which rows are finite. A non-finite element makes the scale of its block so."""
     checks = [
         torch.linalg.vector_norm(leaf.flatten(1), ord=torch.inf, dim=1) < torch.inf
         for leaf in leaves

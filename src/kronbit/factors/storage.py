@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Literal, Protocol, TypeAlias
 
@@ -24,7 +24,7 @@ from kronbit.quantization.tiles import tile_count
 Leaves: TypeAlias = dict[str, Tensor]
 # Name -> (shape without the row axis, dtype).
 Layout: TypeAlias = dict[str, tuple[tuple[int, ...], torch.dtype]]
-# What is known of a matrix: nothing, that it is symmetric, or that it is lower triangular.
+# Structure of a matrix: none, symmetric, or lower triangular.
 Shape: TypeAlias = Literal["square", "symmetric", "lower"]
 
 TILES = (32, 64)
@@ -34,46 +34,45 @@ _HANDICAP = {32: 1.0, 64: 1.01, None: 1.0}
 
 
 class MatrixStorage(Protocol):
-    """How one matrix per row of the stack is kept."""
+    """Storage of a stack of square matrices."""
 
     @property
     def quantizer(self) -> Quantizer:
         """Q and D."""
 
     def layout(self, order: int) -> Layout:
-        """Shapes and dtypes of the tensors for matrices of this order."""
+        """Return name -> (shape, dtype) of the tensors of a matrix of this order."""
 
     def encode(self, X: Tensor) -> Leaves:
-        """Q(X) for a float32 stack (k, n, n) that the caller gives away: it may be written to."""
+        """Return Q(X) of a float32 stack (k, n, n), which is given away: it may be written to."""
 
     def decode(self, leaves: Mapping[str, Tensor], out: Tensor | None = None) -> Tensor:
-        """D: the float32 stack (k, n, n); it may be the stored one, not to be written to.
+        """D: return the float32 stack (k, n, n). It may be the stored one: do not write to it.
 
         Args:
             leaves: The tensors.
-            out: Takes it, if given: its rows may be apart.
+            out: Receives the stack, if given; its rows need not be contiguous.
         """
 
     def operand(self, slices: Sequence[Mapping[str, Tensor]], order: int) -> Operand:
-        """D, for products, of matrices with no elements far above 1.
+        """D: return an operand of matrices with no elements far above 1.
 
         Args:
-            slices: Stacks, one behind the other.
-            order: The largest of their orders. A smaller matrix becomes a part of that order; the
-                rest is the identity.
+            slices: Stacks, which are concatenated.
+            order: The largest of their orders. Smaller matrices are padded by the identity.
         """
 
 
 @dataclass(frozen=True)
 class RowStorage:
-    """The paper's: rows of codes with a float32 scale for each block.
+    """The paper's storage: rows of codes with a float32 scale for each block.
 
     Attributes:
         quantizer: Q and D; at 32 bits the matrix is one float32 tensor.
-        plain: That tensor's name.
-        prefix: What the names ``codes``, ``scales`` and ``diagonal`` begin with.
-        diagonal: Whether the diagonal stays float32 and only the rest is quantised, as the paper
-            does for matrices whose diagonal dominates.
+        plain: Name of that tensor.
+        prefix: Prefix of the names ``codes``, ``scales`` and ``diagonal``.
+        diagonal: True if the diagonal stays float32 and only the rest is quantised, as in the paper
+            for matrices whose diagonal dominates.
     """
 
     quantizer: Quantizer
@@ -82,7 +81,7 @@ class RowStorage:
     diagonal: bool = True
 
     def layout(self, order: int) -> Layout:
-        """Shapes and dtypes of the tensors for matrices of this order."""
+        """Return name -> (shape, dtype) of the tensors of a matrix of this order."""
         if self.quantizer.bits == 32:
             return {self.plain: ((order, order), torch.float32)}
         codes, scales = self.quantizer.lengths(order)
@@ -94,7 +93,7 @@ class RowStorage:
         return layout
 
     def encode(self, X: Tensor) -> Leaves:
-        """Q(X); X may be written to."""
+        """Return Q(X); X may be written to."""
         if self.quantizer.bits == 32:
             return {self.plain: X}
         by = backend(X.device)
@@ -103,7 +102,7 @@ class RowStorage:
         return leaves | {f"{self.prefix}codes": codes, f"{self.prefix}scales": scales}
 
     def decode(self, leaves: Mapping[str, Tensor], out: Tensor | None = None) -> Tensor:
-        """D; at 32 bits the stored stack, not to be written to."""
+        """D: return the stack; at 32 bits the stored one: do not write to it."""
         if out is not None:
             return out.copy_(self.decode(leaves))
         if self.quantizer.bits == 32:
@@ -114,7 +113,7 @@ class RowStorage:
         return backend(codes.device).decode_rows(codes, scales, diagonal, *parameters)
 
     def operand(self, slices: Sequence[Mapping[str, Tensor]], order: int) -> Operand:
-        """D, for products, of matrices without a diagonal apart."""
+        """D: return an operand of matrices without a separate diagonal."""
         assert not self.diagonal, "the diagonal would be left out"
         by = backend(next(iter(slices[0].values())).device)
         if self.quantizer.bits == 32:
@@ -127,16 +126,16 @@ class RowStorage:
 
 @dataclass(frozen=True)
 class CompactStorage:
-    """One matrix per row of the stack, without what can be told from the rest.
+    """Storage without redundancy: one triangle, and scales that are quantised, too.
 
-    Of a triangular or symmetric matrix the strictly lower part is quantised, and the diagonal stays
-    float32. It is cut into square tiles, those of the lower triangle in the order of rows, and a
-    row of a tile is a block; or, where that is smaller, kept by rows as it is.
+    The strictly lower part of a triangular or symmetric matrix is quantised, and the diagonal stays
+    float32. The lower part is cut into square tiles, in the order of rows, and a row of a tile is a
+    block; or, where that is smaller, it is kept by rows.
 
     Attributes:
         quantizer: Q and D, below 32 bits.
-        prefix: What the names begin with.
-        shape: What is known of the matrix.
+        prefix: Prefix of the names.
+        shape: Structure of the matrix.
     """
 
     quantizer: Quantizer
@@ -144,11 +143,11 @@ class CompactStorage:
     shape: Shape
 
     def tile(self, order: int) -> int | None:
-        """The tiles' side, if there are tiles: what takes the least memory, or nearly so."""
+        """Return the side of the tiles that need the least memory; None if rows need less."""
         return None if self.shape == "square" else _best_tile(self, order)
 
     def layout(self, order: int) -> Layout:
-        """Shapes and dtypes of the tensors for matrices of this order."""
+        """Return name -> (shape, dtype) of the tensors of a matrix of this order."""
         return self._layout(order, self.tile(order))
 
     def _layout(self, order: int, tile: int | None) -> Layout:
@@ -165,12 +164,12 @@ class CompactStorage:
         return layout
 
     def _blocks(self, tile: int | None) -> Quantizer:
-        """The quantiser with blocks that end where a tile does."""
-        own = self.quantizer
-        return own if tile is None else Quantizer(own.bits, own.mapping, tile)
+        """Return the quantiser with blocks that are rows of tiles."""
+        quantizer = self.quantizer
+        return quantizer if tile is None else replace(quantizer, block_size=tile)
 
     def encode(self, X: Tensor) -> Leaves:
-        """Q(X); of a symmetric matrix the lower triangle counts."""
+        """Return Q(X); only the lower triangle of a symmetric matrix is read."""
         tile, triangle = self.tile(X.shape[-1]), self.shape != "square"
         leaves: Leaves = {}
         if triangle:
@@ -181,7 +180,7 @@ class CompactStorage:
         return leaves | {f"{self.prefix}{n}": leaf for n, leaf in zip(names, encoded, strict=True)}
 
     def decode(self, leaves: Mapping[str, Tensor], out: Tensor | None = None) -> Tensor:
-        """D: a float32 stack (k, n, n), new or ``out``; of a symmetric matrix, exactly so."""
+        """D: return a stack (k, n, n), new or ``out``; symmetric matrices are exactly so."""
         codes, scales, tops = (
             leaves[f"{self.prefix}{name}"] for name in ("codes", "scales", "top_scales")
         )
@@ -194,7 +193,7 @@ class CompactStorage:
         )
 
     def operand(self, slices: Sequence[Mapping[str, Tensor]], order: int) -> Operand:
-        """D, for products."""
+        """D: return an operand."""
         whole = joined([self.decode(leaves) for leaves in slices], order)
         return backend(whole.device).operand(whole, 1.0)
 
@@ -209,18 +208,18 @@ def _best_tile(storage: CompactStorage, order: int) -> int | None:
 
 
 def statistic_storage(format: Format, plain: str, shape: Shape) -> MatrixStorage:
-    """Where a method keeps its statistic.
+    """Return the storage of a statistic.
 
     Args:
         format: Bits and storage.
-        plain: The tensor's name at 32 bits.
-        shape: What is known of the matrix.
+        plain: Name of the tensor at 32 bits.
+        shape: Structure of the matrix.
     """
     return _storage(format, format.statistic, plain, "", shape)
 
 
 def root_storage(format: Format) -> MatrixStorage:
-    """Where every method keeps its inverse roots."""
+    """Return the storage of inverse roots."""
     return _storage(format, format.root, "root", "root_", "symmetric")
 
 
@@ -229,15 +228,15 @@ def _storage(
 ) -> MatrixStorage:
     if format.compact and quantizer.bits < 32:
         return CompactStorage(quantizer, prefix, shape)
-    # The diagonal of a basis does not dominate.
+    # The diagonal does not dominate in a square matrix: it is an orthogonal basis.
     return RowStorage(quantizer, plain, prefix, diagonal=shape != "square")
 
 
 def is_root(name: str) -> bool:
-    """Whether a tensor belongs to the inverse root, not to the statistic."""
+    """True if a tensor belongs to the inverse root, not to the statistic."""
     return name.startswith("root")
 
 
 def is_statistic(name: str) -> bool:
-    """The opposite."""
+    """True if a tensor belongs to the statistic, not to the inverse root."""
     return not is_root(name)

@@ -1,1 +1,1 @@
-"""The ordinary step on a GPU: tables, graphs, and what its kernels read."""
+"""The ordinary step on a GPU: tables, addresses, products and norms by kernels."""

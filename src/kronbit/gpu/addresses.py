@@ -1,4 +1,4 @@
-"""Where gradients and buffers are at this step, for the kernels."""
+"""Tables of the addresses of gradients and buffers at a step, for the kernels."""
 
 from __future__ import annotations
 
@@ -19,38 +19,40 @@ _TAGS = {
     torch.float16: tag(Kind.FLOAT16),
 }
 _DTYPES = {"i": torch.int32, "q": torch.int64}
-_NOBODY: frozenset[int] = frozenset()
+_NONE: frozenset[int] = frozenset()
 
 
 def takes(dtypes: set[torch.dtype] | None, grads: Sequence[Tensor | None]) -> bool:
-    """Whether the kernels can read and write all of these gradients.
+    """True if the kernels can read and write all of these gradients.
 
     Args:
-        dtypes: What ``plain_dtypes`` says of them, or of more gradients.
+        dtypes: ``plain_dtypes`` of these, or of more, gradients.
         grads: The gradients; ``None`` where there is none.
     """
     return (
         dtypes is not None
         and dtypes <= _TAGS.keys()
-        and set(map(type, grads)) <= {Tensor, type(None)}  # of a distributed one they see a part
+        and set(map(type, grads))
+        <= {Tensor, type(None)}  # kernels see only a part of a distributed tensor
     )
 
 
 def channels_last(grads: Sequence[Tensor | None]) -> frozenset[int]:
-    """Which of some plain gradients are in channels-last order."""
+    """Return the indices of plain gradients that are in channels-last order."""
     with suppress(TypeError):  # one is None
         if all(map(Tensor.is_contiguous, cast("Sequence[Tensor]", grads))):
-            return _NOBODY
-    there = ((i, grad) for i, grad in enumerate(grads) if grad is not None)
-    return frozenset(i for i, grad in there if not grad.is_contiguous())
+            return _NONE
+    return frozenset(
+        i for i, grad in enumerate(grads) if grad is not None and not grad.is_contiguous()
+    )
 
 
 def takable(grads: Sequence[Tensor | None], taps: Sequence[int]) -> list[Tensor | None]:
-    """Those of the gradients that the kernels can read and write; ``None`` for the others.
+    """Return the gradients that the kernels can read and write, ``None`` for the others.
 
     Args:
         grads: The gradients; ``None`` where there is none.
-        taps: As ``NonfiniteGuard.measure`` is given them.
+        taps: The argument of ``NonfiniteGuard.measure``.
     """
     return [
         grad
@@ -63,30 +65,30 @@ def takable(grads: Sequence[Tensor | None], taps: Sequence[int]) -> list[Tensor 
 
 
 def to_device(values: array[int], device: torch.device, columns: int = 1) -> Tensor:
-    """A table of integers of this many columns, without waiting for the device."""
+    """Return a table of integers on a device, without waiting for the device."""
     host = _sendable(values, device).view(-1, columns)
     return host.to(device, non_blocking=True, copy=True)
 
 
 def _sendable(values: array[int], device: torch.device) -> Tensor:
-    """Numbers that can be copied to a device without waiting for it.
+    """Return numbers that can be copied to a device without waiting for it.
 
-    Pinned memory is not reused before the copy is over: torch's allocator sees to it.
+    Torch's allocator does not reuse pinned memory before the copy has ended.
     """
-    # Of a list, torch.tensor makes four times as slowly what an array already is.
+    # torch.tensor of a list takes four times as long.
     host = torch.frombuffer(values, dtype=_DTYPES[values.typecode])
     return host.pin_memory() if device.type == "cuda" else host
 
 
 class Integers:
-    """A few integers on the device, at a place that stays; written only when they change.
+    """A few integers on the device, at a fixed address; written only when they change.
 
     Args:
-        count: How many there are; all are zero at first.
-        device: Where they are.
+        count: Number of integers, which are zero at first.
+        device: Their device.
 
     Attributes:
-        values: What stands there, or will, once the device gets to it.
+        values: The integers, once the device has done all copies.
         tensor: int64 (count,).
     """
 
@@ -103,49 +105,49 @@ class Integers:
 
 
 class AddressTable(Integers):
-    """Where a step's gradients are, and of which kind (``kernels.gradients``).
+    """Addresses and kinds of the gradients of a step (``kernels.gradients``).
 
     Attributes:
-        aligned: Whether all of them begin at multiples of 16 bytes, as new tensors do.
-        brain: Whether all of them are in bf16.
-        channels_last: Which are in that order.
+        aligned: True if all gradients begin at multiples of 16 bytes, as new tensors do.
+        all_bf16: True if all gradients are in bf16.
+        channels_last: Indices of gradients in channels-last order.
     """
 
     aligned = True
-    brain = False
-    channels_last = _NOBODY
-    # Addresses, their one dtype, and who was in channels-last order.
+    all_bf16 = False
+    channels_last = _NONE
+    # Addresses, the one dtype, and the channels-last indices of the last step.
     _last: tuple[list[int], set[torch.dtype], frozenset[int]] | None = None
 
     def fill(
         self,
         grads: Sequence[Tensor | None],
         dtypes: set[torch.dtype] | None = None,
-        channels_last: frozenset[int] = _NOBODY,
+        channels_last: frozenset[int] = _NONE,
     ) -> None:
-        """Note where gradients are now.
+        """Write the addresses of gradients.
 
         Args:
-            grads: Gradients that the kernels can take; ``None`` where there is none. If they are
-                fewer than there is room for, the others count as gone.
-            dtypes: All that they have, if that is known.
-            channels_last: Which are in that order.
+            grads: Gradients that the kernels can take; ``None`` where there is none. Entries of the
+                table beyond them become 0.
+            dtypes: All dtypes of the gradients, if they are known.
+            channels_last: Indices of gradients in channels-last order.
         """
         values: list[int] | None = None
         last = None
         if dtypes is not None and len(dtypes) == 1:
-            # At nearly every step; a loop in Python takes twice as long.
+            # Nearly every step comes here; a loop in Python takes twice as long.
             (dtype,) = dtypes
             with suppress(TypeError):  # one is None
                 places = list(map(Tensor.data_ptr, cast("Sequence[Tensor]", grads)))
                 last = places, dtypes, channels_last
                 if last == self._last:
-                    return  # gradients come back to where they were
+                    return  # gradients often have the addresses of the last step
                 values = list(map(_TAGS[dtype].__add__, places))
         self._last = None
         if dtypes is None:
             dtypes = {grad.dtype for grad in grads if grad is not None}
-        self.brain = dtypes == {torch.bfloat16}
+        self.all_bf16 = dtypes == {torch.bfloat16}
         if values is None:
             values = [0 if g is None else g.data_ptr() + _TAGS[g.dtype] for g in grads]
         for i in channels_last:
@@ -155,4 +157,4 @@ class AddressTable(Integers):
         if values != self.values:
             self.aligned = not any(map((15).__and__, values))
             self.write(values)
-        self._last = last  # now that it stands there
+        self._last = last  # only once it has been written

@@ -1,4 +1,4 @@
-"""The streams of a graph: chunks fill each other's gaps, and a wave is grafted beside the next."""
+"""Streams of a graph: chunks run side by side, and a wave is grafted while the next is computed."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from kronbit.gpu.tables import LANES
 
 @cache
 def _streams(device: torch.device) -> list[torch.cuda.Stream]:
-    """One for each lane, and one for grafting: always the same, since torch has few to give."""
+    """Return a stream for each lane, and one for grafting; cached, since torch has few streams."""
     return [torch.cuda.Stream(device) for _ in range(LANES + 1)]
 
 
 class Lanes:
-    """Where the work of a step goes. Outside of a graph, all of it stays in order.
+    """Streams for the work of a step. Outside of a graph, all work stays in order.
 
     Args:
-        device: Where the work is done. Lanes begin after what its current stream has got so far.
+        device: Device of the work. Lanes begin after the present work of its current stream.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -29,17 +29,17 @@ class Lanes:
         self._grafted: list[torch.cuda.Event] = []
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             self._streams = _streams(device)
-            self._here = torch.cuda.current_stream(device)
+            self._origin = torch.cuda.current_stream(device)
             for stream in self._streams:
-                stream.wait_stream(self._here)
+                stream.wait_stream(self._origin)
 
     def of(self, lane: int) -> AbstractContextManager[object]:
-        """For work on chunks of a lane."""
+        """Return a context for work on chunks of a lane."""
         return torch.cuda.stream(self._streams[lane]) if self._streams else nullcontext()
 
     @contextmanager
     def grafting(self) -> Iterator[None]:
-        """For what comes after all that lanes have got so far."""
+        """Run work after the present work of all lanes."""
         if not self._streams:
             yield
             return
@@ -51,12 +51,12 @@ class Lanes:
         self._grafted.append(grafting.record_event())
 
     def wait_for_grafting(self, back: int) -> None:
-        """Let the lanes go on only after the grafting of the wave that came ``back`` waves ago."""
+        """Let the lanes wait for the grafting of the wave ``back`` waves ago."""
         if len(self._grafted) >= back:
             for lane in self._streams[:-1]:
                 lane.wait_event(self._grafted[-back])
 
     def join(self) -> None:
-        """Let the stream that began go on only after all of this."""
+        """Let the stream that began wait for all streams."""
         for stream in self._streams:
-            self._here.wait_stream(stream)
+            self._origin.wait_stream(stream)

@@ -1,4 +1,4 @@
-"""Norms of many gradients by two launches, and zeros for those that are not finite by another."""
+"""Norms of many gradients by two launches; non-finite gradients are zeroed by another."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from kronbit.kernels.gradients import norms_kernel, squares_kernel, zero_kernel
 from kronbit.kernels.launch import launch
 
 _BLOCK, _ROUNDS = 2048, 8
-_SUMMED = 256  # pieces of a gradient that are summed up at once
+_SUMMED = 256  # pieces of a gradient that are summed up together
 
 
 class KernelNorms:
-    """Gradients of given sizes on one device.
+    """Norms of gradients of given sizes on one device.
 
     Args:
         sizes: Elements of each gradient. One whose address is 0 counts as zero.
-        device: Where they are.
+        device: Device of the gradients.
 
     Attributes:
-        sizes: As given.
+        sizes: Elements of each gradient.
         norms: ‖G‖_F of each in float32, as last measured.
-        finite: bool, whether each of them is finite.
+        finite: bool, True if a norm is finite.
     """
 
     def __init__(self, sizes: Sequence[int], device: torch.device) -> None:
@@ -48,12 +48,12 @@ class KernelNorms:
         self.finite = self._finite.view(torch.bool)
 
     def measure(self, addresses: Tensor, skipped: Tensor, count: bool) -> None:
-        """Find norms and finiteness, the same bits every time.
+        """Measure norms and finiteness, with the same bits every time.
 
         Args:
-            addresses: Where the gradients are.
-            skipped: int64, takes the number of those that are not finite.
-            count: Whether it does.
+            addresses: Table of the gradients' addresses.
+            skipped: int64; the number of non-finite gradients is added to it.
+            count: True if it is added.
         """
         if not self._programs:
             return
@@ -62,7 +62,7 @@ class KernelNorms:
         launch(norms_kernel, (len(self.sizes),), *numbers, COUNT=count, BLOCK=_SUMMED)
 
     def zero_nonfinite(self, addresses: Tensor) -> None:
-        """Zero the gradients that are not finite; the others keep their bits."""
+        """Zero non-finite gradients; the others keep their bits."""
         if self._programs:
             self._launch(zero_kernel, addresses, self._finite)
 
@@ -73,15 +73,15 @@ class KernelNorms:
 
 
 class Measured(NamedTuple):
-    """The gradients of a step, until its end.
+    """The gradients of a step and their norms.
 
     Attributes:
         grads: The gradients; ``None`` where there is none.
         norms: ‖G‖_F of each in float32; 0 where there is none. Not finite where G is not, or where
             the sum of squares overflows float32.
-        finite: bool, whether each norm is finite.
-        addresses: Where those are that the kernels can take; ``None`` where there are no kernels.
-        by_kernels: Whether kernels have measured them: then they can take all of them.
+        finite: bool, True if a norm is finite.
+        addresses: Table of the gradients that kernels can take; ``None`` without kernels.
+        by_kernels: True if kernels have measured the norms: then they can take all gradients.
     """
 
     grads: Sequence[Tensor | None]

@@ -1,4 +1,7 @@
-"""The ordinary step on a GPU: Ĝ and G̃ of all parameters by a few launches, as one CUDA graph."""
+"""The ordinary step on a GPU by a few launches, as one CUDA graph.
+
+Ĝ = L̂ G R̂ is the preconditioned gradient, and G̃ = Ĝ ‖G‖ / ‖Ĝ‖ the grafted one.
+"""
 
 from __future__ import annotations
 
@@ -22,25 +25,25 @@ from kronbit.kernels.strips import gather_kernel, scatter_kernel
 from kronbit.quantization import codebook
 from kronbit.quantization.reference import SCALE_BITS, SCALE_MAPPING
 
-_COLUMNS = 256  # of a strip that are copied at once
+_COLUMNS = 256  # of a strip that are copied together
 _DECODED = 128  # or decoded
 
 
 class GroupedProducts:
-    """Preconditions the members of one device, or some of them.
+    """Preconditions members of one device by kernels.
 
-    Addresses, below, are those of the members' gradients in order (``AddressTable``); more may
-    follow. A member whose address is 0 is passed over.
+    Addresses are those of the members' gradients in order (``AddressTable``); more may follow. A
+    member whose address is 0 is skipped.
 
     Args:
         stacks: Members, blocks and factors.
-        wanted: The members that will be asked for.
-        precision: How products are taken.
-        channels_last: Whose gradients are in that order.
+        wanted: The members that are preconditioned.
+        precision: Precision of the products.
+        channels_last: Members whose gradients are in that order.
 
     Attributes:
-        scratch_bytes: What a step needs as scratch; a multiple of what alignment asks for.
-        held_bytes: What it needs to hold Ĝ.
+        scratch_bytes: Scratch of a step; a multiple of the alignment.
+        held_bytes: Memory in which a step holds Ĝ.
     """
 
     def __init__(
@@ -56,55 +59,55 @@ class GroupedProducts:
         self.held_bytes = tables.held * precision.held.itemsize
         self._buffers = Integers(Buffer.LENGTH, self._device)
         self._scales = torch.empty_like(stacks.graft_ratio)
-        # Of the programs of products.
+        # Sums of squares, one of each program of a product.
         self._squares = torch.zeros(tables.squares, dtype=torch.float32, device=self._device)
-        # What scratch is seen from, as either type of numbers.
+        # Scratch is addressed relative to the anchor, as either type of numbers.
         anchor = torch.zeros(64, dtype=torch.bfloat16, device=self._device)
         self._anchors = {True: anchor, False: anchor.view(torch.float16)}
-        # Of both roots of each block.
+        # Units of both roots of each block.
         self._units = torch.ones(2 * len(tables.lines), dtype=torch.float32, device=self._device)
 
     def place(self, scratch: int, held: int, norms: Tensor) -> None:
-        """Note at which addresses a step finds its buffers, and ‖G‖_F of each gradient."""
+        """Write the addresses of a step's buffers, and of ‖G‖_F of each gradient."""
         self._buffers.write([self._from_anchor(scratch), held, norms.data_ptr()])
 
     def compare(self, addresses: AddressTable, norms: Tensor, half: Precision) -> Tensor:
-        """(members, 3): ⟨a, b⟩, ⟨a, a⟩ and ⟨b, b⟩, where a is Ĝ taken so, and b is another.
+        """Return (members, 3): ⟨a, b⟩, ⟨a, a⟩, ⟨b, b⟩ of Ĝ in this precision, a, and in another, b.
 
         Args:
-            addresses: Where the gradients are.
+            addresses: Table of the gradients.
             norms: ‖G‖_F of each.
-            half: How the other Ĝ is taken.
+            half: Precision of b.
         """
         tables = self._tables
         scratch = self._empty(self.scratch_bytes, torch.uint8)
         sums = torch.zeros(tables.squares, 3, dtype=torch.float32, device=self._device)
         for chunk in (chunk for wave in tables.waves for chunk in wave.chunks):
-            # Room for Ĝ of one chunk alone: the held stack seems to begin before it.
+            # Room for Ĝ of this chunk alone: the held stack would begin before it.
             held = self._empty(sum(map(held_size, chunk.blocks)), half.held)
             begin = held.data_ptr() - tables.offsets[chunk.blocks[0]] * held.element_size()
             self.place(scratch.data_ptr(), begin, norms)
             self._products(chunk, addresses, half, self._squares)
             self._products(chunk, addresses, self._precision, sums, compare=True)
             del held
-        found = sums.new_zeros(len(self._scales), 3)
+        of_members = sums.new_zeros(len(self._scales), 3)
         members, starts, stops = tables.members.long().unbind(1)
         by_member = torch.segment_reduce(sums, "sum", lengths=stops - starts, unsafe=True)
-        return found.index_copy_(0, members, by_member)
+        return of_members.index_copy_(0, members, by_member)
 
     def _empty(self, size: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(size, dtype=dtype, device=self._device)
 
     def _from_anchor(self, scratch: int) -> int:
-        """Elements from the anchor to the scratch; both are aligned to much more than that."""
+        """Return the elements from the anchor to the scratch, which are both well aligned."""
         return (scratch - self._anchors[True].data_ptr()) // self._anchors[True].itemsize
 
     def step(self, addresses: AddressTable) -> None:
-        """Launch what writes G̃ = Ĝ ‖G‖ / ‖Ĝ‖ over the gradients. Allocates nothing."""
+        """Launch the kernels that write G̃ over the gradients. Allocates nothing."""
         lanes = Lanes(self._device)
         before: TableWave | None = None
         for wave in self._tables.waves:
-            # Who has the same part of the held stack is grafted first.
+            # Do not overwrite Ĝ that still awaits grafting.
             shared = before is not None and (wave.alone or before.alone)
             lanes.wait_for_grafting(1 if shared else 2)
             before = wave
@@ -117,13 +120,13 @@ class GroupedProducts:
         lanes.join()
 
     def _graft(self, wave: TableWave, addresses: AddressTable) -> None:
-        """‖G‖ / ‖Ĝ‖ of a wave's members."""
+        """Compute ‖G‖ / ‖Ĝ‖ of a wave's members."""
         read = self._tables.members, wave.members.start, addresses.tensor, self._buffers.tensor
         written = self._scales, self._stacks.graft_ratio, self._stacks.ungrafted
         launch(graft_kernel, (len(wave.members),), *read, self._squares, *written, BLOCK=256)
 
     def _write(self, wave: TableWave, addresses: AddressTable) -> None:
-        """G̃ of a wave over the gradients."""
+        """Write G̃ of a wave over the gradients."""
         if wave.fits:
             for wide, some in groupby(wave.chunks, lambda chunk: chunk.wide):
                 strips = [chunk.strips for chunk in some]
@@ -134,7 +137,7 @@ class GroupedProducts:
             self._scatter(chunk.strips, chunk.wide, addresses)
 
     def _scatter(self, strips: range, wide: bool, addresses: AddressTable) -> None:
-        """G̃ of some rows over the gradients."""
+        """Write G̃ of some rows over the gradients."""
         wide, precise = wide and addresses.aligned, self._precision.precise
         self._launch_strips(scatter_kernel, strips, addresses, self._scales, precise, wide)
 
@@ -152,7 +155,7 @@ class GroupedProducts:
         self, chunk: Chunk, addresses: AddressTable, precision: Precision, sums: Tensor,
         compare: bool = False,
     ) -> None:  # fmt: skip
-        """Ĝ of a chunk's blocks into the held stack, and sums over what each program computes."""
+        """Compute Ĝ of a chunk's blocks into the held stack, and sums of each program."""
         if not chunk.wide:
             precision = replace(precision, direct=False)
         self._restore(chunk, addresses, precision)
@@ -161,7 +164,7 @@ class GroupedProducts:
         self._passes(chunk, addresses, precision, sums, compare)
 
     def _restore(self, chunk: Chunk, addresses: AddressTable, precision: Precision) -> None:
-        """Roots of a chunk's blocks into the scratch."""
+        """Restore roots of a chunk's blocks into the scratch."""
         where = self._tables.lines, addresses.tensor, self._buffers.tensor
         scratch = self._anchors[precision.precise], self._units
         squares = codebook(SCALE_MAPPING, SCALE_BITS, self._device)
@@ -177,7 +180,7 @@ class GroupedProducts:
             launch(roots_kernel, (len(programs),), *arguments, **constants)
 
     def _gather(self, chunk: Chunk, addresses: AddressTable, precision: Precision) -> None:
-        """X ← G of a chunk's blocks."""
+        """Copy gradients G of a chunk's blocks into X in the scratch."""
         anchor, wide = self._anchors[precision.precise], chunk.wide and addresses.aligned
         self._launch_strips(gather_kernel, chunk.strips, addresses, anchor, precision.precise, wide)
 
@@ -185,7 +188,7 @@ class GroupedProducts:
         self, chunk: Chunk, addresses: AddressTable, precision: Precision, sums: Tensor,
         compare: bool,
     ) -> None:  # fmt: skip
-        """Ĝ of a chunk's blocks from X."""
+        """Compute Ĝ of a chunk's blocks from X or G."""
         shape = self._tables.shape
         tables = chunk.tiles, self._tables.lines, addresses.tensor, self._buffers.tensor
         scratch = self._anchors[precision.precise], self._units

@@ -1,4 +1,4 @@
-"""G Gᵀ and Gᵀ G of a batch of blocks by kernels, from gradients that lie anywhere."""
+"""G Gᵀ and Gᵀ G of batches of blocks by kernels, read from the gradients."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class _Lines:
     Attributes:
         lines: A line of integers per row.
         size: Elements of all copies.
-        tiles: Programs that the largest block needs.
+        tiles: Number of programs of the largest block.
     """
 
     lines: Tensor
@@ -39,11 +39,11 @@ class _Lines:
 
 
 class OuterProducts:
-    """Statistics of the members of one device.
+    """Computes M, the new statistics, of members of one device.
 
     Args:
         members: The parameters.
-        device: Where they are.
+        device: Their device.
     """
 
     def __init__(self, members: Sequence[Member], device: torch.device) -> None:
@@ -53,11 +53,11 @@ class OuterProducts:
         )
 
     def of(self, addresses: Tensor, finite: Tensor, parts: Sequence[Part]) -> Tensor:
-        """M of a batch; zero beyond a row's order, and where the gradient is not finite.
+        """Return M of a batch; zero beyond a row's order, and where the gradient is not finite.
 
         Args:
-            addresses: Where the members' gradients are.
-            finite: bool (members,): whose gradient is finite.
+            addresses: Table of the members' gradients.
+            finite: bool (members,): True if the gradient is finite.
             parts: The rows.
         """
         n = order_of(parts)

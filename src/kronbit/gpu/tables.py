@@ -1,8 +1,8 @@
-"""Tables that tell the grouped kernels which blocks there are, and which program does what.
+"""Tables of the ordinary step: its blocks, and the work of every program.
 
-The blocks of an ordinary step are cut into waves, chunks and programs here. Tables depend on the
-plan alone, so they are made once. Gradients move from step to step: their addresses are a small
-table of their own.
+Blocks are cut into waves, which are grafted together; waves into chunks, which share the scratch;
+and chunks into programs. Tables depend on the plan alone, so they are made once. Addresses of
+gradients change from step to step, and have a small table in ``addresses``.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from kronbit.kernels.roots import tiles_per_program
 from kronbit.kernels.split import PAD, padded
 from kronbit.quantization import Quantizer
 
-LANES = 2  # chunks that are under way at the same time, each in a scratch of its own
+LANES = 2  # chunks that are computed at the same time, each in another part of the scratch
 
 
 class Shape(NamedTuple):
-    """How the programs of a product are cut.
+    """Shape of the programs of a product.
 
     Attributes:
-        tile: Rows and columns of what a program computes: as much as fits into its registers.
-        depth: Columns of the left operand that are multiplied at once.
-        warps: Of a program.
-        stages: Loads that are under way while tensor cores compute.
+        tile: Rows and columns of a program's result: as much as fits into its registers.
+        depth: Columns of the left operand that are multiplied together.
+        warps: Warps of a program.
+        stages: Loads in flight while tensor cores compute.
     """
 
     tile: tuple[int, int]
@@ -45,12 +45,12 @@ class Shape(NamedTuple):
 
 @dataclass(frozen=True)
 class Precision:
-    """How products are taken.
+    """Precision of products.
 
     Attributes:
-        precise: Roots, gradients, X and Y are sums of two bf16 numbers, not float16, and Ĝ is held
-            in float32, not bf16.
-        direct: Gradients are multiplied where they are, if their rows are wide.
+        precise: True if roots, gradients, X and Y are sums of two bf16 numbers, not float16, and Ĝ
+            is held in float32, not bf16.
+        direct: True if gradients with wide rows are multiplied in place, without a copy.
     """
 
     precise: bool
@@ -58,18 +58,18 @@ class Precision:
 
     @property
     def parts(self) -> int:
-        """Numbers of 16 bits that make up an element of a root, of X and of Y."""
+        """Number of 16-bit numbers in an element of a root, of X and of Y."""
         return 2 if self.precise else 1
 
     @property
     def held(self) -> torch.dtype:
-        """What Ĝ is held in."""
+        """Dtype in which Ĝ is held."""
         return torch.float32 if self.precise else torch.bfloat16
 
     def shape(self, blocks: Iterable[tuple[int, int]]) -> Shape:
-        """How programs are cut, for products of such blocks.
+        """Return the shape of programs for products of blocks (m, n).
 
-        Larger tiles read less, but more of them hangs over the edges.
+        Larger tiles read less, but waste more at the edges.
         """
         if self.precise:
             return _PRECISE
@@ -87,9 +87,9 @@ _PRECISE = Shape((64, 128), 64, 4, 3)
 
 @dataclass(frozen=True, eq=False)  # two blocks are never the same
 class TableBlock:
-    """A block, and where its gradient is: from ``first`` on, ``stride`` elements per row.
+    """A block, and its place in the gradient: from ``first`` on, ``stride`` elements per row.
 
-    In channels-last order it has the same elements in each row, but elsewhere there.
+    In channels-last order, a row has the same elements in another order.
     """
 
     member: int
@@ -103,26 +103,25 @@ class TableBlock:
 
     @property
     def wide(self) -> bool:
-        """Whether rows of the gradient are in order, and begin and end at multiples of 8."""
+        """True if rows of the gradient are in order, and begin and end at multiples of 8."""
         places = (self.group.shape[1], self.first, self.stride)
         return not self.channels_last and all(place % 8 == 0 for place in places)
 
     def scratch(self, precision: Precision) -> int:
-        """Elements of scratch: two roots, Y, and X if it is not the gradient itself."""
+        """Return the elements of scratch: two roots, Y, and X if it is not the gradient itself."""
         m, n = map(padded, self.group.shape)
         copies = 1 if precision.direct and self.wide else 2
         return precision.parts * (m * m + n * n + copies * m * n)
 
 
 class RootKind(NamedTuple):
-    """What a kernel that restores roots is made for.
+    """Storage of roots, for which a variant of the kernel is compiled.
 
     Attributes:
         quantizer: Q and D.
-        words: Whether eight codes are a word of their own, as those of a row of a multiple of
-            eight are.
-        compact: Whether one triangle is kept, and scales are quantised.
-        tile: The side of its tiles; 0 if it is kept by rows.
+        words: True if eight codes are a word: if rows have a multiple of eight elements.
+        compact: True if only one triangle is kept, and scales are quantised.
+        tile: The side of the tiles; 0 if roots are kept by rows.
     """
 
     quantizer: Quantizer
@@ -132,16 +131,16 @@ class RootKind(NamedTuple):
 
     @classmethod
     def of(cls, factors: Factors) -> RootKind:
-        """Of a stack."""
+        """Return the kind of a stack."""
         storage, order = factors.method.root, factors.order
-        own = storage.quantizer
+        quantizer = storage.quantizer
         if isinstance(storage, CompactStorage):
-            return cls(own, words=False, compact=True, tile=storage.tile(order) or 0)
-        words = own.bits == 4 and own.block_size % 8 == 0 and order % 8 == 0
-        return cls(own, words=words, compact=False, tile=0)
+            return cls(quantizer, words=False, compact=True, tile=storage.tile(order) or 0)
+        words = quantizer.bits == 4 and quantizer.block_size % 8 == 0 and order % 8 == 0
+        return cls(quantizer, words=words, compact=False, tile=0)
 
     def programs(self, order: int) -> int:
-        """How many programs restore a root."""
+        """Return the number of programs that restore a root."""
         if not self.tile:
             return padded(order) // STRIP
         side = padded(order) // self.tile
@@ -150,17 +149,17 @@ class RootKind(NamedTuple):
 
 @dataclass(frozen=True)
 class Chunk:
-    """Blocks that go through the scratch together.
+    """Blocks that share the scratch.
 
     Attributes:
         blocks: The blocks.
-        roots: Of each kind of root: (block, side, first) of each program that restores. The first
-            is that of the block's programs, here and below.
-        strips: Which of the tables' programs gather or scatter its rows.
-        wide: Whether rows of gradients begin and end at multiples of 8 elements, all or none.
+        roots: For each kind of root, (block, side, first) of each program that restores, where
+            ``first`` is the first program of the block.
+        strips: Range of the tables' programs that gather or scatter its rows.
+        wide: True if rows of all gradients are wide, False if those of none are.
         tiles: (block, first) of each program of a product.
-        square: Where its programs' sums of squares begin.
-        lane: Whose scratch it uses.
+        square: Index of the first program's sum of squares.
+        lane: Lane whose scratch it uses.
     """
 
     blocks: tuple[TableBlock, ...]
@@ -177,10 +176,10 @@ class TableWave:
     """Members that are grafted together.
 
     Attributes:
-        members: Which of the tables'.
+        members: Range of the tables' members.
         chunks: Its blocks in order.
-        fits: Whether Ĝ of the wave is held until it is grafted; else it is computed twice.
-        alone: Whether it may need all of the held stack; two others have a half each.
+        fits: True if Ĝ of the wave is held until it is grafted; else it is computed twice.
+        alone: True if the wave may need all of the held stack; others have a half each.
     """
 
     members: range
@@ -191,18 +190,18 @@ class TableWave:
 
 @dataclass(frozen=True)
 class Tables:
-    """What there is to do for some members.
+    """Tables of an ordinary step for some members.
 
     Attributes:
         lines: The blocks' lines of integers.
-        members: (member, first, one past the last of its squares) of each.
+        members: (member, first, one past the last of its sums of squares) of each.
         strips: (block, first) of each program that gathers or scatters rows.
         waves: In order.
-        shape: How products are cut.
-        squares: How many programs compute products.
-        scratch: Elements of all lanes' scratch.
+        shape: Shape of the programs of products.
+        squares: Number of programs that compute products.
+        scratch: Elements of the scratch of all lanes.
         held: Elements of the held stack.
-        offsets: Where Ĝ of each block begins in it.
+        offsets: First element of Ĝ of each block in the held stack.
     """
 
     lines: Tensor
@@ -225,11 +224,10 @@ def make_tables(
     """Cut members into waves whose Ĝ, and whose chunks' scratch, fit into the workspace.
 
     Args:
-        stacks: Members, blocks and workspace: three eighths of that are scratch; the rest
-            holds Ĝ.
-        wanted: Which of the members.
-        precision: How much scratch they need.
-        channels_last: Whose gradients are in that order.
+        stacks: Members, blocks and workspace: three eighths of it are scratch; the rest holds Ĝ.
+        wanted: Indices of the members.
+        precision: Precision of the products.
+        channels_last: Members whose gradients are in that order.
     """
     members, groups, device = stacks.members, stacks.groups, stacks.device
     workspace = stacks.workspace
@@ -243,7 +241,7 @@ def make_tables(
     shape = precision.shape(block.group.shape for block in blocks)
     hold = workspace * 5 // 8 // precision.held.itemsize // (2 * PAD) * (2 * PAD)
     waves = list(cut_into_waves(blocks, hold))
-    # Of a chunk; of one whose wave does not fit, Ĝ, too, has room only as long as it is under way.
+    # Scratch of a chunk. If its wave does not fit, Ĝ is held only while the chunk is computed.
     scratch = workspace * 3 // 8 // 2 // LANES
     pieces = [
         list(cut_into_chunks(wave, precision, scratch, hold // LANES if size > hold else None))
@@ -274,8 +272,8 @@ def make_tables(
         members=to_device(writer.members, device, 3),
         strips=strips.of(table),
         waves=tuple(
-            TableWave(own, tuple(draft.chunk(table) for draft in drafts), fits, alone)
-            for own, drafts, fits, alone in waves_drafted
+            TableWave(span, tuple(draft.chunk(table) for draft in drafts), fits, alone)
+            for span, drafts, fits, alone in waves_drafted
         ),
         shape=shape,
         squares=writer.squares,
@@ -288,36 +286,36 @@ def make_tables(
 def cut_into_waves(
     blocks: Sequence[TableBlock], hold: int
 ) -> Iterator[tuple[list[TableBlock], int]]:
-    """Runs of members, with the size of their Ĝ.
+    """Yield blocks of a wave, with the size of their Ĝ.
 
-    Two waves are under way: the products of one, and the grafting of the one before it.
+    Two waves run at a time: products of one, and grafting of the previous one.
     """
     wave: list[TableBlock] = []
     total = 0
-    for own in _runs(blocks):
-        size = sum(map(held_size, own))
+    for of_member in _runs(blocks):
+        size = sum(map(held_size, of_member))
         if wave and total + size > hold // 2:
             yield wave, total
             wave, total = [], 0
-        wave += own
+        wave += of_member
         total += size
     yield wave, total
 
 
 def _runs(blocks: Sequence[TableBlock]) -> Iterator[list[TableBlock]]:
-    """The blocks of each member."""
-    own: list[TableBlock] = []
+    """Yield the blocks of each member."""
+    run: list[TableBlock] = []
     for block in blocks:
-        if own and own[0].member != block.member:
-            yield own
-            own = []
-        own.append(block)
-    if own:
-        yield own
+        if run and run[0].member != block.member:
+            yield run
+            run = []
+        run.append(block)
+    if run:
+        yield run
 
 
 def held_size(block: TableBlock) -> int:
-    """Elements of Ĝ of a block, as it is held."""
+    """Return the elements of Ĝ of a block, padded."""
     m, n = map(padded, block.group.shape)
     return m * n
 
@@ -325,7 +323,7 @@ def held_size(block: TableBlock) -> int:
 def cut_into_chunks(
     blocks: Sequence[TableBlock], precision: Precision, scratch: int, hold: int | None
 ) -> Iterator[list[TableBlock]]:
-    """Cut the blocks of a wave into chunks, wide or not; one block may exceed the scratch."""
+    """Cut the blocks of a wave into chunks, all wide or none; one block may exceed the scratch."""
     piece: list[TableBlock] = []
     used = kept = 0
     for block in blocks:
@@ -348,12 +346,12 @@ class _ProgramList:
     width: int
 
     def of(self, table: Tensor) -> Tensor:
-        """The list, once the table is on the device."""
+        """Return the list in a table on the device."""
         return table[self.start : self.stop].view(-1, self.width)
 
 
 class _ProgramLists:
-    """Lists of programs in one table: many small ones would take long to send."""
+    """Lists of programs in one table: one copy to the device is faster than many."""
 
     def __init__(self) -> None:
         self.integers = array("i")
@@ -381,7 +379,7 @@ class _ChunkDraft:
     lane: int
 
     def chunk(self, table: Tensor) -> Chunk:
-        """The chunk, with the lists of the table on the device."""
+        """Return the chunk, with its lists from a table on the device."""
         return Chunk(
             blocks=self.blocks,
             roots=tuple((kind, programs.of(table)) for kind, programs in self.roots.items()),
@@ -397,11 +395,10 @@ class _Writer:
     """Writes lines and lists, chunk by chunk.
 
     Attributes:
-        lines, members: As tables have them.
-        strips: (block,), and how many programs gather or scatter its rows.
-        squares: How many programs compute products.
-        offsets: As ``Tables`` has them.
-        lists: Of the programs.
+        lines, members, offsets: Contents of ``Tables``.
+        strips: (block,), and the number of programs that gather or scatter its rows.
+        squares: Number of programs that compute products.
+        lists: Lists of programs.
     """
 
     def __init__(self, precision: Precision, shape: Shape) -> None:
@@ -413,7 +410,7 @@ class _Writer:
         self.lists = _ProgramLists()
 
     def chunk(self, piece: Sequence[TableBlock], lane: int, place: int, held: int) -> _ChunkDraft:
-        """Add blocks whose scratch begins at some place, and whose Ĝ are held from another on."""
+        """Add blocks whose scratch begins at ``place``, and whose Ĝ are held from ``held`` on."""
         first_line, first_strip, square = len(self.lines) // COUNT, self._strip_count, self.squares
         kinds: dict[RootKind, list[tuple[tuple[int, int], int]]] = {}
         counts = []
@@ -433,7 +430,7 @@ class _Writer:
         return _ChunkDraft(tuple(piece), roots, strips, tiles, square, lane)
 
     def _add_squares(self, block: TableBlock) -> int:
-        """Count the programs of a block's product, also among its member's."""
+        """Count the programs of a block's product, and add them to its member's."""
         (m, n), (rows, columns) = block.group.shape, self._shape.tile
         count = -(-m // rows) * -(-n // columns)
         if not self.members or self.members[-3] != block.member:
@@ -460,7 +457,7 @@ def _line(block: TableBlock, precision: Precision, place: int, held: int) -> lis
 
 
 def _root(factors: Factors, row: int) -> dict[Field, int]:
-    """Addresses of a root. A 32-bit one is its own diagonal, at every (n + 1)-th element."""
+    """Return the addresses of a root. At 32 bits, every (n + 1)-th element is the diagonal."""
     if factors.format.root.bits == 32:
         address = _address(factors, "root", row)
         return {

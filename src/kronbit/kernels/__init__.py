@@ -1,1 +1,1 @@
-"""Triton kernels of the linear algebra and of the ordinary step; see ``acceleration``."""
+"""Triton kernels of the linear algebra and of the ordinary step; see ``guard``."""

@@ -1,8 +1,7 @@
 """Triangular factors, batched: R⁻¹ with Rᵀ R = S for Cholesky-QR, or C = Rᵀ itself.
 
-R is inverted in blocks along its diagonal, and those are joined, two by two.
-
-All of that is a long chain of short launches, so it is replayed as a CUDA graph.
+R is inverted in blocks along its diagonal, and these are joined, two by two. All of that is a long
+chain of short launches, so it is replayed as a CUDA graph. ``whitened`` is X R⁻¹ for Cholesky-QR.
 """
 
 from __future__ import annotations
@@ -33,16 +32,16 @@ from kronbit.kernels.split import Split, measured_split, normalise_columns, take
 
 _TILE = 32
 _BLOCK = 8  # tiles that are inverted one after the other; larger blocks are joined
-_JOINED, _DEPTH = 64, 16  # tiles of what joins two blocks
+_JOINED, _DEPTH = 64, 16  # tiles of the products that join two blocks
 _WARPS = 4
 _TILES = {"TILE": _TILE, "num_warps": 1}  # of an elimination
 
 
 @triton.jit(do_not_specialize=["n", "tiles"])
 def _blocks_kernel(places, n, tiles, BLOCK: tl.constexpr, TILE: tl.constexpr):
-    """R⁻¹ of blocks along the diagonal, tile by tile: every program has rows of its own.
+    """Write R⁻¹ of blocks along the diagonal, tile by tile; every program has a row of tiles.
 
-    It also writes the zeros to the left of them.
+    Also write the zeros to the left.
     """
     matrix = tl.program_id(1).to(tl.int64)
     if not wanted(places, matrix):
@@ -80,9 +79,10 @@ def _blocks_kernel(places, n, tiles, BLOCK: tl.constexpr, TILE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["n", "size"])
 def _join_kernel(places, n, size, SECOND: tl.constexpr, TILE: tl.constexpr, DEPTH: tl.constexpr):
-    """What stands above B in R⁻¹, of two blocks A and B along its diagonal, and C above B in R.
+    """Write R⁻¹ above B, where A and B are blocks along its diagonal, and C is R above B.
 
-    First T = C B, which goes transposed below A in R, where nothing is needed any more; then -A T.
+    First T = C B, which is stored transposed below A in R, where nothing is read any more; then
+    -A T.
     """
     matrix = tl.program_id(2).to(tl.int64)
     if not wanted(places, matrix):
@@ -112,25 +112,25 @@ def _join_kernel(places, n, size, SECOND: tl.constexpr, TILE: tl.constexpr, DEPT
         B = out + second * n + second + column[None, :]
         for start in range(0, tl.minimum(j + TILE, width), DEPTH):  # and so is B
             k = start + tl.arange(0, DEPTH)
-            there = k < width
+            within = k < width
             total += exact_dot(
-                tl.load(C + k[None, :], mask=there[None, :], other=0.0),
-                tl.load(B + k[:, None] * n, mask=there[:, None] & wide, other=0.0),
+                tl.load(C + k[None, :], mask=within[None, :], other=0.0),
+                tl.load(B + k[:, None] * n, mask=within[:, None] & wide, other=0.0),
             )
         tl.store(T + row[:, None], total, mask=wide)
 
 
 def inverse_factor_(S: Tensor, least: float, only: Tensor, chain: Chain | None = None) -> Tensor:
-    """R⁻¹ with Rᵀ R = S, for a contiguous float32 stack (k, n, n), which is overwritten.
+    """Return R⁻¹ with Rᵀ R = S of a contiguous float32 stack (k, n, n), which is overwritten.
 
     Args:
         S: Symmetric matrices; upper tiles are not read.
-        least: Pivots below it are replaced by it; such a row of R is zero beside its diagonal.
-        only: bool (k,): which of the matrices are wanted; the others' results are undefined.
-        chain: What launches it, if that is done more than once.
+        least: Smaller pivots are replaced by it; the row of R is zero beside its diagonal.
+        only: bool (k,): matrices whose results are wanted; others are undefined.
+        chain: Launches factorisations that are repeated.
 
     Returns:
-        R⁻¹, upper triangular; it holds NaN or infinity where a pivot was not positive.
+        R⁻¹, upper triangular, with NaN or infinity where a pivot was not positive.
     """
     k, n, _ = S.shape
     inverses = S.new_empty(k, -(-n // _TILE), _TILE, _TILE)
@@ -146,26 +146,26 @@ def factor_(A: Tensor, chain: Chain | None = None) -> Tensor:
 
     Args:
         A: Symmetric matrices; upper tiles are not read.
-        chain: What launches it, if that is done more than once.
+        chain: Launches factorisations that are repeated.
 
     Returns:
-        bool (k,): of which matrices all pivots were positive. The others' factors are worthless.
+        bool (k,): True if all pivots were positive; else the factor is not usable.
     """
     k, n, _ = A.shape
     inverses = A.new_empty(k, -(-n // _TILE), _TILE, _TILE)
     chain = chain or Chain(A.device, graphs=False)
-    everyone = _everyone(A)
-    launch(note_kernel, (1,), chain.places, A, inverses, A, everyone)
+    all_matrices = _all_matrices(A)
+    launch(note_kernel, (1,), chain.places, A, inverses, A, all_matrices)
     chain.factor(k, n)
     return (A.diagonal(dim1=-2, dim2=-1) > 0).all(-1)  # False for NaN
 
 
 class Chain:
-    """The launches of ``inverse_factor_`` and ``factor_``, for matrices wherever they are.
+    """Launches of ``inverse_factor_`` and ``factor_``. Matrices are found by noted addresses.
 
     Args:
-        device: Where they are.
-        graphs: Whether the launches may be a CUDA graph.
+        device: Device of the matrices.
+        graphs: True if the launches may be a CUDA graph.
     """
 
     def __init__(self, device: torch.device, graphs: bool) -> None:
@@ -178,11 +178,11 @@ class Chain:
         return self._replay.refused
 
     def invert(self, k: int, n: int, least: float) -> None:
-        """R⁻¹ of k matrices of order n, whose places have been noted."""
+        """Compute R⁻¹ of k matrices of order n, whose addresses have been noted."""
         self._replay(("R⁻¹", k, n, least), lambda: self._invert(k, n, least))
 
     def factor(self, k: int, n: int) -> None:
-        """C of k matrices of order n, whose places have been noted."""
+        """Compute C of k matrices of order n, whose addresses have been noted."""
         self._replay(("C", k, n), lambda: self._factor(k, n))
 
     def _eliminate(self, k: int, n: int, least: float, direct: bool) -> int:
@@ -215,23 +215,16 @@ class Chain:
 def whitened(
     X: Tensor, room: Tensor | None, least: float, limit: float, chain: Chain | None
 ) -> Split:
-    """What ``kronbit.linalg.orthogonal`` asks for, without waiting for the device.
+    """Return X R⁻¹; see ``linalg.backend``. Does not wait for the device.
 
-    Which matrices need a second pass is known there alone: it is launched for all of them, and
-    programs that have nothing to do end at once.
-
-    Args:
-        X: (k, m, n), contiguous.
-        room: (k, n, n) that may be overwritten; it may be X itself.
-        least: The least pivot of the first pass.
-        limit: The largest element of R⁻¹ up to which one pass is enough.
-        chain: What launches factorisations.
+    Only the device knows which matrices need a second pass: it is launched for all of them, and
+    programs without work end at once.
     """
     x = normalise_columns(X)
-    everyone = _everyone(X)
-    S = multiply(x.mT, x, symmetric=True, out=room, only=everyone)
-    W = inverse_factor_(S, least, everyone, chain)
-    w, largest = measured_split(W, everyone)
+    all_matrices = _all_matrices(X)
+    S = multiply(x.mT, x, symmetric=True, out=room, only=all_matrices)
+    W = inverse_factor_(S, least, all_matrices, chain)
+    w, largest = measured_split(W, all_matrices)
     del S, W
     y = compose(x, w)
     del x, w
@@ -246,21 +239,21 @@ def whitened(
 
 
 def shifted(X: Tensor, room: Tensor | None, shift: float) -> Tensor:
-    """One pass with something added to the diagonal of XᵀX, in float32."""
+    """Return X R⁻¹ with Rᵀ R = XᵀX + shift I; see ``linalg.backend``."""
     x = normalise_columns(X)
-    everyone = _everyone(X)
-    S = multiply(x.mT, x, symmetric=True, out=room, only=everyone)
+    all_matrices = _all_matrices(X)
+    S = multiply(x.mT, x, symmetric=True, out=room, only=all_matrices)
     S.diagonal(dim1=-2, dim2=-1).add_(shift)
-    w, _ = measured_split(inverse_factor_(S, 0.0, everyone), everyone)
+    w, _ = measured_split(inverse_factor_(S, 0.0, all_matrices), all_matrices)
     return compose(x, w).float()
 
 
-def _everyone(X: Tensor) -> Tensor:
-    """All matrices as some of them: kernels are compiled once for both."""
+def _all_matrices(X: Tensor) -> Tensor:
+    """Return a mask of all matrices: with and without a choice, kernels are the same variant."""
     return torch.ones(len(X), dtype=torch.bool, device=X.device)
 
 
 def _bits(value: float) -> int:
-    """A positive float32 as an integer. Those of larger numbers, infinity and NaN are larger."""
+    """Return the bits of a positive float32; larger numbers, infinity and NaN have larger bits."""
     (bits,) = struct.unpack("<i", struct.pack("<f", value))
     return int(bits)

@@ -1,7 +1,7 @@
-"""Compact storage by Triton kernels: the same codes as pure torch gives, from matrices as they lie.
+"""Compact storage by Triton kernels: the same codes as pure torch, from matrices of any strides.
 
-A matrix is cut into runs of block-rows below each other: of a tile, or 16 of a matrix kept by rows.
-One program does one of them.
+A matrix is cut into runs of blocks below each other: those of a tile, or 16 if it is kept by rows.
+Every program has one run. Blocks have scales, which are quantised; scales of these are tops.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _BY_ROWS = 16
 
 @triton.jit
 def tile_at(number):
-    """Row and column of a tile in the lower triangle, counted by rows."""
+    """Return row and column of a tile of the lower triangle, counted by rows."""
     i = ((tl.sqrt(8.0 * number.to(tl.float32) + 1.0) - 1.0) * 0.5).to(tl.int32)
     i = tl.where(i * (i + 1) // 2 > number, i - 1, i)  # a root may be rounded to either side
     i = tl.where((i + 1) * (i + 2) // 2 <= number, i + 1, i)
@@ -45,14 +45,14 @@ def tile_at(number):
 
 @triton.jit
 def restored_scale(scales, tops, squares, place, mask):
-    """D of a block's scale."""
+    """D: return the scales of blocks."""
     code = tl.load(scales + place, mask=mask, other=0).to(tl.int32)
     return tl.load(squares + code) * tl.load(tops + place // _PER_TOP, mask=mask, other=0.0)
 
 
 @triton.jit
 def eight_codes(words):
-    """The 4-bit codes of words (rows, columns) along a third axis."""
+    """Return the 4-bit codes of words (rows, columns) along a third axis."""
     return (words[:, :, None] >> (tl.arange(0, 8) * 4)[None, None, :]) & 15
 
 
@@ -60,7 +60,7 @@ def eight_codes(words):
 def restore_tile(
     codes, scales, tops, table, squares, tile, count, BITS: tl.constexpr, TILE: tl.constexpr
 ):
-    """D of a tile, (TILE, TILE); zero if it lies behind the ``count`` rows of tiles."""
+    """D: return a tile, (TILE, TILE); zero behind the last of ``count`` rows of tiles."""
     line = tile * TILE + tl.arange(0, TILE)[:, None]
     scale = restored_scale(scales, tops, squares, line, line < count)
     if BITS == 4:  # eight codes are read as one word
@@ -80,7 +80,7 @@ def restore_by_rows(
     codes, scales, tops, table, squares, row, column, mask, n,
     TRIANGLE: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """D of some elements of a matrix that is kept by rows; of a triangle, mirrored."""
+    """D: return elements of a matrix that is kept by rows; a TRIANGLE is mirrored."""
     if TRIANGLE:
         row, column = tl.maximum(row, column), tl.minimum(row, column)
     blocks = (n + BLOCK - 1) // BLOCK
@@ -93,22 +93,22 @@ def restore_by_rows(
 def _run(
     number, n, TRIANGLE: tl.constexpr, BLOCK: tl.constexpr, TILED: tl.constexpr, ROWS: tl.constexpr
 ):
-    """Rows, columns, elements that count, and the blocks' numbers, of a run."""
+    """Return rows, columns, a mask of elements that count, blocks, and their mask, of a run."""
     if TILED:
         i, j = tile_at(number)
         row, column = i * BLOCK + tl.arange(0, BLOCK), j * BLOCK + tl.arange(0, BLOCK)
         line = number * BLOCK + tl.arange(0, BLOCK)
-        there = line >= 0
+        stored = line >= 0
     else:
         blocks = (n + BLOCK - 1) // BLOCK
         row = number // blocks * ROWS + tl.arange(0, ROWS)
         column = number % blocks * BLOCK + tl.arange(0, BLOCK)
         line = row * blocks + number % blocks
-        there = row < n
+        stored = row < n
     counts = (row < n)[:, None] & (column < n)[None, :]
     if TRIANGLE:
         counts = counts & (column[None, :] < row[:, None])
-    return row, column, counts, line, there
+    return row, column, counts, line, stored
 
 
 @triton.jit
@@ -123,17 +123,17 @@ def _scales_kernel(
     TRANSPOSED: tl.constexpr, TRIANGLE: tl.constexpr, BLOCK: tl.constexpr, TILED: tl.constexpr,
     ROWS: tl.constexpr,
 ):  # fmt: skip
-    row, column, counts, line, there = _run(tl.program_id(0), n, TRIANGLE, BLOCK, TILED, ROWS)
+    row, column, counts, line, stored = _run(tl.program_id(0), n, TRIANGLE, BLOCK, TILED, ROWS)
     value = _value(x, matrix_stride, long_stride, row, column, counts, TRANSPOSED)
     target = scales + tl.program_id(1).to(tl.int64) * count + line
-    tl.store(target, block_scale(value), mask=there)
+    tl.store(target, block_scale(value), mask=stored)
 
 
 @triton.jit(do_not_specialize=["count", "tops_count"])
 def _round_scales_kernel(
     scales, codes, tops, borders, squares, count, tops_count, BITS: tl.constexpr
 ):
-    """Q and D of the scales that share a top; D overwrites them."""
+    """Quantise the scales that share a top, and overwrite them by D."""
     matrix = tl.program_id(1).to(tl.int64)
     place = tl.program_id(0) * _PER_TOP + tl.arange(0, _PER_TOP)[None, :]
     mask = place < count
@@ -143,8 +143,8 @@ def _round_scales_kernel(
     code = nearest_code(value, top, borders, BITS)
     tl.store(codes + matrix * count + place, code.to(tl.uint8), mask=mask)
     tl.store(scales + place, tl.load(squares + code) * top[:, None], mask=mask)
-    own = tops + matrix * tops_count + tl.program_id(0) + tl.arange(0, 1)
-    tl.store(own, top)
+    first = tops + matrix * tops_count + tl.program_id(0) + tl.arange(0, 1)
+    tl.store(first, top)
 
 
 @triton.jit(do_not_specialize=["n", "count", "code_length", "matrix_stride", "long_stride"])
@@ -153,22 +153,22 @@ def _codes_kernel(
     TRANSPOSED: tl.constexpr, TRIANGLE: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr,
     TILED: tl.constexpr, ROWS: tl.constexpr, PER_WORD: tl.constexpr, WORD_BYTES: tl.constexpr,
 ):  # fmt: skip
-    row, column, counts, line, there = _run(tl.program_id(0), n, TRIANGLE, BLOCK, TILED, ROWS)
+    row, column, counts, line, stored = _run(tl.program_id(0), n, TRIANGLE, BLOCK, TILED, ROWS)
     value = _value(x, matrix_stride, long_stride, row, column, counts, TRANSPOSED)
     matrix = tl.program_id(1).to(tl.int64)
-    scale = tl.load(scales + matrix * count + line, mask=there, other=0.0)
+    scale = tl.load(scales + matrix * count + line, mask=stored, other=0.0)
     code = nearest_code(value, scale, borders, BITS)
     if TILED:
         line_start, byte = line.to(tl.int64) * (BLOCK * BITS // 8), 0
         length = BLOCK * BITS // 8
     else:
-        # Behind the end of a row there is no code, not even that of zero.
+        # Behind the end of a row stored is no code, not even that of zero.
         code = tl.where((column < n)[None, :], code, 0)
         line_start, byte = row.to(tl.int64) * code_length, column // BLOCK * (BLOCK * BITS // 8)
         byte = tl.min(byte)
         length = code_length
-    own = codes + matrix * (count * (BLOCK * BITS // 8) if TILED else n * code_length)
-    store_packed(own + line_start, code, byte, length, there, BITS, BLOCK, PER_WORD, WORD_BYTES)
+    first = codes + matrix * (count * (BLOCK * BITS // 8) if TILED else n * code_length)
+    store_packed(first + line_start, code, byte, length, stored, BITS, BLOCK, PER_WORD, WORD_BYTES)
 
 
 @triton.jit(do_not_specialize=["n", "count", "tops_count", "matrix_stride", "row_stride"])
@@ -185,8 +185,8 @@ def _decode_kernel(
     if TILED:
         i, j = tile_at(number)
         place = tl.arange(0, BLOCK)
-        own = codes + matrix * count * (BLOCK * BITS // 8)
-        value = restore_tile(own, scales, tops, table, squares, number, count, BITS, BLOCK)
+        first = codes + matrix * count * (BLOCK * BITS // 8)
+        value = restore_tile(first, scales, tops, table, squares, number, count, BITS, BLOCK)
         other = tl.trans(value)
         if not MIRRORED:
             other = tl.zeros_like(other)
@@ -204,9 +204,9 @@ def _decode_kernel(
         row = (number // blocks * ROWS + tl.arange(0, ROWS))[:, None]
         column = (number % blocks * BLOCK + tl.arange(0, BLOCK))[None, :]
         mask = (row < n) & (column < n)
-        own = codes + matrix * n * ((n * BITS + 7) // 8)
+        first = codes + matrix * n * ((n * BITS + 7) // 8)
         value = restore_by_rows(
-            own, scales, tops, table, squares, row, column, mask, n, TRIANGLE, BITS, BLOCK
+            first, scales, tops, table, squares, row, column, mask, n, TRIANGLE, BITS, BLOCK
         )
         if TRIANGLE:
             if not MIRRORED:
@@ -217,13 +217,13 @@ def _decode_kernel(
 
 
 def block_scales(X: Tensor, triangle: bool, block: int, tiled: bool) -> Tensor:
-    """The largest absolute value of each block of (k, n, n), which may be transposed: (k, blocks).
+    """Return the largest magnitude of each block of (k, n, n), maybe transposed: (k, blocks).
 
     Args:
         X: The matrices.
-        triangle: Whether only what is strictly below the diagonal counts.
+        triangle: True if only elements strictly below the diagonal count.
         block: Elements of a block.
-        tiled: Whether blocks are rows of tiles; else of the matrix.
+        tiled: True if blocks are rows of tiles; else of the matrix.
     """
     k, n, _ = X.shape
     runs, count = _counts(n, block, tiled)
@@ -235,7 +235,7 @@ def block_scales(X: Tensor, triangle: bool, block: int, tiled: bool) -> Tensor:
 
 
 def round_scales_(scales: Tensor) -> tuple[Tensor, Tensor]:
-    """Q of scales (k, blocks), as codes and tops. The scales become D of them."""
+    """Quantise scales (k, blocks) to codes and tops. The scales are overwritten by D."""
     k, count = scales.shape
     codes = torch.empty(k, count, dtype=torch.uint8, device=scales.device)
     tops = scales.new_empty(k, block_count(count, SCALES_PER_TOP))
@@ -248,7 +248,7 @@ def round_scales_(scales: Tensor) -> tuple[Tensor, Tensor]:
 def nearest_codes(
     X: Tensor, scales: Tensor, triangle: bool, bits: int, mapping: str, block: int, tiled: bool
 ) -> Tensor:
-    """The packed codes of (k, n, n) with given scales; see ``block_scales``."""
+    """Return packed codes of (k, n, n) with given scales; see ``block_scales``."""
     k, n, _ = X.shape
     runs, count = _counts(n, block, tiled)
     length = packed_length(block if tiled else n, bits)
@@ -266,7 +266,7 @@ def nearest_codes(
 def encode(
     X: Tensor, triangle: bool, bits: int, mapping: str, block_size: int, tiled: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Q: codes, codes of the scales, and scales of these; see ``linalg.backend``."""
+    """Q: return codes, codes of the scales, and tops; see ``linalg.backend``."""
     kept = block_scales(X, triangle, block_size, tiled)
     scales, tops = round_scales_(kept)
     # The codes are the nearest with the scales that are kept, not with the exact ones.
@@ -277,7 +277,7 @@ def decode(
     codes: Tensor, scales: Tensor, tops: Tensor, diagonal: Tensor | None, mirrored: bool,
     bits: int, mapping: str, block_size: int, out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """D of what ``encode`` gives; see ``linalg.backend``."""
+    """D: restore the result of ``encode``; see ``linalg.backend``."""
     tiled = codes.dim() == 4
     k, n = codes.shape[:2] if diagonal is None else diagonal.shape
     if out is None:
@@ -294,7 +294,7 @@ def decode(
 
 
 def _counts(n: int, block: int, tiled: bool) -> tuple[int, int]:
-    """Runs, and blocks, of a matrix."""
+    """Return the numbers of runs and of blocks of a matrix."""
     side = block_count(n, block)
     tiles = side * (side + 1) // 2
     if tiled:

@@ -1,8 +1,8 @@
-"""Triangular elimination, tile by tile along the diagonal, one launch each.
+"""Triangular elimination, one launch for each tile along the diagonal.
 
-All tiles of the remaining matrix are updated at once, and the program that updates the next
-diagonal tile goes on to factor it, so that nothing waits. R takes the place of S's upper tiles,
-which are never read, and, where C = Rᵀ is wanted, of the diagonal ones.
+A launch updates all tiles of the remaining matrix, and the program that updates the next diagonal
+tile also factors it, so nothing waits. R is stored in the upper tiles of S, which are never read,
+and, where C = Rᵀ is wanted, in the diagonal ones.
 
 Kernels find matrices by a table of addresses (``Place``), so that a CUDA graph of their launches
 stays valid although matrices move.
@@ -17,12 +17,12 @@ import triton.language as tl
 
 
 class Place(enum.IntEnum):
-    """Which address stands where."""
+    """Places of addresses in the table."""
 
     S = 0
     INVERSES = 1  # of the diagonal tiles' factors
     OUT = 2
-    ONLY = 3  # which matrices are wanted
+    ONLY = 3  # flags of the matrices that are wanted
 
 
 AT_S: tl.constexpr = tl.constexpr(int(Place.S))
@@ -33,7 +33,7 @@ AT_ONLY: tl.constexpr = tl.constexpr(int(Place.ONLY))
 
 @triton.jit
 def note_kernel(places, S, inverses, out, only):
-    """Write down where everything is."""
+    """Write addresses into the table."""
     tl.store(places + AT_S, S.to(tl.int64))
     tl.store(places + AT_INVERSES, inverses.to(tl.int64))
     tl.store(places + AT_OUT, out.to(tl.int64))
@@ -42,22 +42,22 @@ def note_kernel(places, S, inverses, out, only):
 
 @triton.jit
 def find(places, PLACE: tl.constexpr):
-    """A stack of float32."""
+    """Return the pointer to a float32 stack."""
     return tl.load(places + PLACE).to(tl.pointer_type(tl.float32))
 
 
 @triton.jit
 def wanted(places, matrix):
-    """Whether there is something to do for a matrix."""
+    """Return True if a matrix is wanted."""
     return tl.load(tl.load(places + AT_ONLY).to(tl.pointer_type(tl.int8)) + matrix) != 0
 
 
 @triton.jit
 def _factors(D, least, DIRECT: tl.constexpr, HALF: tl.constexpr):
-    """L⁻¹ of a symmetric matrix D = L Lᵀ; not finite if a pivot is not positive. If wanted, L, too.
+    """Return L⁻¹, and L if DIRECT, of D = L Lᵀ; not finite where a pivot is not positive.
 
-    Pivots below the least one are replaced by it, and nothing is eliminated by them: what stands
-    below them is rounding, too, and would only grow.
+    Pivots below the least one are replaced by it, and eliminate nothing: elements below them are
+    rounding errors, too, and would only grow.
 
     Gauss, from D | I to Lᵀ | L⁻¹ but for the square roots of the pivots. Column j of D is zero
     below the pivot from step j on, and that of the right half is zero until then: they share it.
@@ -85,13 +85,13 @@ def _factors(D, least, DIRECT: tl.constexpr, HALF: tl.constexpr):
 
 @triton.jit
 def exact_dot(a, b):
-    """A product at float32 accuracy."""
+    """Return a product at float32 accuracy."""
     return tl.dot(a, b, input_precision="tf32x3")
 
 
 @triton.jit
 def _eliminating(W, least, SIZE: tl.constexpr):
-    """Wᵀ, with zeros for the pivots that were replaced."""
+    """Return Wᵀ, with zeros for the pivots that were replaced."""
     index = tl.arange(0, SIZE)
     pivots = tl.sum(tl.where(index[:, None] == index[None, :], W, 0.0), axis=0)
     replaced = pivots > 0.999 * tl.rsqrt(least)
@@ -100,14 +100,14 @@ def _eliminating(W, least, SIZE: tl.constexpr):
 
 @triton.jit
 def _panel(S, row, before, Wt, n):
-    """Some rows of L, in the columns of the diagonal tile before."""
+    """Return rows of L, in the columns of the previous diagonal tile."""
     A = tl.load(S + row[:, None] * n + before[None, :], mask=(row < n)[:, None], other=0.0)
     return exact_dot(A, Wt)
 
 
 @triton.jit
 def _load_square(S, row, column, n):
-    """A piece of S. Beyond the matrix it is the identity."""
+    """Return a piece of S, padded by the identity."""
     inside = (row < n)[:, None] & (column < n)[None, :]
     D = tl.load(S + row[:, None] * n + column[None, :], mask=inside, other=0.0)
     return tl.where((row[:, None] == column[None, :]) & (row >= n)[:, None], 1.0, D)
@@ -117,7 +117,7 @@ def _load_square(S, row, column, n):
 def _diagonal(
     S, W_place, n, k, least, UPDATE: tl.constexpr, DIRECT: tl.constexpr, TILE: tl.constexpr
 ):
-    """Bring diagonal tile k up to date and factor it, by quarters: D | 0, C | E."""
+    """Update diagonal tile k and factor it by quarters: D | 0, C | E."""
     HALF: tl.constexpr = TILE // 2
     half, whole = tl.arange(0, HALF), tl.arange(0, TILE)
     top, bottom = k * TILE + half, k * TILE + HALF + half
@@ -187,7 +187,7 @@ def step_kernel(
 
 @triton.jit(do_not_specialize=["n"])
 def transpose_kernel(places, n, TILE: tl.constexpr):
-    """Move the tiles above the diagonal below it; what they leave is zero."""
+    """Move the tiles above the diagonal below it, and leave zeros."""
     i, j = tl.program_id(0), tl.program_id(1)
     matrix = tl.program_id(2).to(tl.int64)
     if j >= i or not wanted(places, matrix):

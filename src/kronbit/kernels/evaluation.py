@@ -1,8 +1,8 @@
-"""A polynomial of products in two launches: of all lines but the last, and, once checked, of that.
+"""A polynomial of products in two launches: all lines but the last; then, once checked, the last.
 
-Programs take tiles in the order of lines, matrices and tiles, and wait until the lines before are
-done for their own matrix alone. So no processor waits for the last tiles of a line, as it does
-between launches.
+Programs take tiles in the order of lines, matrices and tiles, and wait until the previous lines of
+their matrix are done. So no processor waits for the last tiles of a line, as it does between
+launches.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from kronbit.kernels.split import (
 )
 from kronbit.kernels.taking_turns import take, tell, wait_for
 
-# Of a line: out, A, B and C; alpha times the units of A and B, beta, the unit of C, the diagonal,
-# and the inverse of the unit of out. Parts hold a matrix divided by its unit.
+# A line has places (out, A, B, C) and numbers (alpha times the units of A and B, beta, the unit of
+# C, the diagonal, the inverse of the unit of out). Parts hold a matrix divided by its unit.
 _WHERE: tl.constexpr = tl.constexpr(4)
 _NUMBERS: tl.constexpr = tl.constexpr(5)
-_ROWS, _COLUMNS = 8, 256  # of a matrix, per program that looks through it
+_ROWS, _COLUMNS = 8, 256  # of a matrix, per program of the check
 _PRODUCT = {name: value for name, value in PRODUCT.items() if name != "SUPER"}
 
 
 @triton.jit
 def _parts_of(parts, last, place, matrix, k, size, PLACES: tl.constexpr):
-    """Where a matrix of a place is: its larger parts; behind those of all k, the smaller ones."""
+    """Return the larger parts of a matrix of a place; the smaller ones lie behind all k of them."""
     first = parts + place * 2 * k * size
     if place == PLACES - 1:
         first = last
@@ -52,20 +52,20 @@ def _evaluate_kernel(
     MIXED: tl.constexpr, LAST: tl.constexpr, PLACES: tl.constexpr, TILE: tl.constexpr,
     DEPTH: tl.constexpr, PAD: tl.constexpr,
 ):  # fmt: skip
-    """Some lines of a polynomial, from the first one on; or the last one alone, in float32."""
-    # Counters: what has been done of each matrix, how far it is from I, and which tiles are taken.
+    """Compute lines of a polynomial from ``first`` on; or the last line alone, in float32."""
+    # Counters: finished tiles of each matrix, its distance from I, and the tiles that are taken.
     taken, farthest = done + 2 * k, done + k
     last = out.to(tl.pointer_type(tl.float16), bitcast=True)
-    padded_n = padded_n // PAD * PAD  # it is a multiple; so written, the compiler knows, too
+    padded_n = padded_n // PAD * PAD  # a multiple of PAD, which tells the compiler
     size = padded_n.to(tl.int64) * padded_n
     lo = k * size  # behind the larger parts
     side = tl.cdiv(n, TILE)
     most = side * (side + 1) // 2
-    own = take(taken + LAST)
-    while own < lines * k * most:
-        line = own // (k * most)
-        matrix = own % (k * most) // most
-        i, j = tile_at(own % most)
+    task = take(taken + LAST)
+    while task < lines * k * most:
+        line = task // (k * most)
+        matrix = task % (k * most) // most
+        i, j = tile_at(task % most)
         order = n
         if MIXED:
             order = tl.load(orders + matrix)
@@ -120,7 +120,7 @@ def _evaluate_kernel(
                     place = column[:, None] * padded_n + row[None, :]
                     store_parts(hi, hi + lo, place, tl.trans(value), within)
                 tell(done + matrix)
-        own = take(taken + LAST)
+        task = take(taken + LAST)
 
 
 @triton.jit(do_not_specialize=["k", "n", "padded_n", "line"])
@@ -128,7 +128,7 @@ def _check_kernel(
     parts, out, places, numbers, orders, done, k, n, padded_n, line,
     MIXED: tl.constexpr, PLACES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """How far C of a line is from I, by the larger parts, as the bits of a float32."""
+    """Measure how far C of a line is from I, by the larger parts, as the bits of a float32."""
     matrix = tl.program_id(1)
     order = n
     if MIXED:
@@ -149,7 +149,7 @@ def _check_kernel(
 
 
 def room(k: int, n: int, device: torch.device) -> Tensor:
-    """Room for matrices (k, n, n) in float32, and, in the end, for their parts."""
+    """Return room for matrices (k, n, n) in float32, and later for their parts."""
     whole = torch.empty(k * padded(n) ** 2, dtype=torch.float32, device=device)
     return whole[: k * n**2].view(k, n, n)
 
@@ -157,7 +157,7 @@ def room(k: int, n: int, device: torch.device) -> Tensor:
 def evaluate(
     polynomial: Polynomial, A: Tensor, s: Tensor, scale: Tensor, orders: Tensor | None = None
 ) -> Tensor:
-    """What ``linalg.backend`` says."""
+    """Evaluate a polynomial of A / s; see ``linalg.backend``."""
     k, n, _ = A.shape
     side = padded(n)
     count = 1 + max(map(max, _places(polynomial)))
@@ -172,8 +172,8 @@ def evaluate(
     numbers = k, n, side
 
     def products(first: int, lines: int, last: bool) -> None:
-        own = first, lines, polynomial.tolerance
-        arguments = parts, A, *tables, scale, counters, *numbers, *own
+        span = first, lines, polynomial.tolerance
+        arguments = parts, A, *tables, scale, counters, *numbers, *span
         launch(_evaluate_kernel, (programs,), *arguments, LAST=last, **constants, **_PRODUCT)
 
     products(0, before, last=False)
@@ -186,16 +186,16 @@ def evaluate(
 
 @cache
 def _places(polynomial: Polynomial) -> tuple[tuple[int, ...], ...]:
-    """Where each line finds and leaves its matrices (out, A, B, C), in as few places as can be.
+    """Return the places (out, A, B, C) of the matrices of each line, as few as possible.
 
-    No line writes where it reads. The first matrix is in place 0, and the result in the last one.
+    No line writes where it reads. The first matrix is in place 0, and the result in the last place.
     """
     last_uses = polynomial.last_uses()
     last_uses[polynomial.products[polynomial.checked - 1].C or 0] = len(
         polynomial.products
     )  # when it is checked
     at, free, count = {0: 0}, list[int](), 1
-    found = []
+    lines = []
     for number, line in enumerate(polynomial.products, 1):
         chosen = max(free, default=0)
         if chosen == 0 and (not free or number == len(polynomial.products)):
@@ -205,15 +205,15 @@ def _places(polynomial: Polynomial) -> tuple[tuple[int, ...], ...]:
             free.remove(chosen)
         at[number] = chosen
         C = -1 if line.C is None else at[line.C]
-        found.append((chosen, at[line.A], at[line.B], C))
+        lines.append((chosen, at[line.A], at[line.B], C))
         free += [at[operand] for operand in line.operands() if last_uses[operand] == number]
     names = {chosen: count - 1, count - 1: chosen}
-    return tuple(tuple(names.get(place, place) for place in line) for line in found)
+    return tuple(tuple(names.get(place, place) for place in line) for line in lines)
 
 
 @lru_cache(maxsize=64)
 def _tables(polynomial: Polynomial, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The lines of a polynomial, as the kernel reads them."""
+    """Return the lines of a polynomial, as the kernel reads them."""
     units = [UNIT]
     numbers = []
     for line in polynomial.products:

@@ -1,8 +1,8 @@
 """How kernels reach gradients, which move from step to step: by a table of addresses.
 
-An entry is the address of a gradient, with its kind and its order in bits that no address has. 0:
-there is none. The weight of a convolution is a matrix of output rows, with (input, tap) along a
-row; in channels-last order it has (tap, input) there.
+An entry is the address of a gradient, with its kind and its order in bits that addresses leave
+free; 0 if there is no gradient. The weight of a convolution is a matrix of output rows, with
+(input, tap) along a row, or (tap, input) in channels-last order.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ class Kind(enum.IntEnum):
 
 
 _ORDER_AT, _KIND_FROM = 59, 60  # the bit of an entry's order; those of its kind begin here
-CHANNELS_LAST = 1 << _ORDER_AT  # what is added to an entry whose gradient is in that order
+CHANNELS_LAST = 1 << _ORDER_AT  # added to an entry whose gradient is channels-last
 
 
 def tag(kind: Kind) -> int:
-    """What makes an entry of the table out of the address of a gradient of some kind."""
+    """Return the number that is added to an address for a gradient of some kind."""
     return int(kind) << _KIND_FROM
 
 
@@ -39,22 +39,23 @@ BFLOAT16: tl.constexpr = tl.constexpr(int(Kind.BFLOAT16))
 
 @triton.jit
 def find(addresses, i):
-    """Address and kind of a gradient."""
+    """Return address and kind of a gradient."""
     entry = tl.load(addresses + i)
     return entry & _ADDRESS, entry >> _KIND
 
 
 @triton.jit
 def is_channels_last(addresses, i):
-    """Whether a gradient is in that order."""
+    """Return True if a gradient is channels-last."""
     return (tl.load(addresses + i) & _CHANNELS_LAST) != 0
 
 
 @triton.jit
 def pointer_to(address, TYPE: tl.constexpr, WIDE: tl.constexpr):
-    """A pointer made of an integer counts as unaligned: no wide loads, unless it is said.
+    """Make a pointer of an address; WIDE: it is aligned to 16 bytes, for wide loads.
 
-    It must be said where the pointer is made: Triton forgets what it is told about arguments.
+    Triton takes such a pointer for unaligned unless it is told here: it forgets what it is told
+    about arguments.
     """
     pointer = address.to(tl.pointer_type(TYPE))
     if WIDE:
@@ -69,7 +70,7 @@ def _read(address, TYPE: tl.constexpr, place, mask, WIDE: tl.constexpr):
 
 @triton.jit
 def load(address, kind, place, mask, WIDE: tl.constexpr = False):
-    """Elements of a gradient in float32."""
+    """Load elements of a gradient in float32."""
     value = tl.zeros_like(place).to(tl.float32)
     if kind == FLOAT32:
         value = _read(address, tl.float32, place, mask, WIDE)
@@ -82,7 +83,7 @@ def load(address, kind, place, mask, WIDE: tl.constexpr = False):
 
 @triton.jit
 def store(address, kind, place, value, mask, WIDE: tl.constexpr = False):
-    """Write float32 values to a gradient in its own type."""
+    """Store float32 values to a gradient in its type."""
     if kind == FLOAT32:
         tl.store(pointer_to(address, tl.float32, WIDE) + place, value, mask=mask)
     elif kind == BFLOAT16:
@@ -98,7 +99,7 @@ def store(address, kind, place, value, mask, WIDE: tl.constexpr = False):
 def _squares(
     address, kind, first, stop, BLOCK: tl.constexpr, ROUNDS: tl.constexpr, WIDE: tl.constexpr
 ):
-    """Sums of squares of a piece's elements, each BLOCK apart; WIDE: the piece is whole."""
+    """Return BLOCK sums of squares of a piece of a gradient; WIDE: the piece is whole."""
     total = tl.zeros((BLOCK,), dtype=tl.float32)
     for i in range(ROUNDS):
         place = first + i * BLOCK + tl.arange(0, BLOCK)
@@ -112,13 +113,13 @@ def _squares(
 
 @triton.jit
 def squares_kernel(tiles, addresses, squares, BLOCK: tl.constexpr, ROUNDS: tl.constexpr):
-    """The sum of squares of a piece of a gradient: (gradient, first element, one past the last)."""
+    """Sum up the squares of a piece of a gradient: (gradient, first element, one past the last)."""
     tile = tiles + tl.program_id(0) * 3
     address, kind = find(addresses, tl.load(tile))
     first, stop = tl.multiple_of(tl.load(tile + 1), BLOCK), tl.load(tile + 2)
     total = tl.zeros((BLOCK,), dtype=tl.float32)
     if address != 0:
-        # Not two kernels: then the sum would have other bits.
+        # In one kernel: two would give sums with other bits.
         if (address % 16 == 0) & (stop - first == BLOCK * ROUNDS):
             total = _squares(address, kind, first, stop, BLOCK, ROUNDS, True)
         else:
@@ -128,7 +129,7 @@ def squares_kernel(tiles, addresses, squares, BLOCK: tl.constexpr, ROUNDS: tl.co
 
 @triton.jit
 def norms_kernel(ends, squares, norms, finite, skipped, COUNT: tl.constexpr, BLOCK: tl.constexpr):
-    """‖G‖_F of a gradient from its pieces, in the same order every time; whether it is finite.
+    """Compute ‖G‖_F of a gradient from its pieces, always in the same order, and if it is finite.
 
     The pieces of gradient i are those from ``ends[i]`` up to ``ends[i + 1]``.
     """

@@ -1,4 +1,4 @@
-"""Launches that are repeated, as CUDA graphs: the host then starts all of them at once."""
+"""CUDA graphs of launches that are repeated: the host starts all of them at once."""
 
 from __future__ import annotations
 
@@ -12,35 +12,35 @@ _REMEMBERED = 128
 
 
 class Replay:
-    """Work that is recorded when it comes back, and replayed from then on.
+    """Records work when it is repeated, and replays it from then on.
 
     Args:
-        device: Where the work is done.
-        allowed: Whether anything is recorded.
+        device: Device of the work.
+        allowed: True if work may be recorded.
 
     Attributes:
-        refused: Why something could not be recorded; ``None`` if nothing was refused. After that,
-            nothing is tried any more.
+        refused: Why work could not be recorded; ``None`` if none was refused. After a refusal,
+            nothing is recorded.
     """
 
     def __init__(self, device: torch.device, allowed: bool) -> None:
         self.refused: str | None = None
         self._device, self._allowed = device, allowed and device.type == "cuda"
         self._stream: torch.cuda.Stream | None = None
-        # What has been run; ``None`` as long as it is not recorded.
+        # By key, the graph of work that has been run once; ``None`` until it is recorded.
         self._graphs: BoundedCache[Hashable, torch.cuda.CUDAGraph | None] = BoundedCache(
             _REMEMBERED
         )
 
     def __call__(self, key: Hashable, work: Callable[[], None]) -> None:
-        """Do some work, which reads and writes the same places whenever it has this key.
+        """Do work that reads and writes the same addresses whenever it has this key.
 
-        It must not allocate anything, nor wait for the device.
+        The work must not allocate memory, nor wait for the device.
         """
         if not self._allowed:
             work()
             return
-        # A graph can only hold compiled kernels: what is new is run first.
+        # A graph can only hold compiled kernels: new work is run first.
         if key in self._graphs and self._graphs[key] is None and self.refused is None:
             self._graphs[key] = self._record(work)
         graph = self._graphs.get(key)
@@ -51,7 +51,7 @@ class Replay:
         self._graphs.obtain(key, lambda: None)
 
     def forget(self) -> None:
-        """Start anew: places have changed."""
+        """Drop all graphs: addresses have changed."""
         self._graphs.clear()
 
     def _record(self, work: Callable[[], None]) -> torch.cuda.CUDAGraph | None:
@@ -65,7 +65,7 @@ class Replay:
                 finally:
                     graph.capture_end()
         except RuntimeError as error:
-            # What ends a broken recording raises an error of its own.
+            # The end of a broken recording raises another error.
             self.refused = str(error.__context__ or error).splitlines()[0]
             return None
         return graph

@@ -1,21 +1,21 @@
-"""The ordinary step for blocks of all shapes at once: a table says which program does what.
+"""The products of the ordinary step, Ĝ = L̂ G R̂, for blocks of all shapes at once, and grafting.
 
-Every block is a line of integers (``Field``): where its gradient, its roots and its scratch are.
-Every program of a launch finds its block in a list, and which of the block's programs is the first.
-So the number of launches does not grow with the number of parameters or shapes.
+The ordinary step updates no statistic: it only preconditions gradients G by the inverse roots L̂ and
+R̂. Every block is a line of integers (``Field``): where its gradient, its roots and its scratch are.
+A list names the block of every program, and the first program of that block. So the number of
+launches does not grow with the number of parameters or shapes.
 
-Gradients are found by a table of addresses (``kernels.gradients``), the step's buffers by another
-(``Buffer``), so that a captured graph stays valid although they move.
+A table holds the addresses of gradients (``kernels.gradients``), another those of the step's
+buffers (``Buffer``), so a captured graph stays valid although they move.
 
-Products run in float16 and add up in float32. What goes in and what lies between two passes is
-divided by powers of two (``lines.gradient_unit``, ``lines.root_unit``) that keep it inside of
-float16's range. A gradient in bf16 can be an operand as it is (DIRECT); R̂, by which it is
-multiplied first, is in bf16 then. Where that is not accurate enough (PRECISE), all that is
-multiplied is a sum of two bf16 numbers, hi + lo, and the tensor cores multiply both: 16 bits, and
-no units.
+Products multiply float16 and add in float32. Operands are divided by powers of two
+(``lines.gradient_unit``, ``lines.root_unit``) that keep them in float16's range. A gradient in bf16
+can be an operand as it is (DIRECT); R̂, which it is multiplied with first, is in bf16 then. Where
+float16 is not accurate enough (PRECISE), every operand is a sum of two bf16 numbers, hi + lo, and
+the tensor cores multiply both: 16 bits, and no units.
 
-Scratch is padded to multiples of ``PAD`` with zeros, so that the loads of products need no masks.
-(Of what comes from a gradient as it is, rows in the padding are others, again; L̂ has zeros there.)
+Scratch is padded to multiples of ``PAD`` with zeros, so loads of products need no masks. (With
+DIRECT, padding rows of G R̂ repeat other rows; L̂ has zeros there.)
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ from kronbit.kernels.strips import LEAVE
 # Triton's interpreter multiplies the bits of bf16 numbers as if they were integers.
 _WIDEN: tl.constexpr = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
-# What lies between passes is divided by this. Sums of n products of numbers up to 1 with such that
-# have a norm of 2¹⁵ stay below 2¹⁵ times the root of n; two of them are added.
+# Results between passes are divided by this. Sums of n products of numbers up to 1 and numbers of
+# norm 2¹⁵ stay below 2¹⁵ √n; two sums are added.
 _ROOM: tl.constexpr = tl.constexpr(256.0)
 
 
@@ -65,7 +65,7 @@ def _dot(a, b, total):
 def _multiply(
     a, a_size, a_step, b, b_size, b_step, depth, total, PRECISE: tl.constexpr, DEPTH: tl.constexpr
 ):
-    """Add a product; lo parts lie ``size`` elements behind hi, ``step`` leads along the depth."""
+    """Add a product to the total. lo is ``size`` elements behind hi; ``step`` goes deeper."""
     for _ in range(0, depth, DEPTH):
         high_a, high_b = tl.load(a), tl.load(b)
         if PRECISE:
@@ -79,11 +79,11 @@ def _multiply(
 
 @triton.jit
 def _multiply_gradient(a, b, b_step, depth, total, DEPTH: tl.constexpr):
-    """As ``_multiply``, by rows of a gradient: of multiples of 8 elements, but without padding."""
+    """Add a product by rows of a gradient, of multiples of 8 elements, but without padding."""
     k = tl.arange(0, DEPTH)
     for start in range(0, depth, DEPTH):
-        known = tl.max_constancy(start + k < depth, 8)
-        total = _dot(tl.load(a, mask=known[None, :], other=0.0), tl.load(b), total)
+        within = tl.max_constancy(start + k < depth, 8)
+        total = _dot(tl.load(a, mask=within[None, :], other=0.0), tl.load(b), total)
         a += DEPTH
         b += b_step
     return total
@@ -96,18 +96,18 @@ def pass_kernel(
     PRECISE: tl.constexpr, DIRECT: tl.constexpr, LAST: tl.constexpr, COMPARE: tl.constexpr,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """One pass of the rule on a tile: L̂ X or X R̂, one after the other; or L̂ X + X R̂.
+    """Compute one pass of the rule on a tile: L̂ X, or X R̂, or L̂ X + X R̂.
 
     The source is the gradient itself (DIRECT, only for X R̂), or in the scratch.
 
-    The last one also sums up squares. Or it writes nothing (COMPARE), and sums up the products of
-    its Ĝ with a held one in bf16, of its own with itself and of the held one with itself.
+    The last pass also sums up squares of Ĝ. Or it writes nothing (COMPARE), and sums up ⟨a, b⟩,
+    ⟨a, a⟩ and ⟨b, b⟩, where a is its Ĝ and b is the held Ĝ in bf16.
     """
     BOTH: tl.constexpr = BY_LEFT and BY_RIGHT
     program = tl.program_id(0)
     block = tl.load(programs + program * 2)
     first_tile = tl.load(programs + program * 2 + 1)
-    # All that the line says is asked for before anything depends on it: waiting adds up.
+    # All fields are loaded before any is used, so that the latencies overlap.
     line = blocks + block * LINE
     member = tl.load(line + MEMBER)
     m, n = tl.load(line + M).to(tl.int32), tl.load(line + N).to(tl.int32)
@@ -134,7 +134,7 @@ def pass_kernel(
     x_column = tl.max_contiguous(tl.multiple_of(column % padded_n, PADDING), PADDING)
     total = tl.zeros((TILE_M, TILE_N), dtype=tl.float32)
     size = padded_m * padded_n
-    # What the result of the first pass is divided by.
+    # The result of the first pass is divided by this.
     room = 1.0 if PRECISE else _ROOM
     if BOTH:
         room *= tl.maximum(left_unit, right_unit)
@@ -195,7 +195,7 @@ def graft_kernel(
     members, begin, addresses, buffers, squares, scales, ratios, ungrafted,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """‖G‖ / ‖Ĝ‖ of a member, or that scatter shall leave G as it is."""
+    """Compute ‖G‖ / ‖Ĝ‖ of a member, or LEAVE, with which scatter leaves G as it is."""
     line = members + (begin + tl.program_id(0)) * 3
     member, start, stop = tl.load(line), tl.load(line + 1), tl.load(line + 2)
     address, _ = find(addresses, member)
@@ -211,6 +211,6 @@ def graft_kernel(
     tl.store(ratios + member, scale)
     finite = tl.abs(norm) < float("inf")  # False for NaN
     usable = (total < float("inf")) & (scale < float("inf"))
-    # Where Ĝ overflowed although G is finite, F gets G itself.
+    # Where Ĝ overflowed although G is finite, the base optimizer gets G itself.
     tl.store(scales + member, tl.where(usable, scale, LEAVE))
     tl.atomic_add(ungrafted, tl.where(finite & (usable == 0), 1, 0).to(tl.int64))

@@ -1,7 +1,7 @@
 """The one guard in front of every Triton kernel.
 
-Pure torch is the contract on every device. A kernel computes the same thing faster, and is asked
-for here, at each use: ``KRONBIT_KERNELS=0`` in the environment turns all of them off.
+Pure torch is the contract on every device. A kernel computes the same result faster; this module
+decides at each use if kernels are used. ``KRONBIT_KERNELS=0`` in the environment turns all off.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _LEAST_CAPABILITY = (8, 0)  # bf16 on the tensor cores
 
 @cache
 def why_not(device: torch.device) -> str | None:
-    """Why kernels are not used on a device; ``None`` if they are."""
+    """Return why kernels are not used on a device; ``None`` if they are."""
     if os.environ.get(_OFF) == "0":
         return f"{_OFF}=0"
     if device.type != "cuda":
@@ -34,11 +34,11 @@ def why_not(device: torch.device) -> str | None:
 
 
 def _trial(device: torch.device) -> str | None:
-    """Why a kernel cannot be compiled and launched here; it needs a C compiler, for one."""
+    """Return why a kernel cannot be compiled and launched; a C compiler may be missing."""
     from kronbit.kernels.split import split
 
     try:
-        for _ in range(2):  # to be compiled, and to be launched as it is from then on
+        for _ in range(2):  # the first launch compiles, the second takes the usual way
             split(torch.ones(1, 1, 1, device=device), 1.0)
     except Exception as error:
         return f"Triton does not work: {type(error).__name__}: {error}"
@@ -46,13 +46,13 @@ def _trial(device: torch.device) -> str | None:
 
 
 def has_kernels(device: torch.device) -> bool:
-    """Whether kernels are used for tensors on a device."""
+    """True if kernels are used for tensors on a device."""
     return why_not(device) is None
 
 
 @cache
 def processors(device: torch.device) -> int:
-    """How many programs of a kernel run side by side, one on each."""
+    """Return the number of multiprocessors: programs that run side by side."""
     if device.type != "cuda":
         return 1
     return int(torch.cuda.get_device_properties(device).multi_processor_count)

@@ -1,4 +1,4 @@
-"""New state in the place of old, where it is finite: two launches, however many tensors it has."""
+"""Replace old state by new state where it is finite, by two launches for all tensors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _LENGTHS = [f"length{i}" for i in range(MOST)]
 
 @triton.jit
 def _is_finite(new, length, ELEMENTS: tl.constexpr):
-    """Whether a program's share of a row of float32 numbers is: 1 or 0."""
+    """Return 1 if a program's share of a row of float32 numbers is finite, else 0."""
     new = new.to(tl.pointer_type(tl.int32), bitcast=True)
     new += tl.program_id(1).to(tl.int64) * length
     worst = tl.zeros((ELEMENTS,), dtype=tl.int32)
@@ -46,13 +46,13 @@ def _finite_kernel(
         good &= _is_finite(new2, length2, ELEMENTS)
     if COUNT > 3:
         good &= _is_finite(new3, length3, ELEMENTS)
-    if good == 0:  # whoever writes it, it is zero
+    if good == 0:  # several programs may write it: all write 0
         tl.store(accepted + tl.program_id(1), 0)
 
 
 @triton.jit
 def _copy(old, new, length, WORDS: tl.constexpr, ELEMENTS: tl.constexpr):
-    """A program's share of a row, as words of four bytes or as bytes."""
+    """Copy a program's share of a row, as words of four bytes or as bytes."""
     if WORDS:
         old = old.to(tl.pointer_type(tl.int32), bitcast=True)
         new = new.to(tl.pointer_type(tl.int32), bitcast=True)
@@ -84,28 +84,28 @@ def _copy_kernel(
 
 
 def replace_rows_(old: Sequence[Tensor], new: Sequence[Tensor], accepted: Tensor) -> None:
-    """What ``kronbit.factors.stack.replacing`` does by torch, on one device.
+    """Copy accepted rows that are finite; see ``linalg.backend``.
 
     Args:
-        old: Up to ``MOST`` tensors, contiguous.
-        new: Those that shall take their places, contiguous, too.
-        accepted: bool (rows,), contiguous; in the end, False where they are not finite, too.
+        old: Up to ``MOST`` contiguous tensors.
+        new: The contiguous tensors that replace them.
+        accepted: bool (rows,), contiguous; False where rows are not finite, afterwards.
     """
     old, new = list(old), list(new)
     flags = accepted.view(torch.uint8)
 
     def over_rows(kernel: Any, lists: list[list[Tensor]], size: int, **constants: Any) -> None:
         """Launch a kernel on tensors whose rows have elements of some size."""
-        lengths = [own.nbytes // len(own) // size for own in lists[0]]
+        lengths = [tensor.nbytes // len(tensor) // size for tensor in lists[0]]
         programs = min(_PROGRAMS, -(-max(lengths) // _ELEMENTS))
         unused = MOST - len(lengths)
         arguments: list[Any] = []
-        for own in lists:
-            arguments += own + own[:1] * unused
+        for tensors in lists:
+            arguments += tensors + tensors[:1] * unused
         arguments += lengths + lengths[:1] * unused
         constants |= {"ELEMENTS": _ELEMENTS, "COUNT": len(lengths)}
         launch(kernel, (programs, len(flags)), flags, *arguments, **constants)
 
-    over_rows(_finite_kernel, [[own for own in new if own.is_floating_point()]], 4)
-    words = all(own.data_ptr() % 4 == 0 == own.nbytes // len(own) % 4 for own in (*old, *new))
+    over_rows(_finite_kernel, [[tensor for tensor in new if tensor.is_floating_point()]], 4)
+    words = all(x.data_ptr() % 4 == 0 == x.nbytes // len(x) % 4 for x in (*old, *new))
     over_rows(_copy_kernel, [old, new], 4 if words else 1, WORDS=words)

@@ -1,7 +1,7 @@
 """Launching Triton kernels with little overhead.
 
-``kernel[grid](...)`` works out at every call which variant of the kernel suits the arguments, which
-takes longer than most of our kernels run. What that depends on is looked up here in one dict.
+``kernel[grid](...)`` finds the variant of the kernel for its arguments at every call, which takes
+longer than most of our kernels run. Here, the variant is looked up in one dict.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any
     tensors, unless they follow from the constexprs.
 
     Args:
-        kernel: What ``triton.jit`` made of a function whose constexprs come last.
+        kernel: Result of ``triton.jit`` on a function whose constexprs come last.
         grid: Numbers of programs.
-        *arguments: All that are not constexprs; the first is a tensor.
-        **constants: The constexprs, and Triton's own ``num_warps`` and ``num_stages``.
+        *arguments: Arguments that are not constexprs; the first is a tensor.
+        **constants: The constexprs, and Triton's ``num_warps`` and ``num_stages``.
     """
     device = arguments[0].device
     if _several_gpus() and device.index != torch.cuda.current_device():
@@ -72,9 +72,9 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any
 
 
 def compile_together(work: Callable[[], object]) -> None:
-    """Compile and load the kernels that some work would launch, side by side.
+    """Compile and load the kernels that some work would launch, in threads.
 
-    Compilers mostly work outside of Python, so threads help.
+    Compilers mostly run outside of Python, so threads help.
 
     Args:
         work: Called once. Kernels that are not compiled yet are not launched: its results are
@@ -99,8 +99,7 @@ def _compile(device: torch.device, call: Callable[[], Any]) -> None:
     """Compile and load a kernel with a GPU as the current one: each thread has its own."""
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         compiled = call()
-        # What fails (it may not fit onto this GPU) may not be needed; if it is, it fails again, and
-        # says so.
+        # A kernel that does not fit onto this GPU may not be needed; if it is, it fails again.
         with suppress(Exception):
             load(compiled)
 
@@ -108,7 +107,7 @@ def _compile(device: torch.device, call: Callable[[], Any]) -> None:
 def _runner(
     compiled: Any, device: int, values: list[Any]
 ) -> Callable[[tuple[int, ...], list[Any]], None]:
-    """What launches a compiled kernel: as Triton does, without what it does for profilers."""
+    """Return a function that launches a compiled kernel as Triton does, without its profiling."""
     stream = driver.active.get_current_stream
     run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
 

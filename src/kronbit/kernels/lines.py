@@ -1,4 +1,4 @@
-"""What the kernels of the ordinary step read of a block, and how they keep it in the scratch."""
+"""Lines: what the kernels of the ordinary step know of a block; and how scratch is laid out."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ STRIP = 16  # rows of a block that a program gathers, restores or scatters
 
 
 class Field(enum.IntEnum):
-    """What stands where in a block's line."""
+    """Fields of the line of a block."""
 
     MEMBER = 0
     M = 1
     N = 2
     GRADIENT = 3  # first element in the parameter's gradient
-    STRIDE = 4  # from row to row there
+    STRIDE = 4  # from row to row of the gradient
     TAPS = 5  # of a convolution, else 1
     LEFT = 6  # scratch: L̂
     RIGHT = 7  # scratch: R̂
@@ -35,7 +35,7 @@ class Field(enum.IntEnum):
 
 
 class Buffer(enum.IntEnum):
-    """What stands where in the table of a step's buffers."""
+    """Fields of the table of a step's buffers."""
 
     SCRATCH = 0  # not an address, but elements from the anchor on
     HELD = 1  # the address of the held stack
@@ -46,7 +46,7 @@ class Buffer(enum.IntEnum):
 def block_head(
     member: int, shape: tuple[int, int], first: int, stride: int, taps: int
 ) -> list[int]:
-    """The fields up to TAPS, with which the line of a block begins in every table."""
+    """Return the fields up to TAPS, with which the line of a block begins in every table."""
     return [member, *shape, first, stride, taps]
 
 
@@ -79,9 +79,10 @@ PADDING: tl.constexpr = tl.constexpr(PAD)
 
 @triton.jit
 def gradient_of(line, addresses, member, WIDE: tl.constexpr):
-    """Where a block's gradient begins, from row to row there, and taps; WIDE: multiples of 8.
+    """Return the first element of a block's gradient, its stride and its taps.
 
-    Taps are 1 unless the gradient is in channels-last order; a WIDE one is not.
+    Taps are 1 unless the gradient is channels-last. WIDE: first element and stride are multiples
+    of 8, and the gradient is not channels-last.
     """
     first, stride = tl.load(line + GRADIENT), tl.load(line + STRIDE)
     taps = tl.where(is_channels_last(addresses, member), tl.load(line + TAPS), 1).to(tl.int32)
@@ -92,7 +93,7 @@ def gradient_of(line, addresses, member, WIDE: tl.constexpr):
 
 @triton.jit
 def place_of(first, stride, taps, row, column, WIDE: tl.constexpr):
-    """Where the elements of a block are in its gradient, by what ``gradient_of`` says.
+    """Return the offsets of elements of a block in its gradient; see ``gradient_of``.
 
     Columns are 32-bit numbers: a row has fewer than 2³¹ elements.
     """
@@ -105,22 +106,22 @@ def place_of(first, stride, taps, row, column, WIDE: tl.constexpr):
 
 @triton.jit
 def padded(size):
-    """The size of scratch for a side."""
+    """Return the padded size of a side."""
     return (size + (PADDING - 1)) // PADDING * PADDING
 
 
 @triton.jit
 def scratch(anchor, buffers, offset):
-    """A place in the scratch: seen from a tensor that stays where it is.
+    """Return a pointer into the scratch, relative to the anchor, a tensor that does not move.
 
-    A pointer made of an integer counts as unaligned; its loads would go element by element.
+    A pointer made of an integer counts as unaligned: its loads would go element by element.
     """
     return anchor + tl.multiple_of(tl.load(buffers + SCRATCH) + offset, PADDING)
 
 
 @triton.jit
 def keep(target, size, value, mask, PRECISE: tl.constexpr):
-    """Keep a float32 value in float16, or as hi + lo in bf16, lo ``size`` elements behind hi."""
+    """Store a float32 value in float16, or as hi + lo in bf16, lo ``size`` elements behind hi."""
     if PRECISE:
         high = value.to(tl.bfloat16)
         tl.store(target, high, mask=mask)
@@ -131,14 +132,14 @@ def keep(target, size, value, mask, PRECISE: tl.constexpr):
 
 @triton.jit
 def gradient_unit(buffers, member):
-    """The power of two by which a gradient is divided: none of its elements exceeds 2¹⁵ then."""
+    """Return the power of two that divides a gradient, so that no element exceeds 2¹⁵."""
     norms = tl.load(buffers + NORMS).to(tl.pointer_type(tl.float32))
     return power_below(tl.load(norms + member)) / 16384.0
 
 
 @triton.jit
 def root_unit(line, side, n):
-    """The power of two by which a root is divided: no element is above 1 then.
+    """Return the power of two that divides a root, so that no element exceeds 1.
 
     A root is positive semi-definite: its largest element is on the diagonal.
     """

@@ -1,10 +1,10 @@
 """Loading compiled kernels, safely beside other threads and processes.
 
 Up to Triton 3.6 the C code that launches kernels of a signature is compiled into a shared library
-in Triton's cache. Builders that have begun at the same time replace each other's file, and Python,
-which remembers libraries by the number of their file, may then take the library of another
-signature for one that it has loaded: arguments would be read as what they are not. So a library is
-built by one thread of one process, and the others find it.
+in Triton's cache. Builders that start at the same time replace each other's file. Python identifies
+libraries by the number of their file, and may then take the library of another signature for a
+loaded one, which reads arguments in wrong types. So one thread of one process builds a library, and
+the others load it.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _builders: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
 
 
 def load(compiled: Any) -> None:
-    """Make what launches a compiled kernel, for the current GPU.
+    """Load a compiled kernel onto the current GPU.
 
     Args:
-        compiled: What ``kernel.warmup`` returns; None where a hook keeps Triton from compiling.
+        compiled: Result of ``kernel.warmup``; None where a hook keeps Triton from compiling.
     """
     if compiled is None:
         return
@@ -35,7 +35,7 @@ def load(compiled: Any) -> None:
 
 
 def _library(types: Any) -> str:
-    """A name that is the same for all signatures that may share a library."""
+    """Return the name of a lock: equal for all signatures that may share a library."""
     words = " ".join("*" if str(name).startswith("*") else str(name) for name in types)
     return f"kronbit-launcher-{zlib.crc32(words.encode()):08x}.lock"
 
@@ -52,7 +52,7 @@ def _only_builder(name: str) -> Iterator[None]:
 
 
 def _locked(path: Path) -> IO[bytes] | None:
-    """An open file that nobody else has locked; None where files cannot be locked."""
+    """Return an open file, locked for us alone; None where files cannot be locked."""
     with suppress(ImportError, OSError):
         import fcntl
 

@@ -15,16 +15,16 @@ from torch import Tensor
 from kronbit.kernels.launch import launch
 from kronbit.kernels.split import PAD, Split, empty_split, load_parts, power_below, store_parts
 
-# How products are computed: tiles of the result, and of those some whose rows stay in the cache.
+# Tiles of the result, depth of a product, and tiles whose rows stay in the cache.
 PRODUCT = {"TILE": 128, "DEPTH": 64, "SUPER": 8, "PAD": PAD, "num_warps": 8, "num_stages": 3}
 
-# What is added, and what is written.
+# Kinds of C and of the result.
 _NOTHING, _FLOATS, _PARTS = 0, 1, 2
 
 
 @triton.jit
 def place_of_tile(m, n, TILE: tl.constexpr, SUPER: tl.constexpr):
-    """Which tile of an m x n matrix a program computes: neighbours share what they read."""
+    """Return the tile of an m x n matrix of a program: neighbours share their operands."""
     tiles_m, tiles_n = tl.cdiv(m, TILE), tl.cdiv(n, TILE)
     first = tl.program_id(0) // (SUPER * tiles_n) * SUPER
     height = tl.minimum(tiles_m - first, SUPER)
@@ -34,13 +34,13 @@ def place_of_tile(m, n, TILE: tl.constexpr, SUPER: tl.constexpr):
 
 @triton.jit
 def wrapped(index, size, PAD: tl.constexpr):
-    """Rows beyond the padding wrap around: what they give is never stored."""
+    """Wrap indices beyond the padding around: their results are never stored."""
     return tl.max_contiguous(tl.multiple_of(index % size, PAD), PAD)
 
 
 @triton.jit
 def mirrored_tile(value, row, column):
-    """A tile on the diagonal, whose upper triangle mirrors the lower one, as other tiles do."""
+    """Mirror the lower triangle of a tile on the diagonal, so that the result is symmetric."""
     return tl.where(row[:, None] >= column[None, :], value, tl.trans(value))
 
 
@@ -49,12 +49,12 @@ def accumulate(
     a_hi, a_lo, a_place, a_step, b_hi, b_lo, b_place, b_step, depth, TILE: tl.constexpr,
     DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """The sum of products along the depth; ``step`` leads to the next places."""
+    """Sum up products along the depth; ``step`` leads to the next operands."""
     total = tl.zeros((TILE, TILE), dtype=tl.float32)
     for _ in range(0, depth, DEPTH):
         ah, al = tl.load(a_hi + a_place), tl.load(a_lo + a_place)
         bh, bl = tl.load(b_hi + b_place), tl.load(b_lo + b_place)
-        # Tensor cores cut sums off where float32 rounds: they add up few terms at a time.
+        # Tensor cores truncate sums where float32 rounds: they add only few terms at a time.
         part = tl.dot(al, bh)
         part = tl.dot(ah, bl, part)
         total += tl.dot(ah, bh, part)
@@ -80,7 +80,7 @@ def _product_kernel(
     row, column = i * TILE + tl.arange(0, TILE), j * TILE + tl.arange(0, TILE)
     k = tl.arange(0, DEPTH)
     a_line, b_line = wrapped(row, padded_m, PAD), wrapped(column, padded_n, PAD)
-    # They are multiples of PAD; so written, the compiler knows, too.
+    # They are multiples of PAD, which tells the compiler.
     padded_m, padded_n = padded_m // PAD * PAD, padded_n // PAD * PAD
     depth = depth // PAD * PAD
     a_place, a_step = a_line[:, None] * depth + k[None, :], DEPTH
@@ -104,7 +104,7 @@ def _product_kernel(
     if ADD == 2:
         value = load_parts(c, c_lo, wide, within)
         total += (beta * tl.load(c_unit + matrix)) * value
-    if SYMMETRIC and i == j:  # to the bit, as all other tiles are
+    if SYMMETRIC and i == j:  # symmetric to the bit
         total = mirrored_tile(total, row, column)
     if WRITE == 1:
         tl.store(out + place, total, mask=inside)
@@ -132,7 +132,7 @@ def _correction_kernel(
     q_hi, q_lo, q_unit, out_hi, out_lo, out_unit, errors, n, padded_n, padded_m,
     TILE: tl.constexpr, DEPTH: tl.constexpr, SUPER: tl.constexpr, PAD: tl.constexpr,
 ):  # fmt: skip
-    """I - U with U the upper triangle of QᵀQ - I, its diagonal halved; its squared elements."""
+    """Compute I - U, U the upper triangle of QᵀQ - I, its diagonal halved; and its squares."""
     matrix = tl.program_id(1).to(tl.int64)
     i, j = place_of_tile(n, n, TILE, SUPER)
     row, column = i * TILE + tl.arange(0, TILE), j * TILE + tl.arange(0, TILE)
@@ -166,7 +166,7 @@ def _correction_kernel(
 
 
 def tiles(size: int) -> int:
-    """How many tiles lie along a side."""
+    """Return the number of tiles along a side."""
     return -(-size // PRODUCT["TILE"])
 
 
@@ -177,7 +177,7 @@ def multiply(
 ) -> Tensor:  # fmt: skip
     """Multiply and add as ``linalg.products.multiply``, on split operands.
 
-    With ``only``, bool (k,), the other matrices' results stay undefined.
+    ``only``, bool (k,), marks the matrices that are wanted; other results are undefined.
     """
     if out is None:
         out = torch.empty(len(A.hi), A.rows, B.columns, dtype=torch.float32, device=A.hi.device)
@@ -194,7 +194,7 @@ def compose(
 ) -> Split:  # fmt: skip
     """Multiply and add as ``compose`` of ``linalg.backend``, on split operands.
 
-    With ``only``, bool (k,), the other matrices' results stay undefined.
+    ``only``, bool (k,), marks the matrices that are wanted; other results are undefined.
     """
     out = empty_split(len(A.hi), A.rows, B.columns, A.hi.device)
     added: tuple[Tensor, ...] = out[:3]
@@ -223,7 +223,7 @@ def _launch(
 
 
 def correction(Q: Split) -> tuple[Split, Tensor]:
-    """What ``kronbit.linalg.products.correction`` gives, but the squares by tiles."""
+    """Return I - U, and squares by tiles; see ``linalg.backend``."""
     assert not Q.transposed, "the kernel goes down the columns of Q"
     k, n = len(Q.hi), Q.columns
     out = empty_split(k, n, n, Q.hi.device)

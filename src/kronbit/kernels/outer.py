@@ -1,7 +1,7 @@
-"""G Gᵀ and Gᵀ G of blocks of many shapes, whose gradients are read where they lie.
+"""G Gᵀ and Gᵀ G of blocks of many shapes, read from their gradients.
 
-A line of integers says which block, and which of its two products. The block is copied as two
-float16 parts, by rows of the product's side, and multiplied with itself.
+A line of integers describes a block, and which of the two products is wanted. The block is copied
+in two float16 parts, transposed for Gᵀ G, and multiplied with its transpose.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from kronbit.kernels.split import PAD, magnitude_bits, power_below, store_parts
 
 TILE = PAD  # of a gradient, per program
 _PAD: tl.constexpr = tl.constexpr(PAD)
-# What stands in a line behind ``lines.block_head``: whether Gᵀ G is wanted, the first element of
-# the copy, and its columns.
+# Fields of a line behind ``lines.block_head``: 1 for Gᵀ G, the first element of the copy, and its
+# columns.
 _RIGHT: tl.constexpr = tl.constexpr(int(Field.TAPS) + 1)
 _PLACE: tl.constexpr = tl.constexpr(int(Field.TAPS) + 2)
 _DEPTH: tl.constexpr = tl.constexpr(int(Field.TAPS) + 3)
@@ -27,7 +27,7 @@ _COUNT: tl.constexpr = tl.constexpr(COUNT)
 
 @triton.jit
 def _tile_of(line, addresses, finite, TILE: tl.constexpr):
-    """A tile of a block in float32, zero where the gradient is not finite; its rows and columns."""
+    """Return a tile of a block in float32, zero if the gradient is not finite; rows, columns, m."""
     m, n = tl.load(line + M).to(tl.int32), tl.load(line + N).to(tl.int32)
     across = tl.cdiv(n, TILE)
     row = tl.program_id(0) // across * TILE + tl.arange(0, TILE)
@@ -43,7 +43,7 @@ def _tile_of(line, addresses, finite, TILE: tl.constexpr):
 
 @triton.jit
 def largest_kernel(lines, addresses, finite, largest, TILE: tl.constexpr):
-    """The largest magnitude of a block, as the bits of a float32."""
+    """Find the largest magnitude of a block, as the bits of a float32."""
     row = tl.program_id(1).to(tl.int64)
     value, rows, _, m = _tile_of(lines + row * _COUNT, addresses, finite, TILE)
     if tl.min(rows) < m:
@@ -63,7 +63,7 @@ def copy_kernel(lines, addresses, finite, largest, hi, lo, unit, TILE: tl.conste
     value = value * (4096.0 / power)
     first = tl.multiple_of(tl.load(line + _PLACE), _PAD)
     depth = tl.load(line + _DEPTH)
-    # Tiles are as large as the padding: none reaches beyond it.
+    # Tiles have the size of the padding: none reaches beyond it.
     everywhere = row[:, None] + column[None, :] >= 0
     if tl.load(line + _RIGHT) == 0:
         place = first + row[:, None] * depth + column[None, :]
@@ -78,7 +78,7 @@ def outer_kernel(
     lines, hi, lo, unit, out, n,
     TILE: tl.constexpr, DEPTH: tl.constexpr, SUPER: tl.constexpr, PAD: tl.constexpr,
 ):  # fmt: skip
-    """The product of a copy with its transpose, which is symmetric; zero beyond its order."""
+    """Multiply a copy with its transpose; the result is symmetric, and zero beyond its order."""
     matrix = tl.program_id(1).to(tl.int64)
     i, j = place_of_tile(n, n, TILE, SUPER)
     if j > i:
@@ -91,7 +91,7 @@ def outer_kernel(
     length = tl.where(i * TILE < order, depth, 0)
     row, column = i * TILE + tl.arange(0, TILE), j * TILE + tl.arange(0, TILE)
     k = tl.arange(0, DEPTH)
-    # Rows beyond the padding wrap around: what they give is never stored.
+    # Rows beyond the padding wrap around: their results are never stored.
     padded = tl.cdiv(order, PAD) * PAD
     total = accumulate(
         hi, lo, first + (row % padded)[:, None] * depth + k[None, :], DEPTH,

@@ -12,13 +12,13 @@ class Product(NamedTuple):
     """One product: alpha A B + beta C + diagonal I.
 
     Attributes:
-        A: Left operand: the number of the product that gives it, from 1 on; 0 is the first matrix.
+        A: Left operand: the number of its product, from 1 on; 0 is the first matrix.
         B: Right operand.
-        C: What is added, or nothing.
+        C: Matrix that is added, or None.
         alpha: Factor of the product.
         beta: Factor of C.
         diagonal: Added to the diagonal.
-        bound: No element of the result is larger by far.
+        bound: No element of the result is much larger.
     """
 
     A: int
@@ -30,19 +30,18 @@ class Product(NamedTuple):
     bound: float = 1.0
 
     def operands(self) -> set[int]:
-        """What it reads."""
+        """Return the numbers of the matrices that it reads."""
         return {self.A, self.B} | ({self.C} if self.C is not None else set())
 
 
 class Polynomial(NamedTuple):
-    """Products that begin with one matrix.
+    """Products that start from one symmetric matrix.
 
-    All results are polynomials of it: they are symmetric, and half of each need not be computed.
+    All results are polynomials of it, and so symmetric: half of each need not be computed.
 
     Attributes:
-        products: The products. The last one, which adds nothing, gives the result; those of all
-            others are used.
-        checked: The product that adds a C which must be close to I. No later one reads it.
+        products: The products. The last one, without a C, is the result; all others are used.
+        checked: The product whose C must be close to I. No later product reads that C.
         tolerance: No element of C - I may be larger.
     """
 
@@ -51,7 +50,7 @@ class Polynomial(NamedTuple):
     tolerance: float
 
     def last_uses(self) -> dict[int, int]:
-        """By the number of a matrix: the last product that reads it."""
+        """Return number of a matrix -> the last product that reads it."""
         return {
             number: i for i, product in enumerate(self.products, 1) for number in product.operands()
         }

@@ -1,6 +1,6 @@
-"""What is read off whole matrices: norms, and largest eigenvalues.
+"""Norms and largest eigenvalues of matrices.
 
-Sums are taken in an order that neither the batch nor zeros around a matrix change.
+The order of sums depends neither on the batch nor on padding.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _PER_PROCESSOR = 8  # programs that wait for memory side by side
 
 @triton.jit(do_not_specialize=["n"])
 def _squares_kernel(a, out, n, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """The sum of squares of some rows, in float64: float32 would overflow."""
+    """Sum up the squares of some rows in float64: float32 would overflow."""
     matrix = tl.program_id(1).to(tl.int64)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     total = tl.zeros((ROWS, COLUMNS), dtype=tl.float64)
@@ -37,7 +37,7 @@ def _squares_kernel(a, out, n, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["parts"])
 def _root_of_sum_kernel(a, norms, powers, parts, PARTS: tl.constexpr, LEAST: tl.constexpr):
-    """The root of a sum of squares, and the next power of two."""
+    """Compute the root of a sum of squares, and the next power of two."""
     matrix = tl.program_id(0)
     total = tl.zeros((PARTS,), dtype=tl.float64)
     for start in range(0, parts, PARTS):
@@ -46,7 +46,7 @@ def _root_of_sum_kernel(a, norms, powers, parts, PARTS: tl.constexpr, LEAST: tl.
     norm = tl.sqrt(tl.sum(total))
     tl.store(norms + matrix, norm.to(tl.float32))
     norm = tl.where(norm == 0.0, 1.0, norm)
-    # By the bits of its exponent; what is too large becomes infinity.
+    # By the bits of its exponent; too large a power becomes infinity.
     exponent = ((norm.to(tl.int64, bitcast=True) >> 52) & 0x7FF) - 1022
     bits = tl.minimum(tl.maximum(exponent, LEAST) + 127, 255).to(tl.int32) << 23
     tl.store(powers + matrix, bits.to(tl.float32, bitcast=True))
@@ -54,7 +54,7 @@ def _root_of_sum_kernel(a, norms, powers, parts, PARTS: tl.constexpr, LEAST: tl.
 
 @triton.jit
 def _length(x, n, COLUMNS: tl.constexpr):
-    """Of a vector; 1 for zero."""
+    """Return the length of a vector; 1 for zero."""
     total = tl.zeros((COLUMNS,), dtype=tl.float32)
     for start in range(0, n, COLUMNS):
         place = start + tl.arange(0, COLUMNS)
@@ -66,7 +66,7 @@ def _length(x, n, COLUMNS: tl.constexpr):
 
 @triton.jit
 def _place_of_largest(a, n, COLUMNS: tl.constexpr):
-    """Where the diagonal of a matrix is largest, at first; n, if there is no telling."""
+    """Return the first place of the largest diagonal element; n if a NaN hides it."""
     best = tl.full((COLUMNS,), float("-inf"), dtype=tl.float32)
     at = tl.full((COLUMNS,), 0, dtype=tl.int32) + n
     for start in range(0, n, COLUMNS):
@@ -82,19 +82,19 @@ def _iteration_kernel(
     a, factors, x, done, k, n, products, unscaled,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """X ← A x, times the matrix's factor; x is divided by its length now and then."""
+    """Compute x ← A x times the matrix's factor; normalise x every ``unscaled`` steps."""
     parts = tl.cdiv(n, ROWS)
     taken = done + k
-    own = take(taken)
-    while own < products * k * parts:
-        step = own // (k * parts)
-        matrix = (own % (k * parts) // parts).to(tl.int64)
-        row = own % parts * ROWS + tl.arange(0, ROWS)
+    task = take(taken)
+    while task < products * k * parts:
+        step = task // (k * parts)
+        matrix = (task % (k * parts) // parts).to(tl.int64)
+        row = task % parts * ROWS + tl.arange(0, ROWS)
         wait_for(done + matrix, step * parts)
         old, new = x + (step % 2 * k + matrix) * n, x + ((step + 1) % 2 * k + matrix) * n
-        length, known, one = 1.0, n, n
+        length, length_of_old, one = 1.0, n, n
         if step == 0:
-            known, one = 0, _place_of_largest(a + matrix * n * n, n, COLUMNS)
+            length_of_old, one = 0, _place_of_largest(a + matrix * n * n, n, COLUMNS)
         elif step % unscaled == 0:
             length = _length(old, n, COLUMNS)
         total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
@@ -102,17 +102,17 @@ def _iteration_kernel(
             column = start + tl.arange(0, COLUMNS)
             inside = (row < n)[:, None] & (column < n)[None, :]
             place = a + matrix * n * n + row[:, None] * n + column[None, :]
-            value = tl.load(old + column, mask=column < known, other=0.0) / length
+            value = tl.load(old + column, mask=column < length_of_old, other=0.0) / length
             value = tl.where(column == one, 1.0, value)
             total += tl.load(place, mask=inside, other=0.0) * value[None, :]
         tl.store(new + row, tl.sum(total, axis=1) * tl.load(factors + matrix), mask=row < n)
         tell(done + matrix)
-        own = take(taken)
+        task = take(taken)
 
 
 @triton.jit(do_not_specialize=["n"])
 def _quotient_kernel(x, out, n, COLUMNS: tl.constexpr):
-    """|x·y| / x·x, of vectors x with all y behind them; zero for zero."""
+    """Compute |x·y| / x·x of vectors x, with all y behind them; zero for zero."""
     x += tl.program_id(0).to(tl.int64) * n
     y = x + tl.num_programs(0).to(tl.int64) * n
     length = _length(x, n, COLUMNS)
@@ -143,12 +143,12 @@ def _ridge_kernel(
     a += matrix.to(tl.int64) * n * n
     for start in range(0, order, COLUMNS):
         place = start + tl.arange(0, COLUMNS)
-        here, mask = a + place.to(tl.int64) * (n + 1), place < order
-        tl.store(here, tl.load(here, mask=mask) + value, mask=mask)
+        element, mask = a + place.to(tl.int64) * (n + 1), place < order
+        tl.store(element, tl.load(element, mask=mask) + value, mask=mask)
 
 
 def norms(A: Tensor, least: int) -> tuple[Tensor, Tensor]:
-    """What ``kronbit.linalg.products.norms`` gives."""
+    """Return ‖A‖_F and the next power of two; see ``linalg.backend``."""
     k, n, _ = A.shape
     parts = torch.empty(k, -(-n // _ROWS), dtype=torch.float64, device=A.device)
     launch(_squares_kernel, (parts.shape[1], k), A, parts, n, ROWS=_ROWS, COLUMNS=_COLUMNS)
@@ -159,13 +159,13 @@ def norms(A: Tensor, least: int) -> tuple[Tensor, Tensor]:
 
 
 def power_iteration(A: Tensor, factors: Tensor, steps: int, unscaled: int) -> Tensor:
-    """What ``kronbit.linalg.orthogonal.power_iteration`` gives.
+    """Return λmax; see ``linalg.roots``.
 
     Args:
         A: The matrices, contiguous (k, n, n).
-        factors: Of the matrices, (k,).
+        factors: Factors of the matrices, (k,).
         steps: Even, and a multiple of ``unscaled``.
-        unscaled: Steps between which it is not.
+        unscaled: Steps between two normalisations.
     """
     k, n, _ = A.shape
     x = torch.empty(2, k, n, dtype=torch.float32, device=A.device)
@@ -182,7 +182,7 @@ def add_ridge_(
     A: Tensor, largest: Tensor, norm: Tensor, s: Tensor, ridge: float, least: float,
     orders: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """What ``linalg.backend`` says."""
+    """Add to diagonals; see ``linalg.backend``."""
     k, n, _ = A.shape
     mixed = orders is not None
     arguments = A, largest, norm, s, orders if mixed else A, n, ridge, least

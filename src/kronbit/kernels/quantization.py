@@ -1,7 +1,7 @@
 """The quantiser as Triton kernels: one pass each, the same codes and scales as ``reference``.
 
-A stack of square matrices is quantised or restored row by row. Rows lie anywhere (strides are
-given), so eigenvectors, which are columns, are quantised without a transposed copy.
+A stack of square matrices is quantised or restored by rows. Strides are arbitrary, so eigenvectors,
+which are columns, are quantised without a transposed copy.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _ROWS, _COLUMNS = 16, 256  # of a matrix, per program (columns of one that is re
 
 @triton.jit
 def code_at(codes, columns, mask, BITS: tl.constexpr):
-    """The codes of some elements of rows: ``codes`` points at the rows' first ones."""
+    """Load the codes of elements of rows; ``codes`` points at the first code of each row."""
     bit = columns * BITS
     word = tl.load(codes + bit // 8, mask=mask, other=0).to(tl.int32)
     shift = bit % 8
@@ -35,7 +35,7 @@ def code_at(codes, columns, mask, BITS: tl.constexpr):
 
 @triton.jit
 def restore(codes, scales, table, columns, mask, BITS: tl.constexpr, BLOCK: tl.constexpr):
-    """D for some elements of rows: ``codes`` and ``scales`` point at the rows' first ones."""
+    """D: restore elements of rows; ``codes`` and ``scales`` point at the first ones of each row."""
     code = code_at(codes, columns, mask, BITS)
     scale = tl.load(scales + columns // BLOCK, mask=mask, other=0.0)
     return tl.load(table + code) * scale
@@ -43,7 +43,7 @@ def restore(codes, scales, table, columns, mask, BITS: tl.constexpr, BLOCK: tl.c
 
 @triton.jit
 def offset_of(row, column, long_stride, TRANSPOSED: tl.constexpr):
-    """Where elements of a matrix are: its columns are contiguous if TRANSPOSED, else its rows."""
+    """Return offsets of elements; columns are contiguous if TRANSPOSED, else rows."""
     if TRANSPOSED:
         offset = row[:, None] + column[None, :] * long_stride
     else:
@@ -53,17 +53,17 @@ def offset_of(row, column, long_stride, TRANSPOSED: tl.constexpr):
 
 @triton.jit
 def block_scale(value):
-    """The largest magnitude in each row of values, of which every row is a block."""
-    # tl.max passes NaN over; infinity in its place makes the scale non-finite, too
+    """Return the largest magnitude of each row of values; every row is a block."""
+    # tl.max ignores NaN; infinity in its place makes the scale non-finite, too
     return tl.max(tl.where(value == value, tl.abs(value), float("inf")), axis=1)
 
 
 @triton.jit
 def nearest_code(value, scale, borders, BITS: tl.constexpr):
-    """The code of values (rows, columns), of which every row is a block with a scale."""
+    """Return the codes of values (rows, columns); every row is a block with a scale."""
     # The division is IEEE's: an approximate one would move values over a border.
     value = tl.div_rn(value, tl.where(scale == 0.0, 1.0, scale)[:, None] + tl.zeros_like(value))
-    # How many borders lie below the value: all are asked where they are few, else by bisection.
+    # The code is the number of borders below the value: by comparison with each, or by bisection.
     code = tl.zeros(value.shape, dtype=tl.int32)
     if BITS <= 4:
         for i in tl.static_range(2**BITS - 1):
@@ -77,10 +77,10 @@ def nearest_code(value, scale, borders, BITS: tl.constexpr):
 
 @triton.jit
 def store_packed(
-    target, code, first, length, there,
+    target, code, first, length, stored,
     BITS: tl.constexpr, BLOCK: tl.constexpr, PER_WORD: tl.constexpr, WORD_BYTES: tl.constexpr,
 ):  # fmt: skip
-    """Pack the codes of blocks into bytes of rows, from ``first`` on, of ``length`` bytes."""
+    """Pack codes of blocks into rows of ``length`` bytes, from byte ``first`` on."""
     rows: tl.constexpr = code.shape[0]
     words: tl.constexpr = code.shape[1] // PER_WORD
     part = tl.arange(0, PER_WORD)[None, None, :]
@@ -89,9 +89,9 @@ def store_packed(
     for k in tl.static_range(WORD_BYTES):
         inside = number * WORD_BYTES + k
         byte = first + inside
-        here = there[:, None] & ((inside < BLOCK * BITS // 8) & (byte < length))[None, :]
+        mask = stored[:, None] & ((inside < BLOCK * BITS // 8) & (byte < length))[None, :]
         packed = ((word >> (8 * k)) & 255).to(tl.uint8)
-        tl.store(target[:, None] + byte[None, :], packed, mask=here)
+        tl.store(target[:, None] + byte[None, :], packed, mask=mask)
 
 
 @triton.jit(do_not_specialize=["first", "n", "order", "padded", "code_length", "scale_length"])
@@ -152,12 +152,12 @@ def _encode_kernel(
 def decode(
     codes: Tensor, scales: Tensor, diagonal: Tensor | None, bits: int, mapping: str, block_size: int
 ) -> Tensor:
-    """D on a stack: (k, n, ...) contiguous codes and scales -> (k, n, n) float32.
+    """D: restore a stack: (k, n, ...) contiguous codes and scales -> (k, n, n) float32.
 
     Args:
         codes: Packed codes.
         scales: Block scales.
-        diagonal: (k, n), what stands on the diagonals instead; ``None``: what the codes say.
+        diagonal: (k, n), the diagonals; ``None`` if they are quantised, too.
         bits: b, below 32.
         mapping: R.
         block_size: Elements that share one scale.
@@ -171,10 +171,7 @@ def decode(
 def decode_operand(
     stacks: Sequence[tuple[Tensor, Tensor]], order: int, bits: int, mapping: str, block_size: int
 ) -> Split:
-    """``decode``, for products, of codes and scales of stacks, one behind the other.
-
-    Where the order is larger than theirs, the rest becomes the identity.
-    """
+    """D: restore codes and scales of stacks as one operand, padded by the identity."""
     out = empty_split(sum(len(codes) for codes, _ in stacks), order, order, stacks[0][0].device)
     first = 0
     for codes, scales in stacks:
@@ -186,11 +183,11 @@ def decode_operand(
 def decode_parts_(
     out: Split, first: int, codes: Tensor, scales: Tensor, bits: int, mapping: str, block_size: int
 ) -> None:
-    """``decode``, for products, of matrices with no elements far above 1.
+    """D: restore matrices with no elements far above 1 as part of an operand.
 
     Args:
-        out: Takes the matrices. Where its order is larger, the rest becomes the identity.
-        first: Where the first one goes.
+        out: Receives the matrices, padded by the identity if its order is larger.
+        first: The first matrix of ``out`` that is written.
         codes: Packed codes.
         scales: Block scales.
         bits: b, below 32.
@@ -218,11 +215,11 @@ def _decode(
 def encode(
     X: Tensor, diagonal: bool, bits: int, mapping: str, block_size: int
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Q on a stack (k, n, n) of float32, maybe transposed: codes, scales, and the diagonal apart.
+    """Q: return codes, scales and diagonal of a float32 stack (k, n, n), maybe transposed.
 
     Args:
         X: The matrices; not written to.
-        diagonal: Whether the diagonal is taken out and counts as zero.
+        diagonal: True if the diagonal is taken out and counts as zero.
         bits: b, below 32.
         mapping: R.
         block_size: Elements that share one scale.
@@ -243,5 +240,5 @@ def encode(
 
 
 def strides(X: Tensor) -> tuple[int, int]:
-    """From matrix to matrix, and from line to line, whether those are rows or columns."""
+    """Return the strides between matrices, and between lines, be they rows or columns."""
     return X.stride(0), X.stride(1) if X.stride(2) == 1 else X.stride(2)

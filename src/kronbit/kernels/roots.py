@@ -1,4 +1,4 @@
-"""The roots of blocks, restored into the scratch, each divided by a power of two."""
+"""Restore inverse roots of blocks into the scratch, each divided by a power of two."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ from kronbit.kernels.lines import (
 )
 from kronbit.kernels.quantization import restore
 
-# A program restores so many elements of a root in tiles, and as many again mirrored.
+# Elements of tiles that a program restores; it also writes them mirrored.
 _ELEMENTS = 4 * 64 * 64
 
 
 def tiles_per_program(tile: int) -> int:
-    """Tiles that one program restores; 0 if there are none."""
+    """Return the number of tiles of a program; 0 if there are no tiles."""
     return _ELEMENTS // tile**2 if tile else 0
 
 
 @triton.jit
 def as_bf16(pointer):
-    """A pointer into the scratch, where it holds bf16 numbers."""
+    """Return a pointer into the scratch as one to bf16 numbers."""
     return pointer.to(tl.pointer_type(tl.bfloat16), bitcast=True)
 
 
 @triton.jit
 def put(out, wide, row, column, value, mask, side, PRECISE: tl.constexpr, DIRECT: tl.constexpr):
-    """Elements of a root into the scratch."""
+    """Store elements of a root in the scratch."""
     place = out + row * wide + column
     if DIRECT:
         if side == 1:
@@ -60,11 +60,11 @@ def roots_kernel(
     COMPACT: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, BLOCK: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Restore some rows of a root, or some of its tiles."""
+    """Restore rows or tiles of a root."""
     program = programs + tl.program_id(0) * 3
     block, side = tl.load(program), tl.load(program + 1)
     line = blocks + block * LINE
-    # All that the line says is asked for before anything depends on it: waiting adds up.
+    # All fields are loaded before any is used, so that the latencies overlap.
     member, n = tl.load(line + MEMBER), tl.load(line + M + side).to(tl.int32)
     codes = tl.load(line + CODES + side * TO_RIGHT)
     scales = tl.load(line + SCALES + side * TO_RIGHT)
@@ -86,8 +86,8 @@ def roots_kernel(
         scales = scales.to(tl.pointer_type(tl.uint8))
         stored = (n + TILE - 1) // TILE
         count = stored * (stored + 1) // 2 * TILE
-        for own in range(TILES):
-            tile = number * TILES + own
+        for index in range(TILES):
+            tile = number * TILES + index
             i, j = tile_at(tile)
             value = restore_tile(codes, scales, tops, table, squares, tile, count, BITS, TILE)
             value *= inverse
@@ -121,18 +121,18 @@ def roots_kernel(
             elif WORDS:
                 # As restore does, but eight codes are read as one word, and their scale once.
                 word = start // 8 + tl.arange(0, COLUMNS // 8)[None, :]
-                known = (row < n) & (word < n // 8)
+                words_inside = (row < n) & (word < n // 8)
                 base = codes.to(tl.pointer_type(tl.int32)) + row * (n // 8)
-                eight = tl.load(base + word, mask=known, other=0)
+                eight = tl.load(base + word, mask=words_inside, other=0)
                 place = row * scale_length + word * 8 // BLOCK
                 place = scales.to(tl.pointer_type(tl.float32)) + place
-                scale = tl.load(place, mask=known, other=0.0) * inverse
+                scale = tl.load(place, mask=words_inside, other=0.0) * inverse
                 code = eight_codes(eight)
                 value = tl.reshape(tl.load(table + code) * scale[:, :, None], (ROWS, COLUMNS))
             else:
                 base = codes.to(tl.pointer_type(tl.uint8)) + row * code_length
-                own_scales = scales.to(tl.pointer_type(tl.float32)) + row * scale_length
-                value = restore(base, own_scales, table, column, mask, BITS, BLOCK)
+                row_scales = scales.to(tl.pointer_type(tl.float32)) + row * scale_length
+                value = restore(base, row_scales, table, column, mask, BITS, BLOCK)
                 value = tl.where(mask, value * inverse, 0.0)
             if BITS < 32:
                 value = tl.where(row != column, value, on_diagonal)

@@ -1,4 +1,4 @@
-"""Matrices as sums of two float16 matrices, which the tensor cores can multiply.
+"""Matrices as sums of two float16 matrices, which the tensor cores multiply.
 
 A float32 number, scaled by a power of two, is the sum of two float16 numbers to 22 bits. One scale
 per matrix keeps the parts inside of float16's range. Elements down to 2⁻¹⁴ of the largest have all
@@ -21,7 +21,7 @@ PAD = 64  # operands are padded with zeros to multiples of it: loads need no mas
 _ROWS = 8  # of a matrix, per program
 _TAKEN = 4096  # elements of a matrix, per program that copies
 _COLUMNS = 32  # of a matrix, per program that goes down its columns
-_ONE, _GIVEN, _DIVISOR = 0, 1, 2  # what the largest elements are taken to be
+_ONE, _GIVEN, _DIVISOR = 0, 1, 2  # kinds of bounds of the largest elements
 UNIT = 2.0**-12  # of matrices whose largest elements are about 1
 _SIZES = ["rows", "columns", "padded_rows", "padded_columns"]
 
@@ -37,27 +37,27 @@ class Split(NamedTuple):
 
     @property
     def mT(self) -> Split:
-        """The transposed matrices, without a copy."""
+        """Return the transposed matrices without a copy."""
         return Split(self.hi.mT, self.lo.mT, self.unit, self.columns, self.rows)
 
     @property
     def transposed(self) -> bool:
-        """Whether the parts are stored by columns."""
+        """True if the parts are stored by columns."""
         return self.hi.stride(-1) != 1
 
     def float(self) -> Tensor:
-        """The matrices in float32."""
+        """Return the matrices in float32."""
         whole = self.hi.float().add_(self.lo).mul_(self.unit[:, None, None])
         return whole[:, : self.rows, : self.columns]
 
 
 def padded(size: int) -> int:
-    """The size of a side with its zeros."""
+    """Return the size of a side with its padding."""
     return -(-size // PAD) * PAD
 
 
 def empty_split(k: int, rows: int, columns: int, device: torch.device) -> Split:
-    """Room for k matrices."""
+    """Allocate k matrices."""
     shape = (k, padded(rows), padded(columns))
     hi, lo = (torch.empty(shape, dtype=torch.float16, device=device) for _ in range(2))
     unit = torch.empty(k, dtype=torch.float32, device=device)
@@ -66,27 +66,27 @@ def empty_split(k: int, rows: int, columns: int, device: torch.device) -> Split:
 
 @triton.jit
 def power_below(bound):
-    """The power of two at or below a positive float32: its exponent bits."""
+    """Return the power of two at or below a positive float32: its exponent bits."""
     power = (bound.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
     return tl.maximum(power, 1e-32)
 
 
 @triton.jit
 def magnitude_bits(value):
-    """The magnitudes of float32 numbers as integers, which sort as they do; NaN is the largest."""
+    """Return magnitudes of float32 numbers as integers of the same order; NaN is the largest."""
     return value.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
 @triton.jit
 def load_parts(hi, lo, place, mask):
-    """A float32 value that is divided by its unit."""
+    """Load a float32 value that is divided by its unit."""
     value = tl.load(hi + place, mask=mask, other=0.0).to(tl.float32)
     return value + tl.load(lo + place, mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def store_parts(hi, lo, place, value, mask):
-    """Store a float32 value that has been divided by its unit."""
+    """Store a float32 value that is divided by its unit."""
     high = value.to(tl.float16)
     tl.store(hi + place, high, mask=mask)
     tl.store(lo + place, (value - high.to(tl.float32)).to(tl.float16), mask=mask)
@@ -97,7 +97,7 @@ def _largest_kernel(
     x, largest, only, rows, columns, matrix_stride, row_stride,
     MASKED: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """The largest magnitude of a matrix, as the bits of a float32 (which sort as integers do)."""
+    """Find the largest magnitude of a matrix, as the bits of a float32."""
     matrix = tl.program_id(1).to(tl.int64)
     if MASKED and tl.load(only + matrix) == 0:
         return
@@ -186,7 +186,7 @@ def _normalise_kernel(
 
 @triton.jit(do_not_specialize=["size"])
 def _take_kernel(hi, lo, unit, new_hi, new_lo, new_unit, only, size, BLOCK: tl.constexpr):
-    """Copy a matrix in two parts."""
+    """Copy a matrix in two parts, if it is wanted."""
     matrix = tl.program_id(1).to(tl.int64)
     if tl.load(only + matrix) == 0:
         return
@@ -199,7 +199,7 @@ def _take_kernel(hi, lo, unit, new_hi, new_lo, new_unit, only, size, BLOCK: tl.c
 
 @triton.jit(do_not_specialize=["rows", "columns"])
 def _dots_kernel(x, y, out, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Dot products of columns."""
+    """Compute dot products of columns."""
     matrix = tl.program_id(1).to(tl.int64)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
@@ -212,12 +212,12 @@ def _dots_kernel(x, y, out, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.const
 
 
 def split(X: Tensor, bound: Tensor | float | None = None) -> Split:
-    """Two float16 parts of each matrix of a stack (k, rows, columns) of float32.
+    """Split each matrix of a float32 stack (k, rows, columns) into two float16 parts.
 
     Args:
         X: The stack.
-        bound: What the largest elements are taken to be (up to 15 times as much will do): of each
-            matrix, float32 (k,), or 1 of all; or they are looked for.
+        bound: Bound of the elements (up to 15 times as much is safe): float32 (k,), or 1 for all
+            matrices. If it is None, the largest elements are measured.
     """
     if X.stride(-1) != 1 and X.stride(-2) == 1:
         return split(X.mT, bound).mT
@@ -231,11 +231,11 @@ def split(X: Tensor, bound: Tensor | float | None = None) -> Split:
 
 
 def measured_split(X: Tensor, only: Tensor | None = None) -> tuple[Split, Tensor]:
-    """``split`` of a stack that lies by rows, and the largest magnitudes as bits of a float32.
+    """Split a stack that is stored by rows; return also the largest magnitudes as float32 bits.
 
     Args:
         X: The stack.
-        only: bool (k,): which of the matrices are wanted; the others' results are undefined.
+        only: bool (k,): matrices that are wanted; other results are undefined.
     """
     k, rows, columns = X.shape
     largest = torch.zeros(k, dtype=torch.int32, device=X.device)
@@ -253,9 +253,9 @@ def _split(X: Tensor, bound: Tensor | None, only: Tensor | None) -> Split:
 
 
 def split_quotients(X: Tensor, divisors: Tensor, parts: Tensor) -> None:
-    """The parts (2, k, rows, columns), padded, of matrices divided by powers of two, (k,).
+    """Write parts (2, k, rows, columns), padded, of matrices divided by powers of two, (k,).
 
-    No element may be larger than its divisor by far. Their unit is ``UNIT``.
+    No element may be much larger than its divisor. The unit of the parts is ``UNIT``.
     """
     _launch_split(X, divisors, None, parts[0], parts[1], None, _DIVISOR)
 
@@ -273,7 +273,7 @@ def _launch_split(
 
 
 def scale_rows(x: Split, factors: Tensor, largest: Tensor) -> Split:
-    """diag(factors) x for non-negative factors (k, rows), and x that is nearly orthogonal."""
+    """Return diag(factors) X for non-negative factors (k, rows), and a nearly orthogonal X."""
     out = empty_split(len(x.hi), x.rows, x.columns, x.hi.device)
     sides = x.hi.shape[1:]
     tensors = *x[:3], factors.contiguous(), largest, *out[:3]
@@ -282,7 +282,7 @@ def scale_rows(x: Split, factors: Tensor, largest: Tensor) -> Split:
 
 
 def normalise_columns(X: Tensor) -> Split:
-    """The columns of a contiguous stack, each divided by its length; zero stays zero."""
+    """Divide the columns of a contiguous stack by their lengths; zero stays zero."""
     k, *sizes = X.shape
     out = empty_split(k, sizes[0], sizes[1], X.device)
     sides = out.hi.shape[1:]
@@ -292,14 +292,14 @@ def normalise_columns(X: Tensor) -> Split:
 
 
 def take_(x: Split, new: Split, only: Tensor) -> None:
-    """Overwrite some of the matrices: ``only`` is bool (k,)."""
+    """Overwrite the matrices that ``only``, bool (k,), marks."""
     size = math.prod(x.hi.shape[1:])
     grid = (-(-size // _TAKEN), len(x.hi))
     launch(_take_kernel, grid, *x[:3], *new[:3], only, size, BLOCK=_TAKEN)
 
 
 def column_dots(X: Tensor, Y: Tensor) -> Tensor:
-    """Dot products of the columns of two contiguous stacks (k, rows, columns)."""
+    """Return dot products of the columns of two contiguous stacks (k, rows, columns)."""
     k, rows, columns = X.shape
     out = torch.empty(k, columns, dtype=torch.float32, device=X.device)
     grid = (-(-columns // _COLUMNS), k)

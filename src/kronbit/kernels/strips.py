@@ -1,4 +1,4 @@
-"""Rows of gradients that are copied into the scratch, and rows of G̃ that are written over them."""
+"""Gather rows of gradients into the scratch; scatter rows of G̃ over the gradients."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from kronbit.kernels.lines import (
     scratch,
 )
 
-# In the place of a scale: scatter leaves the gradient as it is.
+# A scale with which scatter leaves the gradient as it is.
 LEAVE: tl.constexpr = tl.constexpr(-1.0)
 
 
 @triton.jit
 def _inside(row, m, column, n, WIDE: tl.constexpr):
-    """Which elements a block has; WIDE: n is a multiple of 8."""
+    """Return the mask of a block; WIDE: n is a multiple of 8."""
     mask = (row < m) & (column < n)
     if WIDE:
         mask = tl.max_constancy(mask, (1, 8))

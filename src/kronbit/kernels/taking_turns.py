@@ -1,8 +1,8 @@
-"""Programs that wait for each other inside of one launch.
+"""Programs that wait for each other in one launch.
 
-Work is a sequence of tasks, each of which may need what earlier ones have written. Programs take
-the next one that nobody has taken; whoever has the first one that is not done waits for nobody. So
-there is always one who goes on, however few programs are at work at a time.
+Work is a sequence of tasks, which may read the results of earlier ones. Every program takes the
+next free task. The program with the first unfinished task never waits, so the launch always makes
+progress, however few programs run at a time.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import triton.language as tl
 
 @triton.jit
 def take(counter):
-    """The number of the next task."""
+    """Take the next task; return its number."""
     return tl.atomic_add(counter, 1, sem="relaxed")
 
 
 @triton.jit
 def wait_for(counter, count):
-    """Wait until a counter has come to some number; then see all that was written before."""
+    """Wait until a counter reaches a number; then all that was written before is visible."""
     while tl.atomic_add(counter, 0, sem="acquire") < count:
         pass
     tl.debug_barrier()
@@ -27,6 +27,6 @@ def wait_for(counter, count):
 
 @triton.jit
 def tell(counter):
-    """Count one more, after all that was written."""
+    """Increment a counter, after all writes."""
     tl.debug_barrier()
     tl.atomic_add(counter, 1, sem="release")

@@ -20,14 +20,15 @@ if TYPE_CHECKING:
     from kronbit.kernels.cholesky import Chain
     from kronbit.kernels.split import Split
 
-# What is multiplied, maybe several times: a stack of float32 matrices (k, rows, columns) itself,
-# or, for kernels, its two float16 parts. Transposed by ``.mT``; in float32 by ``.float()``.
+# A stack of float32 matrices (k, rows, columns) that is multiplied: the tensor itself, or, for
+# kernels, its two float16 parts. Transposed by ``.mT``; in float32 by ``.float()``.
 Operand: TypeAlias = "Tensor | Split"
-# Bits, mapping and block size of a quantiser follow each other in all that encodes and decodes.
 
 
 class Backend(Protocol):
     """Functions on stacks of float32 matrices on one device.
+
+    Q and D quantise and restore; R is the mapping of the quantiser, b its bits.
 
     Attributes:
         by_kernels: True if kernels do the work. Then operands are copies of the matrices, which may

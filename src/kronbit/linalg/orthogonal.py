@@ -1,4 +1,4 @@
-"""Batched linear algebra of the factors: (k, n, n) stacks, full float32."""
+"""Orthogonal factors of stacks (k, n, n) in full float32: Björck, QR, subspace iteration."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from kronbit.linalg.torch_backend import nonzero
 if TYPE_CHECKING:
     from kronbit.kernels.cholesky import Chain
 
-# X -> an orthonormal basis of its columns, and of which matrices it can be trusted.
+# X -> an orthonormal basis of its columns, and bool (k,): False where it cannot be trusted.
 QR: TypeAlias = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
 class Attempt(NamedTuple):
-    """At an update: the first one takes what is fastest, the next ones what is more robust.
+    """An attempt at an update: the first one is the fastest, later ones are more robust.
 
     Attributes:
-        number: From 0 on.
-        chain: What launches the kernels' factorisations of the first one.
+        number: Counts from 0.
+        chain: Launches the factorisations of the first attempt, if kernels do them.
     """
 
     number: int = 0
     chain: Chain | None = None
 
     def qr(self) -> QR:
-        """Which QR it takes."""
+        """Return the QR of this attempt."""
         if self.number == 0:
             return partial(cholesky_qr, chain=self.chain)
         return (shifted_cholesky_qr, householder_qr)[self.number - 1]
@@ -42,11 +42,11 @@ class Attempt(NamedTuple):
 
 FIRST_ATTEMPT = Attempt()
 
-# ‖QᵀQ - I‖, of which a correction leaves its square.
+# The largest ‖QᵀQ - I‖ that is corrected: a correction squares it.
 _CORRECTABLE = 5e-3
-# Of the trace of XᵀX, in which smaller pivots would be rounding errors.
+# Pivots of XᵀX below this part of its trace are rounding errors.
 _ROUNDING = 3e-7
-# R⁻¹ is smaller than that, relative to what the least pivot gives: then Q is correctable.
+# Q is correctable if no element of R⁻¹ exceeds this part of what the least pivot gives.
 _ONE_PASS = 0.7
 _SHIFTED_PASSES = 3
 
@@ -58,8 +58,8 @@ def rectified(V: Operand, steps: int) -> Operand:
     The formula is the same for Vᵀ, so it does not matter whether eigenvectors are rows or columns.
 
     Args:
-        V: (k, n, n), nearly orthogonal, by rows.
-        steps: t1 or t2 of the paper.
+        V: (k, n, n), nearly orthogonal, stored by rows.
+        steps: t1 or t2 of the paper: steps at an update or at a refresh.
 
     Returns:
         The rectified stack (``V`` itself when ``steps`` is 0).
@@ -71,13 +71,13 @@ def rectified(V: Operand, steps: int) -> Operand:
 
 
 def bjorck(V: Tensor, steps: int) -> Tensor:
-    """``rectified`` for a float32 stack."""
+    """Rectify a float32 stack as ``rectified`` does."""
     return rectified(operand(V.float().contiguous(), bound=1.0), steps).float()
 
 
 @full_precision()
 def orthogonality_error(Q: Tensor) -> Tensor:
-    """The largest |Qᵀ Q - I| of each matrix, (k,)."""
+    """Return the largest |Qᵀ Q - I| of each matrix, (k,)."""
     q = operand(Q.float(), bound=1.0)
     gram = multiply(q.mT, q, symmetric=True)
     gram.diagonal(dim1=-2, dim2=-1).sub_(1)
@@ -86,44 +86,45 @@ def orthogonality_error(Q: Tensor) -> Tensor:
 
 
 def cholesky_(A: Tensor, chain: Chain | None = None) -> tuple[Tensor, Tensor]:
-    """The lower triangular C with A = C Cᵀ.
+    """Return the lower triangular C with A = C Cᵀ.
 
     Args:
         A: (k, n, n), symmetric, float32, contiguous; given away: it may be overwritten.
-        chain: What launches the kernels' factorisations, if that is done more than once.
+        chain: Launches factorisations that are repeated, if kernels do them.
 
     Returns:
         C: (k, n, n), zero above the diagonal.
-        good: bool (k,): False where a pivot was not positive. That C is worthless.
+        good: bool (k,): False where a pivot was not positive: C is not usable there.
     """
     return backend(A.device).cholesky_(A, chain)
 
 
 def thousands(order: int) -> int:
-    """An order, rounded up to a multiple of 1024: orders may share a batch if that is the same."""
+    """Round an order up to a multiple of 1024. Orders may share a batch if the result is equal."""
     return 1024 * -(-order // 1024)
 
 
 def least_pivot(order: int) -> float:
-    """Of XᵀX with a diagonal of ones: rounding errors are smaller pivots.
+    """Return the least pivot of XᵀX, with a diagonal of ones, that is not a rounding error.
 
-    By the thousand: what comes of a matrix must not depend on those that it shares a batch with.
-    For small orders that is more than needed; a good column that is put off costs a second pass.
+    It depends on the order by the thousand: the result of a matrix must not depend on the matrices
+    that share its batch. For small orders it is larger than needed; a good column that is put off
+    costs a second pass.
     """
     return _ROUNDING * thousands(order)
 
 
 def _whitened(X: Tensor, room: Tensor | None, chain: Chain | None) -> Operand:
-    """X R⁻¹ with Rᵀ R = Xᵀ X, of X with columns of length 1; NaN, where that fails.
+    """Return X R⁻¹ with Rᵀ R = Xᵀ X, for X with columns of length 1; NaN where that fails.
 
-    Rounding errors grow with the condition, and pivots near zero are nothing else. Such columns are
-    put off: they are made orthogonal to the others, but not to each other. What that leaves is
-    better conditioned, and a second pass does the rest. A large R⁻¹ tells who needs it.
+    Rounding errors grow with the condition, and pivots near zero are nothing else. Columns with
+    these pivots are put off: they are made orthogonal to the others, but not to each other. The
+    result is better conditioned, and a second pass does the rest. It is needed where R⁻¹ is large.
 
     Args:
         X: (k, m, n), contiguous, given away.
         room: (k, n, n) that may be overwritten; it may be X itself.
-        chain: What launches the kernels' factorisations, if there are kernels.
+        chain: Launches factorisations that are repeated, if kernels do them.
     """
     least = least_pivot(X.shape[-1])
     limit = _ONE_PASS / math.sqrt(least)
@@ -131,7 +132,7 @@ def _whitened(X: Tensor, room: Tensor | None, chain: Chain | None) -> Operand:
 
 
 def _better_conditioned(X: Tensor, room: Tensor | None) -> Tensor:
-    """X R⁻¹ with Rᵀ R = Xᵀ X + shift I: that never fails, and gains two or three digits.
+    """Return X R⁻¹ with Rᵀ R = Xᵀ X + shift I, which never fails, and gains two or three digits.
 
     Args:
         X: (k, m, n), contiguous, given away.
@@ -141,11 +142,11 @@ def _better_conditioned(X: Tensor, room: Tensor | None) -> Tensor:
 
 
 def _corrected(Q: Operand, room: Tensor | None) -> tuple[Tensor, Tensor]:
-    """A nearly orthonormal Q corrected twice, and of which matrices that can be trusted."""
-    math_of_q = backend(Q)
-    W, _ = math_of_q.correction(Q)
-    Q = math_of_q.compose(Q, W)
-    W, squares = math_of_q.correction(Q)
+    """Correct a nearly orthonormal Q twice; return it, and which matrices can be trusted."""
+    by = backend(Q)
+    W, _ = by.correction(Q)
+    Q = by.compose(Q, W)
+    W, squares = by.correction(Q)
     # A comparison with NaN is False, so a broken matrix counts as bad.
     return multiply(Q, W, out=room), squares.sum(-1) <= _CORRECTABLE**2
 
@@ -155,12 +156,12 @@ def cholesky_qr(X: Tensor, chain: Chain | None = None) -> tuple[Tensor, Tensor]:
 
     Args:
         X: (k, m, n) with m >= n, float32; given away: it may be overwritten.
-        chain: What launches the kernels' factorisations, if that is done more than once.
+        chain: Launches factorisations that are repeated, if kernels do them.
 
     Returns:
         Q: (k, m, n), with R's diagonal non-negative.
-        good: bool (k,): False where X is too ill-conditioned for it: Cholesky failed, or Q was not
-            orthogonal enough for the corrections. That Q is worthless.
+        good: bool (k,): False where X is too ill-conditioned: Cholesky failed, or Q was not
+            orthogonal enough for the corrections. Q is not usable there.
     """
     with full_precision():
         X = X.contiguous()
@@ -169,7 +170,7 @@ def cholesky_qr(X: Tensor, chain: Chain | None = None) -> tuple[Tensor, Tensor]:
 
 
 def shifted_cholesky_qr(X: Tensor) -> tuple[Tensor, Tensor]:
-    """``cholesky_qr`` after passes with shifts, for matrices that are singular but for rounding."""
+    """Return ``cholesky_qr`` after shifted passes, for matrices singular up to rounding."""
     with full_precision():
         for _ in range(_SHIFTED_PASSES):
             X = X.contiguous()
@@ -178,7 +179,7 @@ def shifted_cholesky_qr(X: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _room(X: Tensor) -> Tensor | None:
-    """X itself, where products can be written over it: kernels work on copies."""
+    """Return X where products may overwrite it, because kernels work on copies; else None."""
     return X if X.shape[-2] == X.shape[-1] and backend(X.device).by_kernels else None
 
 
@@ -213,7 +214,7 @@ def subspace_iteration(A: Operand, AV: Tensor, steps: int, qr: QR) -> tuple[Tens
 
     Returns:
         P: (k, n, n), approximate eigenvectors of A as columns.
-        good: bool (k,): whether every QR could be trusted.
+        good: bool (k,): True if every QR could be trusted.
     """
     with full_precision():
         P, good = qr(AV)

@@ -1,8 +1,8 @@
-"""Full float32 arithmetic around factor math, whatever the user's settings are.
+"""Full float32 arithmetic for factor math, independent of the user's settings.
 
 TF32 keeps 10 bits of mantissa. The eigenvalues of a preconditioner span six orders of magnitude
-and more, so a product in TF32 (or in bf16, under autocast) buries the small ones, which are those
-that the inverse root makes large.
+and more, so a product in TF32 (or in bf16, under autocast) loses the small ones, which the inverse
+root makes large.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from kronbit.interruptions import ending
 
 # Where a float32 matrix product may be lowered (cuBLAS, and oneDNN on the CPU), with the setting
-# that it inherits while its own is "none".
+# that it inherits while it is "none" itself.
 _BACKENDS = (
     (torch.backends.cuda.matmul, torch.backends.cudnn),
     (torch.backends.mkldnn.matmul, torch.backends.mkldnn),  # type: ignore[attr-defined]
@@ -29,7 +29,7 @@ _here = threading.local()
 def full_precision() -> Iterator[None]:
     """Run float32 matrix products as IEEE float32, outside autocast; restores every setting."""
     autocast = [device for device in _AUTOCAST_DEVICES if torch.is_autocast_enabled(device)]
-    if getattr(_here, "inside", False) and not autocast:  # to look at the rest takes a while
+    if getattr(_here, "inside", False) and not autocast:  # reading the settings is slow
         yield
         return
     lowered = []
@@ -39,8 +39,8 @@ def full_precision() -> Iterator[None]:
             lowered.append((backend, "none" if parent.fp32_precision == precision else precision))
 
     def restore() -> None:
-        for backend, own in lowered:
-            backend.fp32_precision = own
+        for backend, setting in lowered:
+            backend.fp32_precision = setting
         for device in autocast:
             torch.set_autocast_enabled(device, True)
         _here.inside = False

@@ -1,6 +1,7 @@
-"""Products of stacks of float32 matrices at float32 accuracy, in an order that batches do not move.
+"""Products of stacks of float32 matrices at float32 accuracy.
 
-Chains of products stay operands from end to end.
+An operand is prepared once, and may be multiplied several times. Chains of products stay operands
+from end to end.
 """
 
 from __future__ import annotations
@@ -11,12 +12,12 @@ from kronbit.linalg.backend import Operand, backend
 
 
 def operand(X: Tensor, bound: Tensor | float | None = None) -> Operand:
-    """Prepare a float32 stack for products; a kernel takes it apart here.
+    """Prepare a float32 stack for products. Kernels split it into two float16 parts.
 
     Args:
         X: The stack.
-        bound: No element is larger by far: of each matrix, (k,), or 1 of all, as in matrices that
-            are nearly orthogonal. If nothing is known, it is looked for.
+        bound: No element is much larger than this: (k,), or 1 for all matrices, as for nearly
+            orthogonal ones. If it is None, the largest elements are measured.
     """
     return backend(X.device).operand(X, bound)
 
@@ -30,12 +31,12 @@ def multiply(
     Args:
         A: (k, m, depth).
         B: (k, depth, n).
-        C: (k, m, n), or nothing.
+        C: (k, m, n), or None.
         alpha: Factor of the product.
         beta: Factor of C.
         symmetric: The result is known to be symmetric: half of it need not be computed.
         triangular: A is lower triangular and B upper triangular: zeros need not be multiplied.
-        out: Takes the result, contiguous; it may be C, but neither A nor B.
+        out: Contiguous, receives the result; it may be C, but neither A nor B.
 
     Returns:
         The result (k, m, n), float32.

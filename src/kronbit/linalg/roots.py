@@ -1,4 +1,4 @@
-"""Inverse roots to convergence, by products alone: no eigenvalues, nothing that waits."""
+"""Inverse roots by products alone: no eigenvalues, and the host never waits."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from kronbit.linalg.precision import full_precision
 from kronbit.linalg.products import multiply, operand
 from kronbit.linalg.torch_backend import nonzero
 
-# Below these, relative to λmax and ‖A‖_F, rounding errors could make a float32 matrix indefinite.
+# Smaller ridges, relative to λmax and ‖A‖_F, leave float32 matrices indefinite by rounding.
 LEAST_RIDGE, _LEAST_OF_NORM = 5e-7, 1.5e-7
-_ENOUGH = 5e-5  # that far from 1, relative errors of a root are rounding errors
+_ENOUGH = 5e-5  # a root this close to 1 has only rounding errors left
 _CONVERGING = 0.3  # no element of M - I is larger before the last step
-_MARGIN = 0.5  # what power iteration finds of λmax, at the least
+_MARGIN = 0.5  # power iteration finds at least this part of λmax
 # Polynomials are steep at the upper end of their interval: rounding errors must not lie beyond it.
 _ROOM = 1e-3
 _EXCHANGES = 30
@@ -30,11 +30,11 @@ _NEWTON_TOLERANCE, _NEWTON_GROWTH = 1e-6, 1.2
 
 @cache
 def minimax_steps(p: int, least: float) -> tuple[tuple[float, float, float], ...]:
-    """The steps T = a I + b M + c M² that bring M with eigenvalues in [least, 1] nearest to I.
+    """Return the steps T = a I + b M + c M² that bring M, eigenvalues in [least, 1], nearest to I.
 
-    In r = λ^(1/p), a step is r ← r (a + b r^p + c r^2p). Of all of that form, the best is nowhere
-    farther from 1 on the interval that r is in; so the next interval is the narrowest. Each gains
-    what Newton gains in several steps.
+    In r = λ^(1/p), a step is r ← r (a + b r^p + c r^2p). The best step of that form minimises the
+    largest distance of r from 1 on its interval, so the next interval is the narrowest. Each step
+    gains as much as several of Newton's.
 
     Args:
         p: 2 or 4.
@@ -53,23 +53,23 @@ def minimax_steps(p: int, least: float) -> tuple[tuple[float, float, float], ...
 
 
 def steps_of(order: int, p: int, damping: float) -> tuple[tuple[float, float, float], ...]:
-    """The steps for any matrix of an order, divided by up to twice its Frobenius norm."""
+    """Return the steps for any matrix of an order, divided by up to twice its Frobenius norm."""
     ridge = max(damping, LEAST_RIDGE)
-    # No eigenvalue is larger than the norm, and λmax is not smaller than a √n-th of it. By the
-    # thousand: what comes of a matrix must not depend on those that it shares a batch with.
+    # No eigenvalue is larger than the norm, and λmax is not smaller than a √n-th of it. The order
+    # counts by the thousand: a result must not depend on the matrices that share the batch.
     least = max(_MARGIN * ridge / math.sqrt(thousands(order)), _LEAST_OF_NORM)
     return minimax_steps(p, least / 2 / 2 ** _doublings(ridge))
 
 
 def _doublings(ridge: float) -> int:
-    """By how many powers of two the largest eigenvalue grows with a ridge, if that shows."""
+    """Return by how many powers of two a ridge raises the largest eigenvalue, if it is large."""
     return math.ceil(math.log2(1 + ridge)) if ridge > _ROOM else 0
 
 
 def _best_step(p: int, u: float, v: float) -> tuple[float, float, float, float]:
-    """(a, b, c) and the error E of the best step on [u, v], by Remez's exchange.
+    """Return (a, b, c) and the error E of the best step on [u, v], by Remez's exchange.
 
-    It is 1 - E, 1 + E, 1 - E, 1 + E at u, at its two extremes, and at v.
+    The step gives 1 - E, 1 + E, 1 - E, 1 + E at u, at its two extremes, and at v.
     """
     places = [u, u + (v - u) / 4, v - (v - u) / 4, v]
     ones = torch.ones(4, dtype=torch.float64)
@@ -87,7 +87,7 @@ def _best_step(p: int, u: float, v: float) -> tuple[float, float, float, float]:
 def converged_inverse_root(
     A: Tensor, p: int, damping: float, orders: Tensor | None = None
 ) -> Tensor:
-    """(A + λmax ε I)^(-1/p) by a coupled iteration whose steps are the best there are.
+    """Return (A + λmax ε I)^(-1/p) by a coupled iteration with minimax steps.
 
     From M = A / s, where s is a power of two above ‖A‖_F, and H = I: T = a I + b M + c M²,
     H ← H T and M ← T^(p/2) M T^(p/2), until M is I. All of them are polynomials of A, so that every
@@ -96,9 +96,9 @@ def converged_inverse_root(
     Args:
         A: (k, n, n), symmetric and positive semi-definite; given away with its storage.
         p: 1, 2 or 4.
-        damping: ε, relative to the largest eigenvalue of each matrix; at least ``LEAST_RIDGE``, and
-            what rounding needs.
-        orders: int32 (k,), of matrices that were enlarged with zeros; ``None``: none was.
+        damping: ε, relative to the largest eigenvalue of each matrix; raised to ``LEAST_RIDGE``,
+            or to what rounding needs.
+        orders: int32 (k,), the orders before padding with zeros; ``None`` if none was padded.
 
     Returns:
         (k, n, n), undefined beyond the orders. A zero matrix has no inverse root; it gives the
@@ -127,7 +127,7 @@ def converged_inverse_root(
 
 @cache
 def _iteration(p: int, steps: tuple[tuple[float, float, float], ...]) -> Polynomial:
-    """The products of the coupled iteration from M = A / s; the inverse is its root's square."""
+    """Return the products of the coupled iteration from M = A / s. For p = 1, H² is the result."""
     assert len(steps) > 1, "H is a product"
     products: list[Product] = []
 
@@ -156,15 +156,15 @@ def _iteration(p: int, steps: tuple[tuple[float, float, float], ...]) -> Polynom
 
 @full_precision()
 def power_iteration(A: Tensor, factors: Tensor | None = None, steps: int = 10) -> Tensor:
-    """λmax of positive semi-definite matrices.
+    """Return λmax of positive semi-definite matrices.
 
     The start is the unit vector of the largest diagonal element: deterministic, and never
     orthogonal to the leading eigenvectors, since its Rayleigh quotient is at least trace / n.
 
     Args:
         A: (k, n, n), float32, contiguous.
-        factors: (k,), of the matrices. Under them, neither the largest element nor the norm of any
-            is far from 1.
+        factors: (k,), factors of the matrices, with which neither the largest element nor the norm
+            of any is far from 1.
         steps: Number of iterations, a multiple of 10.
 
     Returns:
@@ -179,7 +179,7 @@ def power_iteration(A: Tensor, factors: Tensor | None = None, steps: int = 10) -
 
 @full_precision()
 def inverse_root(A: Tensor, p: int, damping: float, steps: int) -> Tensor:
-    """(A + λmax ε I)^(-1/p) by the coupled Newton (Schur-Newton) iteration.
+    """Return (A + λmax ε I)^(-1/p) by the coupled Newton (Schur-Newton) iteration.
 
     From M = z A, H = z^(1/p) I with z = (1 + p) / (2 ‖A‖_F): T = ((p + 1) I - M) / p, H ← H T,
     M ← Tᵖ M, until M is I. The count is fixed; a matrix that has converged, or whose error grew

@@ -16,12 +16,12 @@ _TINY = 16
 
 
 def nonzero(divisor: Tensor) -> Tensor:
-    """The divisor with 1 for 0: zero stays zero under it, and NaN and infinity stay visible."""
+    """Replace 0 by 1: zero divided by it stays zero, and NaN and infinity stay visible."""
     return torch.where(divisor == 0, 1.0, divisor)
 
 
 def operand(X: Tensor, bound: Tensor | float | None = None) -> Tensor:
-    """X itself."""
+    """Return X itself."""
     return X
 
 
@@ -31,8 +31,8 @@ def multiply(
 ) -> Tensor:  # fmt: skip
     """Multiply and add: alpha A B + beta C."""
     if A.dtype == torch.float32 and max(*A.shape[1:], B.shape[-1]) < _TINY:
-        # CPUs multiply tiny matrices in a way that depends on where they lie in memory, and so on
-        # those that they share a batch with. That ends below float32's last bit.
+        # How CPUs multiply tiny matrices depends on their place in memory, and so on the batch. In
+        # float64, the difference is below float32's last bit.
         wide = multiply(A.double(), B.double(), None if C is None else C.double(), alpha, beta)
         return wide.float() if out is None else out.copy_(wide)
     if C is None:
@@ -47,17 +47,17 @@ def compose(
     A: Tensor, B: Tensor, C: Tensor | None = None, alpha: float = 1.0, beta: float = 1.0, *,
     symmetric: bool = False, bound: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """As ``multiply``."""
+    """Multiply and add."""
     return multiply(A, B, C, alpha, beta)
 
 
 def scale_rows(X: Tensor, factors: Tensor, largest: Tensor) -> Tensor:
-    """diag(factors) X."""
+    """Return diag(factors) X."""
     return X * factors.unsqueeze(-1)
 
 
 def correction(Q: Tensor) -> tuple[Tensor, Tensor]:
-    """I - U with U the upper triangle of QᵀQ - I, its diagonal halved; its squared elements."""
+    """Return I - U with U the upper triangle of QᵀQ - I, its diagonal halved; and its squares."""
     E = torch.bmm(Q.mT, Q)
     E.diagonal(dim1=-2, dim2=-1).sub_(1)
     U = E.triu_()
@@ -67,17 +67,17 @@ def correction(Q: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def normalise_columns(X: Tensor) -> Tensor:
-    """The columns, each divided by its length."""
+    """Divide columns by their lengths."""
     return X.div_(nonzero(torch.linalg.vector_norm(X, dim=-2, keepdim=True)))
 
 
 def column_dots(X: Tensor, Y: Tensor) -> Tensor:
-    """The dot products of the columns."""
+    """Return the dot products of columns."""
     return Y.mul_(X).sum(-2)
 
 
 def norms(A: Tensor, least: int) -> tuple[Tensor, Tensor]:
-    """‖A‖_F, and the next power of two."""
+    """Return ‖A‖_F and the next power of two."""
     # In float32, squares would overflow.
     norm = torch.linalg.vector_norm(A, dim=(-2, -1), dtype=torch.float64)
     exponent = torch.frexp(nonzero(norm)).exponent
@@ -94,10 +94,10 @@ def add_ridge_(
 
 
 def power_iteration(A: Tensor, factors: Tensor, steps: int, unscaled: int) -> Tensor:
-    """λmax, from the unit vector of the largest diagonal element."""
+    """Return λmax, starting from the unit vector of the largest diagonal element."""
     start = A.diagonal(dim1=-2, dim2=-1).argmax(-1, keepdim=True)
-    # Twice the vector: torch multiplies one with a single matrix in another way than with several,
-    # but what comes of a matrix must not depend on those that it shares a batch with.
+    # Two equal vectors: torch multiplies a vector with one matrix in another way than with several,
+    # but a result must not depend on the matrices that share the batch.
     x = A.new_zeros(*A.shape[:-1], 2).scatter_(-2, start.unsqueeze(-1).expand(-1, 1, 2), 1.0)
     for step in range(1, steps + 1):
         x = torch.bmm(A, x) * factors[:, None, None]
@@ -109,7 +109,7 @@ def power_iteration(A: Tensor, factors: Tensor, steps: int, unscaled: int) -> Te
 
 
 def room(k: int, n: int, device: torch.device) -> Tensor:
-    """Room for matrices (k, n, n)."""
+    """Return room for matrices (k, n, n)."""
     return torch.empty(k, n, n, dtype=torch.float32, device=device)
 
 
@@ -139,12 +139,12 @@ def evaluate(
 
 
 def chain(device: torch.device, graphs: bool) -> None:
-    """Nothing: torch launches factorisations itself."""
+    """Return None: torch launches factorisations itself."""
     return
 
 
 def cholesky_(A: Tensor, chain: object = None) -> tuple[Tensor, Tensor]:
-    """C with A = C Cᵀ, and which matrices were positive definite."""
+    """Return C with A = C Cᵀ, and which matrices were positive definite."""
     C, info = torch.linalg.cholesky_ex(A)
     return C, info == 0
 
@@ -152,7 +152,7 @@ def cholesky_(A: Tensor, chain: object = None) -> tuple[Tensor, Tensor]:
 def whitened(
     X: Tensor, room: Tensor | None, least: float, limit: float, chain: object = None
 ) -> Tensor:
-    """X R⁻¹ with Rᵀ R = Xᵀ X; a second pass where R⁻¹ is larger than the limit."""
+    """Return X R⁻¹ with Rᵀ R = Xᵀ X; take a second pass where R⁻¹ is larger than the limit."""
     largest = _whiten_once_(X, least)
     for row, enough in enumerate((largest <= limit).tolist()):  # False for NaN
         if not enough:
@@ -163,16 +163,16 @@ def whitened(
 
 
 def shifted(X: Tensor, room: Tensor | None, shift: float) -> Tensor:
-    """X R⁻¹ with Rᵀ R = Xᵀ X + shift I."""
+    """Return X R⁻¹ with Rᵀ R = Xᵀ X + shift I."""
     _whiten_once_(X, shift, always=True)
     return X
 
 
 def _whiten_once_(X: Tensor, shift: float, always: bool = False) -> Tensor:
-    """One pass by torch; returns the largest elements of R⁻¹, infinity where there was a shift.
+    """Take one pass; return the largest elements of R⁻¹, infinity where the diagonal was shifted.
 
-    Unless ``always``, there is one where torch finds a pivot that is not positive: it does not let
-    us put off single columns.
+    Unless ``always``, it is shifted where torch finds a pivot that is not positive: torch cannot
+    put off single columns.
     """
     normalise_columns(X)
     S = multiply(X.mT, X)
@@ -196,7 +196,7 @@ def _whiten_once_(X: Tensor, shift: float, always: bool = False) -> Tensor:
 def encode_rows(
     X: Tensor, diagonal: bool, bits: int, mapping: str, block_size: int
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Q by rows."""
+    """Quantise by rows."""
     apart = X.diagonal(dim1=-2, dim2=-1).clone() if diagonal else None
     if diagonal:
         X.diagonal(dim1=-2, dim2=-1).zero_()
@@ -206,7 +206,7 @@ def encode_rows(
 def decode_rows(
     codes: Tensor, scales: Tensor, diagonal: Tensor | None, bits: int, mapping: str, block_size: int
 ) -> Tensor:
-    """D by rows."""
+    """Restore by rows."""
     X = reference.dequantize(codes, scales, bits, mapping, block_size, codes.shape[-2])
     if diagonal is not None:
         X.diagonal(dim1=-2, dim2=-1).copy_(diagonal)
@@ -216,30 +216,30 @@ def decode_rows(
 def operand_of_rows(
     stacks: Sequence[tuple[Tensor, Tensor]], order: int, bits: int, mapping: str, block_size: int
 ) -> Tensor:
-    """D by rows, of several stacks."""
-    return joined([decode_rows(*own, None, bits, mapping, block_size) for own in stacks], order)
+    """Restore several stacks by rows."""
+    return joined([decode_rows(*stack, None, bits, mapping, block_size) for stack in stacks], order)
 
 
 def joined(stacks: Sequence[Tensor], order: int) -> Tensor:
-    """Stacks (k, n, n), one behind the other, as parts of a larger order."""
-    larger = [enlarged(X, order) for X in stacks]
-    return larger[0] if len(larger) == 1 else torch.cat(larger)
+    """Pad stacks (k, n, n) to an order, and concatenate them."""
+    padded = [padded_by_identity(X, order) for X in stacks]
+    return padded[0] if len(padded) == 1 else torch.cat(padded)
 
 
-def enlarged(X: Tensor, order: int) -> Tensor:
-    """A stack (k, n, n) as parts of larger matrices, which are the identity elsewhere."""
+def padded_by_identity(X: Tensor, order: int) -> Tensor:
+    """Pad a stack (k, n, n) to an order; the rest of each matrix is the identity."""
     k, n, _ = X.shape
     if n == order:
         return X
-    larger = torch.eye(order, dtype=X.dtype, device=X.device).repeat(k, 1, 1)
-    larger[:, :n, :n] = X
-    return larger
+    padded = torch.eye(order, dtype=X.dtype, device=X.device).repeat(k, 1, 1)
+    padded[:, :n, :n] = X
+    return padded
 
 
 def encode_triangle(
     X: Tensor, triangle: bool, bits: int, mapping: str, block_size: int, tiled: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Q with quantised scales."""
+    """Quantise triangles, and their scales."""
     if triangle:
         X = lower_tiles(X, block_size) if tiled else X.tril(-1)
     exact = reference.block_scales(X, block_size)
@@ -253,7 +253,7 @@ def decode_triangle(
     codes: Tensor, scales: Tensor, tops: Tensor, diagonal: Tensor | None, mirrored: bool,
     bits: int, mapping: str, block_size: int, out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """D of what ``encode_triangle`` gives."""
+    """Restore the result of ``encode_triangle``."""
     tiled = codes.dim() == 4
     order = codes.shape[1] if diagonal is None else diagonal.shape[1]
     scales = reference.dequantize_scales(scales, tops).view(*codes.shape[:-1], -1)
@@ -269,5 +269,5 @@ def decode_triangle(
 
 def replace_rows_(old: Sequence[Tensor], new: Sequence[Tensor], accepted: Tensor) -> None:
     """Copy accepted rows of new tensors over old ones."""
-    for own, leaf in zip(old, new, strict=True):
-        torch.where(accepted.view(-1, *[1] * (leaf.dim() - 1)), leaf, own, out=own)
+    for target, leaf in zip(old, new, strict=True):
+        torch.where(accepted.view(-1, *[1] * (leaf.dim() - 1)), leaf, target, out=target)

@@ -9,7 +9,7 @@ MAPPINGS = ("linear2", "dt", "linear")
 
 
 def _linear(bits: int) -> list[float]:
-    """Evenly spaced x_j = -1 + 2j / (2^b - 1), with the code below the middle set to exactly 0."""
+    """Return evenly spaced x_j = -1 + 2j / (2^b - 1); the code below the middle is exactly 0."""
     x = [-1 + 2 * j / (2**bits - 1) for j in range(2**bits)]
     x[2 ** (bits - 1) - 1] = 0.0
     return x
@@ -21,7 +21,7 @@ def _linear2(bits: int) -> list[float]:
 
 
 def _squares(bits: int) -> list[float]:
-    """(j / (2^b - 1))², for what is not negative: the scales, when these are quantised again."""
+    """(j / (2^b - 1))²: a mapping for non-negative values, which are scales that are quantised."""
     return [(j / (2**bits - 1)) ** 2 for j in range(2**bits)]
 
 
@@ -40,7 +40,7 @@ _CACHE: dict[tuple[str, str, int, torch.device], Tensor] = {}
 
 
 def _cached(kind: str, mapping: str, bits: int, device: torch.device | str) -> Tensor:
-    """One tensor per device: a copy from the host at every use would be a synchronisation."""
+    """Keep one tensor per device: a copy from the host at every use would synchronise."""
     device = torch.device(device)
     key = (kind, mapping, bits, device)
     if key not in _CACHE:
@@ -70,7 +70,7 @@ def _borders(mapping: str, bits: int) -> Tensor:
 
 
 def codebook(mapping: str, bits: int, device: torch.device | str = "cpu") -> Tensor:
-    """The 2^bits values of a mapping, ascending, in float32.
+    """Return the 2^bits values of a mapping, ascending, in float32.
 
     Args:
         mapping: R of the paper: ``"linear2"``, ``"dt"`` (dynamic tree) or ``"linear"``.
@@ -84,7 +84,7 @@ def codebook(mapping: str, bits: int, device: torch.device | str = "cpu") -> Ten
 
 
 def thresholds(mapping: str, bits: int, device: torch.device | str = "cpu") -> Tensor:
-    """The 2^bits - 1 borders between neighbouring codes, in float32; shared as the codebook is.
+    """Return the 2^bits - 1 borders between neighbouring codes, in float32; do not write to them.
 
     The nearest code of a float32 x is the number of thresholds below x; on a tie that is the
     lower index. The exact midpoint of two float32 numbers may not be a float32. Rounding it

@@ -16,7 +16,7 @@ BLOCK_SIZES = range(16, 2049, 16)
 
 
 class Quantized(NamedTuple):
-    """What a quantiser keeps of a tensor.
+    """A quantised tensor.
 
     Attributes:
         codes: uint8, the packed codes of each row (at 32 bits: the float32 values themselves).
@@ -86,7 +86,7 @@ class Quantizer:
         """Restore the values of ``quantize``.
 
         Args:
-            q: What ``quantize`` returned.
+            q: The result of ``quantize``.
             length: n, the size of the last axis (a packed row may be padded).
             dtype: The result's dtype.
 
@@ -106,24 +106,24 @@ class Quantizer:
         return self.decode(q, length).to(dtype)
 
     def encode(self, x: Tensor) -> Quantized:
-        """``quantize`` without its checks, for finite float32: no host sync."""
+        """Quantise finite float32 values without the checks, and so without a host sync."""
         if self.bits == 32:
             return Quantized(x.clone(), x.new_empty(*x.shape[:-1], 0))
         return Quantized(*reference.quantize(x, *self.parameters))
 
     def decode(self, q: Quantized, length: int) -> Tensor:
-        """``dequantize`` without its checks; a new float32 tensor."""
+        """Restore values without the checks of ``dequantize``, as a new float32 tensor."""
         if self.bits == 32:
             return q.codes.clone()
         return reference.dequantize(q.codes, q.scales, *self.parameters, length)
 
     @property
     def parameters(self) -> tuple[int, str, int]:
-        """Bits, mapping and block size, as the kernels take them."""
+        """Bits, mapping and block size, in the order in which kernels take them."""
         return self.bits, self.mapping, self.block_size
 
     def lengths(self, length: int) -> tuple[int, int]:
-        """Sizes of the last axis of codes and of scales for a row of ``length`` elements."""
+        """Return sizes of the last axis of codes and of scales for a row of ``length`` elements."""
         if self.bits == 32:
             return length, 0
         return (

@@ -19,17 +19,17 @@ from kronbit.quantization.mappings import codebook, thresholds
 # whole bytes: bits -> (codes in a word, bytes in a word).
 WORD = {8: (1, 1), 6: (4, 3), 4: (2, 1), 3: (8, 3)}
 
-# Scales that are quantised again, as values are.
+# Scales may be quantised, too, as values are.
 SCALE_BITS, SCALE_MAPPING, SCALES_PER_TOP = 8, "squares", 256
 
 
 def packed_length(length: int, bits: int) -> int:
-    """Bytes that a row of ``length`` codes takes: each row is padded to whole bytes."""
+    """Return the bytes of a row of ``length`` codes: each row is padded to whole bytes."""
     return -(-length * bits // 8)
 
 
 def block_count(length: int, block_size: int) -> int:
-    """Blocks, and so scales, of a row; the last block may be short."""
+    """Return the number of blocks, and so of scales, of a row; the last block may be short."""
     return -(-length // block_size)
 
 
@@ -52,7 +52,7 @@ def pack(codes: Tensor, bits: int) -> Tensor:
 
 
 def unpack(packed: Tensor, bits: int, length: int) -> Tensor:
-    """The int32 codes of a packed last axis."""
+    """Return the int32 codes of a packed last axis."""
     per_word, width = WORD[bits]
     parts = _padded(packed, width).unflatten(-1, (-1, width))
     word = parts[..., 0].to(torch.int32)
@@ -65,14 +65,14 @@ def unpack(packed: Tensor, bits: int, length: int) -> Tensor:
 
 
 def _blocks(x: Tensor, block_size: int) -> list[Tensor]:
-    """Views of the last axis as (..., blocks, elements): the whole blocks, then a short one."""
+    """Return views (..., blocks, elements) of the last axis: whole blocks, then a short one."""
     whole = x.shape[-1] // block_size * block_size
     parts = (x[..., :whole].unflatten(-1, (-1, block_size)), x[..., whole:].unsqueeze(-2))
     return [part for part in parts if part.shape[-1] * part.shape[-2]]
 
 
 def _with_scales(x: Tensor, scales: Tensor, block_size: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Blocks, as ``_blocks`` has them, with a scale for each."""
+    """Yield each view of ``_blocks`` with the scales of its blocks."""
     start = 0
     for block in _blocks(x, block_size):
         yield block, scales[..., start : start + block.shape[-2]].unsqueeze(-1)
@@ -97,7 +97,7 @@ def quantize(x: Tensor, bits: int, mapping: str, block_size: int) -> tuple[Tenso
 
 
 def block_scales(x: Tensor, block_size: int) -> Tensor:
-    """The largest absolute value of each block: (..., n) -> (..., ceil(n / block_size))."""
+    """Return the largest absolute value of each block: (..., n) -> (..., ceil(n / block_size))."""
     if x.numel() == 0:
         return x.new_empty(*x.shape[:-1], block_count(x.shape[-1], block_size))
     scales = [
@@ -107,7 +107,7 @@ def block_scales(x: Tensor, block_size: int) -> Tensor:
 
 
 def nearest_codes(x: Tensor, scales: Tensor, bits: int, mapping: str, block_size: int) -> Tensor:
-    """The packed codes of values divided by their block's scale, which may be a rounded one."""
+    """Return packed codes of values divided by the scale of their block, which may be rounded."""
     if x.numel() == 0:
         length = packed_length(x.shape[-1], bits)
         return x.new_empty(*x.shape[:-1], length, dtype=torch.uint8)
@@ -118,12 +118,12 @@ def nearest_codes(x: Tensor, scales: Tensor, bits: int, mapping: str, block_size
 
 
 def quantize_scales(scales: Tensor) -> tuple[Tensor, Tensor]:
-    """Q of scales (..., n): a byte each, and a float32 for every 256 of them, the largest."""
+    """Q of scales (..., n): a byte each, and the largest of every 256 scales as a float32."""
     return quantize(scales, SCALE_BITS, SCALE_MAPPING, SCALES_PER_TOP)
 
 
 def dequantize_scales(codes: Tensor, tops: Tensor) -> Tensor:
-    """D of what ``quantize_scales`` returned."""
+    """D of the result of ``quantize_scales``."""
     return dequantize(codes, tops, SCALE_BITS, SCALE_MAPPING, SCALES_PER_TOP, codes.shape[-1])
 
 

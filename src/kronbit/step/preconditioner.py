@@ -189,7 +189,7 @@ class Preconditioner:
     def _may_share(self, part: Part, attempt: int | None = None) -> bool:
         """Whether orders may share a batch: one launch for several is worth copies."""
         # Without kernels there are no launches.
-        return backend(self.stacks.device).by_kernels and part.factors.method.enlarges(
+        return backend(self.stacks.device).by_kernels and part.factors.method.allows_padding(
             part.config, attempt
         )
 

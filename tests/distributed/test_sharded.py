@@ -44,7 +44,7 @@ def check(optimizer: Any, model: nn.Module, alone: Any, network: nn.Module, wher
     repaired = torch.tensor(optimizer.diagnostics()["jittered"])
     owners = optimizer._ranks.owners
     if owners is not None:  # each has counted its own; replicas, all of them
-        dist.all_reduce(repaired, group=owners.group)
+        dist.all_reduce(repaired, group=owners.link.group)
     assert repaired == alone.diagnostics()["jittered"] > 0
 
 

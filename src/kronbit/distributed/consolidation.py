@@ -63,8 +63,8 @@ def consolidate_state_dict(optimizer: ShardedOptimizer) -> dict[str, Any]:
         entry = {**state[key], "base": _whole(state[key]["base"])}
         owner = None if owners is None else owners.owner(p)
         if owners is not None and owner is not None:
-            mine = {name: held for name, held in entry.items() if name not in ("step", "base")}
-            entry |= owners.sent_to_first(_on_cpu(mine), owner)
+            blocks = {name: leaf for name, leaf in entry.items() if name not in ("step", "base")}
+            entry |= owners.link.send_to_first(_on_cpu(blocks), owner) or {}
         state[key] = _on_cpu(entry) if first else {}
     return own if first else {}
 

@@ -7,7 +7,6 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, NamedTuple, TypeGuard
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 if TYPE_CHECKING:
@@ -46,49 +45,57 @@ class Placement(NamedTuple):
 
 
 def refuse(name: str, p: Tensor, shards: bool, known: Iterable[Tensor] = ()) -> None:
-    """Refuse a parameter whose matrix cannot be put together.
+    """Refuse a parameter whose matrix cannot be assembled.
 
     Args:
-        name: What it is called, for the message.
+        name: Name of the parameter, for the message.
         p: The parameter.
-        shards: Whether rows that are on several ranks can be.
-        known: Others that have been found good.
+        shards: True if rows on several ranks can be assembled.
+        known: Parameters that have been accepted.
 
     Raises:
-        TypeError: With the name, and what to do.
+        TypeError: The message names the parameter and the remedy.
     """
+    problem = _problem(p, shards, known)
+    if problem is not None:
+        raise TypeError(f"{name} is {problem}")
+
+
+def _problem(p: Tensor, shards: bool, known: Iterable[Tensor]) -> str | None:
+    """Return why the matrix of a parameter cannot be assembled, with the remedy, or None."""
     if hasattr(p, "ds_id") or hasattr(p, "ds_tensor"):
-        raise TypeError(
-            f"{name} is partitioned by DeepSpeed's ZeRO, which hides its shape: use fully_shard "
-            "(FSDP2), or DistributedDataParallel"
+        return (
+            "partitioned by DeepSpeed's ZeRO, which hides its shape: use fully_shard (FSDP2), or "
+            "DistributedDataParallel"
         )
     if getattr(p, "_is_flat_param", False):
-        raise TypeError(
-            f"{name} is a FlatParameter of FSDP 1, which joins matrices to one vector: use "
-            "fully_shard (FSDP2)"
+        return (
+            "a FlatParameter of FSDP 1, which joins matrices to one vector: use fully_shard (FSDP2)"
         )
-    if is_distributed(p):
-        if not shards:
-            raise TypeError(
-                f"{name} is a DTensor, of which this rank holds a part: only Shampoo and CASPR "
-                "take parameters that are sharded; use one of them, or DistributedDataParallel"
-            )
-        fault = _fault(p)
-        if fault is not None:
-            raise TypeError(
-                f"{name} is a DTensor {fault}: shard parameters by fully_shard along their first "
-                "axis only, or put this one into a group with precondition=False"
-            )
-        own, others = placement_of(p), filter(None, map(placement_of, known))
-        if own is not None and next(others, own) != own:
-            raise TypeError(
-                f"{name} is sharded over another mesh, {own.mesh}, than parameters before it: "
-                "build an optimizer for each mesh"
-            )
+    if not is_distributed(p):
+        return None
+    if not shards:
+        return (
+            "a DTensor, of which this rank holds a part: only Shampoo and CASPR take parameters "
+            "that are sharded; use one of them, or DistributedDataParallel"
+        )
+    placements = _unsupported_placements(p)
+    if placements is not None:
+        return (
+            f"a DTensor {placements}: shard parameters by fully_shard along their first axis only, "
+            "or put this one into a group with precondition=False"
+        )
+    placement, others = placement_of(p), filter(None, map(placement_of, known))
+    if placement is not None and next(others, placement) != placement:
+        return (
+            f"sharded over another mesh, {placement.mesh}, than parameters before it: build an "
+            "optimizer for each mesh"
+        )
+    return None
 
 
-def _fault(p: DTensor) -> str | None:
-    """Why the rows of a DTensor cannot be put together."""
+def _unsupported_placements(p: DTensor) -> str | None:
+    """Describe the placements of a DTensor whose rows cannot be assembled; else return None."""
     shards = [placement for placement in p.placements if not placement.is_replicate()]
     if len(shards) > 1:
         return f"with placements {p.placements} on several axes of a mesh"
@@ -134,12 +141,3 @@ def first_rows(p: Tensor) -> str:
         return ""
     rank, ranks = placement.mesh.get_local_rank(placement.dim), placement.mesh.size(placement.dim)
     return f"rows_{rows_on(rank, ranks, p.shape[0]).start}_"
-
-
-def travels_on(group: ProcessGroup, device: torch.device) -> torch.device | None:
-    """Where a group's ranks can send tensors that are on a device; ``None`` if nowhere."""
-    backends = dict(item.split(":") for item in dist.get_backend_config(group).split(","))
-    own = backends.get(device.type)
-    if own is not None and (own != "gloo" or device.type == "cpu"):
-        return device
-    return torch.device("cpu") if "cpu" in backends else None

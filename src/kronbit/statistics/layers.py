@@ -8,7 +8,7 @@ output; the gradient of the matrix is the sum of y xᵀ.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -171,3 +171,44 @@ class Layer:
         for p, part in ((self.weight, weight), (self.bias, bias)):
             if p.grad is not None:
                 yield p.grad, part.reshape(p.shape)
+
+
+def find_layers(
+    model: nn.Module, params: Collection[Tensor]
+) -> tuple[dict[Tensor, Layer], dict[Tensor, str]]:
+    """Find the layers of parameters by their weights.
+
+    Returns:
+        The layers, and the reasons why other weights are left to F.
+
+    Raises:
+        ValueError: If a layer does not know its shape yet.
+    """
+    users: dict[Tensor, list[str]] = {}
+    uncalled: set[nn.Module] = set()
+    for name, module in model.named_modules():
+        for p in module.parameters(recurse=False):
+            users.setdefault(p, []).append(name)
+        if isinstance(module, nn.MultiheadAttention):
+            uncalled.add(module.out_proj)  # attention uses its weight alone
+    wanted = set(params)
+    unshared = {p for p in wanted if len(users.get(p, ())) == 1}
+    layers: dict[Tensor, Layer] = {}
+    reasons: dict[Tensor, str] = {}
+    for name, module in model.named_modules():
+        kind, weight = kind_of(module), module._parameters.get("weight")
+        if kind is None or weight is None or weight not in wanted:
+            continue
+        if nn.parameter.is_lazy(weight):
+            raise ValueError(f"{name} does not know its shape yet: call the model once before")
+        if len(users[weight]) > 1:
+            reasons[weight] = f"shared by {', '.join(users[weight])}"
+        elif module in uncalled:
+            reasons[weight] = "nn.MultiheadAttention does not call it"
+        else:
+            bias = module._parameters.get("bias")
+            # A bias that is frozen alone stays frozen. With its weight, it may be trained later.
+            frozen = bias is not None and weight.requires_grad and not bias.requires_grad
+            bias = None if bias not in unshared or frozen else bias
+            layers[weight] = Layer(name, module, kind, weight, bias)
+    return layers, reasons

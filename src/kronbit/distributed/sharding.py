@@ -1,4 +1,4 @@
-"""How parameters lie on ranks: what can be put together again, and what cannot."""
+"""Parameters that are sharded over ranks: their placement, and those that are not supported."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 
 def is_distributed(p: Tensor) -> TypeGuard[DTensor]:
-    """Whether a tensor is a DTensor."""
-    module = sys.modules.get("torch.distributed.tensor")  # who has one has imported it
+    """Return True if a tensor is a DTensor."""
+    module = sys.modules.get("torch.distributed.tensor")  # imported if any DTensor exists
     return module is not None and isinstance(p, module.DTensor)
 
 
@@ -28,18 +28,18 @@ class Placement(NamedTuple):
 
     Attributes:
         mesh: The ranks.
-        dim: The axis of the mesh along which rows are shared out.
+        dim: Axis of the mesh along which rows are divided.
     """
 
     mesh: DeviceMesh
     dim: int
 
     def group(self) -> ProcessGroup:
-        """The ranks that have a part of the rows each."""
+        """Return the ranks among which rows are divided."""
         return self.mesh.get_group(self.dim)
 
     def copies(self) -> ProcessGroup | None:
-        """The ranks that have the same rows as this one, if there are others."""
+        """Return the ranks that have the same rows as this one, or None if there are no others."""
         others = [i for i in range(self.mesh.ndim) if i != self.dim and self.mesh.size(i) > 1]
         return self.mesh.get_group(others[0]) if others else None
 
@@ -107,7 +107,7 @@ def _unsupported_placements(p: DTensor) -> str | None:
 
 
 def placement_of(p: Tensor) -> Placement | None:
-    """Where the rows of a parameter are; ``None``: all here."""
+    """Return the placement of a parameter's rows, or None if this rank has all of them."""
     if not is_distributed(p):
         return None
     sharded = [i for i, placement in enumerate(p.placements) if placement.is_shard()]
@@ -115,27 +115,26 @@ def placement_of(p: Tensor) -> Placement | None:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """What is here of a tensor: the same memory."""
+    """Return the local part of a tensor, which shares its memory."""
     return tensor._local_tensor if is_distributed(tensor) else tensor
 
 
-def local_gradients(present: StepGradients) -> list[Tensor]:
-    """What is here of a step's gradients. Those that lie otherwise than parameters are moved."""
-    for i, (p, grad) in enumerate(zip(present.params, present.grads, strict=True)):
+def local_gradients(gradients: StepGradients) -> list[Tensor]:
+    """Return the local parts of gradients, redistributed if placed differently than parameters."""
+    for i, (p, grad) in enumerate(zip(gradients.params, gradients.grads, strict=True)):
         if is_distributed(p) and is_distributed(grad) and grad.placements != p.placements:
-            moved = grad.redistribute(placements=p.placements)
-            p.grad = present.grads[i] = moved
-    return list(map(local, present.grads))
+            p.grad = gradients.grads[i] = grad.redistribute(placements=p.placements)
+    return list(map(local, gradients.grads))
 
 
 def rows_on(rank: int, ranks: int, rows: int) -> slice:
-    """The rows that a rank has of ``Shard(0)``: equal numbers, but for the last ranks."""
+    """Return the rows that a rank has of ``Shard(0)``: equal numbers, except on the last ranks."""
     each = -(-rows // ranks)
     return slice(min(rank * each, rows), min((rank + 1) * each, rows))
 
 
 def first_rows(p: Tensor) -> str:
-    """What tells the rows of a parameter that this rank has from those of others; for keys."""
+    """Return a prefix for keys that identifies this rank's rows of a parameter."""
     placement = placement_of(p)
     if placement is None:
         return ""

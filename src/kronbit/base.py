@@ -134,14 +134,14 @@ def _check(optimizer: Optimizer) -> None:
         )
     if any(FORMAT_KEY in group for group in optimizer.param_groups):
         raise TypeError(
-            f"{name} is wrapped in a kronbit optimizer already, and gradients are preconditioned "
-            f"once: build a new {name}"
+            f"{name} is already wrapped in a kronbit optimizer, and gradients must be "
+            f"preconditioned once: build a new {name}"
         )
     clash = sorted(set(OPTIONS) & optimizer.defaults.keys())
     if clash:
         raise TypeError(
-            f"{name} keeps an option {clash[0]!r} of its own in the param groups, where kronbit "
-            "has one of that name: the two cannot be told apart"
+            f"{name} has an option {clash[0]!r} in its param groups, which is also the name of an "
+            "option of kronbit: use another base"
         )
 
 
@@ -152,7 +152,7 @@ def _build(base: str | BaseFactory, params: Iterable[Any], options: Mapping[str,
     _check_keywords(factory, options)
     optimizer = factory(params, **{**defaults, **options})
     if not isinstance(optimizer, Optimizer):
-        raise TypeError(f"base={base!r} does not make a torch.optim.Optimizer; got {optimizer!r}")
+        raise TypeError(f"base={base!r} returns no torch.optim.Optimizer; got {optimizer!r}")
     return optimizer
 
 

@@ -49,7 +49,7 @@ def consolidate_state_dict(optimizer: ShardedOptimizer) -> dict[str, Any]:
     """
     if optimizer.config.blocks == "local" and optimizer._ranks.localises:
         raise RuntimeError(
-            "blocks='local' has cut each rank's rows by themselves: there is no state dict of a "
+            "blocks='local' has cut each rank's rows separately: there is no state dict of a "
             "single process; use torch.distributed.checkpoint, and as many ranks to load it"
         )
     owners = optimizer._ranks.owners

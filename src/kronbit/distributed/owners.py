@@ -169,8 +169,8 @@ class Owners:
             raise failure
         if failed:
             raise RuntimeError(
-                f"another one of the {self.link.ranks} ranks has failed, and says why; states of "
-                "ranks may differ now: load the last checkpoint"
+                f"another one of the {self.link.ranks} ranks has failed; its error has the cause. "
+                "States of ranks may differ now: load the last checkpoint"
             )
 
     def _compare(self, gradients: StepGradients) -> None:
@@ -179,8 +179,8 @@ class Owners:
         digests = self.link.digests(described.encode())
         if any(digest != digests[0] for digest in digests):
             raise RuntimeError(
-                f"the {self.link.ranks} ranks have gradients of different parameters: give all "
-                "ranks all of them, zero where a rank has none"
+                f"the {self.link.ranks} ranks have gradients of different parameters: give every "
+                "rank a gradient of every parameter, zeros if it has none"
             )
 
     def _spread_nonfinite(self, grads: Sequence[Tensor]) -> None:

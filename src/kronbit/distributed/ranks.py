@@ -151,7 +151,7 @@ class Ranks:
                     raise RuntimeError(
                         f"rank {rank} of {len(ranks)} has {line}, where rank 0 has {expected}: "
                         "ranks must have the same parameters and options. Give process_group= the "
-                        "ranks that do, or process_group=False to let every rank work for itself"
+                        "ranks that do, or process_group=False to let every rank work alone"
                     )
         self._agreed = True
 
@@ -266,6 +266,6 @@ def _ranks_of_group(
 def _refuse_stagger(configs: Iterable[Config]) -> None:
     if any(config.stagger for config in configs):
         raise ValueError(
-            "stagger=True spreads the blocks of all parameters over steps, but where parameters "
-            "have owners (FSDP2, shard_state=True) no rank has all of them: leave it out"
+            "stagger=True spreads the blocks of all parameters over steps, but if parameters have "
+            "owners (FSDP2, shard_state=True), no rank has all of them: leave it out"
         )

@@ -122,7 +122,7 @@ class Replicas:
         if len(gradients) > 1 and not self.apart:
             warn(
                 f"gradients differ between the {ranks} ranks, so each of them does all of its "
-                "updates and refreshes itself; process_group=False says that this is meant"
+                "updates and refreshes; if that is intended, give process_group=False"
             )
         return len(gradients) == 1
 
@@ -144,8 +144,8 @@ class Replicas:
         failed = sums[len(added) :]
         if any(failed):
             raise RuntimeError(
-                f"an update or a refresh has failed on rank {failed.index(1)} of {ranks}, which "
-                "says why; states of ranks differ now: load the last checkpoint"
+                f"an update or a refresh has failed on rank {failed.index(1)} of {ranks}; its "
+                "error has the cause. States of ranks differ now: load the last checkpoint"
             )
         for (side, name, before), total in zip(counters, sums, strict=False):
             side.counters[name] = before + total

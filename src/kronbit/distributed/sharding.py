@@ -76,8 +76,8 @@ def _problem(p: Tensor, shards: bool, known: Iterable[Tensor]) -> str | None:
         return None
     if not shards:
         return (
-            "a DTensor, of which this rank holds a part: only Shampoo and CASPR take parameters "
-            "that are sharded; use one of them, or DistributedDataParallel"
+            "a DTensor, of which this rank holds a part: only Shampoo and CASPR support sharded "
+            "parameters; use one of them, or DistributedDataParallel"
         )
     placements = _unsupported_placements(p)
     if placements is not None:

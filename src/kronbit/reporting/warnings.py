@@ -35,9 +35,10 @@ def warn_of_lost_roots(names: Sequence[str]) -> None:
     if names:
         warn(
             f"the checkpoint has no roots of {len(names)} parameter(s), such as {names[0]}, "
-            "although their first refresh should be past: they go on as before it. A full state "
-            "dict of sharded parameters, by torch or by a trainer, keeps only what the first rank "
-            "owns: save sharded ones (SHARDED_STATE_DICT), or by kronbit.consolidate_state_dict"
+            "although their first refresh is past: they are not preconditioned until the next one. "
+            "A full state dict of sharded parameters, by torch or by a trainer, has only the state "
+            "that the first rank owns: save sharded ones (SHARDED_STATE_DICT), or use "
+            "kronbit.consolidate_state_dict"
         )
 
 
@@ -63,6 +64,6 @@ def warn_of_few(
     if 2 * preconditioned < possible:
         warn(
             f"only {100 * preconditioned / possible:.1f} % of {possible:,} elements are "
-            f"preconditioned. {flat}precondition=False says what is meant to be left to the base. "
-            f"{summary()}"
+            f"preconditioned. {flat}Set precondition=False for parameters that are left to the "
+            f"base on purpose. {summary()}"
         )

@@ -128,8 +128,8 @@ class ActivationStatistics:
         known = set(self.model.parameters())
         if not known.intersection(params) and not self._layers:
             raise ValueError(
-                "model has none of the parameters that are to be optimized: give the model that "
-                "they belong to, not a copy of it"
+                "model has none of the parameters that are optimized: give the model that they "
+                "belong to, not a copy of it"
             )
         layers, self._reasons = find_layers(self.model, params)
         self._layers = {**layers, **self._layers}  # known layers may have state
@@ -277,7 +277,7 @@ class ActivationStatistics:
         if not self._counts["missed_statistics"]:
             warn(
                 f"{len(layers)} layer(s), {layers[0].name!r} first, have a gradient, but were not "
-                "called in training mode since the last step: their statistics stay as they are. "
+                "called in training mode since the last step: their statistics are not updated. "
                 "Compiled models do not call hooks"
             )
         self._counts["missed_statistics"] += len(layers)

@@ -63,11 +63,8 @@ class Collected:
 
     def sides(self, layer: Layer) -> tuple[Tensor, Tensor, int]:
         """Return the sums for L and for R, and the number of rows."""
-        return (
-            (self.X, self.Y, self.rows)
-            if layer.kind.inputs_are_rows
-            else (self.Y, self.X, self.rows)
-        )
+        left, right = (self.X, self.Y) if layer.kind.inputs_are_rows else (self.Y, self.X)
+        return left, right, self.rows
 
 
 class ActivationStatistics:

@@ -1,4 +1,4 @@
-"""F: the first-order optimizer that gets the preconditioned gradient, by name, class or path."""
+"""F, the first-order optimizer that receives the preconditioned gradient: by name, class, path."""
 
 from __future__ import annotations
 
@@ -17,20 +17,21 @@ from kronbit.config import FORMAT_KEY, OPTIONS
 
 BaseFactory: TypeAlias = Callable[..., Optimizer]
 
-# How F runs, not what it holds. The meta device knows only the plain way.
+# Options that select an implementation and do not change F's state. The meta device has only the
+# default implementation.
 IMPLEMENTATION = ("fused", "foreach", "capturable")
 
 
 def _import(path: str, needed_for: str) -> BaseFactory:
-    """The object at ``package.module.name``."""
+    """Import the object at ``package.module.name``."""
     module, _, name = path.replace(":", ".").rpartition(".")
     try:
-        found = getattr(importlib.import_module(module), name)
+        factory = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
         raise ImportError(f"{needed_for}: cannot import {path!r}: {error}") from error
-    if not callable(found):
-        raise TypeError(f"{needed_for}: {path!r} is not a class; got {found!r}")
-    return found  # type: ignore[no-any-return]
+    if not callable(factory):
+        raise TypeError(f"{needed_for}: {path!r} is not a class; got {factory!r}")
+    return factory  # type: ignore[no-any-return]
 
 
 def _adamw8bit() -> BaseFactory:
@@ -41,7 +42,7 @@ def _adamw8bit() -> BaseFactory:
             continue
         try:
             return _import(f"{package}.optim.AdamW8bit", "base='adamw8bit'")
-        except Exception as error:  # a broken installation raises anything
+        except Exception as error:  # a broken installation may raise any error
             reasons.append(f"{package} cannot be imported ({error})")
     raise ImportError(f"base='adamw8bit' needs bitsandbytes or torchao: {'; '.join(reasons)}")
 
@@ -52,7 +53,7 @@ def _schedulefree(name: str) -> BaseFactory:
     return _import(f"schedulefree.{name}", "a schedule-free base")
 
 
-# Name -> (how to get the class, what it is built with unless told otherwise).
+# Name -> (function that returns the class, default options).
 NAMES: Mapping[str, tuple[Callable[[], BaseFactory], Mapping[str, Any]]] = {
     "sgd": (lambda: torch.optim.SGD, {"momentum": 0.9}),
     "adam": (lambda: torch.optim.Adam, {}),
@@ -71,12 +72,13 @@ def resolve(
     base: str | BaseFactory | Optimizer | None,
     options: Mapping[str, Any],
 ) -> Optimizer:
-    """F: the optimizer that was given, or one built of ``base``, by default AdamW.
+    """Return F: the given optimizer, or a new one built from ``base``, by default AdamW.
 
     Args:
         params: An optimizer, or parameters, param groups or named parameters.
-        base: An optimizer (of the same parameters, if those are given), or what to build.
-        options: Keywords that are not ours.
+        base: An optimizer (of the same parameters, if those are given); or the name, class or
+            import path of one to build.
+        options: Keywords that are not options of kronbit.
 
     Raises:
         TypeError: If the arguments contradict each other, or F cannot work on given gradients.
@@ -109,7 +111,7 @@ def resolve(
 
 
 def tensors_of(group: Mapping[str, Any]) -> list[Any]:
-    """The parameters of a group as a user may give it: one or several, named or not."""
+    """Return the parameters of a group as given by a user: one or several, named or not."""
     params = group["params"]
     items = [params] if isinstance(params, Tensor) else params
     return [item[1] if isinstance(item, tuple) else item for item in items]
@@ -118,13 +120,12 @@ def tensors_of(group: Mapping[str, Any]) -> list[Any]:
 def _same_parameters(params: Iterable[Any], optimizer: Optimizer) -> bool:
     given = list(params)
     groups = given if given and isinstance(given[0], dict) else [{"params": given}]
-    tensors = [p for group in groups for p in tensors_of(group)]
-    own = [p for group in optimizer.param_groups for p in group["params"]]
-    return {id(p) for p in tensors} == {id(p) for p in own}
+    ids = {id(p) for group in groups for p in tensors_of(group)}
+    return ids == {id(p) for group in optimizer.param_groups for p in group["params"]}
 
 
 def _check(optimizer: Optimizer) -> None:
-    """Refuse an F that cannot work underneath."""
+    """Refuse an F that cannot be wrapped."""
     name = type(optimizer).__name__
     if isinstance(optimizer, torch.optim.LBFGS):
         raise TypeError(
@@ -133,47 +134,47 @@ def _check(optimizer: Optimizer) -> None:
         )
     if any(FORMAT_KEY in group for group in optimizer.param_groups):
         raise TypeError(
-            f"{name} is wrapped in a kronbit optimizer already, and gradients are preconditioned "
-            f"once: build a new {name}"
+            f"{name} is already wrapped in a kronbit optimizer, and gradients must be "
+            f"preconditioned once: build a new {name}"
         )
     clash = sorted(set(OPTIONS) & optimizer.defaults.keys())
     if clash:
         raise TypeError(
-            f"{name} keeps an option {clash[0]!r} of its own in the param groups, where kronbit "
-            "has one of that name: the two cannot be told apart"
+            f"{name} has an option {clash[0]!r} in its param groups, which is also the name of an "
+            "option of kronbit: use another base"
         )
 
 
 def _build(base: str | BaseFactory, params: Iterable[Any], options: Mapping[str, Any]) -> Optimizer:
-    """Build F of a name, an import path such as ``"torch.optim.RAdam"``, or a class."""
-    defaults: Mapping[str, Any] = {}
-    if isinstance(base, str) and base.lower() in NAMES:
-        find, defaults = NAMES[base.lower()]
-        factory = find()
-    elif isinstance(base, str):
-        if not {".", ":"} & set(base):
-            raise ValueError(
-                f"base must be one of {', '.join(NAMES)}, an import path such as "
-                f"'torch.optim.RAdam', a class or an optimizer; got {base!r}{_nearest(base, NAMES)}"
-            )
-        factory = _import(base, f"base={base!r}")
-    elif callable(base):
-        factory = base
-    else:
-        raise TypeError(
-            f"base must be a name, an import path, a class or an optimizer; got {base!r}"
-        )
+    factory, defaults = _factory(base)
     if inspect.isclass(factory) and not issubclass(factory, Optimizer):
         raise TypeError(f"base={base!r} is not a torch.optim.Optimizer")
     _check_keywords(factory, options)
     optimizer = factory(params, **{**defaults, **options})
     if not isinstance(optimizer, Optimizer):
-        raise TypeError(f"base={base!r} does not make a torch.optim.Optimizer; got {optimizer!r}")
+        raise TypeError(f"base={base!r} returns no torch.optim.Optimizer; got {optimizer!r}")
     return optimizer
 
 
+def _factory(base: str | BaseFactory) -> tuple[BaseFactory, Mapping[str, Any]]:
+    """Return F's class and default options, given a name, an import path, or a class."""
+    if isinstance(base, str) and base.lower() in NAMES:
+        find, defaults = NAMES[base.lower()]
+        return find(), defaults
+    if isinstance(base, str):
+        if not {".", ":"} & set(base):
+            raise ValueError(
+                f"base must be one of {', '.join(NAMES)}, an import path such as "
+                f"'torch.optim.RAdam', a class or an optimizer; got {base!r}{_nearest(base, NAMES)}"
+            )
+        return _import(base, f"base={base!r}"), {}
+    if callable(base):
+        return base, {}
+    raise TypeError(f"base must be a name, an import path, a class or an optimizer; got {base!r}")
+
+
 def _check_keywords(factory: BaseFactory, options: Mapping[str, Any]) -> None:
-    """Refuse keywords that neither we nor F know, by name."""
+    """Refuse keywords that are neither options of kronbit nor of F."""
     known = inspect.signature(factory).parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values()):
         return
@@ -185,14 +186,14 @@ def _check_keywords(factory: BaseFactory, options: Mapping[str, Any]) -> None:
 
 
 def _nearest(name: str, names: Iterable[str]) -> str:
-    found = difflib.get_close_matches(name, list(names), n=1)
-    return f"; did you mean {found[0]!r}?" if found else ""
+    matches = difflib.get_close_matches(name, list(names), n=1)
+    return f"; did you mean {matches[0]!r}?" if matches else ""
 
 
-def _step_unheard(optimizer: Optimizer) -> None:
-    """A step that hooks on all optimizers do not hear of: it is no step of anybody's training."""
+def _step_without_hooks(optimizer: Optimizer) -> None:
+    """Take a step that hooks on all optimizers do not see: it belongs to no training."""
     step: Any = type(optimizer).step
-    if getattr(step, "hooked", False):  # by torch, around what the class has
+    if getattr(step, "hooked", False):  # torch has wrapped the method of the class
         step = step.__wrapped__
     step(optimizer)
 
@@ -200,17 +201,17 @@ def _step_unheard(optimizer: Optimizer) -> None:
 def state_on_meta(
     factory: BaseFactory, groups: Sequence[Mapping[str, Any]]
 ) -> dict[int, dict[str, Any]]:
-    """What F will hold of each parameter: it takes a step on the meta device, without memory.
+    """Return F's state after a step on the meta device, which takes no memory.
 
     Args:
         factory: F's class.
         groups: Param groups with F's options; parameters may be on any device.
 
     Returns:
-        The parameters' states by their number in all groups.
+        The state of each parameter, by its number in all groups.
 
     Raises:
-        Exception: Whatever F raises where it cannot run on the meta device.
+        Exception: Any error of an F that cannot run on the meta device.
     """
     twins: list[Tensor] = []
     meta_groups = []
@@ -228,12 +229,12 @@ def state_on_meta(
     optimizer = factory(meta_groups)
     if hasattr(optimizer, "train"):  # schedule-free
         optimizer.train()
-    _step_unheard(optimizer)
+    _step_without_hooks(optimizer)
     return {i: dict(optimizer.state.get(p, {})) for i, p in enumerate(twins)}
 
 
 class Around(Optimizer):
-    """An optimizer around a first-order one, F, which takes the step.
+    """An optimizer that wraps a first-order one, F, which takes the step.
 
     Attributes:
         base: F; ``param_groups`` is F's own list.
@@ -241,8 +242,8 @@ class Around(Optimizer):
 
     base: Optimizer
 
-    # The attribute of torch's optimizers, here F's: schedulers, scalers and trainers may read it,
-    # write to it and replace it on either of the two.
+    # Schedulers, scalers and trainers may read, change and replace the param groups of either
+    # optimizer.
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         """F's own list of param groups."""
@@ -253,11 +254,11 @@ class Around(Optimizer):
         self.base.param_groups = groups
 
     def train(self) -> None:
-        """Pass through to a schedule-free F; nothing to do for others."""
+        """Switch a schedule-free F to training mode; other optimizers have no modes."""
         if hasattr(self.base, "train"):
             self.base.train()
 
     def eval(self) -> None:
-        """Pass through to a schedule-free F; nothing to do for others."""
+        """Switch a schedule-free F to evaluation mode; other optimizers have no modes."""
         if hasattr(self.base, "eval"):
             self.base.eval()

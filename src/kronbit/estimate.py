@@ -1,8 +1,8 @@
-"""How much memory an optimizer will take, without allocating any."""
+"""An estimate of an optimizer's memory, without allocating any."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from kronbit.algorithms import KFAC, Shampoo
 from kronbit.base import BaseFactory, resolve, state_on_meta
 from kronbit.blocks.blocking import Blocking
-from kronbit.config import Config, take_options
+from kronbit.config import take_options
 from kronbit.optimizer import SecondOrder
 from kronbit.reporting.memory import held_bytes, state_bytes
-from kronbit.statistics import GradientStatistics
+from kronbit.statistics import GradientStatistics, Statistics
 from kronbit.statistics.activations import ActivationStatistics
 
 
@@ -26,19 +26,19 @@ def estimate_memory(
     dtype: torch.dtype = torch.float32,
     **options: Any,
 ) -> dict[str, int]:
-    """Bytes that an optimizer will hold after its first step, to the byte.
+    """Return the bytes that an optimizer will hold after its first step.
 
-    The second-order state follows from its layout; the base optimizer takes a step on the meta
-    device, where tensors have shapes and no memory. Options hold for all parameters: add up
-    several estimates for several param groups.
+    The result is exact. The size of the second-order state follows from its layout. The base
+    optimizer takes a step on the meta device, where tensors have shapes but no memory. Options hold
+    for all parameters: add up several estimates for several param groups.
 
     Args:
         model_or_shapes: A module, parameters (named or not), or shapes. Parameters that do not
-            require a gradient are passed over.
+            require a gradient are skipped.
         optimizer: The algorithm. ``KFAC`` and ``AdaBK`` need a module.
         base: The first-order optimizer, as for ``Shampoo``; ``None`` leaves it out.
-        dtype: Of the parameters, where only shapes are given.
-        **options: As for ``Shampoo``, the base's options included.
+        dtype: Dtype of the parameters, if shapes are given.
+        **options: Options as for ``Shampoo``, including those of the base.
 
     Returns:
         ``{"statistics", "roots", "base", "total"}``, as ``opt.memory()``.
@@ -48,37 +48,43 @@ def estimate_memory(
         ValueError: If an option is wrong, or the base cannot run on the meta device.
     """
     params = [
-        nn.Parameter(torch.empty(shape, dtype=own, device="meta"))
-        for shape, own in _shapes(model_or_shapes, dtype)
+        nn.Parameter(torch.empty(shape, dtype=shape_dtype, device="meta"))
+        for shape, shape_dtype in _shapes(model_or_shapes, dtype)
     ]
     if not (isinstance(optimizer, type) and issubclass(optimizer, SecondOrder)):
         raise TypeError(f"optimizer must be Shampoo, CASPR, KFAC or AdaBK; got {optimizer!r}")
     config = take_options(options, optimizer.algorithm.options)
     total = {"statistics": 0, "roots": 0, "base": 0}
     if base is not None and params:
-        first_order = resolve(params, base, options)
-        try:
-            states = state_on_meta(type(first_order), first_order.param_groups)
-        except Exception as error:
-            raise ValueError(
-                f"base={base!r} cannot be estimated: it does not run on the meta device ({error}); "
-                "base=None estimates the second-order state alone"
-            ) from error
-        total["base"] = held_bytes(states)
-    route: Callable[[Tensor, Config], Blocking | str] = GradientStatistics().route
+        total["base"] = _base_bytes(params, base, options)
+    statistics: Statistics = GradientStatistics()
     if issubclass(optimizer, KFAC):
         if not isinstance(model_or_shapes, nn.Module):
             raise TypeError(f"{optimizer.__name__} knows layers, not shapes: give a module")
         params = [p for p in model_or_shapes.parameters() if p.requires_grad]
         statistics = ActivationStatistics(model_or_shapes)
         statistics.adopt(params)
-        route = statistics.route
     for p in params:
-        blocking = route(p, config)
+        blocking = statistics.route(p, config)
         if isinstance(blocking, Blocking):
             for kind, size in state_bytes(blocking, config).items():
                 total[kind] += size
     return {**total, "total": sum(total.values())}
+
+
+def _base_bytes(
+    params: Sequence[Tensor], base: str | BaseFactory, options: Mapping[str, Any]
+) -> int:
+    """Return the bytes of F's state."""
+    first_order = resolve(params, base, options)
+    try:
+        states = state_on_meta(type(first_order), first_order.param_groups)
+    except Exception as error:
+        raise ValueError(
+            f"base={base!r} cannot be estimated: it does not run on the meta device ({error}); "
+            "base=None estimates the second-order state alone"
+        ) from error
+    return held_bytes(states)
 
 
 def _shapes(
@@ -87,15 +93,15 @@ def _shapes(
     if isinstance(source, Tensor):
         raise TypeError("got one tensor: give a list of parameters, or a module")
     items = source.parameters() if isinstance(source, nn.Module) else source
-    found = []
+    shapes = []
     for given in items:
-        item = given[1] if isinstance(given, tuple) and len(given) == 2 else given
-        item = item if isinstance(item, Tensor) else given
+        named = isinstance(given, tuple) and len(given) == 2 and isinstance(given[1], Tensor)
+        item = given[1] if named else given
         if isinstance(item, Tensor):
             if item.requires_grad:
-                found.append((item.shape, item.dtype))
+                shapes.append((item.shape, item.dtype))
         elif isinstance(item, (tuple, list)) and all(type(size) is int for size in item):
-            found.append((torch.Size(item), dtype))
+            shapes.append((torch.Size(item), dtype))
         else:
             raise TypeError(f"expected a module, parameters or shapes; got {given!r} among them")
-    return found
+    return shapes

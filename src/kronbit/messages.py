@@ -1,4 +1,4 @@
-"""Warnings that point at the user's own line."""
+"""Warnings that point at the user's line, and names of parameters for messages."""
 
 from __future__ import annotations
 
@@ -16,16 +16,12 @@ import torch
 _INSIDE = (
     f"{Path(__file__).parent}{os.sep}",
     f"{Path(torch.__file__).parent}{os.sep}",
-    contextlib.__file__,  # what is decorated by a context manager is called from there
+    contextlib.__file__,  # calls functions that a context manager decorates
 )
 
 
 def warn(message: str) -> None:
-    """Warn at the innermost line that is neither ours nor torch's.
-
-    Args:
-        message: What is the matter.
-    """
+    """Warn at the innermost line outside of kronbit and torch."""
     frame: FrameType | None = sys._getframe()
     level = 1
     while frame is not None and frame.f_code.co_filename.startswith(_INSIDE):
@@ -34,6 +30,6 @@ def warn(message: str) -> None:
 
 
 def parameter_name(group: Mapping[str, Any], index: int, number: int) -> str:
-    """The name that the parameter was given with, or its place in the param groups."""
+    """Return the name that a parameter was given with, or its position in the param groups."""
     names = group.get("param_names")
     return names[number] if names else f"group {index}, parameter {number}"

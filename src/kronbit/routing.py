@@ -1,4 +1,4 @@
-"""Which parameters of a model are preconditioned: param groups by name and by kind of module."""
+"""Param groups that select, by name or kind of module, which parameters are preconditioned."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kronbit.distributed.sharding import refuse
 from kronbit.messages import parameter_name
 from kronbit.statistics.base import Statistics
 
-# How peft, torchtune and kohya's scripts call the factors of a low-rank update.
+# Names of the factors of a low-rank update in peft, torchtune and kohya's scripts.
 _LOW_RANK = re.compile(r"(^|\.)lora_")
 
 
@@ -24,10 +24,10 @@ def param_groups(
     skip: str | type[nn.Module] | Iterable[str | type[nn.Module]] = (),
     low_rank_order: int | None = None,
 ) -> list[dict[str, Any]]:
-    """The named parameters of a model in groups; those to be skipped with ``precondition=False``.
+    """Return the named parameters of a model in groups; skipped ones have ``precondition=False``.
 
-    A weight that several modules share is skipped if one of them is: with ``nn.Embedding``, a head
-    that is tied to it goes, too.
+    A weight that several modules share is skipped if one of them is: skipping ``nn.Embedding`` also
+    skips a head that is tied to it.
 
     Example::
 
@@ -35,29 +35,22 @@ def param_groups(
 
     Args:
         model: The model.
-        skip: Patterns of parameter names (``*`` and ``?`` stand for anything), and kinds of modules
-            all of whose parameters are left to the base optimizer.
-        low_rank_order: ``max_order`` of LoRA's factors, ``r x n`` and ``m x r``, which are a group
-            of their own then: a block of order n is far larger than they are. ``None``: that of all
-            others. (K-FAC and AdaBK cut nothing.)
+        skip: Patterns of parameter names (with ``*`` and ``?``), and kinds of modules whose
+            parameters are all left to the base optimizer.
+        low_rank_order: ``max_order`` of LoRA's factors, ``r x n`` and ``m x r``, which then form a
+            separate group: a block of order n is far larger than the factors. ``None``: that of all
+            other parameters. (K-FAC and AdaBK cut nothing.)
 
     Returns:
         Up to three groups. Options may be added to them.
 
     Raises:
-        TypeError: If something in ``skip`` is neither a pattern nor a kind of module.
-        ValueError: If something in ``skip`` is not found in the model.
+        TypeError: If an item of ``skip`` is neither a pattern nor a kind of module.
+        ValueError: If an item of ``skip`` matches no parameter of the model.
     """
     skipped: set[Tensor] = set()
-    for what in [skip] if isinstance(skip, (str, type)) else skip:
-        found = set(_matching(model, what))
-        if not found:
-            names = ", ".join(name for name, _ in list(model.named_parameters())[:3])
-            label = repr(what) if isinstance(what, str) else what.__name__
-            raise ValueError(
-                f"skip: {label} matches no parameter of the model; its names are like {names}"
-            )
-        skipped |= found
+    for pattern in [skip] if isinstance(skip, (str, type)) else skip:
+        skipped |= _matching(model, pattern)
     plain, low_rank, left_out = [], [], []
     for name, p in model.named_parameters():
         if p in skipped:
@@ -74,16 +67,25 @@ def param_groups(
     return [group for group in groups if group["params"]]
 
 
-def _matching(model: nn.Module, what: str | type[nn.Module]) -> Iterable[Tensor]:
-    """The parameters that a pattern or a kind of module stands for."""
-    if isinstance(what, str):
+def _matching(model: nn.Module, pattern: str | type[nn.Module]) -> set[Tensor]:
+    """Return the parameters that match a pattern, or belong to a kind of module."""
+    matches: set[Tensor]
+    if isinstance(pattern, str):
         # A shared weight has several names.
-        every = model.named_parameters(remove_duplicate=False)
-        return (p for name, p in every if fnmatchcase(name, what))
-    if isinstance(what, type) and issubclass(what, nn.Module):
-        kinds = (module for module in model.modules() if isinstance(module, what))
-        return (p for module in kinds for p in module.parameters())
-    raise TypeError(f"skip takes patterns of names and kinds of modules; got {what!r}")
+        names = model.named_parameters(remove_duplicate=False)
+        matches = {p for name, p in names if fnmatchcase(name, pattern)}
+    elif isinstance(pattern, type) and issubclass(pattern, nn.Module):
+        modules = (module for module in model.modules() if isinstance(module, pattern))
+        matches = {p for module in modules for p in module.parameters()}
+    else:
+        raise TypeError(f"skip takes patterns of names and kinds of modules; got {pattern!r}")
+    if not matches:
+        examples = ", ".join(name for name, _ in list(model.named_parameters())[:3])
+        label = repr(pattern) if isinstance(pattern, str) else pattern.__name__
+        raise ValueError(
+            f"skip: {label} matches no parameter of the model; its names are like {examples}"
+        )
+    return matches
 
 
 def check_group(
@@ -95,23 +97,23 @@ def check_group(
     """Refuse bad options, and options that do not suit the group's parameters.
 
     Args:
-        group: The group, of which options may be missing.
-        earlier: Those before it.
-        config: The optimizer's own options.
-        statistics: They know how a parameter is cut.
+        group: The group; options may be missing.
+        earlier: The groups before it.
+        config: Options of the optimizer.
+        statistics: Determine how a parameter is cut.
 
     Raises:
-        TypeError: If it is not a dict.
-        ValueError: If an option or a parameter is refused; by name.
+        TypeError: If the group is not a dict, or a parameter cannot be assembled.
+        ValueError: If an option or a parameter is refused. The message names it.
     """
     if not isinstance(group, Mapping):
         raise TypeError(f"a param group must be a dict; got {type(group).__name__}")
-    own = config.for_group(group)
+    options = config.for_group(group)
     known = [p for g in earlier if config.for_group(g).precondition for p in g["params"]]
     for number, p in enumerate(tensors_of(group)):
         if isinstance(p, Tensor):
-            if own.precondition:
+            if options.precondition:
                 name = parameter_name(group, len(earlier), number)
                 refuse(name, p, statistics.takes_shards, known)
                 known.append(p)
-            statistics.route(p, own)
+            statistics.route(p, options)

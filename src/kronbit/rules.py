@@ -1,4 +1,4 @@
-"""What tells the algorithms apart: how a gradient and two roots combine; and grafting."""
+"""The rule of an algorithm, which combines a gradient and two roots; and grafting."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ _GRAFT_FLOOR = 1e-12
 
 
 class Pass(NamedTuple):
-    """X ← L̂ X, X ← X R̂, or both added up: X ← L̂ X + X R̂."""
+    """X ← L̂ X, X ← X R̂, or their sum: X ← L̂ X + X R̂."""
 
     left: bool
     right: bool
 
 
-# From X = G, pass by pass, to X = Ĝ. Data, not a function: kernels read it, too.
+# Passes that turn X = G into X = Ĝ. Data, not a function, because kernels read it, too.
 Rule: TypeAlias = tuple[Pass, ...]
 
 # Shampoo: Ĝ = L̂ G R̂.
@@ -34,7 +34,7 @@ class Algorithm:
 
     Attributes:
         rule: (L̂, G, R̂) -> Ĝ.
-        options: Defaults of its own: pairs of names and values.
+        options: Defaults that differ from those of ``Config``: pairs of names and values.
     """
 
     rule: Rule
@@ -44,11 +44,11 @@ class Algorithm:
 def combine(rule: Rule, L: Tensor, G: Tensor, R: Tensor) -> Tensor:
     """Return Ĝ for stacks L̂ (k, m, m), G (k, m, n), R̂ (k, n, n), by torch."""
     X = G
-    for by in rule:
-        X = multiply(X, R, multiply(L, X) if by.left else None) if by.right else multiply(L, X)
+    for step in rule:
+        X = multiply(X, R, multiply(L, X) if step.left else None) if step.right else multiply(L, X)
     return X
 
 
 def graft_scale(G_norm: Tensor, Ghat_norm: Tensor) -> Tensor:
-    """‖G‖_F / (‖Ĝ‖_F + 1e-12), the factor that gives Ĝ the norm of G; 0 for a zero gradient."""
+    """Return ‖G‖_F / (‖Ĝ‖_F + 1e-12), which scales Ĝ to the norm of G; 0 for a zero gradient."""
     return G_norm / (Ghat_norm + _GRAFT_FLOOR)

@@ -1,4 +1,4 @@
-"""Sharded parameters, and state on one rank each: what comes of it is what one process finds."""
+"""Sharded parameters, and state on one rank each, give the results of one process."""
 
 from __future__ import annotations
 
@@ -32,33 +32,33 @@ STEPS = 9
 
 
 def check(optimizer: Any, model: nn.Module, alone: Any, network: nn.Module, where: str) -> None:
-    """Weights, and the state of all ranks, are those of one process, to the bit."""
+    """Compare weights and the state of all ranks with one process, bit for bit."""
     for (name, p), q in zip(model.named_parameters(), network.parameters(), strict=True):
         assert torch.equal(whole(p), q), f"{where} {name}"
-    found = kronbit.consolidate_state_dict(optimizer)
-    if found:
+    state_dict = kronbit.consolidate_state_dict(optimizer)
+    if state_dict:
         expected = alone.state_dict()
-        for group in (*found["param_groups"], *expected["param_groups"]):
+        for group in (*state_dict["param_groups"], *expected["param_groups"]):
             group.pop("shard_state", None)
-        same(found, expected, where)
+        same(state_dict, expected, where)
     repaired = torch.tensor(optimizer.diagnostics()["jittered"])
     owners = optimizer._ranks.owners
-    if owners is not None:  # each has counted its own; replicas, all of them
-        dist.all_reduce(repaired, group=owners.group)
+    if owners is not None:  # owners count their own repairs, replicas count all
+        dist.all_reduce(repaired, group=owners.link.group)
     assert repaired == alone.diagnostics()["jittered"] > 0
 
 
-def walk_caspr(rank: int) -> list[int]:
-    return walk(rank, CASPR)
+def compare_caspr(rank: int) -> list[int]:
+    return compare_divisions(rank, CASPR)
 
 
-def walk(rank: int, make: Any = Shampoo) -> list[int]:
-    """Every way in which ranks can share parameters and state."""
+def compare_divisions(rank: int, make: Any = Shampoo) -> list[int]:
+    """Train with each division of parameters and state; return the bytes of state by division."""
     network = Network()
     alone = make(network.parameters(), process_group=False, **OPTIONS)
     for t in range(1, STEPS):
         step(network, alone, t)
-    received = []
+    sizes = []
     for ranks in ([0, 1, 2, 3], [0, 1, 2], [0], [[0, 1], [2, 3]]):
         flat = torch.tensor(ranks).flatten().tolist()
         mesh = mesh_of(ranks)
@@ -77,23 +77,23 @@ def walk(rank: int, make: Any = Shampoo) -> list[int]:
             step(model, optimizer, t)
         check(optimizer, model, alone, network, f"{options}")
         held = optimizer.memory()
-        received.append(held["statistics"] + held["roots"])
+        sizes.append(held["statistics"] + held["roots"])
         if "shard_state" in options:
             with pytest.raises(RuntimeError, match=r"kronbit\.consolidate_state_dict"):
                 optimizer.state_dict()
-    return received
+    return sizes
 
 
 def accelerated(rank: int) -> None:
-    """As Accelerate prepares FSDP2: the optimizer is made before parameters are sharded."""
+    """Prepare FSDP2 as Accelerate does, which builds the optimizer before it shards parameters."""
     switch = pytest.importorskip("accelerate.utils.fsdp_utils").fsdp2_switch_optimizer_parameters
     network = Network()
     alone = Shampoo(network.parameters(), process_group=False, **OPTIONS)
     model = Network()
     optimizer = Shampoo(model.parameters(), **OPTIONS)
-    optimizer.load_state_dict(optimizer.state_dict())  # of parameters as they are
+    optimizer.load_state_dict(optimizer.state_dict())  # of parameters that are not sharded yet
     names = {p.data_ptr(): name for name, p in model.named_parameters()}
-    for group in optimizer.param_groups:  # placeholders, which know where parameters were
+    for group in optimizer.param_groups:  # placeholders with the addresses of parameters
         for i, p in enumerate(group["params"]):
             address = p.data_ptr()
             group["params"][i] = torch.empty(1)
@@ -118,15 +118,15 @@ def made_on(ranks: list[int], **options: Any) -> tuple[nn.Module, Shampoo]:
     return model, Shampoo(model.parameters(), **{**OPTIONS, **options})
 
 
-def told_of(full: bool, **options: Any) -> list[str]:
-    """What is said of lost roots when a state dict after four steps is loaded."""
+def warnings_of_lost_roots(full: bool, **options: Any) -> list[str]:
+    """Return the warnings of lost roots when a state dict after four steps is loaded."""
     how = StateDictOptions(full_state_dict=full, cpu_offload=True)
     model, optimizer = made_on([0, 1], **options)
     for _ in range(4):
         model(torch.ones(3, 70)).square().mean().backward()
         optimizer.step()
     saved = get_optimizer_state_dict(model, optimizer, options=how)
-    if full:  # which only the first rank has
+    if full:  # only the first rank has the state dict
         how = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     twin, again = made_on([0, 1], **options)
     with warnings.catch_warnings(record=True) as caught:
@@ -137,25 +137,30 @@ def told_of(full: bool, **options: Any) -> list[str]:
 
 def whole_files(rank: int) -> list[list[str]]:
     late = {"update_every": 1, "refresh_every": 8, "first_refresh": 6}
-    return [told_of(True), told_of(True, update_every=1), told_of(False), told_of(True, **late)]
+    return [
+        warnings_of_lost_roots(True),
+        warnings_of_lost_roots(True, update_every=1),
+        warnings_of_lost_roots(False),
+        warnings_of_lost_roots(True, **late),
+    ]
 
 
-def test_what_a_full_state_dict_has_lost_is_said() -> None:
-    """Accelerate's FULL_STATE_DICT, say: torch writes what the first rank owns, and no more."""
+def test_a_full_state_dict_without_roots_gives_a_warning() -> None:
+    """A full state dict of torch has only the state that the first rank owns."""
     first, second = run_on_ranks(2, whole_files)
     assert first == [[], [], [], []]
     (message,), (again,), *nothing = second
     assert message == again
     assert "kronbit.consolidate_state_dict" in message
     assert "SHARDED_STATE_DICT" in message
-    assert nothing == [[], []]  # of a sharded one, and before the first refresh
+    assert nothing == [[], []]  # a sharded state dict, and one before the first refresh
 
 
 def wrapped(rank: int) -> None:
-    """Lightning's wrapper calls our methods with itself."""
+    """Train with Lightning's wrapper, which calls methods of the optimizer on itself."""
     wrapper = pytest.importorskip("lightning.pytorch.core.optimizer").LightningOptimizer
     results = []
-    for wrap in (lambda own: own, wrapper):
+    for wrap in (lambda optimizer: optimizer, wrapper):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(70, 66), nn.Tanh(), nn.Linear(66, 67))
         fully_shard(model, mesh=mesh_of([0, 1]))
@@ -173,21 +178,21 @@ def test_a_group_may_be_added_through_a_wrapper() -> None:
     run_on_ranks(2, wrapped)
 
 
-def test_parameters_that_are_sharded_after_the_optimizer_was_made() -> None:
+def test_parameters_may_be_sharded_after_the_optimizer_was_built() -> None:
     run_on_ranks(2, accelerated)
 
 
-def test_ranks_find_what_one_process_finds() -> None:
-    """To the bit, given equal gradients: FSDP2, uneven and empty shards, HSDP, replicas."""
-    for found in zip(*run_on_ranks(4, in_turn, walk, walk_caspr), strict=True):
-        parts, *complete = zip(*found, strict=True)
-        for own in complete:
-            assert set(own) == {sum(parts)}
+def test_ranks_match_one_process_bit_for_bit() -> None:
+    """FSDP2, uneven and empty shards, HSDP and replicas, given equal gradients."""
+    for sizes in zip(*run_on_ranks(4, in_turn, compare_divisions, compare_caspr), strict=True):
+        parts, *complete = zip(*sizes, strict=True)
+        for size in complete:
+            assert set(size) == {sum(parts)}
         assert max(parts) < 0.6 * sum(parts)
 
 
 class Tied(nn.Module):
-    """An embedding whose weight is the last layer's, too."""
+    """An embedding that shares its weight with the last layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -206,7 +211,7 @@ class Tied(nn.Module):
 def train(
     model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, world: int, words: bool
 ) -> None:
-    """Steps of two passes each, the first of which is not synchronised; by part of a batch."""
+    """Take steps of two passes, the first not synchronised, on this rank's part of a batch."""
     generator = torch.Generator().manual_seed(1)
     for _ in range(STEPS):
         for last in (False, True):
@@ -222,7 +227,7 @@ def train(
 
 
 def train_sharded(rank: int) -> None:
-    """Training on three ranks, each with its part of a batch, and training in one process."""
+    """Compare training on three ranks, each with its part of a batch, with one process."""
     options = {**OPTIONS, "base": "sgd", "bits": 32}
     half = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for words, more in (
@@ -245,20 +250,20 @@ def train_sharded(rank: int) -> None:
                 assert error < limit, (more, error)
 
 
-def test_training_on_shards_is_training_in_one_process() -> None:
-    """Whatever is resharded, with weights in bf16 for the passes, with tied weights."""
+def test_training_on_shards_matches_training_in_one_process() -> None:
+    """With and without resharding after the forward pass, in mixed precision, with tied weights."""
     run_on_ranks(3, train_sharded)
 
 
 def fail(rank: int) -> list[str]:
-    """What goes wrong on one rank, all of them hear of."""
-    told = []
+    """Return the errors that a rank raises if something fails on one of them."""
+    messages = []
 
     def attempt(optimizer: Shampoo) -> None:
         try:
             optimizer.step()
         except (RuntimeError, MemoryError, ValueError) as error:
-            told.append(str(error))
+            messages.append(str(error))
 
     def no_room(*_: Any) -> None:
         raise MemoryError("no room")
@@ -276,26 +281,26 @@ def fail(rank: int) -> list[str]:
         attempt(optimizer)
         model.second.bias.grad = gradient
         if rank == 1:
-            for own in optimizer._plan.preconditioners.values():
-                own._update_own = no_room  # type: ignore[method-assign]
+            for preconditioner in optimizer._plan.preconditioners.values():
+                preconditioner._update_own = no_room  # type: ignore[method-assign]
         attempt(optimizer)
         attempt(Shampoo(model.parameters(), stagger=True, **shares, **OPTIONS))
-    return told
+    return messages
 
 
-def test_a_failure_of_one_owner_is_told_to_all() -> None:
-    """And gradients that are still to be added up are, before anything else."""
+def test_a_failure_of_one_owner_raises_an_error_on_all_ranks() -> None:
+    """The same processes check partial gradients, which must be added up."""
     (_, first), (_, second) = run_on_ranks(2, in_turn, partial, fail)
-    for rank, told in ((0, first), (1, second)):
-        assert len(told) == 6
-        for missing, failed, staggered in (told[:3], told[3:]):
+    for rank, messages in ((0, first), (1, second)):
+        assert len(messages) == 6
+        for missing, failed, staggered in (messages[:3], messages[3:]):
             assert missing.startswith("the 2 ranks have gradients of different parameters")
             assert failed == "no room" if rank else "another one of the 2 ranks" in failed
             assert staggered.startswith("stagger=True spreads")
 
 
 def partial(rank: int) -> None:
-    """Gradients that are still to be added up."""
+    """Compare one process with gradients that are partial sums."""
     mesh = mesh_of([0, 1])
     torch.manual_seed(0)
     weight, x = torch.randn(66, 70), torch.randn(8, 70)
@@ -323,37 +328,37 @@ def states(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]
 
 
 def local_rows(rank: int, folder: str) -> None:
-    """Each rank's rows are a matrix of their own; with as many ranks, checkpoints resume."""
+    """Compare blocks="local" with one process per rank, and resume from a checkpoint."""
     mesh = mesh_of([0, 1, 2])
     model, resumed = sharded(mesh), sharded(mesh)
     first, second = (
-        Shampoo(own.parameters(), blocks="local", **OPTIONS) for own in (model, resumed)
+        Shampoo(network.parameters(), blocks="local", **OPTIONS) for network in (model, resumed)
     )
-    own = [p for p in model.parameters() if p.requires_grad]
-    alone = [nn.Parameter(local(p).detach().clone()) for p in own]
+    trained = [p for p in model.parameters() if p.requires_grad]
+    alone = [nn.Parameter(local(p).detach().clone()) for p in trained]
     one = Shampoo(alone, process_group=False, **OPTIONS)
     for t in range(1, STEPS):
         give_gradients(model, t)
-        for p, q in zip(own, alone, strict=True):
+        for p, q in zip(trained, alone, strict=True):
             q.grad = None if p.grad is None else local(p.grad).clone()
         first.step()
         one.step()
         if t == 4:
             dcp.save(states(model, first), checkpoint_id=folder)
-            found = states(resumed, second)
+            content = states(resumed, second)
             # Layers that never had a gradient have no state in the base.
             planner = dcp.DefaultLoadPlanner(allow_partial_load=True)
-            dcp.load(found, checkpoint_id=folder, planner=planner)
-            set_model_state_dict(resumed, found["model"])
-            set_optimizer_state_dict(resumed, second, found["optimizer"])
+            dcp.load(content, checkpoint_id=folder, planner=planner)
+            set_model_state_dict(resumed, content["model"])
+            set_optimizer_state_dict(resumed, second, content["optimizer"])
         if t > 4:
             step(resumed, second, t)
     for p, q in zip(model.parameters(), resumed.parameters(), strict=True):
         assert torch.equal(local(p), local(q))
-    for p, q in zip(own, alone, strict=True):
+    for p, q in zip(trained, alone, strict=True):
         assert torch.equal(local(p), q)
     assert first.diagnostics()["ranks"] == {}
-    # Of two rows and one, the second rank's part is no matrix: they still agree.
+    # Three rows on two ranks: the second rank's part is no matrix, and the ranks still agree.
     mesh = mesh_of([0, 1])
     if rank < 2:
         model = fully_shard(nn.Linear(67, 3), mesh=mesh)
@@ -369,18 +374,18 @@ def local_rows(rank: int, folder: str) -> None:
         kronbit.consolidate_state_dict(first)
 
 
-def test_ranks_may_keep_to_their_own_rows(tmp_path: Path) -> None:
+def test_local_blocks_precondition_the_rows_of_each_rank(tmp_path: Path) -> None:
     run_on_ranks(3, local_rows, str(tmp_path))
 
 
 def on_one_gpu(rank: int, on_shards: bool) -> None:
-    """By kernels, and by what GPUs talk with: as one process without any of that."""
+    """Compare ranks on a GPU with one process."""
     network = Network().cuda()
     alone = Shampoo(network.parameters(), process_group=False, **OPTIONS)
-    ways: list[dict[str, Any]] = [{"process_group": dist.group.WORLD}, {"shard_state": True}]
+    divisions: list[dict[str, Any]] = [{"process_group": dist.group.WORLD}, {"shard_state": True}]
     for t in range(1, STEPS):
         step(network, alone, t)
-    for options in [*ways, *([{}] if on_shards else [])]:
+    for options in [*divisions, *([{}] if on_shards else [])]:
         if options:
             model: nn.Module = Network().cuda()
             given = {"process_group": dist.group.WORLD, **options}
@@ -391,16 +396,16 @@ def on_one_gpu(rank: int, on_shards: bool) -> None:
             step(model, optimizer, t)
         for p, q in zip(model.parameters(), network.parameters(), strict=True):
             assert torch.equal(whole(p), q), options
-        found = kronbit.consolidate_state_dict(optimizer)
-        if found:
+        state_dict = kronbit.consolidate_state_dict(optimizer)
+        if state_dict:
             fresh = Network().cuda()
             resumed = Shampoo(fresh.parameters(), process_group=False, **OPTIONS)
-            kronbit.load_consolidated(resumed, found)
+            kronbit.load_consolidated(resumed, state_dict)
             same(resumed.state_dict()["state"], alone.state_dict()["state"], f"{options}")
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("backend", "world"), [("nccl", 1), ("gloo", 2)])
-def test_ranks_on_a_gpu(backend: str, world: int) -> None:
-    """There is one GPU: NCCL's only rank; and two that take turns, and talk on the host."""
+def test_ranks_on_a_gpu_match_one_process(backend: str, world: int) -> None:
+    """One GPU serves one rank with NCCL, or two ranks that communicate on the host with gloo."""
     run_on_ranks(world, on_one_gpu, world == 1, backend=backend)

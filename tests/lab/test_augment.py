@@ -1,4 +1,4 @@
-"""Augmentation of batches against PIL, image by image, and against what pixels say."""
+"""Augmentation of batches, compared with PIL image by image, and with statistics of pixels."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ EVERYTHING = Augmentation(
 
 
 def pictures(count: int, side: int = 32, channels: int = 3) -> Tensor:
-    """Smooth in places, as photographs are, of several ranges of brightness."""
+    """Return smooth images, as photographs are, with several ranges of brightness."""
     rough = torch.rand(count, channels, side // 4, side // 4)
     x = torch.nn.functional.interpolate(rough, size=(side, side), mode="bicubic")
     span = torch.rand(count, channels, 1, 1)
@@ -41,7 +41,7 @@ def augmented(augmentation: Augmentation, images: Tensor, labels: Tensor, **give
 
 
 def pil_operation(name: str, amount: float) -> Callable[[Any], Any]:
-    """PIL's own, with the amount of an operation: strength times its sign."""
+    """Return PIL's operation with an amount, which is the strength times its sign."""
     from PIL import Image, ImageEnhance, ImageOps
 
     def affine(*matrix: float) -> Callable[[Any], Any]:
@@ -73,51 +73,51 @@ def of_pil(images: Tensor, name: str, amounts: list[float]) -> Tensor:
     import numpy as np
     from PIL import Image
 
-    found = []
+    results = []
     for image, amount in zip(images, amounts, strict=True):
-        done = pil_operation(name, amount)(Image.fromarray(image.permute(1, 2, 0).numpy()))
-        found.append(torch.from_numpy(np.array(done)).permute(2, 0, 1))
-    return torch.stack(found).float()
+        result = pil_operation(name, amount)(Image.fromarray(image.permute(1, 2, 0).numpy()))
+        results.append(torch.from_numpy(np.array(result)).permute(2, 0, 1))
+    return torch.stack(results).float()
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_each_operation_is_that_of_pil(name: str, device: torch.device) -> None:
-    """Beside other operations in the same batch, which must not be mixed up."""
+def test_each_operation_matches_pil(name: str, device: torch.device) -> None:
+    """Images with other operations in the same batch do not change the result."""
     pytest.importorskip("PIL")
     strengths = torch.tensor([0.0, 0.2, 0.5, 0.75, 0.9, 1.0]).repeat(4)
     signs = torch.tensor([1.0, -1.0]).repeat_interleave(12)
     images = pictures(24)
-    images[3] = 77  # of one value: nothing to stretch
+    images[3] = 77  # constant: there is nothing to stretch
     others = torch.arange(24) % len(NAMES)
     operations = torch.cat((torch.full((24,), NAMES.index(name)), others))
     choice = Choice(operations, strengths.repeat(2), (strengths * signs).repeat(2))
-    found = image_operations.apply(
+    actual = image_operations.apply(
         images.repeat(2, 1, 1, 1).float().to(device),
         Choice(*(part.to(device) for part in choice)),
         torch.tensor(FILL, dtype=torch.float32, device=device),
     )[:24].cpu()
     expected = of_pil(images, name, (strengths * signs).tolist())
-    assert torch.equal(found, found.round())
-    assert found.amin() >= 0
-    assert found.amax() <= 255
+    assert torch.equal(actual, actual.round())
+    assert actual.amin() >= 0
+    assert actual.amax() <= 255
     if name in ("shear-x", "shear-y", "rotate"):  # a pixel halfway between two may be either
-        assert (found != expected).float().mean() < 0.005
+        assert (actual != expected).float().mean() < 0.005
     else:
         limit = 0 if name in ("identity", "translate-x", "translate-y", "equalize") else 1
-        assert (found - expected).abs().max() <= limit
+        assert (actual - expected).abs().max() <= limit
         # rounding is rarely needed; a GPU multiplies and adds in one
-        assert (found != expected).float().mean() < (0.01 if device.type == "cpu" else 0.05)
+        assert (actual != expected).float().mean() < (0.01 if device.type == "cpu" else 0.05)
     if name != "identity":
-        assert (found[5] != images[5].float()).float().mean() > 0.1  # at full strength
+        assert (actual[5] != images[5].float()).float().mean() > 0.1  # at full strength
 
 
-def test_gray_images_have_no_colour_to_lose() -> None:
+def test_color_leaves_gray_images_unchanged() -> None:
     images = pictures(2, 8, channels=1).float()
     choice = Choice(torch.full((2,), NAMES.index("color")), torch.ones(2), torch.ones(2))
     assert torch.equal(image_operations.apply(images, choice, torch.zeros(1)), images)
 
 
-def test_nothing_happens_unless_asked(device: torch.device) -> None:
+def test_the_default_only_normalises(device: torch.device) -> None:
     images, labels = pictures(5).to(device), torch.arange(5, device=device)
     x, y = augmented(Augmentation(), images, labels)
     mean, std = MEAN.to(device)[:, None, None], STD.to(device)[:, None, None]
@@ -126,27 +126,27 @@ def test_nothing_happens_unless_asked(device: torch.device) -> None:
     assert torch.equal(augmented(Augmentation(), images.float(), labels)[0], x)
 
 
-def test_is_a_function_of_the_seed(device: torch.device) -> None:
+def test_augmentation_is_a_function_of_the_seed(device: torch.device) -> None:
     images, labels = pictures(16).to(device), torch.arange(16, device=device) % 10
     for policy in ("rand", "auto"):
         whole = Augmentation(**{**EVERYTHING.__dict__, "policy": policy})
         (x, y), (again, same) = (augmented(whole, images, labels) for _ in range(2))
         assert torch.equal(x, again)
         assert torch.equal(y, same)
-        torch.manual_seed(5)  # the global generator has no part in it
+        torch.manual_seed(5)  # the global generator is not used
         assert torch.equal(x, augmented(whole, images, labels)[0])
         assert not torch.equal(x, augmented(whole, images, labels, seed=1)[0])
 
 
 def plain(augmentation: Augmentation, images: Tensor) -> Tensor:
-    """Augmented and back on 0..255."""
+    """Return augmented images with values from 0 to 255."""
     labels = torch.zeros(len(images), dtype=torch.int64)
     one, none = torch.ones(images.shape[1]), torch.zeros(images.shape[1])
     x, _ = augmented(augmentation, images, labels, mean=none, std=one)
     return (255 * x).round()
 
 
-def test_crops_and_flips_uniformly() -> None:
+def test_crops_and_flips_are_uniform() -> None:
     count = 6000
     images = torch.arange(1, 65, dtype=torch.uint8).view(1, 1, 8, 8).repeat(count, 1, 1, 1)
     bordered = torch.nn.functional.pad(images[0].float(), (2, 2, 2, 2))
@@ -158,25 +158,25 @@ def test_crops_and_flips_uniformly() -> None:
         for part in (bordered[:, top : top + 8, left : left + 8],)
     }
     names = {tuple(pixels): view for view, pixels in views.items()}
-    found = [
+    drawn = [
         names[tuple(pixels)] for pixels in plain(Augmentation(2, True), images).flatten(1).tolist()
     ]
-    counts = torch.tensor([found.count(view) for view in views])
+    counts = torch.tensor([drawn.count(view) for view in views])
     assert (counts - count / 50).abs().max() < 5 * math.sqrt(count / 50)
 
 
-def test_policies_draw_what_their_tables_say() -> None:
+def test_policies_draw_operations_as_in_their_tables() -> None:
     drawn = torch.rand(image_operations.DRAWS, 50_000)
     first, second = image_operations.auto(drawn)
     for number, pair in enumerate(AUTO):
-        own = (drawn[0] * len(AUTO)).long() == number
+        chosen = (drawn[0] * len(AUTO)).long() == number
         for choice, (name, probability, level) in zip((first, second), pair, strict=True):
-            share = (choice.operation[own] == NAMES.index(name)).float().mean()
+            share = (choice.operation[chosen] == NAMES.index(name)).float().mean()
             assert share == pytest.approx(probability, abs=0.06)
             assert (
-                (choice.operation[own] == 0) | (choice.operation[own] == NAMES.index(name))
+                (choice.operation[chosen] == 0) | (choice.operation[chosen] == NAMES.index(name))
             ).all()
-            assert choice.strength[own].unique().tolist() == pytest.approx([level / 9])
+            assert choice.strength[chosen].unique().tolist() == pytest.approx([level / 9])
     assert first.signed.sign().mean() == pytest.approx(0.0, abs=0.02)
     for choice in image_operations.rand(drawn):
         shares = choice.operation.bincount(minlength=len(NAMES)) / 50_000
@@ -185,7 +185,7 @@ def test_policies_draw_what_their_tables_say() -> None:
         assert choice.strength.unique().tolist() == pytest.approx([0.9])
 
 
-def test_erases_one_rectangle_of_some_images() -> None:
+def test_erasing_replaces_one_rectangle_of_some_images() -> None:
     count = 2000
     images = torch.full((count, 3, 16, 16), 128, dtype=torch.uint8)
     labels = torch.zeros(count, dtype=torch.int64)
@@ -209,8 +209,10 @@ def test_erases_one_rectangle_of_some_images() -> None:
 @pytest.mark.parametrize(
     "options", [{"mixup": 0.8}, {"cutmix": 1.0}, {"mixup": 0.8, "cutmix": 1.0}]
 )
-def test_targets_say_what_pixels_say(options: dict[str, float], device: torch.device) -> None:
-    """Image k has the value k everywhere and label k, so pixels show the shares."""
+def test_targets_match_the_shares_of_pixels(
+    options: dict[str, float], device: torch.device
+) -> None:
+    """Image k has label k and the constant value k, so pixels show the shares."""
     count = 200
     images = torch.arange(count, device=device).byte().view(-1, 1, 1, 1).expand(-1, 3, 16, 16)
     labels = torch.arange(count, device=device)
@@ -219,8 +221,8 @@ def test_targets_say_what_pixels_say(options: dict[str, float], device: torch.de
     torch.testing.assert_close(y.sum(1), torch.ones(count, device=device))
     values = torch.arange(count, device=device).float()
     torch.testing.assert_close(255 * x.mean((1, 2, 3)), y @ values, rtol=1e-4, atol=1e-3)
-    own = y.gather(1, labels[:, None]).squeeze(1)
-    pure = (x == x[:, :, :1, :1]).all((1, 2, 3))  # mixed evenly
+    kept = y.gather(1, labels[:, None]).squeeze(1)
+    pure = (x == x[:, :, :1, :1]).all((1, 2, 3))  # mixed by mixup
     assert (y > 0).sum(1).max() == 2
     if "mixup" not in options:
         assert set((255 * x[0]).round().unique().tolist()) <= {0.0, float(count - 1)}
@@ -230,11 +232,11 @@ def test_targets_say_what_pixels_say(options: dict[str, float], device: torch.de
         assert 0.3 < pure.float().mean() < 0.75  # a rectangle may be empty, too
     if "cutmix" not in options:
         # Beta(a, a) has mean 1/2 and variance 1 / (4 (2 a + 1))
-        assert own.mean().item() == pytest.approx(0.5, abs=0.08)
-        assert own.var().item() == pytest.approx(1 / (4 * 2.6), abs=0.03)
+        assert kept.mean().item() == pytest.approx(0.5, abs=0.08)
+        assert kept.var().item() == pytest.approx(1 / (4 * 2.6), abs=0.03)
 
 
-def test_smooths_mixed_targets_and_leaves_some_alone() -> None:
+def test_mixed_targets_are_smoothed_and_some_images_are_not_mixed() -> None:
     images, labels = pictures(500), torch.arange(500) % 10
     mixing = {"mixup": 0.8, "mix_probability": 0.3}
     _, y = augmented(Augmentation(**mixing), images, labels)
@@ -245,7 +247,7 @@ def test_smooths_mixed_targets_and_leaves_some_alone() -> None:
     torch.testing.assert_close(smooth, 0.9 * y + 0.1 / 10)
 
 
-def test_refuses_what_cannot_be() -> None:
+def test_invalid_options_are_refused() -> None:
     with pytest.raises(LabError, match="policy must be one of rand, auto; got 'random'"):
         Augmentation(policy="random")
     with pytest.raises(LabError, match=r"erase must be from 0 to 1; got 1.5"):
@@ -255,7 +257,7 @@ def test_refuses_what_cannot_be() -> None:
 
 
 class Launches(TorchDispatchMode):
-    """Counts what computes: whatever gives new memory or changes old."""
+    """Counts operations that allocate or change memory."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -267,7 +269,7 @@ class Launches(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_launches_few_kernels() -> None:
+def test_augmentation_launches_few_kernels() -> None:
     images, labels = pictures(8), torch.arange(8)
     augmented(EVERYTHING, images, labels)
     counted = {}
@@ -280,12 +282,12 @@ def test_launches_few_kernels() -> None:
 
 
 @pytest.mark.gpu
-def test_waits_for_nothing() -> None:
+def test_augmentation_never_waits_for_the_device() -> None:
     images, labels = pictures(128).cuda(), torch.arange(128, device="cuda") % 10
     mean, std = MEAN.cuda(), STD.cuda()
     generator = torch.Generator("cuda").manual_seed(0)
     for policy in ("rand", "auto"):
         whole = Augmentation(**{**EVERYTHING.__dict__, "policy": policy})
-        whole(images, labels, generator, mean, std, 10)  # tables come to the device
+        whole(images, labels, generator, mean, std, 10)  # caches the tables on the device
         with no_host_sync():
             whole(images, labels, generator, mean, std, 10)

@@ -25,7 +25,7 @@ FSDP2 = "FSDP2 on two ranks is one process"
 def assert_well(name: str, check: str, device: torch.device) -> None:
     problem = examine(subject_of(f"kronbit.{name}", {}), device, check).problem
     if check == FSDP2 and name in ("KFAC", "AdaBK"):
-        assert "only Shampoo and CASPR take parameters that are sharded" in problem
+        assert "only Shampoo and CASPR support sharded parameters" in problem
     else:
         assert problem == ""
 

@@ -1,4 +1,4 @@
-"""Muon in the lab: torch's own, on hidden matrices alone."""
+"""Muon as a baseline of the lab: torch's optimizer on hidden matrices."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ def trained(recipe: Recipe, folder: Path, device: str = "cpu", resume: bool = Fa
     return training
 
 
-def test_hidden_matrices_are_those_of_linear_layers_but_the_last() -> None:
+def test_hidden_matrices_are_weights_of_all_linear_layers_except_the_last() -> None:
     swin = dict(hidden_matrices(build("swin-tiny", classes=10)))
-    assert len(swin) == 12 * 4 + 3  # qkv, out and two of the MLP; three times four become one
+    assert len(swin) == 12 * 4 + 3  # qkv, out and two of the MLP; three merging layers
     assert "head.weight" not in swin
     assert not any("bias" in name for name in swin)
     small = {"vocab_size": 50, "n_positions": 8, "n_layer": 2, "n_embd": 16, "n_head": 2}
@@ -49,7 +49,7 @@ def test_hidden_matrices_are_those_of_linear_layers_but_the_last() -> None:
     assert not any("wte" in name or "wpe" in name or "lm_head" in name for name in gpt2)
 
 
-def test_both_take_the_steps_that_they_would_take_apart() -> None:
+def test_both_optimizers_take_the_same_steps_as_separately() -> None:
     torch.manual_seed(0)
     options = dict(find_recipe("digits-vit").model)
     name = options.pop("name")
@@ -67,7 +67,7 @@ def test_both_take_the_steps_that_they_would_take_apart() -> None:
             torch.nn.functional.cross_entropy(model(x), y).backward()
             for optimizer in optimizers:
                 for group in optimizer.param_groups:
-                    group["lr"] = 3e-3 / (step + 1)  # a schedule's rate reaches both
+                    group["lr"] = 3e-3 / (step + 1)  # a schedule changes both
                 optimizer.step()
     for p, q in zip(models[0].parameters(), models[1].parameters(), strict=True):
         assert torch.equal(p, q)
@@ -76,19 +76,19 @@ def test_both_take_the_steps_that_they_would_take_apart() -> None:
 @pytest.mark.parametrize(
     "device", [pytest.param("cpu", marks=slow), pytest.param("cuda", marks=pytest.mark.gpu)]
 )
-def test_a_run_goes_on_bit_for_bit(device: str, tmp_path: Path) -> None:
+def test_a_run_resumes_bit_for_bit(device: str, tmp_path: Path) -> None:
     recipe = recipe_of("checkpoint_every=4", "keep=5", "log_every=2")
     trained(recipe, tmp_path / "whole", device)
     trained(recipe, tmp_path / "parts", device)
-    checkpoints.checkpoints(tmp_path / "parts")[-1].unlink()  # as if it had died after step 4
+    checkpoints.checkpoints(tmp_path / "parts")[-1].unlink()  # as after a crash after step 4
     trained(recipe, tmp_path / "parts", device, resume=True)
-    found, expected = (checkpoints.load_last(tmp_path / name) for name in ("parts", "whole"))
-    assert found["step"] == expected["step"] == 8
+    resumed, expected = (checkpoints.load_last(tmp_path / name) for name in ("parts", "whole"))
+    assert resumed["step"] == expected["step"] == 8
     for name, value in expected["model"].items():
-        assert torch.equal(found["model"][name], value), name
+        assert torch.equal(resumed["model"][name], value), name
     for index, state in expected["optimizer"]["state"].items():
         for name, value in state.items():
-            assert torch.equal(found["optimizer"]["state"][index][name], value), (index, name)
+            assert torch.equal(resumed["optimizer"]["state"][index][name], value), (index, name)
     losses = [
         [json.loads(line).get("loss") for line in (tmp_path / name / "metrics.jsonl").open()]
         for name in ("parts", "whole")
@@ -101,7 +101,7 @@ def test_a_network_without_hidden_matrices_is_refused() -> None:
         MuonBesideBase(build("resnet34", classes=10), "sgd", {"lr": 0.1})
 
 
-def test_it_is_a_member_of_comparisons() -> None:
+def test_muon_is_a_variant_of_comparisons() -> None:
     key, label, made = variant("muon lr=2e-3", find_recipe("wiki-gpt2-124m"))
     assert (key, label) == ("muon-lr=2e-3", "Muon, lr=2e-3")
     assert (made.optimizer, made.lr) == ("muon", 2e-3)

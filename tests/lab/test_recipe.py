@@ -1,4 +1,4 @@
-"""Recipes, schedules and data: what decides a training."""
+"""Recipes, schedules and data sets."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def opened(options: dict[str, Any], folder: Path = Path("data"), **given: Any) -
 
 
 @pytest.mark.parametrize("name", recipe_names())
-def test_every_recipe_can_be_written_read_and_built(name: str) -> None:
+def test_every_recipe_can_be_saved_loaded_and_built(name: str) -> None:
     recipe = find_recipe(name)
     assert recipe_from(yaml.safe_load(recipe.to_yaml()), name, name) == recipe
     options = dict(recipe.model)
@@ -41,7 +41,7 @@ def test_every_recipe_can_be_written_read_and_built(name: str) -> None:
             assert optimizer.param_groups[0][option] == value
 
 
-def test_recipes_have_the_papers_settings() -> None:
+def test_recipes_have_the_settings_of_the_paper() -> None:
     resnet, swin = find_recipe("cifar100-resnet34"), find_recipe("cifar100-swin-tiny")
     assert (resnet.base, resnet.lr, resnet.base_options["weight_decay"]) == ("sgd", 0.1, 5e-4)
     assert (resnet.epochs, resnet.batch, resnet.schedule) == (200, 128, "multistep")
@@ -57,7 +57,7 @@ def test_recipes_have_the_papers_settings() -> None:
     assert "root" not in variant("shampoo-4", gpt2)[2].second_order_options()
 
 
-def test_settings_find_their_place() -> None:
+def test_settings_are_assigned_to_sections_and_options() -> None:
     given = ["lr=1e-4", "epochs=3", "model.patch=4", "beta=0.9", "betas=[0.9, 0.95]", "amp=off"]
     made = find_recipe("cifar100-swin-tiny").with_settings(parse_settings(given))
     assert (made.lr, made.epochs, made.model["patch"], made.amp) == (1e-4, 3.0, 4, "off")
@@ -67,7 +67,7 @@ def test_settings_find_their_place() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "message"),
     [
         ("batch=zero", "batch must be int"),
         ("batch=0", "batch must be positive"),
@@ -81,34 +81,34 @@ def test_settings_find_their_place() -> None:
         ("lr=[", "cannot read the value"),
     ],
 )
-def test_wrong_settings_are_refused_by_name(given: str, said: str) -> None:
-    with pytest.raises(LabError, match=said.replace("(", r"\(")):
+def test_wrong_settings_are_refused_by_name(given: str, message: str) -> None:
+    with pytest.raises(LabError, match=message.replace("(", r"\(")):
         find_recipe("pydoc-gpt").with_settings(parse_settings([given]))
 
 
-def test_what_neither_knows_is_refused_by_the_library() -> None:
+def test_options_that_do_not_exist_are_refused_by_the_library() -> None:
     recipe = find_recipe("digits-cnn").with_settings({"wieght_decay": 0.1})
     with pytest.raises(LabError, match="did you mean 'weight_decay'"):
         make_optimizer(recipe, nn.Linear(3, 3), 0)
 
 
-def test_unknown_recipes_name_the_nearest(tmp_path: Path) -> None:
+def test_errors_for_unknown_recipes_suggest_similar_names(tmp_path: Path) -> None:
     with pytest.raises(LabError, match="nearest: cifar100-swin-tiny"):
         find_recipe("cifar-swin-tiny")
     with pytest.raises(LabError, match="there is no file"):
         find_recipe(str(tmp_path / "mine.yaml"))
-    own = tmp_path / "mine.yaml"
-    own.write_text("modle: {name: vit}\n")
+    path = tmp_path / "mine.yaml"
+    path.write_text("modle: {name: vit}\n")
     with pytest.raises(LabError, match="did you mean model"):
-        find_recipe(str(own))
-    own.write_text("just words\n")
+        find_recipe(str(path))
+    path.write_text("just words\n")
     with pytest.raises(LabError, match="not a recipe"):
-        find_recipe(str(own))
-    own.write_text(find_recipe("digits-vit").to_yaml().replace("name: digits-vit", "name: mine"))
-    assert find_recipe(str(own)).name == "mine"
+        find_recipe(str(path))
+    path.write_text(find_recipe("digits-vit").to_yaml().replace("name: digits-vit", "name: mine"))
+    assert find_recipe(str(path)).name == "mine"
 
 
-def test_variants_are_the_recipe_with_other_options() -> None:
+def test_variants_change_options_of_the_recipe() -> None:
     recipe = find_recipe("pydoc-gpt")
     labels = [variant(spec, recipe)[1] for spec in DEFAULT_VARIANTS]
     assert labels[0] == "AdamW"
@@ -125,7 +125,7 @@ def test_variants_are_the_recipe_with_other_options() -> None:
 
 
 @pytest.mark.parametrize("schedule", ["multistep", "cosine", "linear", "constant"])
-def test_schedules_are_those_of_torch(schedule: str) -> None:
+def test_schedules_match_torch(schedule: str) -> None:
     steps, warmup = 100, 10
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
     kinds = torch.optim.lr_scheduler
@@ -138,13 +138,13 @@ def test_schedules_are_those_of_torch(schedule: str) -> None:
     }[schedule]()
     both = kinds.SequentialLR(optimizer, [rise, main], [warmup])
     for step in range(steps):
-        found = factor(schedule, step, steps, warmup)
-        assert found == pytest.approx(optimizer.param_groups[0]["lr"], abs=1e-9), step
+        rate = factor(schedule, step, steps, warmup)
+        assert rate == pytest.approx(optimizer.param_groups[0]["lr"], abs=1e-9), step
         optimizer.step()
         both.step()
 
 
-def test_warm_up_is_a_share_or_epochs() -> None:
+def test_warm_up_is_a_share_of_steps_or_epochs() -> None:
     recipe = find_recipe("cifar100-resnet34")
     assert warmup_steps(recipe, 78_000, 390) == 1950
     assert warmup_steps(recipe.with_settings({"warmup": 0.1}), 78_000, 390) == 7800
@@ -161,7 +161,7 @@ def test_batches_are_functions_of_seed_and_step(options: dict[str, Any]) -> None
 
 
 @pytest.mark.parametrize("options", [{"name": "digits"}, {"name": "pydoc"}])
-def test_ranks_share_a_batch_and_the_held_out_set(options: dict[str, Any]) -> None:
+def test_ranks_divide_a_batch_and_the_held_out_set(options: dict[str, Any]) -> None:
     whole, parts = opened(options), [opened(options, rank=r, ranks=2) for r in range(2)]
     for step in (0, 7):
         for number, a in enumerate(whole.batch(step)):
@@ -188,7 +188,7 @@ def test_the_next_token_is_the_target(tmp_path: Path) -> None:
     assert x.shape == (8, 16)
     assert torch.equal(x + 1, y)
     seen = torch.cat([x.flatten() for x, _ in data.held_out()])
-    assert torch.equal(seen, torch.arange(len(seen)))  # side by side, none twice
+    assert torch.equal(seen, torch.arange(len(seen)))  # adjacent windows without overlap
     assert data.outputs == 1000
     (tmp_path / "mine.txt").write_text("naïve text " * 20, encoding="utf-8")
     text = opened({"name": "text", "path": "mine.txt", "length": 8}, tmp_path)
@@ -202,7 +202,7 @@ def test_the_next_token_is_the_target(tmp_path: Path) -> None:
         opened({"name": "text", "path": "mine.txt", "tokenizer": "no-such"}, tmp_path)
 
 
-def test_cifar_is_read_as_published(tmp_path: Path) -> None:
+def test_cifar_is_read_in_its_published_layout(tmp_path: Path) -> None:
     pixels = write_cifar(tmp_path)
     data = opened({"name": "cifar100"}, tmp_path)
     x, y = next(data.held_out())
@@ -214,7 +214,7 @@ def test_cifar_is_read_as_published(tmp_path: Path) -> None:
 
 
 def test_a_part_of_the_training_images_is_held_out(tmp_path: Path) -> None:
-    """Both parts together are the training set, each has its share of every class."""
+    """Both parts together are the training set, and each has its share of every class."""
     write_cifar(tmp_path, 400)
     for options in ({"name": "digits"}, {"name": "cifar100"}):
         whole = opened(options, tmp_path)
@@ -271,7 +271,7 @@ def draw(path: Path, shade: int, side: tuple[int, int]) -> None:
     Image.new("RGB", side, (shade, shade, shade)).save(path, quality=100)
 
 
-def test_tiny_imagenet_is_read_as_published(tmp_path: Path) -> None:
+def test_tiny_imagenet_is_read_in_its_published_layout(tmp_path: Path) -> None:
     folder = tmp_path / "tiny-imagenet-200"
     for number, name in enumerate(("n02", "n01")):
         for i in range(4):
@@ -306,13 +306,13 @@ def test_image_folders_are_decoded_by_workers(tmp_path: Path) -> None:
     assert x.shape == (8, 3, 24, 24)
     assert torch.equal(x.mean((1, 2, 3)) > x.mean(), y == 1)
     again = opened({**options, "workers": 0}, tmp_path)
-    for a, b in zip(batches[2], again.batch(2), strict=True):  # from the middle, by nobody's help
+    for a, b in zip(batches[2], again.batch(2), strict=True):  # from a later step, without workers
         assert torch.equal(a, b)
     assert torch.cat([target for _, target in data.held_out()]).tolist() == [0, 1]
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"name": "cifar100"}, "cifar-100-python: expected the files train and test"),
         ({"name": "tiny-imagenet"}, "val_annotations.txt"),
@@ -323,9 +323,9 @@ def test_image_folders_are_decoded_by_workers(tmp_path: Path) -> None:
         ({"name": "pydoc", "length": 10**7}, "too few"),
     ],
 )
-def test_missing_data_say_where_to_get_them(
-    options: dict[str, Any], said: str, tmp_path: Path
+def test_errors_for_missing_data_say_where_to_get_them(
+    options: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(LabError, match=said) as caught:
+    with pytest.raises(LabError, match=message) as caught:
         opened(options, tmp_path)
     assert "\n" not in str(caught.value)

@@ -1,3 +1,5 @@
+"""F by name, class or import path, and the errors of wrong ones."""
+
 from __future__ import annotations
 
 import importlib.util
@@ -46,13 +48,13 @@ def test_names_build_the_bases_of_the_paper(name: str) -> None:
     assert torch.equal(moved(by_name, p), moved(ready, q))
 
 
-def test_settings_of_a_name_are_defaults_only() -> None:
+def test_options_override_the_defaults_of_a_name() -> None:
     optimizer = Shampoo([parameter()], base="sgd", lr=1e-2, momentum=0.0, weight_decay=0.5)
     assert optimizer.param_groups[0]["momentum"] == 0.0
     assert optimizer.param_groups[0]["weight_decay"] == 0.5
 
 
-def test_classes_paths_and_factories() -> None:
+def test_classes_import_paths_and_factories_build_the_base() -> None:
     for base in (
         torch.optim.RAdam,
         "torch.optim.RAdam",
@@ -64,7 +66,7 @@ def test_classes_paths_and_factories() -> None:
     assert type(Shampoo([parameter()]).base) is torch.optim.AdamW
 
 
-def test_a_ready_base_is_taken_with_or_without_its_parameters() -> None:
+def test_an_optimizer_is_used_as_base_with_or_without_its_parameters() -> None:
     p = parameter()
     for arguments in ((), ([p],), ([{"params": p}],), ([("weight", p)],)):
         base = torch.optim.SGD([p], lr=0.1)
@@ -75,13 +77,13 @@ def test_a_ready_base_is_taken_with_or_without_its_parameters() -> None:
         Shampoo(base="adamw")
 
 
-def test_an_option_of_the_base_that_has_the_name_of_ours_is_refused() -> None:
+def test_an_option_of_the_base_with_the_name_of_an_option_of_kronbit_is_refused() -> None:
     class Lion(torch.optim.SGD):
         def __init__(self, params: Any, lr: float = 0.1) -> None:
             super().__init__(params, lr=lr)
             self.defaults["beta"] = 0.5
 
-    with pytest.raises(TypeError, match="Lion keeps an option 'beta' of its own"):
+    with pytest.raises(TypeError, match="Lion has an option 'beta' in its param groups"):
         Shampoo(Lion([parameter()]))
 
 
@@ -104,13 +106,13 @@ def test_groups_and_names_reach_the_base() -> None:
         ({"base": 3}, TypeError, "a name, an import path, a class or an optimizer; got 3"),
         ({"base": "."}, ImportError, r"cannot import '\.'"),
         ({"base": "torch.nn.Linear"}, TypeError, "is not a torch.optim.Optimizer"),
-        ({"base": "builtins.sorted"}, TypeError, "does not make a torch.optim.Optimizer"),
+        ({"base": "builtins.sorted"}, TypeError, "returns no torch.optim.Optimizer"),
         ({"lr": 1e-2, "weigth_decay": 0.1}, TypeError, "'weigth_decay'; did you mean 'weight_dec"),
         ({"bit": 4}, TypeError, "neither kronbit nor AdamW has an option 'bit'; did you mean 'bi"),
         ({"eps": 1e-8, "bits": 5}, ValueError, "bits must be one of .* got 5"),
     ],
 )
-def test_mistakes_are_named(arguments: dict[str, Any], error: Any, message: str) -> None:
+def test_wrong_arguments_are_named(arguments: dict[str, Any], error: Any, message: str) -> None:
     with pytest.raises(error, match=message):
         Shampoo([parameter()], **arguments)
 
@@ -172,10 +174,12 @@ def test_8_bit_adamw() -> None:
 
 
 def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = importlib.util.find_spec
+    find_spec = importlib.util.find_spec
     absent = {"bitsandbytes", "torchao", "schedulefree"}
     monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name, *a: None if name in absent else found(name, *a)
+        importlib.util,
+        "find_spec",
+        lambda name, *a: None if name in absent else find_spec(name, *a),
     )
     with pytest.raises(ImportError, match=r"pip install bitsandbytes.*pip install torchao"):
         Shampoo([parameter()], base="adamw8bit", lr=0.1)
@@ -183,7 +187,7 @@ def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
         Shampoo([parameter()], base="schedulefree-adamw", lr=0.1)
 
 
-def test_a_broken_package_is_reported_and_the_other_one_tried(
+def test_a_broken_package_is_reported_and_the_other_one_is_tried(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: object())
@@ -193,7 +197,7 @@ def test_a_broken_package_is_reported_and_the_other_one_tried(
         Shampoo([parameter()], base="adamw8bit", lr=0.1)
 
 
-def test_torchao_is_taken_where_bitsandbytes_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torchao_replaces_a_missing_bitsandbytes(monkeypatch: pytest.MonkeyPatch) -> None:
     class AdamW8bit(torch.optim.AdamW):
         pass
 
@@ -208,26 +212,26 @@ def test_torchao_is_taken_where_bitsandbytes_is_not(monkeypatch: pytest.MonkeyPa
 
 
 class Elsewhere(torch.Tensor):
-    """As if it were on another device."""
+    """A tensor that claims to be on another device."""
 
     def cpu(self) -> torch.Tensor:  # type: ignore[override]
         return self.as_subclass(torch.Tensor)
 
 
 def test_counters_of_the_base_stay_on_the_host() -> None:
-    """Lightning moves all state after a resume, and F would wait for them at every step."""
+    """Lightning moves all state after a resume. F would then wait for the device at every step."""
     p = parameter()
     optimizer = Shampoo([p], base="adamw", lr=1e-2)
     moved(optimizer, p)
-    held = optimizer.state[p]["base"]
-    optimizer.state[p]["base"] = {**held, "step": held["step"].as_subclass(Elsewhere)}
+    base = optimizer.state[p]["base"]
+    optimizer.state[p]["base"] = {**base, "step": base["step"].as_subclass(Elsewhere)}
     moved(optimizer, p)
     assert type(optimizer.base.state[p]["step"]) is torch.Tensor
     assert optimizer.base.state[p]["step"] == 6
 
 
-def test_counters_of_a_parameter_that_has_moved_go_with_it() -> None:
-    """Fused and capturable implementations have them on the parameter's device."""
+def test_counters_on_the_device_move_with_their_parameter() -> None:
+    """Fused and capturable implementations keep counters on the parameter's device."""
     step = torch.tensor(1.0)
     old = {"exp_avg": torch.empty(2, device="meta"), "step": step}
     new = {"exp_avg": torch.empty(2), "step": step.as_subclass(Elsewhere)}

@@ -40,24 +40,26 @@ SHARED = {"embedding.weight"}
     ],
     ids=["nothing", "embeddings", "head", "matrices", "both", "all"],
 )
-def test_groups(skip: Any, kept: set[str], skipped: set[str]) -> None:
+def test_param_groups_skip_names_and_kinds_of_modules(
+    skip: Any, kept: set[str], skipped: set[str]
+) -> None:
     groups = param_groups(Tied(), skip=skip)
-    found = {
+    names = {
         group.get("precondition", True): {name for name, _ in group["params"]} for group in groups
     }
-    assert found == {k: v for k, v in ((True, kept), (False, skipped)) if v}
-    assert len(groups) == len(found)
+    assert names == {k: v for k, v in ((True, kept), (False, skipped)) if v}
+    assert len(groups) == len(names)
 
 
 class Adapted(nn.Module):
-    """As peft calls the factors of a low-rank update."""
+    """A layer with a low-rank update, whose factors are named as in peft."""
 
     def __init__(self) -> None:
         super().__init__()
         self.base = nn.Linear(300, 200)
         self.lora_A = nn.ModuleDict({"default": nn.Linear(300, 4, bias=False)})
         self.lora_B = nn.ModuleDict({"default": nn.Linear(4, 200, bias=False)})
-        self.explora_head = nn.Parameter(torch.zeros(5, 5))  # another word
+        self.explora_head = nn.Parameter(torch.zeros(5, 5))  # not a factor of a low-rank update
 
 
 def test_low_rank_factors_have_smaller_blocks() -> None:
@@ -102,6 +104,8 @@ def test_skipped_parameters_are_left_to_the_base() -> None:
         ([torch.Tensor], TypeError, "got <class 'torch.Tensor'>"),
     ],
 )
-def test_what_is_not_there_is_refused(skip: Any, error: type[Exception], message: str) -> None:
+def test_patterns_without_a_match_are_refused(
+    skip: Any, error: type[Exception], message: str
+) -> None:
     with pytest.raises(error, match=message):
         param_groups(Tied(), skip=skip)

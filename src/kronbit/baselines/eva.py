@@ -22,9 +22,8 @@ from kronbit.base import BaseFactory
 from kronbit.baselines.rewriter import Rewriter, check_damping, graft, is_number, wide, zeros
 from kronbit.factors import Layout
 from kronbit.messages import warn
-from kronbit.statistics.activations import find_layers
 from kronbit.statistics.hooks import given_up, hooked
-from kronbit.statistics.layers import Layer
+from kronbit.statistics.layers import Layer, find_layers
 
 # Limit on the bytes of a piece of the inputs. They are not copied, so one piece holds all.
 _ALL_AT_ONCE = 2**62

@@ -1,1 +1,1 @@
-"""Several ranks: who does what, and how results get to the others. No math."""
+"""Several ranks: how work is divided and results are exchanged. No math."""

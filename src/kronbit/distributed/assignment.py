@@ -1,4 +1,4 @@
-"""Who does what: rows of stacks, or parameters, shared out among ranks by what they cost."""
+"""Rows of stacks, or parameters, divided among ranks by their costs."""
 
 from __future__ import annotations
 
@@ -9,45 +9,46 @@ from kronbit.blocks.batches import Part
 
 
 def divide(parts: Iterable[Part], ranks: int) -> list[list[Part]]:
-    """Share rows out among ranks. Every rank gets neighbours, and about as much as the others.
+    """Divide rows among ranks. Each rank gets neighbouring rows, and about the same load.
 
-    A row costs the cube of its order. Of a part, all ranks get as many rows; those that are left
-    over go to the ranks that have least so far, and of equals to another one each time.
+    A row costs the cube of its order. All ranks get the same number of rows of a part. The
+    remaining rows go to the ranks with the smallest loads; ties start at a different rank each
+    time.
 
     Args:
         parts: The rows.
-        ranks: How many there are.
+        ranks: Number of ranks.
 
     Returns:
-        Each rank's rows; the same on all of them.
+        The rows of each rank. The result is the same on all ranks.
     """
-    found: list[list[Part]] = [[] for _ in range(ranks)]
+    shares: list[list[Part]] = [[] for _ in range(ranks)]
     loads = [0] * ranks
-    falling = sorted(parts, key=lambda part: part.factors.order, reverse=True)
-    for number, part in enumerate(falling):
+    largest_first = sorted(parts, key=lambda part: part.factors.order, reverse=True)
+    for number, part in enumerate(largest_first):
         each, rest = divmod(part.rows.stop - part.rows.start, ranks)
-        more = set(_least(loads, number)[:rest])
+        with_one_more = set(_by_load(loads, number)[:rest])
         start = part.rows.start
         for rank in range(ranks):
-            stop = start + each + (rank in more)
+            stop = start + each + (rank in with_one_more)
             if stop > start:
-                found[rank].append(replace(part, rows=slice(start, stop)))
+                shares[rank].append(replace(part, rows=slice(start, stop)))
                 loads[rank] += (stop - start) * part.factors.order**3
             start = stop
-    return found
+    return shares
 
 
 def assign(costs: Sequence[int], ranks: int) -> list[int]:
-    """The rank that does each of some things: the dearest first, each to who has least so far."""
+    """Return the rank of each item: the most expensive first, each to the smallest load so far."""
     loads = [0] * ranks
     owners = [0] * len(costs)
     for number, i in enumerate(sorted(range(len(costs)), key=lambda i: -costs[i])):
-        owners[i] = _least(loads, number)[0]
+        owners[i] = _by_load(loads, number)[0]
         loads[owners[i]] += costs[i]
     return owners
 
 
-def _least(loads: Sequence[int], start: int) -> list[int]:
-    """Ranks by what they have, and of equals from some rank on."""
+def _by_load(loads: Sequence[int], start: int) -> list[int]:
+    """Return the ranks in order of their loads. Ties are ordered from rank ``start`` on."""
     ranks = len(loads)
     return sorted(range(ranks), key=lambda rank: (loads[rank], (rank - start) % ranks))

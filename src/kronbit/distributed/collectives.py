@@ -1,10 +1,11 @@
-"""Tensors from rank to rank, as bytes, in pieces that the workspace can take."""
+"""Messages between ranks: numbers, and tensors as bytes in pieces that fit the workspace."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -13,91 +14,173 @@ from torch import Tensor
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-_ALIGNED, _LEAST = 16, 2**20  # bytes of a piece
+_ALIGNMENT, _SMALLEST_PIECE = 16, 2**20  # bytes
 
 
-def digest(content: bytes) -> int:
-    """A number of 64 bits that tells contents apart."""
-    found = hashlib.blake2b(content, digest_size=8).digest()
-    return int.from_bytes(found, "little", signed=True)
-
-
-def as_bytes(tensor: Tensor) -> Tensor:
-    """The bytes of a contiguous tensor, a view."""
-    return tensor.view(-1).view(torch.uint8)
-
-
-def gather(
-    streams: Sequence[Sequence[Tensor]], group: ProcessGroup, device: torch.device, workspace: int
-) -> int:
-    """Give every rank what each of them has.
+class Link:
+    """A process group, and the device that its messages travel on.
 
     Args:
-        streams: Of each rank, contiguous tensors that it has the values of; all ranks know their
-            shapes, and take the values there.
         group: The ranks.
-        device: Where bytes travel; tensors may be elsewhere.
-        workspace: Bound of the bytes that are on their way at a time, but for small ones.
+        device: Device of messages. Tensors that are sent may be on another device.
+
+    Attributes:
+        rank: This rank within the group.
+        ranks: Number of ranks in the group.
+    """
+
+    def __init__(self, group: ProcessGroup, device: torch.device) -> None:
+        self.group, self.device = group, device
+        self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
+
+    @classmethod
+    def between(cls, group: ProcessGroup, device: torch.device) -> Link:
+        """Return the link for tensors of a device.
+
+        Raises:
+            ValueError: If the group has no backend that can send them.
+        """
+        travels = message_device(group, device)
+        if travels is None:
+            raise ValueError(
+                f"process_group cannot send tensors of {device.type}: initialise it with a backend "
+                "for that device"
+            )
+        return cls(group, travels)
+
+    def any_rank(self, flag: bool) -> bool:
+        """Return True on all ranks if the flag is true on any. Waits for the others."""
+        number = torch.tensor([int(flag)], device=self.device)
+        dist.all_reduce(number, dist.ReduceOp.MAX, group=self.group)
+        return bool(number.item())
+
+    def sums(self, numbers: Sequence[int]) -> list[int]:
+        """Return the sum of each number over all ranks."""
+        tensor = torch.tensor(numbers, dtype=torch.int64, device=self.device)
+        dist.all_reduce(tensor, group=self.group)
+        return tensor.tolist()
+
+    def digests(self, *contents: bytes) -> list[list[int]]:
+        """Return the digests of all ranks: of each rank, one number for each of its contents."""
+        local = torch.tensor([_digest(content) for content in contents], device=self.device)
+        gathered = [torch.empty_like(local) for _ in range(self.ranks)]
+        dist.all_gather(gathered, local, group=self.group)
+        return [numbers.tolist() for numbers in gathered]
+
+    def objects(self, value: Any) -> list[Any]:
+        """Return the values of all ranks, which are pickled."""
+        gathered: list[Any] = [None] * self.ranks
+        on_gpu = self.device.type == "cuda"
+        with torch.cuda.device(self.device) if on_gpu else nullcontext():
+            dist.all_gather_object(gathered, value, group=self.group)
+        return gathered
+
+    def send_to_first(self, value: Any, sender: int) -> Any:
+        """Move an object from a rank to the first one. Waits for both; others return None."""
+        if sender == 0 or self.rank not in (0, sender):
+            return value if self.rank == sender else None
+        box = [value]
+        first, other = (dist.get_global_rank(self.group, rank) for rank in (0, sender))
+        if self.rank == sender:
+            dist.send_object_list(box, first, group=self.group, device=self.device)
+            return None
+        dist.recv_object_list(box, other, group=self.group, device=self.device)
+        return box[0]
+
+
+def message_device(group: ProcessGroup, device: torch.device) -> torch.device | None:
+    """Return the device on which a group sends tensors of a device, or None if it cannot."""
+    backends = dict(item.split(":") for item in dist.get_backend_config(group).split(","))
+    backend = backends.get(device.type)
+    if backend is not None and (backend != "gloo" or device.type == "cpu"):
+        return device
+    return torch.device("cpu") if "cpu" in backends else None
+
+
+def gather(streams: Sequence[Sequence[Tensor]], link: Link, workspace: int) -> int:
+    """Give all ranks the tensors of each rank.
+
+    Args:
+        streams: For each rank, the contiguous tensors whose values it has. All ranks pass tensors
+            of the same shapes; those of other ranks are overwritten.
+        link: The ranks.
+        workspace: Limit on the bytes of the buffers, unless it is very small.
 
     Returns:
-        The bytes that this rank has received from others.
+        The bytes that this rank has received.
     """
-    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
-    lengths = [sum(tensor.nbytes for tensor in own) for own in streams]
-    piece = min(max(lengths), max(_LEAST, workspace // (ranks + 1)))
-    piece = -(-piece // _ALIGNED) * _ALIGNED
+    lengths = [sum(tensor.nbytes for tensor in stream) for stream in streams]
+    piece = min(max(lengths), max(_SMALLEST_PIECE, workspace // (link.ranks + 1)))
+    piece = -(-piece // _ALIGNMENT) * _ALIGNMENT
     if piece == 0:
         return 0
-    sent = torch.empty(piece, dtype=torch.uint8, device=device)
-    everything = torch.empty(ranks * piece, dtype=torch.uint8, device=device)
+    sent = torch.empty(piece, dtype=torch.uint8, device=link.device)
+    received = torch.empty(link.ranks * piece, dtype=torch.uint8, device=link.device).split(piece)
     for start in range(0, max(lengths), piece):
-        mine = list(_overlaps(streams[rank], start, start + piece))
-        if mine:
-            torch._foreach_copy_([sent[here] for here, _ in mine], [own for _, own in mine])
-        dist.all_gather(list(everything.split(piece)), sent, group=group)
-        for other, stream in enumerate(streams):
-            theirs = list(_overlaps(stream, start, start + piece)) if other != rank else []
-            if theirs:
-                got = everything[other * piece : (other + 1) * piece]
-                torch._foreach_copy_([own for _, own in theirs], [got[here] for here, _ in theirs])
-    return sum(lengths) - lengths[rank]
-
-
-def _overlaps(stream: Sequence[Tensor], start: int, stop: int) -> Iterator[tuple[slice, Tensor]]:
-    """What of a stream lies between two bytes: where it is there, and the bytes themselves."""
-    first = 0
-    for tensor in stream:
-        last = first + tensor.nbytes
-        a, b = max(first, start), min(last, stop)
-        if a < b:
-            yield slice(a - start, b - start), as_bytes(tensor)[a - first : b - first]
-        first = last
+        copy_all(_overlaps(sent, streams[link.rank], start))
+        dist.all_gather(list(received), sent, group=link.group)
+        for rank, stream in enumerate(streams):
+            if rank != link.rank:
+                overlaps = _overlaps(received[rank], stream, start)
+                copy_all((tensor, message) for message, tensor in overlaps)
+    return sum(lengths) - lengths[link.rank]
 
 
 def exchange(
-    sent: Sequence[Sequence[Tensor]],
-    received: Sequence[Sequence[Tensor]],
-    group: ProcessGroup,
-    device: torch.device,
+    sent: Sequence[Sequence[Tensor]], received: Sequence[Sequence[Tensor]], link: Link
 ) -> int:
-    """Send tensors to each rank and take others from each, in one uneven all-to-all.
+    """Send tensors to each rank and receive others, by one uneven all-to-all.
 
     Args:
-        sent: For each rank, contiguous tensors.
-        received: From each rank, contiguous tensors that take its values.
-        group: The ranks.
-        device: Where bytes travel.
+        sent: For each rank, contiguous tensors to send.
+        received: For each rank, contiguous tensors that take its values.
+        link: The ranks.
 
     Returns:
         The bytes that this rank has sent to others.
     """
-    rank = dist.get_rank(group)
-    out_sizes, in_sizes = ([sum(x.nbytes for x in own) for own in way] for way in (received, sent))
-    out = torch.empty(sum(out_sizes), dtype=torch.uint8, device=device)
-    mine = [as_bytes(tensor) for own in sent for tensor in own if tensor.numel()]
-    into = torch.cat(mine).to(device) if mine else out[:0]
-    dist.all_to_all_single(out, into, out_sizes, in_sizes, group=group)
-    targets = [as_bytes(tensor) for own in received for tensor in own if tensor.numel()]
-    if targets:
-        torch._foreach_copy_(targets, list(out.split([target.numel() for target in targets])))
-    return sum(in_sizes) - in_sizes[rank]
+    out_sizes, in_sizes = (
+        [sum(tensor.nbytes for tensor in stream) for stream in streams]
+        for streams in (received, sent)
+    )
+    out = torch.empty(sum(out_sizes), dtype=torch.uint8, device=link.device)
+    sources, targets = _bytes_of_all(sent), _bytes_of_all(received)
+    packed = torch.cat(sources).to(link.device) if sources else out[:0]
+    dist.all_to_all_single(out, packed, out_sizes, in_sizes, group=link.group)
+    copy_all(zip(targets, out.split([target.numel() for target in targets]), strict=True))
+    return sum(in_sizes) - in_sizes[link.rank]
+
+
+def copy_all(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+    """Copy the second tensor of each pair to the first."""
+    pairs = list(pairs)
+    if pairs:
+        torch._foreach_copy_([target for target, _ in pairs], [source for _, source in pairs])
+
+
+def _digest(content: bytes) -> int:
+    """Return a hash of 64 bits."""
+    hashed = hashlib.blake2b(content, digest_size=8).digest()
+    return int.from_bytes(hashed, "little", signed=True)
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    """Return the bytes of a contiguous tensor, as a view."""
+    return tensor.view(-1).view(torch.uint8)
+
+
+def _bytes_of_all(streams: Iterable[Iterable[Tensor]]) -> list[Tensor]:
+    return [_bytes_of(tensor) for stream in streams for tensor in stream if tensor.numel()]
+
+
+def _overlaps(
+    buffer: Tensor, stream: Sequence[Tensor], start: int
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield views of a buffer, and of the tensors whose bytes it holds from a byte on."""
+    first, stop = 0, start + buffer.numel()
+    for tensor in stream:
+        last = first + tensor.nbytes
+        a, b = max(first, start), min(last, stop)
+        if a < b:
+            yield buffer[a - start : b - start], _bytes_of(tensor)[a - first : b - first]
+        first = last

@@ -1,4 +1,4 @@
-"""What a preconditioner asks of the ranks that hold the same state."""
+"""The interface between a preconditioner and the ranks that hold the same state."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ if TYPE_CHECKING:
 
 
 class Exchange(Protocol):
-    """Shares the work of updates and refreshes out among ranks."""
+    """Divides the work of updates and refreshes among ranks."""
 
     @property
     def divides(self) -> bool:
-        """Whether this rank does a part of the work, now."""
+        """True while this rank does only a part of the work."""
 
     def own(self, parts: Iterable[Part]) -> Iterable[Part]:
-        """The rows that this rank does."""
+        """Return the rows that this rank computes."""
 
     def shared(
         self,
@@ -30,23 +30,24 @@ class Exchange(Protocol):
         norms: Tensor,
         wanted: Callable[[str], bool],
     ) -> AbstractContextManager[None]:
-        """Inside, ranks do their own rows; afterwards, every rank has all of them.
+        """Inside, each rank computes its share of the rows; at the end, all ranks have all rows.
 
         Args:
             stacks: The state.
             due: Members that are due, with their options and blocks.
-            norms: Of the members' gradients: they tell whether ranks hold the same state.
-            wanted: Names of the tensors that are written.
+            norms: Norms of the members' gradients. If they differ, ranks do not hold the same
+                state.
+            wanted: Returns True for the name of a tensor that is written.
         """
 
 
 class Alone:
-    """One rank, which does everything."""
+    """A single rank, which does all of the work."""
 
     divides = False
 
     def own(self, parts: Iterable[Part]) -> Iterable[Part]:
-        """All of them."""
+        """Return all rows."""
         return parts
 
     def shared(
@@ -56,5 +57,5 @@ class Alone:
         norms: Tensor,
         wanted: Callable[[str], bool],
     ) -> AbstractContextManager[None]:
-        """Nothing to be done."""
+        """Do nothing."""
         return nullcontext()

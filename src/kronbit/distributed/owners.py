@@ -1,17 +1,19 @@
 """State on one rank each: the owner of a parameter preconditions its whole gradient.
 
-Either parameters are sharded (FSDP2, HSDP): owners get the rows of their gradients from all ranks,
-and send them back preconditioned, by one uneven all-to-all each way. Or every rank has all
-gradients (``shard_state=True``): owners precondition theirs, and all ranks get them.
+Either parameters are sharded (FSDP2, HSDP). Then owners receive the rows of their gradients from
+all ranks, and send them back preconditioned, by one uneven all-to-all each way. Or every rank has
+all gradients (``shard_state=True``). Then owners send theirs to all ranks.
 
-Owners do what a single process does, on the same numbers: so the results are the same.
+Owners do what a single process does, on the same numbers, so the results are the same.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from itertools import compress
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -20,144 +22,139 @@ from torch import Tensor
 from kronbit.blocks.blocking import Blocking
 from kronbit.blocks.gradients import plain_dtypes
 from kronbit.distributed.assignment import assign
-from kronbit.distributed.collectives import digest, exchange, gather
+from kronbit.distributed.collectives import Link, copy_all, exchange, gather
 from kronbit.distributed.sharding import Placement, local_gradients, placement_of, rows_on
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
     from kronbit.blocks.gradients import StepGradients
 
 
 def cost(blocking: Blocking) -> int:
-    """Of the factors of a parameter: the cubes of their orders."""
+    """Return the cost of a parameter's factors: the sum of the cubes of their orders."""
     return sum(len(grid) * sum(n**3 for n in grid.shape) for grid in blocking.grids)
 
 
-class Owners:
-    """Who owns which parameter.
-
-    Args:
-        group: The ranks among which parameters are shared out.
-        device: Where bytes travel.
-        workspace: Bound of transient memory in bytes.
-        placement: Of sharded parameters; ``None``: every rank has all of them.
-        spreads: Whether a gradient that is not finite in a part becomes so on all ranks.
+@dataclass(frozen=True)
+class Transfer:
+    """The gradients of a step, on their way to owners and back.
 
     Attributes:
-        bytes: Of gradients that this rank has sent or, where all ranks get all, received.
+        shown: The gradients that this rank preconditions. Gradients that another rank owns are
+            empty.
+        to_owners: For each owner, the rows of its gradients that this rank has.
+        from_ranks: For each rank, the rows that it has of the gradients that this rank owns. Views
+            of ``shown``.
+        replicated: For each owner, those of its gradients that every rank has.
+    """
+
+    shown: list[Tensor]
+    to_owners: list[list[Tensor]]
+    from_ranks: list[list[Tensor]]
+    replicated: list[list[Tensor]]
+
+
+class Owners:
+    """The ranks that own parameters.
+
+    Args:
+        link: The ranks among which parameters are divided.
+        workspace: Limit on transient memory in bytes.
+        placement: Placement of sharded parameters; None if every rank has all parameters.
+        spreads: True if a gradient that is not finite on one rank becomes so on all ranks.
+
+    Attributes:
+        bytes: Bytes of gradients that this rank has sent or, if every rank receives all gradients,
+            received.
     """
 
     def __init__(
         self,
-        group: ProcessGroup,
-        device: torch.device,
+        link: Link,
         workspace: int,
         placement: Placement | None = None,
         spreads: bool = True,
     ) -> None:
+        self.link, self._workspace = link, workspace
         self._placement, self._spreads = placement, spreads
-        self.group, self._device, self._workspace = group, device, workspace
-        self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
         self._owners: dict[Tensor, int] = {}
         self.bytes = 0
 
-    def share_out(self, params: Sequence[tuple[Tensor, Blocking]]) -> None:
-        """Find owners of preconditioned parameters, all at once: their costs are balanced."""
-        for trained in (True, False):  # frozen ones cost nothing
-            own = [(p, cost(blocking)) for p, blocking in params if p.requires_grad == trained]
-            found = assign([price for _, price in own], self.ranks)
-            self._owners |= {p: owner for (p, _), owner in zip(own, found, strict=True)}
+    def choose(self, params: Sequence[tuple[Tensor, Blocking]]) -> None:
+        """Choose the owners of all preconditioned parameters at once, to balance their costs."""
+        for trained in (True, False):  # frozen parameters cost nothing
+            costs = {p: cost(blocking) for p, blocking in params if p.requires_grad == trained}
+            owners = assign(list(costs.values()), self.link.ranks)
+            self._owners |= dict(zip(costs, owners, strict=True))
 
     def keep(self, before: Owners) -> None:
-        """Leave parameters to those who owned them."""
+        """Leave parameters with their previous owners."""
         self._owners |= before._owners
 
     def owner(self, p: Tensor) -> int | None:
-        """The rank that owns a parameter, within the group; ``None``: every rank has its state."""
+        """Return the rank that owns a parameter, or None if every rank has its state."""
         return self._owners.get(p)
 
     def owns(self, p: Tensor) -> bool:
-        """Whether its state is here."""
-        return self._owners.get(p, self.rank) == self.rank
-
-    def any_rank(self, flag: bool) -> bool:
-        """Whether it is so on any rank. Waits for the others."""
-        found = torch.tensor([int(flag)], device=self._device)
-        dist.all_reduce(found, dist.ReduceOp.MAX, group=self.group)
-        return bool(found.item())
-
-    def sent_to_first(self, values: Any, owner: int) -> Any:
-        """What an owner has, on the first rank; nothing on all others. Waits for both."""
-        if owner == 0 or self.rank not in (0, owner):
-            return values if self.rank == owner == 0 else {}
-        box = [values]
-        first, last = (dist.get_global_rank(self.group, rank) for rank in (0, owner))
-        if self.rank == owner:
-            dist.send_object_list(box, first, group=self.group, device=self._device)
-            return {}
-        dist.recv_object_list(box, last, group=self.group, device=self._device)
-        return box[0]
+        """Return True if this rank has the state of a parameter."""
+        return self._owners.get(p, self.link.rank) == self.link.rank
 
     @contextmanager
-    def whole(self, present: StepGradients, careful: bool) -> Iterator[StepGradients]:
-        """Show whole gradients where they are owned, and nothing of those that others own.
-
-        Afterwards, what stands there is in the gradients, wherever their parts are.
+    def whole(self, gradients: StepGradients, careful: bool) -> Iterator[StepGradients]:
+        """Provide whole gradients to their owners; at the end, write them back on all ranks.
 
         Args:
-            present: The step's gradients.
-            careful: Whether ranks make sure that all of them have the same gradients, and that none
-                has failed. Waits for the others.
+            gradients: The parameters of the step, with their gradients.
+            careful: True to verify that all ranks have the same gradients, and that none fails
+                inside. Waits for the others.
 
         Raises:
-            RuntimeError: If they have not, or one has.
+            RuntimeError: If ranks have different gradients, or one of them fails.
         """
         if careful:
-            self._compare(present)
-        grads = local_gradients(present)
+            self._compare(gradients)
+        grads = local_gradients(gradients)
         plain = [grad.contiguous() for grad in grads]
-        of_all = self._placement is None
-        sharded = [not of_all and placement_of(p) == self._placement for p in present.params]
-        shown = list(plain)
-        parts: list[list[list[Tensor]]] = [[[] for _ in range(self.ranks)] for _ in range(2)]
-        theirs, mine = parts  # what others own of mine; what is mine of others
-        copies: list[list[Tensor]] = [[] for _ in range(self.ranks)]
-        for i, p in enumerate(present.params):
+        sharded = [self._is_sharded(p) for p in gradients.params]
+        if self._spreads:
+            rows = compress(zip(gradients.params, plain, strict=True), sharded)
+            self._spread_nonfinite([grad for p, grad in rows if p not in self._owners])
+        transfer = self._transfer(gradients.params, plain, sharded)
+        to_owners, from_ranks = transfer.to_owners, transfer.from_ranks
+        if any(sharded):
+            self.bytes += exchange(to_owners, from_ranks, self.link)
+        with self.together() if careful else nullcontext():
+            yield gradients._replace(grads=transfer.shown, dtypes=plain_dtypes(transfer.shown))
+        if any(sharded):
+            self.bytes += exchange(from_ranks, to_owners, self.link)
+        if any(transfer.replicated):
+            self.bytes += gather(transfer.replicated, self.link, self._workspace)
+        copy_all((to, copy) for to, copy in zip(grads, plain, strict=True) if to is not copy)
+
+    def _is_sharded(self, p: Tensor) -> bool:
+        return self._placement is not None and placement_of(p) == self._placement
+
+    def _transfer(
+        self, params: Sequence[Tensor], grads: Sequence[Tensor], sharded: Sequence[bool]
+    ) -> Transfer:
+        """Sort gradients by owner; allocate the whole gradients that this rank owns."""
+        rank, ranks = self.link.rank, self.link.ranks
+        transfer = Transfer(list(grads), *(_for_each(ranks) for _ in range(3)))
+        for i, (p, grad) in enumerate(zip(params, grads, strict=True)):
             owner = self._owners.get(p)
             if owner is None:
                 continue
-            if not sharded[i]:
-                copies[owner].append(plain[i])
-            else:
-                theirs[owner].append(plain[i])
-                if owner == self.rank:
-                    shown[i] = plain[i].new_empty(p.shape)
-                    for rank in range(self.ranks):
-                        rows = rows_on(rank, self.ranks, p.shape[0])
-                        mine[rank].append(shown[i][rows])
-            if owner != self.rank:
-                shown[i] = plain[i].new_empty(0)
-        rest = [
-            plain[i] for i, p in enumerate(present.params) if sharded[i] and p not in self._owners
-        ]
-        if self._spreads:
-            self._poison(rest)
-        if any(sharded):
-            self.bytes += exchange(theirs, mine, self.group, self._device)
-        with self.together() if careful else nullcontext():
-            yield present._replace(grads=shown, dtypes=plain_dtypes(shown))
-        if any(sharded):
-            self.bytes += exchange(mine, theirs, self.group, self._device)
-        if any(copies):
-            self.bytes += gather(copies, self.group, self._device, self._workspace)
-        written = [(own, copy) for own, copy in zip(grads, plain, strict=True) if own is not copy]
-        if written:
-            torch._foreach_copy_([own for own, _ in written], [copy for _, copy in written])
+            (transfer.to_owners if sharded[i] else transfer.replicated)[owner].append(grad)
+            if owner != rank:
+                transfer.shown[i] = grad.new_empty(0)
+            elif sharded[i]:
+                whole = transfer.shown[i] = grad.new_empty(p.shape)
+                for other, rows in enumerate(transfer.from_ranks):
+                    rows.append(whole[rows_on(other, ranks, p.shape[0])])
+        return transfer
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Let all ranks know if one of them fails inside. Waits for the others.
+        """Raise an error on all ranks if one of them fails inside. Waits for the others.
 
         Raises:
             RuntimeError: On ranks that have not failed, if another one has.
@@ -167,35 +164,38 @@ class Owners:
             yield
         except Exception as error:
             failure = error
-        failed = self.any_rank(failure is not None)
+        failed = self.link.any_rank(failure is not None)
         if failure is not None:
             raise failure
         if failed:
             raise RuntimeError(
-                f"another one of the {self.ranks} ranks has failed, and says why; states of ranks "
-                "may differ now: load the last checkpoint"
+                f"another one of the {self.link.ranks} ranks has failed; its error has the cause. "
+                "States of ranks may differ now: load the last checkpoint"
             )
 
-    def _compare(self, present: StepGradients) -> None:
-        """Make sure that all ranks have gradients of the same parameters."""
-        named = repr([(self._owners.get(p), tuple(p.shape)) for p in present.params])
-        mine = torch.tensor([digest(named.encode())], device=self._device)
-        found = [torch.empty_like(mine) for _ in range(self.ranks)]
-        dist.all_gather(found, mine, group=self.group)
-        if len({int(own) for own in found}) > 1:
+    def _compare(self, gradients: StepGradients) -> None:
+        """Verify that all ranks have gradients of the same parameters."""
+        described = repr([(self._owners.get(p), tuple(p.shape)) for p in gradients.params])
+        digests = self.link.digests(described.encode())
+        if any(digest != digests[0] for digest in digests):
             raise RuntimeError(
-                f"the {self.ranks} ranks have gradients of different parameters: give all ranks "
-                "all of them, zero where a rank has none"
+                f"the {self.link.ranks} ranks have gradients of different parameters: give every "
+                "rank a gradient of every parameter, zeros if it has none"
             )
 
-    def _poison(self, grads: Sequence[Tensor]) -> None:
-        """Where a part of a gradient is not finite, the whole is not: make that so on all ranks."""
+    def _spread_nonfinite(self, grads: Sequence[Tensor]) -> None:
+        """Make a gradient NaN on all ranks if it is not finite on one of them."""
         grads = [grad for grad in grads if grad.is_floating_point()]
         if not grads:
             return
         sizes = [grad.abs().amax() if grad.numel() else grad.new_zeros(()) for grad in grads]
-        good = torch.stack([torch.isfinite(size) for size in sizes]).to(self._device, torch.int32)
-        dist.all_reduce(good, dist.ReduceOp.MIN, group=self.group)
-        factors = torch.where(good.bool(), 1.0, torch.nan).to(grads[0].device)
+        finite = torch.stack([torch.isfinite(size) for size in sizes])
+        finite = finite.to(self.link.device, torch.int32)
+        dist.all_reduce(finite, dist.ReduceOp.MIN, group=self.link.group)
+        factors = torch.where(finite.bool(), 1.0, torch.nan).to(grads[0].device)
         for grad, factor in zip(grads, factors.unbind(), strict=True):
             grad.mul_(factor)
+
+
+def _for_each(ranks: int) -> list[list[Tensor]]:
+    return [[] for _ in range(ranks)]

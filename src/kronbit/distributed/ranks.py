@@ -1,4 +1,4 @@
-"""What an optimizer knows of other ranks."""
+"""The other ranks, as an optimizer sees them."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ from torch.optim import Optimizer
 from kronbit.blocks.blocking import Blocking
 from kronbit.blocks.gradients import plain_dtypes
 from kronbit.config import GLOBAL_OPTIONS, GROUP_OPTIONS, Config
+from kronbit.distributed.collectives import Link, message_device
 from kronbit.distributed.exchange import Alone, Exchange
 from kronbit.distributed.owners import Owners
 from kronbit.distributed.replicas import Replicas
 from kronbit.distributed.sharding import (
+    Placement,
     is_distributed,
     local_gradients,
     placement_of,
-    travels_on,
 )
 from kronbit.messages import parameter_name
 
@@ -31,58 +32,62 @@ if TYPE_CHECKING:
 
     from kronbit.blocks.gradients import StepGradients
 
+_ALONE = Alone()
+
 
 class Ranks:
-    """Who has which state, and who does what.
+    """The ranks that take steps together: where state is, and which rank does which work.
 
     Args:
-        exchange: Shares work out among ranks that hold the same state.
-        owners: Of parameters whose state is on one rank each, if there are some.
-        group: All ranks that take steps together, if there are several.
-        localises: Whether there are DTensors, of which this rank takes what it has.
-        device: Where messages of the group travel.
+        exchange: Divides work among ranks that hold the same state.
+        owners: Owners of parameters whose state is on one rank each, if there are any.
+        link: All ranks that take steps together, if there are several.
+        localises: True if there are DTensors, of which this rank uses its local part.
     """
 
     def __init__(
         self,
-        exchange: Exchange,
+        exchange: Exchange = _ALONE,
         owners: Owners | None = None,
-        group: ProcessGroup | None = None,
+        link: Link | None = None,
         localises: bool = False,
-        device: torch.device | None = None,
     ) -> None:
         self.exchange, self.owners = exchange, owners
-        self._group, self.localises = group, localises
-        self._agreed, self._device = group is None, device
+        self._link, self.localises = link, localises
+        self._agreed = link is None
 
     def owns(self, p: Tensor) -> bool:
-        """Whether the state of a parameter is here."""
+        """Return True if this rank has the state of a parameter."""
         return self.owners is None or self.owners.owns(p)
 
     @property
     def first(self) -> bool:
-        """Whether this rank is the first of all that take steps together."""
-        copies = self.exchange.rank if isinstance(self.exchange, Replicas) else 0
-        return copies == 0 and (self.owners is None or self.owners.rank == 0)
+        """True if this rank is the first of all that take steps together."""
+        links = []
+        if isinstance(self.exchange, Replicas):
+            links.append(self.exchange.link)
+        if self.owners is not None:
+            links.append(self.owners.link)
+        return all(link.rank == 0 for link in links)
 
     def whole(
-        self, present: StepGradients, is_due: Callable[[], bool]
+        self, gradients: StepGradients, is_due: Callable[[], bool]
     ) -> AbstractContextManager[Any]:
-        """Gradients as they are preconditioned here; see ``Owners.whole``.
+        """Provide gradients as this rank preconditions them; see ``Owners.whole``.
 
         Args:
-            present: The step's gradients.
+            gradients: The parameters of the step, with their gradients.
             is_due: Returns True if an update or a refresh falls on this step.
         """
         if self.owners is not None:
-            return self.owners.whole(present, careful=is_due())
+            return self.owners.whole(gradients, careful=is_due())
         if self.localises:
-            grads = local_gradients(present)
-            present = present._replace(grads=grads, dtypes=plain_dtypes(grads))
-        return nullcontext(present)
+            grads = local_gradients(gradients)
+            gradients = gradients._replace(grads=grads, dtypes=plain_dtypes(grads))
+        return nullcontext(gradients)
 
     def grow(self, larger: Ranks) -> None:
-        """Take new parameters in; the owner of a parameter goes on owning it.
+        """Add new parameters. Known parameters keep their owners.
 
         Args:
             larger: The result of ``find_ranks`` with the new parameters.
@@ -94,22 +99,24 @@ class Ranks:
         vars(self).update(vars(larger))  # in place: a trainer's wrapper cannot set our attributes
 
     def figures(self) -> dict[str, int]:
-        """For ``diagnostics``.
+        """Return the figures that ``diagnostics`` shows.
 
-        Of the ranks that share work out: how many there are, how often they worked on their own
-        because gradients differed, and the bytes that this one got of statistics and roots. Of
-        those that own parameters: how many, and the bytes of gradients that this one sent, or got.
+        Of ranks that hold the same state: their number, how often each did all of the work because
+        gradients differed, and the bytes of statistics and roots that this rank has received. Of
+        ranks that own parameters: their number, and the bytes of gradients that this rank has sent
+        or received.
         """
-        found: dict[str, int] = {}
-        if isinstance(self.exchange, Replicas):
-            own = self.exchange
-            found |= {"replicas": own.ranks, "apart": own.apart, "received_bytes": own.received}
-        if self.owners is not None:
-            found |= {"owners": self.owners.ranks, "gradient_bytes": self.owners.bytes}
-        return found
+        figures: dict[str, int] = {}
+        replicas, owners = self.exchange, self.owners
+        if isinstance(replicas, Replicas):
+            figures["replicas"] = replicas.link.ranks
+            figures |= {"apart": replicas.apart, "received_bytes": replicas.received}
+        if owners is not None:
+            figures |= {"owners": owners.link.ranks, "gradient_bytes": owners.bytes}
+        return figures
 
     def refuse_partial_state(self) -> None:
-        """Raise if this rank has a part of the state only."""
+        """Raise an error if this rank has only a part of the state."""
         if self.owners is not None:
             raise RuntimeError(
                 "with shard_state=True a rank has a part of the state only: let all ranks call "
@@ -117,21 +124,17 @@ class Ranks:
             )
 
     def any_rank(self, flag: bool) -> bool:
-        """Whether it is so on any rank that this one must not leave waiting."""
-        if self.owners is not None:
-            return self.owners.any_rank(flag)
-        if self.localises and self._group is not None:
-            found = torch.tensor([int(flag)], device=self._device)
-            dist.all_reduce(found, dist.ReduceOp.MAX, group=self._group)
-            return bool(found.item())
+        """Return True if the flag is true on any rank that would wait for this one."""
+        if self._link is not None and (self.owners is not None or self.localises):
+            return self._link.any_rank(flag)
         return flag
 
     def together(self) -> AbstractContextManager[None]:
-        """Let all owners know if one of them fails inside; see ``Owners.together``."""
+        """Raise an error on all owners if one of them fails inside; see ``Owners.together``."""
         return nullcontext() if self.owners is None else self.owners.together()
 
     def agree(self, agreement_lines: Callable[[], list[str]]) -> None:
-        """Compare what ranks are about to do, before their first step.
+        """Compare the options and parameters of all ranks, before their first step.
 
         Args:
             agreement_lines: Returns the lines that all ranks must have in common.
@@ -139,20 +142,16 @@ class Ranks:
         Raises:
             RuntimeError: On every rank, if they differ.
         """
-        if self._agreed:
+        if self._agreed or self._link is None:
             return
-        lines = agreement_lines()
-        found: list[list[str]] = [[] for _ in range(dist.get_world_size(self._group))]
-        on_gpu = self._device is not None and self._device.type == "cuda"
-        with torch.cuda.device(self._device) if on_gpu else nullcontext():
-            dist.all_gather_object(found, lines, group=self._group)
-        for rank, other in enumerate(found):
-            for a, b in zip_longest(found[0], other, fillvalue="nothing more"):
-                if a != b:
+        ranks: list[list[str]] = self._link.objects(agreement_lines())
+        for rank, lines in enumerate(ranks):
+            for expected, line in zip_longest(ranks[0], lines, fillvalue="nothing more"):
+                if line != expected:
                     raise RuntimeError(
-                        f"rank {rank} of {len(found)} has {b}, where rank 0 has {a}: ranks must "
-                        "have the same parameters and options. Give process_group= the ranks that "
-                        "do, or process_group=False to let every rank work for itself"
+                        f"rank {rank} of {len(ranks)} has {line}, where rank 0 has {expected}: "
+                        "ranks must have the same parameters and options. Give process_group= the "
+                        "ranks that do, or process_group=False to let every rank work alone"
                     )
         self._agreed = True
 
@@ -171,8 +170,8 @@ def agreement_lines(
     lines = [type(optimizer).__name__, f"base {type(base).__name__}"]
     lines += [f"{name}={getattr(config, name)!r}" for name in sorted(GLOBAL_OPTIONS)]
     for index, group in enumerate(optimizer.param_groups):
-        own = config.for_group(group)
-        lines += [f"group {index}: {name}={getattr(own, name)!r}" for name in GROUP_OPTIONS]
+        options = config.for_group(group)
+        lines += [f"group {index}: {name}={getattr(options, name)!r}" for name in GROUP_OPTIONS]
         lines += [
             f"{parameter_name(group, index, number)} of shape {tuple(p.shape)} and {p.dtype}"
             for number, p in enumerate(group["params"])
@@ -187,68 +186,86 @@ def find_ranks(
     process_group: ProcessGroup | Literal[False] | None,
     route: Callable[[Tensor, Config], Blocking | str],
 ) -> Ranks:
-    """Look for other ranks.
+    """Find the other ranks.
 
     Args:
         parameters: All parameters with their options.
         config: The optimizer's options.
         process_group: As given to the optimizer.
-        route: How a parameter is cut, or why it is left to F.
+        route: Returns how a parameter is cut, or why it is left to F.
 
     Raises:
-        ValueError: If ranks cannot talk to each other, or options do not go with them.
+        ValueError: If ranks cannot communicate, or options do not suit them.
     """
-    cut = [(p, way) for p, own in parameters if isinstance(way := route(p, own), Blocking)]
+    blockings = [
+        (p, blocking)
+        for p, options in parameters
+        if isinstance(blocking := route(p, options), Blocking)
+    ]
     localises = any(is_distributed(p) for p, _ in parameters)
-    # Whatever this rank has of them: the others must come to the same conclusion.
-    sharded = {p: place for p, own in parameters if own.precondition and (place := placement_of(p))}
-    if not (cut or sharded) or not (dist.is_available() and dist.is_initialized()):
-        return Ranks(Alone(), localises=localises)
-    device, workspace = parameters[0][0].device, int(config.workspace_mb * 2**20)
-    if sharded:
-        placement = next(iter(sharded.values()))  # all are on one mesh
-        group, copies = placement.group(), placement.copies()
-        travels = _route(group, device)
-        exchange: Exchange = Alone()
-        if copies is not None and process_group is not False:
-            exchange = Replicas(copies, _route(copies, device), True)
-        if config.blocks == "local":
-            return Ranks(exchange, None, group, localises, travels)
-        _refuse_stagger(own for _, own in parameters)
-        spreads = config.nonfinite != "raise"
-        owners = Owners(group, travels, workspace, placement, spreads)
-        owners.share_out([(p, way) for p, way in cut if p in sharded])
-        return Ranks(exchange, owners, group, device=travels)
-    everybody = process_group or dist.group.WORLD
-    if process_group is False or everybody is None or dist.get_rank(everybody) < 0:
-        return Ranks(Alone(), localises=localises)
+    # All of them, even if this rank has no rows: other ranks must decide the same.
+    placements = {
+        p: placement
+        for p, options in parameters
+        if options.precondition and (placement := placement_of(p))
+    }
+    if not (blockings or placements) or not (dist.is_available() and dist.is_initialized()):
+        return Ranks(localises=localises)
+    device = parameters[0][0].device
+    if placements:
+        placement = next(iter(placements.values()))  # all are on one mesh
+        ranks = _ranks_of_mesh(placement, config, process_group, device)
+        params = [(p, blocking) for p, blocking in blockings if p in placements]
+    else:
+        ranks = _ranks_of_group(config, process_group, device, localises)
+        params = blockings
+    if ranks.owners is not None:
+        _refuse_stagger(options for _, options in parameters)
+        ranks.owners.choose(params)
+    return ranks
+
+
+def _ranks_of_mesh(
+    placement: Placement,
+    config: Config,
+    process_group: ProcessGroup | Literal[False] | None,
+    device: torch.device,
+) -> Ranks:
+    """Return the ranks that have rows of sharded parameters, and those that have the same rows."""
+    link, copies = Link.between(placement.group(), device), placement.copies()
+    exchange: Exchange = _ALONE
+    if copies is not None and process_group is not False:
+        exchange = Replicas(Link.between(copies, device), given=True)
+    if config.blocks == "local":
+        return Ranks(exchange, link=link, localises=True)
+    workspace, spreads = int(config.workspace_mb * 2**20), config.nonfinite != "raise"
+    owners = Owners(link, workspace, placement, spreads)
+    return Ranks(exchange, owners, link)
+
+
+def _ranks_of_group(
+    config: Config,
+    process_group: ProcessGroup | Literal[False] | None,
+    device: torch.device,
+    localises: bool,
+) -> Ranks:
+    """Return the ranks of a process group, by default of all, that have the same parameters."""
+    group = process_group or dist.group.WORLD
+    if process_group is False or group is None or dist.get_rank(group) < 0:
+        return Ranks(localises=localises)
     if process_group is None and (
-        dist.get_world_size(everybody) == 1 or travels_on(everybody, device) is None
+        dist.get_world_size(group) == 1 or message_device(group, device) is None
     ):
-        return Ranks(Alone(), localises=localises)
-    travels = _route(everybody, device)
+        return Ranks(localises=localises)
+    link = Link.between(group, device)
     if config.shard_state:
-        _refuse_stagger(own for _, own in parameters)
-        owners = Owners(everybody, travels, workspace)
-        owners.share_out(cut)
-        return Ranks(Alone(), owners, everybody, device=travels)
-    exchange = Replicas(everybody, travels, process_group is not None)
-    return Ranks(exchange, None, everybody, localises, travels)
+        return Ranks(owners=Owners(link, int(config.workspace_mb * 2**20)), link=link)
+    return Ranks(Replicas(link, process_group is not None), link=link, localises=localises)
 
 
 def _refuse_stagger(configs: Iterable[Config]) -> None:
-    if any(own.stagger for own in configs):
+    if any(config.stagger for config in configs):
         raise ValueError(
-            "stagger=True spreads the blocks of all parameters over steps, but where parameters "
-            "have owners (FSDP2, shard_state=True) no rank has all of them: leave it out"
+            "stagger=True spreads the blocks of all parameters over steps, but if parameters have "
+            "owners (FSDP2, shard_state=True), no rank has all of them: leave it out"
         )
-
-
-def _route(group: ProcessGroup, device: torch.device) -> torch.device:
-    found = travels_on(group, device)
-    if found is None:
-        raise ValueError(
-            f"process_group cannot send tensors of {device.type}: initialise it with a backend for "
-            "that device"
-        )
-    return found

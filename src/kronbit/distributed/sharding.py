@@ -1,4 +1,4 @@
-"""How parameters lie on ranks: what can be put together again, and what cannot."""
+"""Parameters that are sharded over ranks: their placement, and those that are not supported."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, NamedTuple, TypeGuard
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 if TYPE_CHECKING:
@@ -19,8 +18,8 @@ if TYPE_CHECKING:
 
 
 def is_distributed(p: Tensor) -> TypeGuard[DTensor]:
-    """Whether a tensor is a DTensor."""
-    module = sys.modules.get("torch.distributed.tensor")  # who has one has imported it
+    """Return True if a tensor is a DTensor."""
+    module = sys.modules.get("torch.distributed.tensor")  # imported if any DTensor exists
     return module is not None and isinstance(p, module.DTensor)
 
 
@@ -29,66 +28,74 @@ class Placement(NamedTuple):
 
     Attributes:
         mesh: The ranks.
-        dim: The axis of the mesh along which rows are shared out.
+        dim: Axis of the mesh along which rows are divided.
     """
 
     mesh: DeviceMesh
     dim: int
 
     def group(self) -> ProcessGroup:
-        """The ranks that have a part of the rows each."""
+        """Return the ranks among which rows are divided."""
         return self.mesh.get_group(self.dim)
 
     def copies(self) -> ProcessGroup | None:
-        """The ranks that have the same rows as this one, if there are others."""
+        """Return the ranks that have the same rows as this one, or None if there are no others."""
         others = [i for i in range(self.mesh.ndim) if i != self.dim and self.mesh.size(i) > 1]
         return self.mesh.get_group(others[0]) if others else None
 
 
 def refuse(name: str, p: Tensor, shards: bool, known: Iterable[Tensor] = ()) -> None:
-    """Refuse a parameter whose matrix cannot be put together.
+    """Refuse a parameter whose matrix cannot be assembled.
 
     Args:
-        name: What it is called, for the message.
+        name: Name of the parameter, for the message.
         p: The parameter.
-        shards: Whether rows that are on several ranks can be.
-        known: Others that have been found good.
+        shards: True if rows on several ranks can be assembled.
+        known: Parameters that have been accepted.
 
     Raises:
-        TypeError: With the name, and what to do.
+        TypeError: The message names the parameter and the remedy.
     """
+    problem = _problem(p, shards, known)
+    if problem is not None:
+        raise TypeError(f"{name} is {problem}")
+
+
+def _problem(p: Tensor, shards: bool, known: Iterable[Tensor]) -> str | None:
+    """Return why the matrix of a parameter cannot be assembled, with the remedy, or None."""
     if hasattr(p, "ds_id") or hasattr(p, "ds_tensor"):
-        raise TypeError(
-            f"{name} is partitioned by DeepSpeed's ZeRO, which hides its shape: use fully_shard "
-            "(FSDP2), or DistributedDataParallel"
+        return (
+            "partitioned by DeepSpeed's ZeRO, which hides its shape: use fully_shard (FSDP2), or "
+            "DistributedDataParallel"
         )
     if getattr(p, "_is_flat_param", False):
-        raise TypeError(
-            f"{name} is a FlatParameter of FSDP 1, which joins matrices to one vector: use "
-            "fully_shard (FSDP2)"
+        return (
+            "a FlatParameter of FSDP 1, which joins matrices to one vector: use fully_shard (FSDP2)"
         )
-    if is_distributed(p):
-        if not shards:
-            raise TypeError(
-                f"{name} is a DTensor, of which this rank holds a part: only Shampoo and CASPR "
-                "take parameters that are sharded; use one of them, or DistributedDataParallel"
-            )
-        fault = _fault(p)
-        if fault is not None:
-            raise TypeError(
-                f"{name} is a DTensor {fault}: shard parameters by fully_shard along their first "
-                "axis only, or put this one into a group with precondition=False"
-            )
-        own, others = placement_of(p), filter(None, map(placement_of, known))
-        if own is not None and next(others, own) != own:
-            raise TypeError(
-                f"{name} is sharded over another mesh, {own.mesh}, than parameters before it: "
-                "build an optimizer for each mesh"
-            )
+    if not is_distributed(p):
+        return None
+    if not shards:
+        return (
+            "a DTensor, of which this rank holds a part: only Shampoo and CASPR support sharded "
+            "parameters; use one of them, or DistributedDataParallel"
+        )
+    placements = _unsupported_placements(p)
+    if placements is not None:
+        return (
+            f"a DTensor {placements}: shard parameters by fully_shard along their first axis only, "
+            "or put this one into a group with precondition=False"
+        )
+    placement, others = placement_of(p), filter(None, map(placement_of, known))
+    if placement is not None and next(others, placement) != placement:
+        return (
+            f"sharded over another mesh, {placement.mesh}, than parameters before it: build an "
+            "optimizer for each mesh"
+        )
+    return None
 
 
-def _fault(p: DTensor) -> str | None:
-    """Why the rows of a DTensor cannot be put together."""
+def _unsupported_placements(p: DTensor) -> str | None:
+    """Describe the placements of a DTensor whose rows cannot be assembled; else return None."""
     shards = [placement for placement in p.placements if not placement.is_replicate()]
     if len(shards) > 1:
         return f"with placements {p.placements} on several axes of a mesh"
@@ -100,7 +107,7 @@ def _fault(p: DTensor) -> str | None:
 
 
 def placement_of(p: Tensor) -> Placement | None:
-    """Where the rows of a parameter are; ``None``: all here."""
+    """Return the placement of a parameter's rows, or None if this rank has all of them."""
     if not is_distributed(p):
         return None
     sharded = [i for i, placement in enumerate(p.placements) if placement.is_shard()]
@@ -108,38 +115,28 @@ def placement_of(p: Tensor) -> Placement | None:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """What is here of a tensor: the same memory."""
+    """Return the local part of a tensor, which shares its memory."""
     return tensor._local_tensor if is_distributed(tensor) else tensor
 
 
-def local_gradients(present: StepGradients) -> list[Tensor]:
-    """What is here of a step's gradients. Those that lie otherwise than parameters are moved."""
-    for i, (p, grad) in enumerate(zip(present.params, present.grads, strict=True)):
+def local_gradients(gradients: StepGradients) -> list[Tensor]:
+    """Return the local parts of gradients, redistributed if placed differently than parameters."""
+    for i, (p, grad) in enumerate(zip(gradients.params, gradients.grads, strict=True)):
         if is_distributed(p) and is_distributed(grad) and grad.placements != p.placements:
-            moved = grad.redistribute(placements=p.placements)
-            p.grad = present.grads[i] = moved
-    return list(map(local, present.grads))
+            p.grad = gradients.grads[i] = grad.redistribute(placements=p.placements)
+    return list(map(local, gradients.grads))
 
 
 def rows_on(rank: int, ranks: int, rows: int) -> slice:
-    """The rows that a rank has of ``Shard(0)``: equal numbers, but for the last ranks."""
+    """Return the rows that a rank has of ``Shard(0)``: equal numbers, except on the last ranks."""
     each = -(-rows // ranks)
     return slice(min(rank * each, rows), min((rank + 1) * each, rows))
 
 
 def first_rows(p: Tensor) -> str:
-    """What tells the rows of a parameter that this rank has from those of others; for keys."""
+    """Return a prefix for keys that identifies this rank's rows of a parameter."""
     placement = placement_of(p)
     if placement is None:
         return ""
     rank, ranks = placement.mesh.get_local_rank(placement.dim), placement.mesh.size(placement.dim)
     return f"rows_{rows_on(rank, ranks, p.shape[0]).start}_"
-
-
-def travels_on(group: ProcessGroup, device: torch.device) -> torch.device | None:
-    """Where a group's ranks can send tensors that are on a device; ``None`` if nowhere."""
-    backends = dict(item.split(":") for item in dist.get_backend_config(group).split(","))
-    own = backends.get(device.type)
-    if own is not None and (own != "gloo" or device.type == "cpu"):
-        return device
-    return torch.device("cpu") if "cpu" in backends else None

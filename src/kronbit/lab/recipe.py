@@ -1,4 +1,4 @@
-"""A recipe: everything that decides a training, in one flat file."""
+"""A recipe: all settings that determine the results of a training, in one flat file."""
 
 from __future__ import annotations
 
@@ -25,43 +25,45 @@ class Recipe:
     """The settings of a training.
 
     Attributes:
-        name: What it is called.
+        name: Name of the recipe.
         about: One line for the list of recipes.
-        paper: The paper's table that it belongs to; empty for none.
-        model: ``name``, and what ``kronbit.lab.models.build`` takes for it.
-        data: ``name``, and what ``kronbit.lab.data.open_data`` takes for it.
-        holdout: Share of the training set that is not trained on and takes the place of the
-            held-out set in evaluations: for choices that must not be made on that set.
-        epochs: Passes over the training set; give this or ``steps``.
+        paper: Table of the paper that the recipe reproduces, if any.
+        model: ``name``, and the arguments of ``kronbit.lab.models.build``.
+        data: ``name``, and the options of that data set in ``kronbit.lab.data``.
+        holdout: Share of the training set that is held out. Evaluations use it instead of the
+            regular held-out set, which must not influence the choice of settings.
+        epochs: Passes over the training set; alternative to ``steps``.
         steps: Steps of the optimizer.
         batch: Examples per step, over all ranks.
-        micro_batch: Examples per pass and rank; gradients are summed up until ``batch``.
+        micro_batch: Examples per pass and rank; gradients are accumulated up to ``batch``.
         optimizer: ``base`` (alone), ``shampoo``, ``caspr``, ``kfac``, ``adabk``, ``eva``, ``mfac``,
-            or ``muon`` (for hidden matrices, the base for the rest).
+            or ``muon`` (for hidden matrices, with the base for all other parameters).
         base: F, as in ``kronbit.Shampoo``: ``adamw``, ``sgd``, ``nadamw``, an import path, ...
-        lr: F's learning rate at its highest.
-        base_options: F's other options.
-        shampoo: Options of Shampoo and CASPR in this recipe.
-        eigen: Further ones of their eigen method, the paper's.
-        kfac: Options of K-FAC and AdaBK in this recipe.
-        options: Options given to whichever optimizer runs; they win over the three above.
+        lr: Maximum learning rate of F.
+        base_options: Other options of F.
+        shampoo: Options of Shampoo and CASPR.
+        eigen: Additional options if their method is ``eigen``, the paper's.
+        kfac: Options of K-FAC and AdaBK.
+        options: Options of any second-order optimizer; they override the previous three.
         schedule: ``multistep`` (a tenth after every 30 %), ``cosine`` and ``linear`` (to 0),
             ``constant``, ``schedule-free``.
         warmup: Share of the steps over which the learning rate rises linearly.
-        warmup_epochs: Or how many epochs.
-        clip: Largest norm of all gradients; ``None`` leaves them.
-        dtype: Of the parameters, and so of F's states: ``fp32`` or ``bf16``.
+        warmup_epochs: The same as a number of epochs.
+        clip: Maximum norm of all gradients; ``None`` for no clipping.
+        dtype: Dtype of parameters, and therefore of F's state: ``fp32`` or ``bf16``.
         amp: Autocast of the forward pass: ``off``, ``bf16`` or ``fp16``.
-        channels_last: Memory format of convolutional networks.
-        deterministic: Whether gradients on a GPU are the same every time, so that a resumed run
-            is; attention takes longer then.
-        seed: Of the weights and of the data's order.
-        log_every: Steps between lines of training loss; the host waits for the device there.
-        eval_every: Steps between evaluations; ``None`` for 20 in all. There is one in the end.
-        eval_batches: At most so many batches of held-out data; ``None`` for all.
-        checkpoint_every: Steps between checkpoints; ``None`` for none but the last.
-        keep: How many checkpoints stay.
-        watched_blocks: Of how many blocks the quantisation error is followed.
+        channels_last: True for channels-last memory format of convolutional networks.
+        deterministic: True for deterministic gradients on a GPU, so that a resumed run equals an
+            uninterrupted one. Attention is slower.
+        seed: Seed of the weights and of the order of data.
+        log_every: Steps between logged training losses, for each of which the host waits for the
+            device.
+        eval_every: Steps between evaluations; ``None`` for 20 in all. The last step is always
+            evaluated.
+        eval_batches: Maximum number of batches per evaluation; ``None`` for all.
+        checkpoint_every: Steps between checkpoints; ``None`` for a final one only.
+        keep: Number of checkpoints that are kept.
+        watched_blocks: Number of blocks whose quantisation error is recorded.
     """
 
     name: str
@@ -105,7 +107,7 @@ class Recipe:
             if "name" not in getattr(self, name):
                 raise LabError(f"{name} needs a name: {name}: {{name: ...}}")
         if (self.epochs is None) == (self.steps is None):
-            raise LabError("a recipe has epochs or steps: one of the two")
+            raise LabError("give a recipe either epochs or steps")
         for name in _POSITIVE:
             value = getattr(self, name)
             if value is not None and not (value > 0 and math.isfinite(value)):
@@ -113,47 +115,45 @@ class Recipe:
         if self.watched_blocks < 0:
             raise LabError(f"watched_blocks must not be negative; got {self.watched_blocks}")
         if not 0 <= self.holdout < 1:
-            raise LabError(f"holdout is a share from 0 to below 1; got {self.holdout}")
+            raise LabError(f"holdout must be a share from 0 to below 1; got {self.holdout}")
         if self.warmup and self.warmup_epochs:
-            raise LabError("a recipe has warmup or warmup_epochs: one of the two")
+            raise LabError("give a recipe either warmup or warmup_epochs")
         if not 0 <= self.warmup <= 1 or self.warmup_epochs < 0:
             raise LabError(
-                f"warmup is a share from 0 to 1, warmup_epochs not negative; got {self.warmup} "
-                f"and {self.warmup_epochs}"
+                f"warmup must be a share from 0 to 1, and warmup_epochs must not be negative; got "
+                f"{self.warmup} and {self.warmup_epochs}"
             )
         if self.base.startswith("schedulefree") != (self.schedule == "schedule-free"):
             raise LabError(
-                f"base={self.base} and schedule={self.schedule} do not go together: schedule-free "
-                "bases want --set schedule=schedule-free, and only they do"
+                f"base={self.base} does not work with schedule={self.schedule}: schedule-free "
+                "bases need --set schedule=schedule-free, and no other base does"
             )
 
     def second_order_options(self) -> dict[str, Any]:
-        """The options of the optimizer that runs, besides F's."""
-        found: dict[str, Any] = {}
+        """Return the options of the second-order optimizer, without those of F."""
+        options: Mapping[str, Any] = {}
         if self.optimizer in ("shampoo", "caspr"):
-            found = {**self.shampoo}
-            if self.options.get("method", self.shampoo.get("method")) == "eigen":
-                found |= self.eigen
+            eigen = {**self.shampoo, **self.options}.get("method") == "eigen"
+            options = {**self.shampoo, **self.eigen} if eigen else self.shampoo
         elif self.optimizer in ("kfac", "adabk"):
-            found = {**self.kfac}
-        return {**found, **self.options}
+            options = self.kfac
+        return {**options, **self.options}
 
     def with_settings(self, settings: Mapping[str, Any]) -> Recipe:
-        """The recipe with other values.
+        """Return a recipe with other values.
 
         Args:
-            settings: By name: a field of the recipe, ``model.NAME``, ``data.NAME``, an option of
-                kronbit's optimizers, or one of F.
+            settings: Values by name: a field of the recipe, ``model.NAME``, ``data.NAME``, an
+                option of kronbit's optimizers, or an option of F.
 
         Raises:
-            LabError: If a name or a value is none.
+            LabError: If a name does not exist, or a value is invalid.
         """
         changed: dict[str, Any] = {}
         for key, value in settings.items():
             section, _, name = key.partition(".")
             if name and section in _SECTIONS:
-                held = changed.get(section, getattr(self, section))
-                changed[section] = {**held, name: value}
+                changed[section] = {**changed.get(section, getattr(self, section)), name: value}
             elif key in ("steps", "epochs"):  # one replaces the other
                 changed |= {"steps": None, "epochs": None, key: _typed(key, value)}
             elif key in ("warmup", "warmup_epochs"):
@@ -168,28 +168,28 @@ class Recipe:
                 close = difflib.get_close_matches(key, _FIELDS, n=1, cutoff=0.8)
                 if close:
                     raise LabError(f"there is no setting {key!r}; did you mean {close[0]!r}?")
-                held = changed.get("base_options", self.base_options)
-                changed["base_options"] = {**held, key: value}
+                base_options = changed.get("base_options", self.base_options)
+                changed["base_options"] = {**base_options, key: value}
         return replace(self, **changed)
 
     def to_mapping(self) -> dict[str, Any]:
-        """All settings as plain values."""
+        """Return all settings as plain values."""
         return asdict(self)
 
     def to_yaml(self) -> str:
-        """All settings as a file that can be read again."""
+        """Return all settings as a YAML file."""
         import yaml
 
         return yaml.safe_dump(self.to_mapping(), sort_keys=False, allow_unicode=True, width=100)
 
 
-_FIELDS = tuple(own.name for own in fields(Recipe))
+_FIELDS = tuple(field.name for field in fields(Recipe))
 _SECTIONS = ("model", "data", "base_options", "shampoo", "eigen", "kfac", "options")
 _POSITIVE = (
     *("epochs", "steps", "batch", "micro_batch", "lr", "clip", "log_every"),
     *("eval_every", "eval_batches", "checkpoint_every", "keep"),
 )
-_BASELINE_OPTIONS = ("gradients", "shared")  # of MFAC, and of K-FAC
+_BASELINE_OPTIONS = ("gradients", "shared")  # of M-FAC and of K-FAC
 _CHOICES = {
     "optimizer": OPTIMIZERS,
     "schedule": SCHEDULES,
@@ -199,7 +199,7 @@ _CHOICES = {
 
 
 def _typed(name: str, value: Any) -> Any:
-    """A value of the field's type: numbers may come as text, ``1e-3`` among them."""
+    """Convert a value to the type of a field. Numbers may be text, such as ``1e-3``."""
     hint = typing.get_type_hints(Recipe)[name]
     kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
     if value is None and type(None) in kinds:
@@ -213,7 +213,7 @@ def _typed(name: str, value: Any) -> Any:
             if kind is float and not isinstance(value, bool):
                 return float(value)
         if str in kinds:
-            # YAML reads a bare off as no
+            # YAML reads a bare off as False
             return "off" if value is False else str(value)
         if Mapping in {typing.get_origin(kind) for kind in kinds} and isinstance(value, Mapping):
             return dict(value)
@@ -224,53 +224,54 @@ def _typed(name: str, value: Any) -> Any:
 
 
 def parse_settings(given: Iterable[str]) -> dict[str, Any]:
-    """``["lr=1e-3", "betas=[0.9, 0.95]"]`` as names and values.
+    """Parse settings such as ``["lr=1e-3", "betas=[0.9, 0.95]"]`` into names and values.
 
     Raises:
         LabError: If an item is not ``key=value``.
     """
     import yaml
 
-    found: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     for item in given:
         key, equals, text = item.partition("=")
         if not equals or not key.strip():
-            raise LabError(f"a setting is key=value; got {item!r}")
+            raise LabError(f"a setting must be key=value; got {item!r}")
         try:
             value = yaml.safe_load(text)
         except yaml.YAMLError as error:
             reason = " ".join(str(error).split())
             raise LabError(f"cannot read the value of {item!r}: {reason}") from error
-        found[key.strip()] = _number(value)
-    return found
+        settings[key.strip()] = _number(value)
+    return settings
 
 
 def _number(value: Any) -> Any:
-    """YAML takes ``1e-3`` for text."""
+    """Convert text to a number if it is one: YAML reads ``1e-3`` as text."""
     if isinstance(value, str):
         try:
-            found = float(value)
+            number = float(value)
         except ValueError:
             return value
-        return int(found) if found.is_integer() and "." not in value else found
+        return int(number) if number.is_integer() and "." not in value else number
     if isinstance(value, list):
         return [_number(item) for item in value]
     return value
 
 
 def recipe_names() -> list[str]:
-    """The recipes that come with kronbit."""
+    """Return the names of the recipes that come with kronbit."""
     return sorted(path.stem for path in FOLDER.glob("*.yaml"))
 
 
 def find_recipe(name: str) -> Recipe:
-    """A recipe that comes with kronbit, or a YAML file.
+    """Return a recipe that comes with kronbit, or read one from a YAML file.
 
     Args:
-        name: ``pydoc-gpt``, or a path that ends in ``.yaml`` or ``.yml``.
+        name: Name of the recipe, such as ``pydoc-gpt``, or a path that ends in ``.yaml`` or
+            ``.yml``.
 
     Raises:
-        LabError: If there is none, or it is wrong.
+        LabError: If the recipe does not exist or is wrong.
     """
     path = FOLDER / f"{name}.yaml"
     if name not in recipe_names():
@@ -279,8 +280,8 @@ def find_recipe(name: str) -> Recipe:
             close = difflib.get_close_matches(name, recipe_names(), n=3, cutoff=0.4)
             near = f"nearest: {', '.join(close)}; " if close else ""
             raise LabError(
-                f"there is no recipe {name!r}; {near}`kronbit recipes` lists them, and a file of "
-                "your own ends in .yaml"
+                f"there is no recipe {name!r}; {near}`kronbit recipes` lists them. The name of a "
+                "recipe file must end in .yaml"
             )
         if not path.is_file():
             raise LabError(f"there is no file {name}; `kronbit recipes show NAME` prints a start")
@@ -296,24 +297,24 @@ def _read_yaml(path: Path) -> Any:
         raise LabError(f"cannot read {path}: {' '.join(str(error).split())}") from error
 
 
-def recipe_from(found: Any, name: str, source: str) -> Recipe:
-    """A recipe of the content of a file.
+def recipe_from(content: Any, name: str, source: str) -> Recipe:
+    """Make a recipe from the content of a file.
 
     Args:
-        found: What was read.
-        name: Its name, unless it has one inside.
-        source: What to call it in errors.
+        content: The parsed file.
+        name: Name of the recipe, unless the content has one.
+        source: Name of the file, for errors.
 
     Raises:
-        LabError: If it is not a recipe.
+        LabError: If the content is not a recipe.
     """
-    if not isinstance(found, Mapping):
+    if not isinstance(content, Mapping):
         raise LabError(f"{source} is not a recipe: it has no `key: value` lines")
-    refuse_unknown(f"a setting of a recipe ({source})", map(str, found), _FIELDS)
-    missing = [key for key in ("model", "data") if key not in found]
+    refuse_unknown(f"a setting of a recipe ({source})", map(str, content), _FIELDS)
+    missing = [key for key in ("model", "data") if key not in content]
     if missing:
         raise LabError(f"{source}: {missing[0]} is missing")
-    named = {"name": name, "about": "", **found}
+    named = {"name": name, "about": "", **content}
     try:
         typed = {key: _typed(key, _numbers_in(value)) for key, value in named.items()}
         return Recipe(**typed)

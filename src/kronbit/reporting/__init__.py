@@ -1,1 +1,1 @@
-"""What an optimizer says of itself."""
+"""Reports of an optimizer on itself."""

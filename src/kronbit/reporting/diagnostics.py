@@ -1,4 +1,4 @@
-"""The dict that ``diagnostics()`` returns: counters of every fallback, and figures per group."""
+"""The dict that ``diagnostics()`` returns: counters of all fallbacks, and figures per group."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from kronbit.distributed.ranks import Ranks
 from kronbit.factors import Factors
 from kronbit.kernels.guard import why_not
 from kronbit.step.nonfinite import NonfiniteGuard
+from kronbit.step.preconditioner import Preconditioner
 from kronbit.step.state_plan import StatePlan
 
 
@@ -23,13 +24,13 @@ def diagnostics(
     missed: Mapping[str, int],
     past: Mapping[str, int],
 ) -> dict[str, Any]:
-    """What ``SecondOrder.diagnostics`` shows.
+    """Return the dict of ``SecondOrder.diagnostics``. Waits for the device.
 
     Args:
-        plan: The state, if there is one.
-        guards: Those who look at gradients.
-        ranks: Other ranks, if they have been looked for.
-        missed: What statistics have missed.
+        plan: The state, if there is any.
+        guards: The guards that measure gradients.
+        ranks: The other ranks, if they are known.
+        missed: Counters of the statistics.
         past: Counters of earlier plans.
     """
     skipped = sum(int(guard.skipped) for guard in guards.values())
@@ -38,16 +39,20 @@ def diagnostics(
         counts[name] += count
     return {
         **counts,
-        **acceleration_figures(plan, guards),
+        **_acceleration(plan, guards),
         "ranks": {} if ranks is None else ranks.figures(),
-        "groups": group_figures(plan),
+        "groups": [
+            _group_figures(device, preconditioner, group)
+            for device, preconditioner in _preconditioners(plan).items()
+            for group in preconditioner.stacks.groups
+        ],
     }
 
 
 def fallback_counts(plan: StatePlan | None) -> dict[str, int]:
-    """How often something was refused or repaired, over all groups. Waits for the device."""
+    """Return how often each fallback was used, over all groups. Waits for the device."""
     counts = dict.fromkeys((*Factors.COUNTERS, "ungrafted"), 0)
-    for preconditioner in plan.preconditioners.values() if plan else ():
+    for preconditioner in _preconditioners(plan).values():
         counts["ungrafted"] += int(preconditioner.stacks.ungrafted)
         for group in preconditioner.stacks.groups:
             for name, count in _counts(group).items():
@@ -55,20 +60,27 @@ def fallback_counts(plan: StatePlan | None) -> dict[str, int]:
     return counts
 
 
-def acceleration_figures(
+def _preconditioners(plan: StatePlan | None) -> Mapping[torch.device, Preconditioner]:
+    return {} if plan is None else plan.preconditioners
+
+
+def _acceleration(
     plan: StatePlan | None, guards: Mapping[torch.device, NonfiniteGuard]
 ) -> dict[str, Any]:
-    """What runs by kernels and graphs, and why not; how many parameters take products how."""
-    preconditioners = plan.preconditioners if plan else {}
+    """Return whether kernels and graphs are used, and the number of parameters by precision."""
+    preconditioners = _preconditioners(plan)
     products: Counter[int] = Counter()
-    for preconditioner in preconditioners.values():
-        products.update(preconditioner.products.ways[i] for i in preconditioner.stacks.refreshed)
-    refused = {device: own.graph_refused() for device, own in preconditioners.items()}
-    for device in refused.keys() & guards.keys():
-        refused[device] = refused[device] or guards[device].graph_refused()
+    refused: dict[str, str] = {}
+    for device, preconditioner in preconditioners.items():
+        precisions = preconditioner.products.ways
+        products.update(precisions[i] for i in preconditioner.stacks.refreshed)
+        reason = preconditioner.graph_refused()
+        if device in guards:
+            reason = reason or guards[device].graph_refused()
+        refused[str(device)] = reason or "not refused"
     return {
         "kernels": {str(device): why_not(device) or "used" for device in preconditioners},
-        "cuda_graph": {str(device): reason or "not refused" for device, reason in refused.items()},
+        "cuda_graph": refused,
         "products": dict(products),
     }
 
@@ -78,26 +90,21 @@ def _counts(group: Group) -> dict[str, int]:
     return {name: sum(int(side.counters[name]) for side in sides) for name in Factors.COUNTERS}
 
 
-def group_figures(plan: StatePlan | None) -> list[dict[str, Any]]:
-    """Figures of every group of blocks. Waits for the device."""
-    figures = []
-    for device, preconditioner in plan.preconditioners.items() if plan else ():
-        for group in preconditioner.stacks.groups:
-            ratio = preconditioner.stacks.graft_ratio[group.owner]
-            figures.append(
-                {
-                    "device": str(device),
-                    "shape": group.shape,
-                    "blocks": len(group.owner),
-                    "left": _side(group.left),
-                    "right": _side(group.right),
-                    "graft_ratio": (float(ratio.min()), float(ratio.max())),
-                    **_counts(group),
-                }
-            )
-    return figures
+def _group_figures(
+    device: torch.device, preconditioner: Preconditioner, group: Group
+) -> dict[str, Any]:
+    ratio = preconditioner.stacks.graft_ratio[group.owner]
+    return {
+        "device": str(device),
+        "shape": group.shape,
+        "blocks": len(group.owner),
+        "left": _side_figures(group.left),
+        "right": _side_figures(group.right),
+        "graft_ratio": (float(ratio.min()), float(ratio.max())),
+        **_counts(group),
+    }
 
 
-def _side(factors: Factors) -> dict[str, Any]:
+def _side_figures(factors: Factors) -> dict[str, Any]:
     format = factors.format
     return {"method": format.method, "bits": format.statistic.bits, **factors.figures()}

@@ -1,4 +1,4 @@
-"""Exact accounting of the state: what is held, and what a layout will hold."""
+"""Exact accounting of the state: bytes that are held, and bytes that a layout will hold."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kronbit.state.binding import blocks_of
 
 
 def account(state: Mapping[Tensor, Mapping[str, Any]], base: Mapping[Any, Any]) -> dict[str, int]:
-    """Bytes held by kind.
+    """Return the bytes held, by kind.
 
     Args:
         state: The second-order optimizer's state.
@@ -35,7 +35,7 @@ def account(state: Mapping[Tensor, Mapping[str, Any]], base: Mapping[Any, Any]) 
 
 
 def state_bytes(blocking: Blocking, config: Config) -> dict[str, int]:
-    """Bytes of a parameter's statistics and roots, from the layout alone."""
+    """Return the bytes of a parameter's statistics and roots, from the layout alone."""
     total = {"statistics": 0, "roots": 0}
     for grid in blocking.grids:
         for order in grid.shape:
@@ -46,7 +46,7 @@ def state_bytes(blocking: Blocking, config: Config) -> dict[str, int]:
 
 
 def held_bytes(value: Any) -> int:
-    """Bytes of all tensors in nested dicts and lists; one that is shared counts once."""
+    """Return the bytes of all tensors in nested dicts and lists. Shared tensors count once."""
     return sum(map(_tensor_bytes, {id(tensor): tensor for tensor in _tensors(value)}.values()))
 
 
@@ -55,7 +55,7 @@ def _kind(name: str) -> str:
 
 
 def _tensor_bytes(tensor: Tensor) -> int:
-    """Bytes of a tensor here; a tensor subclass is the sum of the tensors it is made of."""
+    """Return the bytes of a tensor on this rank. A tensor subclass is the sum of its tensors."""
     tensor = local(tensor)
     if hasattr(tensor, "__tensor_flatten__"):
         names, _ = tensor.__tensor_flatten__()

@@ -1,11 +1,12 @@
-"""What an optimizer says of itself: the summary's table, and the diagnostics."""
+"""The table that ``summary()`` returns."""
 
 from __future__ import annotations
 
 import importlib.util
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -18,26 +19,46 @@ from kronbit.messages import parameter_name
 from kronbit.reporting.memory import state_bytes
 from kronbit.step.schedule import first_preconditioned_step
 
-if TYPE_CHECKING:
-    pass
-
-# A parameter with its name and its options.
+# Name, parameter, options.
 Row: TypeAlias = tuple[str, Tensor, Config]
 
 _COLUMNS = ("parameter", "shape", "blocks", "method", "bits", "bytes", "left to the base because")
 _NUMERIC = (False, False, True, False, True, True, False)
 
 
+@dataclass(frozen=True)
+class _Preconditioned:
+    """A preconditioned parameter, and the bytes of its statistics and roots."""
+
+    p: Tensor
+    config: Config
+    blocking: Blocking
+    sizes: Mapping[str, int]
+
+    @property
+    def orders(self) -> list[int]:
+        """Orders of the factors, one for each side of a grid."""
+        return [order for grid in self.blocking.grids for order in grid.shape]
+
+    def cells(self) -> tuple[str, ...]:
+        """Return its cells of the table: blocks, method, bits, bytes."""
+        formats = [self.config.format(order) for order in self.orders]
+        methods = {format.method for format in formats}
+        bits = {stored.bits for format in formats for stored in (format.statistic, format.root)}
+        joined = ("/".join(map(str, sorted(values))) for values in (methods, bits))
+        return f"{len(self.blocking)}", *joined, f"{sum(self.sizes.values()):,}", ""
+
+
 def rows(
     groups: Iterable[Mapping[str, Any]], config_of: Callable[[Mapping[str, Any]], Config]
 ) -> list[Row]:
-    """All parameters of param groups, each once."""
-    found = {
+    """Return all parameters of param groups, each once, with their names and options."""
+    by_parameter = {
         p: (parameter_name(group, index, number), p, config_of(group))
         for index, group in enumerate(groups)
         for number, p in enumerate(group["params"])
     }
-    return list(found.values())
+    return list(by_parameter.values())
 
 
 def summary(
@@ -47,54 +68,48 @@ def summary(
     base: Optimizer,
     config: Config,
 ) -> str:
-    """The table of ``SecondOrder.summary``."""
-    rows: list[tuple[str, ...]] = []
-    total, elements, preconditioned, offloaded = 0, 0, 0, 0
-    steps = set()
-    orders = [1]
-    for name, p, own in params:
+    """Return the table of ``SecondOrder.summary``, with totals below."""
+    lines: list[tuple[str, ...]] = []
+    preconditioned: list[_Preconditioned] = []
+    for name, p, options in params:
         shape = " x ".join(map(str, p.shape)) or "scalar"
-        elements += (local(p) if own.blocks == "local" else p).numel()
-        way = route(p, own) if p.requires_grad else "frozen: requires_grad=False"
-        if isinstance(way, str):
-            rows.append((name, shape, "", "", "", "", way))
-            continue
-        formats = [own.format(order) for grid in way.grids for order in grid.shape]
-        methods = sorted({format.method for format in formats})
-        bits = sorted({own.bits for format in formats for own in (format.statistic, format.root)})
-        held = state_bytes(way, own)
-        size = sum(held.values())
-        total, preconditioned = total + size, preconditioned + math.prod(way.matrices)
-        if config.offload_statistics and p.device.type != "cpu":
-            offloaded += held["statistics"]
-        steps.add(first_preconditioned_step(own))
-        orders += [order for grid in way.grids for order in grid.shape]
-        rows.append(
-            (
-                name,
-                shape,
-                f"{len(way)}",
-                "/".join(methods),
-                "/".join(map(str, bits)),
-                f"{size:,}",
-                "",
-            )
-        )
-    share = 100 * preconditioned / max(elements, 1)
-    one = UPDATE.square * 4 * max(orders) ** 2 / 2**20
-    footer = [
-        f"{preconditioned:,} of {elements:,} elements ({share:.1f} %) are preconditioned",
-        f"second-order state: {total:,} bytes ({total / 2**20:.1f} MiB)"
-        + (f", {offloaded:,} of them in the host's memory" if offloaded else ""),
-        f"first preconditioned step: {', '.join(map(str, sorted(steps))) or 'never'}",
-        f"workspace: {config.workspace_mb:g} MiB; an update at the largest order, {max(orders)}, "
-        f"needs about {one:.1f} MiB",
+        blocking = route(p, options) if p.requires_grad else "frozen: requires_grad=False"
+        if isinstance(blocking, str):
+            lines.append((name, shape, "", "", "", "", blocking))
+        else:
+            sizes = state_bytes(blocking, options)
+            preconditioned.append(_Preconditioned(p, options, blocking, sizes))
+            lines.append((name, shape, *preconditioned[-1].cells()))
+    elements = sum(
+        (local(p) if options.blocks == "local" else p).numel() for _, p, options in params
+    )
+    table = _table(f"{title} around {type(base).__name__}", lines)
+    return "\n".join([table, *_totals(preconditioned, elements, config)])
+
+
+def _totals(params: Sequence[_Preconditioned], elements: int, config: Config) -> list[str]:
+    covered = sum(math.prod(param.blocking.matrices) for param in params)
+    total = sum(sum(param.sizes.values()) for param in params)
+    offloaded = sum(
+        param.sizes["statistics"]
+        for param in params
+        if config.offload_statistics and param.p.device.type != "cpu"
+    )
+    in_host_memory = f", {offloaded:,} of them in the host's memory" if offloaded else ""
+    steps = sorted({first_preconditioned_step(param.config) for param in params})
+    order = max((order for param in params for order in param.orders), default=1)
+    return [
+        f"{covered:,} of {elements:,} elements ({100 * covered / max(elements, 1):.1f} %) are "
+        "preconditioned",
+        f"second-order state: {total:,} bytes ({total / 2**20:.1f} MiB){in_host_memory}",
+        f"first preconditioned step: {', '.join(map(str, steps)) or 'never'}",
+        f"workspace: {config.workspace_mb:g} MiB; an update at the largest order, {order}, needs "
+        f"about {UPDATE.square * 4 * order**2 / 2**20:.1f} MiB",
     ]
-    return "\n".join([_table(f"{title} around {type(base).__name__}", rows), *footer])
 
 
 def _table(title: str, rows: Sequence[Sequence[str]]) -> str:
-    """A rich table where rich is installed, plain text otherwise."""
+    """Return a rich table if rich is installed, else plain text."""
     if importlib.util.find_spec("rich") is None:
         return _plain_table(title, rows)
     from rich.console import Console

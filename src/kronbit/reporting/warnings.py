@@ -12,13 +12,17 @@ from kronbit.messages import warn
 from kronbit.reporting.summary import Row
 from kronbit.state.loading import Entry
 
+_FLATTENED = 2**16  # vectors of at least so many elements are probably flattened matrices
+
 
 def warn_of_fresh_starts(
     params: Sequence[Row], route: Callable[[Tensor, Config], Blocking | str]
 ) -> None:
     """Warn of parameters without state that will be preconditioned."""
     fresh = [
-        name for name, p, own in params if p.requires_grad and isinstance(route(p, own), Blocking)
+        name
+        for name, p, config in params
+        if p.requires_grad and isinstance(route(p, config), Blocking)
     ]
     if fresh:
         warn(
@@ -28,13 +32,14 @@ def warn_of_fresh_starts(
 
 
 def warn_of_lost_roots(names: Sequence[str]) -> None:
-    """Warn of parameters that should be preconditioned by now, but in the checkpoint are not."""
+    """Warn of parameters that should have been preconditioned, but lack roots in the checkpoint."""
     if names:
         warn(
             f"the checkpoint has no roots of {len(names)} parameter(s), such as {names[0]}, "
-            "although their first refresh should be past: they go on as before it. A full state "
-            "dict of sharded parameters, by torch or by a trainer, keeps only what the first rank "
-            "owns: save sharded ones (SHARDED_STATE_DICT), or by kronbit.consolidate_state_dict"
+            "although their first refresh is past: they are not preconditioned until the next one. "
+            "A full state dict of sharded parameters, by torch or by a trainer, has only the state "
+            "that the first rank owns: save sharded ones (SHARDED_STATE_DICT), or use "
+            "kronbit.consolidate_state_dict"
         )
 
 
@@ -43,15 +48,15 @@ def warn_of_few(
     route: Callable[[Tensor, Config], Blocking | str],
     summary: Callable[[], str],
 ) -> None:
-    """Warn if less than half of what could be preconditioned is: flattened matrices, say."""
+    """Warn if less than half of the elements that could be preconditioned are."""
     possible = preconditioned = 0
     flat = ""
-    for name, p, own in params:
+    for name, p, config in params:
         vector = sum(size > 1 for size in p.shape) < 2
-        if not p.requires_grad or not own.precondition or (vector and p.numel() < _FLATTENED):
+        if not p.requires_grad or not config.precondition or (vector and p.numel() < _FLATTENED):
             continue
         possible += p.numel()
-        preconditioned += p.numel() * isinstance(route(p, own), Blocking)
+        preconditioned += p.numel() * isinstance(route(p, config), Blocking)
         if vector and not flat:
             flat = (
                 f"{name} is a vector of {p.numel():,}: if DeepSpeed or FSDP 1 has flattened "
@@ -60,12 +65,9 @@ def warn_of_few(
     if 2 * preconditioned < possible:
         warn(
             f"only {100 * preconditioned / possible:.1f} % of {possible:,} elements are "
-            f"preconditioned. {flat}precondition=False says what is meant to be left to the base. "
-            f"{summary()}"
+            f"preconditioned. {flat}Set precondition=False for parameters that are left to the "
+            f"base on purpose. {summary()}"
         )
-
-
-_FLATTENED = 2**16  # elements of a vector that must have been matrices
 
 
 def warn_after_loading(

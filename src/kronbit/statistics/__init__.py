@@ -1,4 +1,4 @@
-"""Where M of an update comes from: gradients (Shampoo, CASPR) or activations (K-FAC, AdaBK)."""
+"""The source of M in an update: gradients (Shampoo, CASPR) or activations (K-FAC, AdaBK)."""
 
 from kronbit.statistics.base import Source, Statistics
 from kronbit.statistics.gradients import GradientStatistics

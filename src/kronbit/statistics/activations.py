@@ -1,8 +1,8 @@
-"""The statistics of K-FAC and AdaBK: M = Y Yᵀ for L and X Xᵀ for R, of a layer's rows x and y.
+"""Statistics of K-FAC and AdaBK: M = Y Yᵀ for L and X Xᵀ for R, from the rows x and y of a layer.
 
-Hooks look at inputs and output gradients, and only before steps that update statistics; at all
-other times there are none. Everything is collected during the backward pass, where y is known: what
-is computed once more for activation checkpointing has no backward pass, and does not count twice.
+Hooks observe inputs and output gradients. They are registered only before steps that update
+statistics. Rows are collected in the backward pass, where y is known. The forward pass that
+activation checkpointing repeats is therefore not counted twice.
 """
 
 from __future__ import annotations
@@ -21,16 +21,17 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.hooks import RemovableHandle
 
-from kronbit.blocks.batches import Part, order_of
+from kronbit.blocks.batches import Part
 from kronbit.blocks.blocking import Blocking, route
 from kronbit.blocks.groups import Due
 from kronbit.config import Config
+from kronbit.distributed.collectives import copy_all
 from kronbit.linalg.precision import full_precision
 from kronbit.linalg.products import multiply, operand
 from kronbit.messages import warn
-from kronbit.statistics.base import DevicePart, Source
+from kronbit.statistics.base import DevicePart, Source, rows_in_batch, zeros_for
 from kronbit.statistics.hooks import Kept, given_up, hooked
-from kronbit.statistics.layers import Layer, kind_of, pieces_of
+from kronbit.statistics.layers import Layer, find_layers, pieces_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -41,12 +42,12 @@ SHARED = ("expand", "reduce")
 
 @dataclass
 class Collected:
-    """Sums over what a layer has seen since its gradient was empty.
+    """Sums over the rows of a layer since its gradient was reset.
 
     Attributes:
         X: Σ x xᵀ, (E, inputs, inputs), float32.
         Y: Σ y yᵀ, (E, outputs, outputs), float32.
-        rows: How many there were.
+        rows: Number of rows.
     """
 
     X: Tensor
@@ -54,11 +55,16 @@ class Collected:
     rows: int = 0
 
     @classmethod
-    def nothing(cls, layer: Layer, device: torch.device) -> Collected:
-        """Before the first row."""
+    def zeros(cls, layer: Layer, device: torch.device) -> Collected:
+        """Allocate the sums of a layer."""
         E, outputs, inputs = layer.sides
         X, Y = (torch.zeros(E, n, n, dtype=torch.float32, device=device) for n in (inputs, outputs))
         return cls(X, Y)
+
+    def sides(self, layer: Layer) -> tuple[Tensor, Tensor, int]:
+        """Return the sums for L and for R, and the number of rows."""
+        left, right = (self.X, self.Y) if layer.kind.inputs_are_rows else (self.Y, self.X)
+        return left, right, self.rows
 
 
 class ActivationStatistics:
@@ -66,13 +72,13 @@ class ActivationStatistics:
 
     Args:
         model: The model whose parameters are optimized.
-        shared: What becomes of an example's positions (tokens, places of a convolution):
-            ``"expand"`` makes rows of all of them, ``"reduce"`` one row of each example, its mean
-            x and the sum of its y.
-        grad_scaler: The scaler of the loss, if there is one: its scale is undone.
-        process_group: Ranks over which statistics are averaged; ``None``: all there are;
-            ``False``: they are not.
-        workspace: Bound of copies of inputs, in bytes.
+        shared: How positions of an example (tokens, places of a convolution) become rows.
+            ``"expand"``: each position is a row. ``"reduce"``: each example is a row, with the mean
+            of its x and the sum of its y.
+        grad_scaler: Scaler of the loss; y are divided by its scale.
+        process_group: Ranks over which statistics are averaged. None: all ranks. False: this rank
+            alone.
+        workspace: Limit on copies of inputs, in bytes.
     """
 
     name = "activations"
@@ -103,27 +109,27 @@ class ActivationStatistics:
         self._counts: Counter[str] = Counter(missed_statistics=0)
 
     def __getstate__(self) -> dict[str, Any]:
-        # Hooks stay with the model that has them; what they have seen belongs to a single step.
-        # Groups of ranks stay where they are: a copy works for itself.
+        # Hooks belong to the model, and collected sums to a single step: neither is copied.
+        # A copy has no process group: it works alone.
         group = None if self.process_group is None else False
         return {**self.__dict__, "_collected": {}, "_handles": [], "process_group": group}
 
     # ------------------------------------------------------------------------------- parameters
 
     def adopt(self, params: Collection[Tensor]) -> None:
-        """Find the layers of these parameters; a bias that is not among them is left alone.
+        """Find the layers of parameters. A bias that is not among them is left alone.
 
         Raises:
-            ValueError: If the model has none of them.
+            ValueError: If the model has none of the parameters.
         """
         known = set(self.model.parameters())
         if not known.intersection(params) and not self._layers:
             raise ValueError(
-                "model has none of the parameters that are to be optimized: give the model that "
-                "they belong to, not a copy of it"
+                "model has none of the parameters that are optimized: give the model that they "
+                "belong to, not a copy of it"
             )
         layers, self._reasons = find_layers(self.model, params)
-        self._layers = {**layers, **self._layers}  # those that are known may have state
+        self._layers = {**layers, **self._layers}  # known layers may have state
         self._reasons |= dict.fromkeys(set(params) - known, "not a parameter of model")
         for layer in self._layers.values():
             if layer.bias is not None:
@@ -131,10 +137,10 @@ class ActivationStatistics:
                 self._reasons[layer.bias] = f"goes with {weight}"
 
     def route(self, p: Tensor, config: Config) -> Blocking | str:
-        """One block per matrix of a layer; or why the parameter is left to the base optimizer.
+        """Return one block per matrix of a layer, or why the parameter is left to F.
 
         Raises:
-            ValueError: If the options cut matrices.
+            ValueError: If an option would cut matrices.
         """
         for name in ("batch_dims", "split_sizes", "split", "shard_state", "blocks"):
             if getattr(config, name) != getattr(Config, name):
@@ -147,17 +153,18 @@ class ActivationStatistics:
         layer = self._layers.get(p)
         if layer is None:
             return self._reasons.get(p, "no weight of a linear layer or convolution")
-        found = _blocking(layer.matrices, config)
-        if isinstance(found, Blocking) and layer.bias is None:
-            # The gradient is the weight's own, in any order; else it is a copy, [W | b].
-            found = replace(found, taps=math.prod(layer.weight.shape[2:]))
-        return found
+        blocking = _blocking(layer.matrices, config)
+        if isinstance(blocking, Blocking) and layer.bias is None:
+            # The weight's gradient is preconditioned in place, in any memory format. With a bias, a
+            # copy is: [W | b].
+            blocking = replace(blocking, taps=math.prod(layer.weight.shape[2:]))
+        return blocking
 
     @contextmanager
     def matrices(
         self, params: Sequence[Tensor], planned: Container[Tensor], grads: list[Tensor]
     ) -> Iterator[list[Tensor]]:
-        """The gradients, of preconditioned layers with a bias that of [W | b]."""
+        """Provide the gradients; for preconditioned layers with a bias, that of [W | b]."""
         layers = {
             i: self._layers[p]
             for i, p in enumerate(params)
@@ -167,15 +174,12 @@ class ActivationStatistics:
         for i, layer in layers.items():
             joined[i] = layer.join(grads[i])
         yield joined
-        pairs = [pair for i, layer in layers.items() for pair in layer.separated(joined[i])]
-        if pairs:
-            own, written = map(list, zip(*pairs, strict=True))
-            torch._foreach_copy_(own, written)
+        copy_all(pair for i, layer in layers.items() for pair in layer.separated(joined[i]))
 
     # ------------------------------------------------------------------------------- collecting
 
     def expect(self, params: Iterable[Tensor]) -> None:
-        """Drop what was collected, and watch the layers of these parameters from now on."""
+        """Drop collected sums, and watch the layers of these parameters from now on."""
         self._collected.clear()
         wanted = [layer for p in params if (layer := self._layers.get(p)) is not None]
         if not wanted and not self._handles:
@@ -185,7 +189,7 @@ class ActivationStatistics:
         self._handles = hooked(self, [] if self._closed else wanted)
 
     def forget(self) -> None:
-        """Drop what was collected: the gradients that belong to it are gone."""
+        """Drop collected sums: their gradients have been reset."""
         self._collected.clear()
 
     def close(self) -> None:
@@ -194,7 +198,7 @@ class ActivationStatistics:
         self.expect(())
 
     def watch(self, layer: Layer, x: Tensor, output: Any) -> None:
-        """Wait for the gradient at the output of a layer."""
+        """Register a hook for the gradient at the output of a layer."""
         if given_up(layer):
             self._collected.pop(layer, None)
         if isinstance(output, Tensor) and output.requires_grad:
@@ -207,19 +211,20 @@ class ActivationStatistics:
         if x is None:
             return
         if layer not in self._collected:
-            self._collected[layer] = Collected.nothing(layer, y.device)
-        own = self._collected[layer]
+            self._collected[layer] = Collected.zeros(layer, y.device)
+        sums = self._collected[layer]
         scale = 1.0 if self.grad_scaler is None else 1 / self.grad_scaler.get_scale()
         for rows in self._rows(layer.kind.outputs(layer.module, y), torch.sum):
-            own.rows += rows.shape[1]
-            _add_square(own.Y, rows * scale)
+            sums.rows += rows.shape[1]
+            _add_square(sums.Y, rows * scale)
         for piece in layer.kind.inputs(layer.module, x, self.workspace):
             for rows in self._rows(piece, torch.mean):
-                one = functional.pad(rows, (0, 1), value=1.0) if layer.bias is not None else rows
-                _add_square(own.X, one)
+                if layer.bias is not None:
+                    rows = functional.pad(rows, (0, 1), value=1.0)
+                _add_square(sums.X, rows)
 
     def _rows(self, rows: Tensor, reduced: Callable[..., Tensor]) -> Iterator[Tensor]:
-        """(E, examples, positions, features) -> (E, rows, features), float32, in pieces."""
+        """Convert (E, examples, positions, features) to (E, rows, features), float32, in pieces."""
         if self.shared == "reduce":
             yield reduced(rows, 2, dtype=torch.float32)
             return
@@ -230,72 +235,68 @@ class ActivationStatistics:
     # --------------------------------------------------------------------------------- updating
 
     def source(self, part: DevicePart, due: Mapping[int, Due]) -> Source:
-        """The mean squares of what was collected; a layer without any keeps its statistics."""
+        """Return the mean squares of the rows. Statistics of a layer without rows stay."""
         layers = {i: self._layers[part.param(i)] for i in due}
         self._share(list(layers.values()))
-        there = {i: layer for i, layer in layers.items() if layer in self._collected}
-        if len(there) < len(layers):
-            self._note_missed([layer for layer in layers.values() if layer not in self._collected])
-        sums = {i: self._sums(layer) for i, layer in there.items()}
-        return Source({i: due[i] for i in there}, partial(_of_batch, sums, part.measured.finite))
+        missed = [layer for layer in layers.values() if layer not in self._collected]
+        if missed:
+            self._note_missed(missed)
+        sums = {
+            i: self._collected[layer].sides(layer)  # kept: a step that fails needs them again
+            for i, layer in layers.items()
+            if layer in self._collected
+        }
+        M_of = partial(_mean_squares, sums, part.measured.finite.device)
+        return Source({i: due[i] for i in sums}, M_of)
 
     def _share(self, layers: Sequence[Layer]) -> None:
-        """Add up what all ranks have collected: all of them take part, whatever they have seen."""
+        """Add up the sums of all ranks. All ranks take part, also those without rows."""
         group = self.process_group
         if group is False or not (dist.is_available() and dist.is_initialized()):
             return
         if dist.get_world_size(group) == 1 or not layers:
             return
-        device = layers[0].weight.device
-        own = [
-            self._collected.get(layer) or Collected.nothing(layer, layer.weight.device)
+        sums = [
+            self._collected.get(layer) or Collected.zeros(layer, layer.weight.device)
             for layer in layers
         ]
-        rows = torch.tensor([one.rows for one in own], dtype=torch.int64, device=device)
+        device = layers[0].weight.device
+        rows = torch.tensor([local.rows for local in sums], dtype=torch.int64, device=device)
         dist.all_reduce(rows, group=group)
-        for layer, one, count in zip(layers, own, rows.tolist(), strict=True):
-            for sums in (one.X, one.Y):
-                dist.all_reduce(sums, group=group)
-            one.rows = count
+        for layer, total, count in zip(layers, sums, rows.tolist(), strict=True):
+            for square in (total.X, total.Y):
+                dist.all_reduce(square, group=group)
+            total.rows = count
             if count:
-                self._collected[layer] = one
+                self._collected[layer] = total
 
     def _note_missed(self, layers: Sequence[Layer]) -> None:
         if not self._counts["missed_statistics"]:
             warn(
                 f"{len(layers)} layer(s), {layers[0].name!r} first, have a gradient, but were not "
-                "called in training mode since the last step: their statistics stay as they are. "
+                "called in training mode since the last step: their statistics are not updated. "
                 "Compiled models do not call hooks"
             )
         self._counts["missed_statistics"] += len(layers)
 
-    def _sums(self, layer: Layer) -> tuple[Tensor, Tensor, int]:
-        """M of L and of R, as sums, and over how many rows; a step that fails needs them again."""
-        own = self._collected[layer]
-        return (*((own.X, own.Y) if layer.kind.inputs_are_rows else (own.Y, own.X)), own.rows)
-
     def counts(self) -> dict[str, int]:
-        """Updates that a layer missed."""
+        """Return the number of updates that layers have missed."""
         return dict(self._counts)
 
 
-def _of_batch(
-    sums: Mapping[int, tuple[Tensor, Tensor, int]], finite: Tensor, parts: Sequence[Part]
+def _mean_squares(
+    sums: Mapping[int, tuple[Tensor, Tensor, int]], device: torch.device, parts: Sequence[Part]
 ) -> Tensor:
-    """M of a batch. Of gradients that are not finite, nobody takes it."""
-    n, rows = order_of(parts), sum(part.rows.stop - part.rows.start for part in parts)
-    M = torch.zeros(rows, n, n, dtype=torch.float32, device=finite.device)
-    first = 0
-    for part in parts:
-        own = part.factors.order
+    """Return M of a batch. Rows whose gradient is not finite are not used by the caller."""
+    M = zeros_for(parts, device)
+    for part, rows in rows_in_batch(parts):
+        n, offset = part.factors.order, rows.start - part.rows.start
         for span in part.group.spans:
             start, stop = max(part.rows.start, span.start), min(part.rows.stop, span.stop)
             if start < stop:
-                here = slice(first + start - part.rows.start, first + stop - part.rows.start)
                 *sides, count = sums[span.member]
                 side = sides[part.right][start - span.start : stop - span.start]
-                torch.div(side, count, out=M[here, :own, :own])
-        first += part.rows.stop - part.rows.start
+                torch.div(side, count, out=M[start + offset : stop + offset, :n, :n])
     return M
 
 
@@ -306,49 +307,8 @@ def _add_square(total: Tensor, rows: Tensor) -> None:
 
 
 def _blocking(matrices: tuple[int, int, int], config: Config) -> Blocking | str:
-    """A block for each whole matrix."""
+    """Return one block for each whole matrix, or why there is none."""
     largest = max(matrices[1:])
     if largest > config.max_order:
         return f"a side of {largest} is above max_order={config.max_order}"
     return route(matrices, replace(config, batch_dims=1))
-
-
-def find_layers(
-    model: nn.Module, params: Collection[Tensor]
-) -> tuple[dict[Tensor, Layer], dict[Tensor, str]]:
-    """The layers whose weights are among some parameters, and why other weights are left to F.
-
-    Raises:
-        ValueError: If a layer does not know its shape yet.
-    """
-    wanted = set(params)
-    owners: dict[Tensor, list[str]] = {}
-    uncalled: set[nn.Module] = set()
-    for name, module in model.named_modules():
-        for p in module.parameters(recurse=False):
-            owners.setdefault(p, []).append(name)
-        if isinstance(module, nn.MultiheadAttention):
-            uncalled.add(module.out_proj)  # it only lends its weight
-    layers: dict[Tensor, Layer] = {}
-    reasons: dict[Tensor, str] = {}
-    for name, module in model.named_modules():
-        kind, weight = kind_of(module), module._parameters.get("weight")
-        if kind is None or weight is None or weight not in wanted:
-            continue
-        if nn.parameter.is_lazy(weight):
-            raise ValueError(f"{name} does not know its shape yet: call the model once before")
-        if len(owners[weight]) > 1:
-            reasons[weight] = f"shared by {', '.join(owners[weight])}"
-        elif module in uncalled:
-            reasons[weight] = "nn.MultiheadAttention does not call it"
-        else:
-            bias = module._parameters.get("bias")
-            # One that is frozen alone stays so; with its weight, it may be trained later.
-            if bias is not None and (
-                bias not in wanted
-                or len(owners[bias]) > 1
-                or (weight.requires_grad and not bias.requires_grad)
-            ):
-                bias = None
-            layers[weight] = Layer(name, module, kind, weight, bias)
-    return layers, reasons

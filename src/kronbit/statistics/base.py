@@ -1,15 +1,17 @@
-"""What an optimizer asks of its statistics."""
+"""The interface between an optimizer and its statistics."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
+from kronbit.blocks.batches import Part, order_of
+
 if TYPE_CHECKING:
-    from kronbit.blocks.batches import Part
     from kronbit.blocks.blocking import Blocking
     from kronbit.blocks.groups import DeviceStacks, Due
     from kronbit.config import Config
@@ -21,23 +23,23 @@ class DevicePart(Protocol):
 
     @property
     def stacks(self) -> DeviceStacks:
-        """The state of the device's members."""
+        """State of the device's members."""
 
     @property
     def measured(self) -> Measured:
-        """The members' gradients."""
+        """Gradients of the members."""
 
     def param(self, member: int) -> Tensor:
-        """The parameter of a member that has a gradient."""
+        """Return the parameter of a member that has a gradient."""
 
 
 class Source(NamedTuple):
-    """M of those members that have one.
+    """M for the members that have one.
 
     Attributes:
         due: The members, with their options and blocks.
-        of: M of a batch of rows, float32 (k, n, n), to be written to; zero beyond a row's order.
-            May be called again for rows that failed.
+        of: Returns M of a batch of rows: float32 (k, n, n), zero beyond the order of a row. The
+            caller may write to it. May be called again for rows that failed.
     """
 
     due: Mapping[int, Due]
@@ -45,32 +47,32 @@ class Source(NamedTuple):
 
 
 class Statistics(Protocol):
-    """Which matrices there are, and what their statistics are made of."""
+    """Defines the matrices of each parameter, and M of an update of their statistics."""
 
-    # What checkpoints call them.
+    # Name of the statistics in checkpoints.
     name: str
-    # Whether gradients may be put together of rows that are on several ranks.
+    # True if gradients may be assembled from rows on several ranks.
     takes_shards: bool
 
     def adopt(self, params: Collection[Tensor]) -> None:
-        """Learn which parameters are optimized and may be preconditioned."""
+        """Register the parameters that are optimized and may be preconditioned."""
 
     def route(self, p: Tensor, config: Config) -> Blocking | str:
-        """How a parameter is cut, or why it is left to the base optimizer."""
+        """Return how a parameter is cut, or why it is left to the base optimizer."""
 
     def matrices(
         self, params: Sequence[Tensor], planned: Container[Tensor], grads: list[Tensor]
     ) -> AbstractContextManager[list[Tensor]]:
-        """The gradients as they are preconditioned; what stands there in the end is written back.
+        """Provide the gradients of matrices; at the end, write them back to the gradients.
 
         Args:
             params: The parameters of the step.
-            planned: Those that are preconditioned.
-            grads: Their gradients, one each.
+            planned: The parameters that are preconditioned.
+            grads: The gradient of each parameter.
         """
 
     def source(self, part: DevicePart, due: Mapping[int, Due]) -> Source:
-        """What an update takes.
+        """Return M for an update.
 
         Args:
             part: The device's part of the step.
@@ -79,10 +81,25 @@ class Statistics(Protocol):
 
     @property
     def collects(self) -> bool:
-        """Whether something must be collected before the step at which it is needed."""
+        """True if data must be collected before the step that needs them."""
 
     def expect(self, params: Iterable[Tensor]) -> None:
-        """Say whose statistics the next step will need; what was collected is dropped."""
+        """Drop collected data, and collect for these parameters, which the next step updates."""
 
     def counts(self) -> dict[str, int]:
-        """What went wrong how often, for ``diagnostics``."""
+        """Return counters of failures, for ``diagnostics``."""
+
+
+def zeros_for(parts: Sequence[Part], device: torch.device) -> Tensor:
+    """Allocate M of a batch, with zeros."""
+    n, rows = order_of(parts), sum(part.rows.stop - part.rows.start for part in parts)
+    return torch.zeros(rows, n, n, dtype=torch.float32, device=device)
+
+
+def rows_in_batch(parts: Iterable[Part]) -> Iterator[tuple[Part, slice]]:
+    """Yield the parts of a batch, each with its rows in the batch."""
+    start = 0
+    for part in parts:
+        stop = start + part.rows.stop - part.rows.start
+        yield part, slice(start, stop)
+        start = stop

@@ -8,10 +8,9 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
-from kronbit.blocks.batches import Part, order_of
+from kronbit.blocks.batches import Part
 from kronbit.blocks.blocking import Blocking, route
 from kronbit.blocks.gradients import GradientBlocks
 from kronbit.blocks.groups import DeviceStacks, Due
@@ -19,14 +18,14 @@ from kronbit.config import Config
 from kronbit.distributed.sharding import local
 from kronbit.gpu.norms import Measured
 from kronbit.linalg.products import multiply, operand
-from kronbit.statistics.base import DevicePart, Source
+from kronbit.statistics.base import DevicePart, Source, rows_in_batch, zeros_for
 
 if TYPE_CHECKING:
     from kronbit.gpu.outer_products import OuterProducts
 
 
 class GradientStatistics:
-    """Every parameter is cut into blocks by itself; M is made of the step's gradient alone."""
+    """Cuts each parameter into blocks; M is computed from the gradient of the step."""
 
     name = "gradients"
     collects = False
@@ -45,26 +44,29 @@ class GradientStatistics:
         self.__dict__.update(state, _tables=weakref.WeakKeyDictionary())
 
     def adopt(self, params: Collection[Tensor]) -> None:
-        """Nothing to do: shapes say it all."""
+        """Do nothing: shapes suffice."""
 
     def route(self, p: Tensor, config: Config) -> Blocking | str:
-        """How a parameter is cut, or why it is left to the base optimizer."""
+        """Return how a parameter is cut, or why it is left to the base optimizer."""
         return route(tuple(local(p).shape if config.blocks == "local" else p.shape), config)
 
     def matrices(
         self, params: Sequence[Tensor], planned: Container[Tensor], grads: list[Tensor]
     ) -> AbstractContextManager[list[Tensor]]:
-        """The gradients themselves."""
+        """Provide the gradients themselves."""
         return nullcontext(grads)
 
     def source(self, part: DevicePart, due: Mapping[int, Due]) -> Source:
-        """What an update takes."""
+        """Return M for an update."""
         return Source(due, self.outer_products(part.stacks, part.measured, due))
 
     def outer_products(
         self, stacks: DeviceStacks, measured: Measured, due: Mapping[int, Due]
     ) -> Callable[[Sequence[Part]], Tensor]:
-        """What finds M of a batch: by kernels, if they can read all gradients that are due."""
+        """Return a function that computes M of a batch.
+
+        It uses kernels if they can read all gradients that are due.
+        """
         addresses, members = measured.addresses, stacks.members
         if addresses is not None and all(map(addresses.values.__getitem__, due)):
             from kronbit.gpu.outer_products import OuterProducts
@@ -75,27 +77,24 @@ class GradientStatistics:
         return partial(_by_torch, GradientBlocks(members, measured.grads), measured.finite)
 
     def expect(self, params: Iterable[Tensor]) -> None:
-        """Nothing to do: gradients are there anyway."""
+        """Do nothing: every step has its gradients."""
 
     def counts(self) -> dict[str, int]:
-        """Nothing can go wrong."""
+        """Return no counters: nothing can fail."""
         return {}
 
 
 def _by_torch(blocks: GradientBlocks, finite: Tensor, parts: Sequence[Part]) -> Tensor:
-    n, count = order_of(parts), sum(part.rows.stop - part.rows.start for part in parts)
-    M = torch.zeros(count, n, n, dtype=torch.float32, device=finite.device)
-    start = 0
-    for part in parts:
-        here = slice(start, start + part.rows.stop - part.rows.start)
-        start = here.stop
-        trusted = finite[part.group.owner[part.rows]]
+    """Compute M of a batch in torch. M of a gradient that is not finite is zero."""
+    M = zeros_for(parts, finite.device)
+    for part, rows in rows_in_batch(parts):
+        n, trusted = part.factors.order, finite[part.group.owner[part.rows]]
         G = blocks.gather(part.group, part.rows)
         G.masked_fill_(~trusted[:, None, None], 0.0)  # not a product: 0 times NaN is NaN
         g = operand(G.mT if part.right else G)
-        if part.factors.order == n:
-            multiply(g, g.mT, symmetric=True, out=M[here])
+        if n == M.shape[1]:
+            multiply(g, g.mT, symmetric=True, out=M[rows])
         else:
-            M[here, : part.factors.order, : part.factors.order] = multiply(g, g.mT, symmetric=True)
+            M[rows, :n, :n] = multiply(g, g.mT, symmetric=True)
         del G, g
     return M

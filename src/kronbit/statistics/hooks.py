@@ -1,4 +1,4 @@
-"""Hooks on layers, and when what they have seen is of no use any more."""
+"""Hooks that observe the inputs and outputs of layers."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from kronbit.statistics.layers import Layer
 
 
 class Watcher(Protocol):
-    """Whoever wants to see what goes in and out of layers."""
+    """Observes the inputs and outputs of layers."""
 
     def watch(self, layer: Layer, x: Tensor, output: Any) -> None:
-        """Look at a call of a layer in training mode, where gradients are enabled."""
+        """Observe a call of a layer in training mode, with gradients enabled."""
 
 
 def hooked(watcher: Watcher, layers: Iterable[Layer]) -> list[RemovableHandle]:
-    """Let a watcher see calls of layers; the handles end that."""
+    """Register hooks that report calls of layers to a watcher; return their handles."""
     return [
         layer.module.register_forward_hook(_Hook(watcher, layer), with_kwargs=True)
         for layer in layers
@@ -29,18 +29,18 @@ def hooked(watcher: Watcher, layers: Iterable[Layer]) -> list[RemovableHandle]:
 
 
 def given_up(layer: Layer) -> bool:
-    """Whether, at a call, the gradient is gone that earlier calls belonged to.
+    """Return True if, at a call, the gradient of earlier calls has been reset.
 
-    In the middle of a backward pass, where checkpointing calls a layer once more, the gradient may
-    not have arrived yet.
+    In a backward pass, in which checkpointing calls a layer again, the gradient may not have been
+    computed yet.
     """
     return layer.weight.grad is None and torch._C._current_graph_task_id() == -1
 
 
 class Kept:
-    """An input that is kept for the backward pass as autograd keeps its own.
+    """An input that is saved for the backward pass as autograd saves tensors.
 
-    So checkpointing can drop it and compute it once more, and offloading can move it.
+    Checkpointing can therefore drop and recompute it, and offloading can move it.
 
     Args:
         x: The input.
@@ -48,23 +48,23 @@ class Kept:
 
     def __init__(self, x: Tensor) -> None:
         keep: Callable[..., Tensor] = _Keep.apply
-        # Its node saves the input, and lives as long as it does.
+        # The output's node saves the input, and lives as long as the output.
         self._output = keep(torch.empty(0, requires_grad=True), x.detach())
 
     def get(self) -> Tensor | None:
-        """The input; ``None`` if it was written to since: the layer has seen something else."""
+        """Return the input, or None if it has been changed in place since the call."""
         try:
             (x,) = self._output.grad_fn.saved_tensors  # type: ignore[union-attr]
         except RuntimeError as error:
             if "modified by an inplace operation" in str(error):
                 return None
             raise
-        found: Tensor = x
-        return found
+        saved: Tensor = x
+        return saved
 
 
 class _Keep(torch.autograd.Function):
-    """A node of no graph, which only holds something."""
+    """A node outside of the model's graph, which holds a tensor."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, x: Tensor) -> Tensor:
@@ -77,18 +77,21 @@ class _Keep(torch.autograd.Function):
 
 
 class _Hook:
-    """Watches one layer for one watcher: on a copy of the layer there is nothing of it."""
+    """Reports calls of a layer to a watcher. Copies of the layer get no hook."""
 
     def __init__(self, watcher: Watcher, layer: Layer) -> None:
-        self._watcher, self._layer = weakref.ref(watcher), layer  # it may outlive its optimizer
+        self._watcher, self._layer = (
+            weakref.ref(watcher),
+            layer,
+        )  # the model may outlive the optimizer
 
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any
     ) -> None:
         watcher, weight = self._watcher(), self._layer.weight
-        # In a functional call, or pruned, a layer may have another weight.
-        own = module is self._layer.module and module._parameters.get("weight") is weight
-        if watcher is None or not own or not module.training or not weight.requires_grad:
+        # A functional call or pruning may give the layer another weight.
+        same = module is self._layer.module and module._parameters.get("weight") is weight
+        if watcher is None or not same or not module.training or not weight.requires_grad:
             return
         if torch.is_grad_enabled() and torch._C._functorch.peek_interpreter_stack() is None:
             x = args[0] if args else next(iter(kwargs.values()))
@@ -102,9 +105,9 @@ class _Hook:
 
 
 def _ignore(*_: Any) -> None:
-    """A hook that does nothing."""
+    """Do nothing, in place of a hook."""
 
 
 def _no_hook() -> Callable[..., None]:
-    """What stands for a hook in a pickled model."""
+    """Return what replaces a hook in a pickled model."""
     return _ignore

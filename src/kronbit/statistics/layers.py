@@ -1,14 +1,14 @@
-"""What a layer's matrix is, and what its inputs and output gradients are as rows.
+"""Layers as matrices, and their inputs and output gradients as rows.
 
-A layer is one matrix, or one per group of channels: [W | b], with the bias as the column of a
-constant input 1. Of a batch of examples, x is a row of the input and y a row of the gradient at the
-output; the gradient of the matrix is the sum of y xᵀ.
+A layer is one matrix [W | b], or one per group of channels, with the bias as the column of a
+constant input 1. For a batch of examples, x is a row of the input and y a row of the gradient at
+the output. The gradient of the matrix is the sum of y xᵀ.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -18,37 +18,37 @@ from torch.nn import functional
 
 
 class Kind(Protocol):
-    """A kind of layers."""
+    """A kind of layer."""
 
-    # Whether the matrix is stored with the inputs as its rows: then x belongs to L, y to R.
+    # True if the rows of the stored matrix are inputs. Then x belongs to L, and y to R.
     inputs_are_rows: bool
 
     def matrices(self, module: nn.Module) -> tuple[int, int, int]:
-        """(E, outputs, inputs) without the bias."""
+        """Return (E, outputs, inputs) without the bias."""
 
     def inputs(self, module: nn.Module, x: Tensor, size: int) -> Iterator[Tensor]:
-        """Rows of the input, (E, examples, positions, inputs), in pieces of ``size`` bytes."""
+        """Yield rows of the input, (E, examples, positions, inputs), ``size`` bytes at a time."""
 
     def outputs(self, module: nn.Module, y: Tensor) -> Tensor:
-        """Rows of the gradient at the output, (E, examples, positions, outputs)."""
+        """Return rows of the gradient at the output, (E, examples, positions, outputs)."""
 
 
 class Linear:
-    """``nn.Linear``: the last axis holds features, all others but the first are positions."""
+    """``nn.Linear``: the last axis holds features, the axes between it and the first positions."""
 
     inputs_are_rows = False
 
     def matrices(self, module: nn.Module) -> tuple[int, int, int]:
-        """(1, outputs, inputs)."""
+        """Return (1, outputs, inputs)."""
         assert isinstance(module, nn.Linear)
         return 1, module.out_features, module.in_features
 
     def inputs(self, module: nn.Module, x: Tensor, size: int) -> Iterator[Tensor]:
-        """Rows of the input."""
-        yield _by_position(x)  # as it is, without a copy
+        """Yield the rows of the input at once, without a copy."""
+        yield _by_position(x)
 
     def outputs(self, module: nn.Module, y: Tensor) -> Tensor:
-        """Rows of the gradient at the output."""
+        """Return the rows of the gradient at the output."""
         return _by_position(y)
 
 
@@ -58,28 +58,28 @@ class TransposedLinear(Linear):
     inputs_are_rows = True
 
     def matrices(self, module: nn.Module) -> tuple[int, int, int]:
-        """(1, outputs, inputs)."""
+        """Return (1, outputs, inputs)."""
         assert isinstance(module.weight, Tensor)
         inputs, outputs = module.weight.shape
         return 1, outputs, inputs
 
 
 class Conv2d:
-    """``nn.Conv2d``: x is a patch of the input, and there is a matrix per group of channels."""
+    """``nn.Conv2d``: x is a patch of the input, and each group of channels has a matrix."""
 
     inputs_are_rows = False
 
     def matrices(self, module: nn.Module) -> tuple[int, int, int]:
-        """(groups, outputs, inputs of a patch)."""
+        """Return (groups, outputs, inputs of a patch)."""
         assert isinstance(module, nn.Conv2d)
         outputs = module.out_channels // module.groups
         return module.groups, outputs, module.weight[0].numel()
 
     def inputs(self, module: nn.Module, x: Tensor, size: int) -> Iterator[Tensor]:
-        """Patches of the input."""
+        """Yield the patches of the input, a few images at a time."""
         assert isinstance(module, nn.Conv2d)
         x = x.unsqueeze(0) if x.dim() == 3 else x
-        # As the layer does it, for paddings that are words or not zeros.
+        # Pad as the layer does, for padding modes and for padding given by name.
         mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
         x = functional.pad(x, module._reversed_padding_repeated_twice, mode=mode)
         shape = module.kernel_size, module.dilation, 0, module.stride
@@ -89,13 +89,13 @@ class Conv2d:
                 x.shape[-2:], module.kernel_size, module.dilation, module.stride, strict=True
             )
         )
-        one = x.shape[1] * math.prod(module.kernel_size) * places  # elements of an image's patches
-        for piece in x.split(max(1, size // (8 * one))):
+        elements = x.shape[1] * math.prod(module.kernel_size) * places  # of an image's patches
+        for piece in x.split(max(1, size // (8 * elements))):
             patches = functional.unfold(piece.float(), *shape)
             yield patches.unflatten(1, (module.groups, -1)).permute(1, 0, 3, 2)
 
     def outputs(self, module: nn.Module, y: Tensor) -> Tensor:
-        """The gradient at every place of the output."""
+        """Return the gradient at each place of the output."""
         assert isinstance(module, nn.Conv2d)
         y = y.unsqueeze(0) if y.dim() == 3 else y
         rows: Tensor = y.flatten(2).unflatten(1, (module.groups, -1)).permute(1, 0, 3, 2)
@@ -103,24 +103,26 @@ class Conv2d:
 
 
 def _by_position(x: Tensor) -> Tensor:
-    """(examples, ..., features) -> (1, examples, positions, features); one example alone, too."""
+    """Convert (examples, ..., features) or (features,) to (1, examples, positions, features)."""
     x = x.unsqueeze(0) if x.dim() == 1 else x
     x = x.unsqueeze(1) if x.dim() == 2 else x
     return x.flatten(1, -2).unsqueeze(0)
 
 
-def pieces_of(one: Tensor, size: int) -> int:
-    """How many rows like one may be taken at once, in float32 and copied once."""
-    return max(1, size // max(1, 8 * one.numel()))
+def pieces_of(row: Tensor, size: int) -> int:
+    """Return how many rows fit into ``size`` bytes, in float32 and copied once."""
+    return max(1, size // max(1, 8 * row.numel()))
 
 
 def kind_of(module: nn.Module) -> Kind | None:
-    """What a module is, if its weight has statistics."""
+    """Return the kind of a layer, or None if a module has no statistics."""
     if isinstance(module, nn.Linear):
         return Linear()
     if isinstance(module, nn.Conv2d):
         return Conv2d()
-    named = type(module).__name__ == "Conv1D" and hasattr(module, "nf")  # not a dependency of ours
+    named = type(module).__name__ == "Conv1D" and hasattr(
+        module, "nf"
+    )  # of transformers, which may not be installed
     return TransposedLinear() if named else None
 
 
@@ -129,13 +131,13 @@ class Layer:
     """A module with a matrix [W | b].
 
     Attributes:
-        name: The module's name in the model.
+        name: Name of the module in the model.
         module: The module.
-        kind: What it is.
+        kind: Its kind.
         weight: W.
-        bias: b, if it is trained.
-        sides: (E, outputs, inputs), the bias included.
-        matrices: (E, M, N), the same as it is stored.
+        bias: b, or None if it is not trained.
+        sides: (E, outputs, inputs), including the bias.
+        matrices: (E, M, N), the shape of the stored matrices.
     """
 
     name: str
@@ -153,16 +155,16 @@ class Layer:
         self.matrices = (E, inputs, outputs) if self.kind.inputs_are_rows else self.sides
 
     def join(self, grad: Tensor) -> Tensor:
-        """The gradient of [W | b], (E, M, N), of that of W."""
+        """Return the gradient of [W | b], (E, M, N), given the gradient of W."""
         assert self.bias is not None
         E, M, N = self.matrices
-        own = self.bias.grad if self.bias.grad is not None else torch.zeros_like(self.bias)
+        bias = self.bias.grad if self.bias.grad is not None else torch.zeros_like(self.bias)
         if self.kind.inputs_are_rows:
-            return torch.cat([grad, own.unsqueeze(0)]).unsqueeze(0)
-        return torch.cat([grad.reshape(E, M, N - 1), own.view(E, M, 1)], -1)
+            return torch.cat([grad, bias.unsqueeze(0)]).unsqueeze(0)
+        return torch.cat([grad.reshape(E, M, N - 1), bias.view(E, M, 1)], -1)
 
     def separated(self, joined: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """The gradients of W and b, where there is one, each with what is to be written to it."""
+        """Yield the gradients of W and b, if they exist, each with its part of the joined one."""
         assert self.bias is not None
         if self.kind.inputs_are_rows:
             weight, bias = joined[0, :-1], joined[0, -1]
@@ -171,3 +173,44 @@ class Layer:
         for p, part in ((self.weight, weight), (self.bias, bias)):
             if p.grad is not None:
                 yield p.grad, part.reshape(p.shape)
+
+
+def find_layers(
+    model: nn.Module, params: Collection[Tensor]
+) -> tuple[dict[Tensor, Layer], dict[Tensor, str]]:
+    """Find the layers of parameters by their weights.
+
+    Returns:
+        The layers, and the reasons why other weights are left to F.
+
+    Raises:
+        ValueError: If a layer does not know its shape yet.
+    """
+    users: dict[Tensor, list[str]] = {}
+    uncalled: set[nn.Module] = set()
+    for name, module in model.named_modules():
+        for p in module.parameters(recurse=False):
+            users.setdefault(p, []).append(name)
+        if isinstance(module, nn.MultiheadAttention):
+            uncalled.add(module.out_proj)  # attention uses its weight alone
+    wanted = set(params)
+    unshared = {p for p in wanted if len(users.get(p, ())) == 1}
+    layers: dict[Tensor, Layer] = {}
+    reasons: dict[Tensor, str] = {}
+    for name, module in model.named_modules():
+        kind, weight = kind_of(module), module._parameters.get("weight")
+        if kind is None or weight is None or weight not in wanted:
+            continue
+        if nn.parameter.is_lazy(weight):
+            raise ValueError(f"{name} does not know its shape yet: call the model once before")
+        if len(users[weight]) > 1:
+            reasons[weight] = f"shared by {', '.join(users[weight])}"
+        elif module in uncalled:
+            reasons[weight] = "nn.MultiheadAttention does not call it"
+        else:
+            bias = module._parameters.get("bias")
+            # A bias that is frozen alone stays frozen. With its weight, it may be trained later.
+            frozen = bias is not None and weight.requires_grad and not bias.requires_grad
+            bias = None if bias not in unshared or frozen else bias
+            layers[weight] = Layer(name, module, kind, weight, bias)
+    return layers, reasons

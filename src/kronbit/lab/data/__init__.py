@@ -1,6 +1,7 @@
-"""Data: what is trained on at each step is a function of seed, step and rank alone.
+"""Data sets. The batch of a step is a function of seed, step and rank.
 
-So a resumed run needs no state of it, and all optimizers of a comparison see the same.
+A resumed run therefore needs no state of the data, and all optimizers of a comparison get the same
+batches.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ class Data(Protocol):
     """A training set and a held-out set.
 
     Attributes:
-        classifies: Whether targets are classes of whole examples, else the next tokens.
-        examples: How many there are per epoch.
-        outputs: How many classes, or one more than the largest token.
+        classifies: True if targets are classes of examples, False if they are the next tokens.
+        examples: Number of examples per epoch.
+        outputs: Number of classes, or one more than the largest token.
     """
 
     classifies: bool
@@ -37,10 +38,10 @@ class Data(Protocol):
     outputs: int
 
     def batch(self, step: int) -> Pair:
-        """Inputs and targets of a step: this rank's part, on the device."""
+        """Return this rank's inputs and targets of a step, on the device."""
 
     def held_out(self) -> Iterator[Pair]:
-        """Inputs and targets for evaluation: this rank's part, in order, on the device."""
+        """Yield this rank's inputs and targets for evaluation, in order, on the device."""
 
 
 SETS: Mapping[str, Callable[..., Data]] = {
@@ -65,20 +66,20 @@ def open_data(
     ranks: int = 1,
     holdout: float = 0.0,
 ) -> Data:
-    """The data of a recipe.
+    """Open the data set of a recipe.
 
     Args:
-        options: ``name``, and what the set takes.
-        folder: Where downloaded sets are.
+        options: ``name``, and the options of that set.
+        folder: Folder with downloaded sets.
         batch: Examples per step, over all ranks.
-        seed: Of order and augmentation.
-        device: Where batches are wanted.
-        rank: Whose part.
-        ranks: Of how many.
-        holdout: Share of the training set that takes the place of the held-out set.
+        seed: Seed of order and augmentation.
+        device: Device of the batches.
+        rank: Rank of this process.
+        ranks: Number of ranks.
+        holdout: Share of the training set that replaces the held-out set.
 
     Raises:
-        LabError: If there is no such set, or its files are missing.
+        LabError: If the set does not exist, or its files are missing.
     """
     given = dict(options)
     name = given.pop("name")

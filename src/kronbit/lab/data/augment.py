@@ -1,7 +1,7 @@
 """Augmentation of batches of images, on their device.
 
-Nothing loops over images and the host waits for nothing. All randomness comes from a generator that
-is given, on the same device: so a batch is a function of its seed.
+There is no loop over images, and the host never waits for the device. All randomness comes from the
+caller's generator, so an augmented batch is a function of its seed.
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ from torch.nn import functional
 from kronbit.lab.data import image_operations
 from kronbit.lab.errors import LabError
 
-ERASED_AREA = (0.02, 1 / 3)  # of the image; Zhong et al. 2020
-ERASED_RATIO = 1 / 0.3  # of the sides, at most
+ERASED_AREA = (0.02, 1 / 3)  # shares of the image's area; Zhong et al. 2020
+ERASED_RATIO = 1 / 0.3  # maximum ratio of the sides
 _SHARES = ("erase", "mix_probability", "smoothing")
-# Uniform numbers per image for: the place, the policy, erasing, mixing.
+# Uniform numbers per image for placing, the policy, erasing and mixing.
 _DRAWS = (3, image_operations.DRAWS, 5, 4)
 
 
 @dataclass(frozen=True)
 class Augmentation:
-    """What happens to training images, in this order; without options, only the normalisation.
+    """Augmentations of training images, in this order. The default is only to normalise.
 
     Attributes:
-        crop: Width of a border of zeros; a part of the old size is cut out.
-        flip: Whether half of the images are mirrored.
+        crop: Width of a border of zeros, from which an image of the old size is cut out.
+        flip: True to mirror half of the images.
         policy: ``rand`` (RandAugment), ``auto`` (AutoAugment's policy for CIFAR-10), or ``None``.
-        erase: Probability with which a rectangle becomes noise.
-        mixup: Images are mixed with shares of Beta(mixup, mixup); 0 for never.
-        cutmix: Rectangles of other images are pasted, their areas of Beta(cutmix, cutmix); 0 for
-            never. With both, each image has one of the two.
-        mix_probability: With which an image is mixed at all.
-        smoothing: Of the targets of mixed batches; that of plain labels is left to the loss.
+        erase: Probability that a rectangle becomes noise.
+        mixup: Parameter of Beta(mixup, mixup), the share with which images are mixed; 0 for never.
+        cutmix: Parameter of Beta(cutmix, cutmix), the area of rectangles that are pasted from other
+            images; 0 for never. If both are set, each image is mixed in one of the two ways.
+        mix_probability: Probability that an image is mixed.
+        smoothing: Label smoothing of mixed batches. The loss smooths plain labels.
     """
 
     crop: int = 0
@@ -74,14 +74,14 @@ class Augmentation:
         Args:
             images: (b, c, h, w), from 0 to 255, bytes or floats.
             labels: (b,), int64.
-            generator: On the device of the images.
-            mean: (c,), of 1.
-            std: (c,), of 1.
-            classes: How many there are.
+            generator: Generator on the device of the images.
+            mean: Mean of each channel (c,), for values from 0 to 1.
+            std: Standard deviation of each channel (c,), for values from 0 to 1.
+            classes: Number of classes.
 
         Returns:
-            Normalised images in float32, and targets: the labels, or probabilities (b, classes)
-            where images are mixed.
+            Normalised images in float32, and targets: the labels, or, if images are mixed,
+            probabilities (b, classes).
         """
         rows = torch.rand(sum(_DRAWS), len(images), generator=generator, device=images.device)
         placing, policy, erasing, mixing = rows.split(_DRAWS)
@@ -98,7 +98,7 @@ class Augmentation:
         return x, labels
 
     def _placed(self, images: Tensor, drawn: Tensor) -> Tensor:
-        """Cut out and mirrored, by one lookup."""
+        """Crop and mirror images, by one lookup."""
         if not (self.crop or self.flip):
             return images
         b, c, h, w = images.shape
@@ -113,11 +113,12 @@ class Augmentation:
         return images[image, channel, y, x]
 
     def _erased(self, x: Tensor, drawn: Tensor, generator: torch.Generator) -> Tensor:
+        """Replace a rectangle of some images by noise."""
         sides = _column(tuple(x.shape[2:]), x.device)
         low, high = ERASED_AREA
         area = (drawn[0] * (high - low) + low) * (x.shape[2] * x.shape[3])
         span = 2 * math.log(ERASED_RATIO)
-        # of height to width, and of width to height
+        # height to width, and width to height
         ratio = ((drawn[1] - 0.5) * _column((span, -span), x.device)).exp_()
         size = (ratio * area).sqrt_().round_().clamp_(min=1).minimum(sides)
         start = (drawn[2:4] * (sides + 1 - size)).floor_()
@@ -128,20 +129,20 @@ class Augmentation:
     def _mixed(
         self, x: Tensor, labels: Tensor, classes: int, drawn: Tensor, generator: torch.Generator
     ) -> tuple[Tensor, Tensor]:
-        """Each image with the one as far from the batch's end as it is from its start."""
+        """Mix each image with its counterpart in the reversed batch."""
         pastes = drawn[0] < (0.5 if self.mixup and self.cutmix else float(self.cutmix > 0))
-        # Beta(a, a) is one gamma variable's share of two; torch's own Beta takes no generator.
+        # Beta(a, a) is X / (X + Y) for two gamma variables; torch's Beta takes no generator.
         shape = (pastes * (self.cutmix - self.mixup) + self.mixup).repeat(2, 1)
         gamma = torch._standard_gamma(shape, generator=generator)
         first, second = gamma.clamp_(min=torch.finfo(gamma.dtype).tiny)
-        own = torch.where(drawn[1] < self.mix_probability, first / (first + second), 1.0)
-        # A rectangle of the other image's share of the area, about some pixel; empty for mixup.
+        kept = torch.where(drawn[1] < self.mix_probability, first / (first + second), 1.0)
+        # The rectangle has the other image's share of the area; it is empty for mixup.
         sides = _column(tuple(x.shape[2:]), x.device)
-        half = ((1 - own).sqrt_() * pastes * sides).div_(2, rounding_mode="floor")
+        half = ((1 - kept).sqrt_() * pastes * sides).div_(2, rounding_mode="floor")
         centre = (drawn[2:4] * sides).floor_()
-        elsewhere = torch.where(pastes, 1.0, own).view(-1, 1, 1, 1)
+        elsewhere = torch.where(pastes, 1.0, kept).view(-1, 1, 1, 1)
         keep = torch.where(_within(x, centre - half, centre + half), 0.0, elsewhere)
-        share = keep.mean((1, 2, 3))  # rectangles may reach beyond the image
+        share = keep.mean((1, 2, 3))  # a rectangle may extend beyond the image
         rest = self.smoothing / classes
         targets = torch.full((len(x), classes), rest, dtype=x.dtype, device=x.device)
         targets.scatter_(1, labels[:, None], 1 - self.smoothing + rest)
@@ -149,14 +150,14 @@ class Augmentation:
 
 
 def _within(x: Tensor, start: Tensor, end: Tensor) -> Tensor:
-    """(b, 1, h, w): which pixels lie in each image's rectangle; its corners are (2, b)."""
+    """Return a mask (b, 1, h, w) of the pixels in each image's rectangle, with corners (2, b)."""
     (top, left), (bottom, right) = start[..., None, None, None], end[..., None, None, None]
     y, across = _count(x.shape[2], x.device)[:, None], _count(x.shape[3], x.device)
-    found: Tensor = (y >= top) & (y < bottom) & (across >= left) & (across < right)
-    return found
+    mask: Tensor = (y >= top) & (y < bottom) & (across >= left) & (across < right)
+    return mask
 
 
-# Kept on the device: to copy them there at each batch would make the host wait.
+# Cached on the device, as a copy to the device would make the host wait.
 
 
 @lru_cache

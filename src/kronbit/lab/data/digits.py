@@ -1,4 +1,4 @@
-"""scikit-learn's digits: 1,797 images of 8 x 8, nothing to download."""
+"""The digits of scikit-learn: 1,797 images of 8 x 8, without a download."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from kronbit.lab.data.augment import Augmentation
 from kronbit.lab.data.images import HeldImages, Setting
 from kronbit.lab.errors import LabError
 
-TRAINED = 1400  # the others are held out
+TRAINED = 1400  # the rest is held out
 
 
 def digits(setting: Setting, **augmentation: Any) -> HeldImages:
-    """The digits, of which 397 are held out, the same for every seed."""
+    """Open the digits. 397 of them are held out, the same for every seed."""
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:
-        raise LabError("the digits come with scikit-learn: pip install scikit-learn") from error
+        raise LabError("the digits are part of scikit-learn: pip install scikit-learn") from error
     pixels, labels = load_digits(return_X_y=True)
     order = torch.randperm(len(pixels), generator=torch.Generator().manual_seed(0))
-    # 0 to 16, spread over a byte's 0 to 240
+    # values from 0 to 16 become bytes from 0 to 240
     images = (torch.tensor(pixels)[order] * 15).to(torch.uint8).view(-1, 1, 8, 8)
     y = torch.tensor(labels)[order]
     return HeldImages(

@@ -1,4 +1,4 @@
-"""Large images in one folder per class, such as ImageNet: decoded by worker processes."""
+"""Large images in one folder per class, such as ImageNet, decoded by worker processes."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 
 
 class _Draw(NamedTuple):
-    """One image of one step."""
+    """An image of a step, and the seed of its augmentation."""
 
     image: int
     key: str
 
 
 class _Folder(Dataset[tuple[Tensor, int]]):
-    """Decodes and crops one image at a time; everything random comes from the draw's key."""
+    """Decodes and crops single images. All randomness comes from the key of the draw."""
 
     def __init__(
         self, files: list[tuple[Path, int]], image: int, jitter: float, whole: float
@@ -59,7 +59,7 @@ class _Folder(Dataset[tuple[Tensor, int]]):
         return torch.from_numpy(np.array(picture)).permute(2, 0, 1), label
 
     def _random_crop(self, picture: Image, chance: random.Random) -> Image:
-        """A part of 8 to 100 % of the area, at 3:4 to 4:3, scaled to the network's size."""
+        """Crop 8 to 100 % of the area, at a ratio of 3:4 to 4:3, and resize the crop."""
         width, height = picture.size
         w, h = min(width, height), min(width, height)
         for _ in range(10):
@@ -75,6 +75,7 @@ class _Folder(Dataset[tuple[Tensor, int]]):
         )
 
     def _jittered(self, picture: Image, chance: random.Random) -> Image:
+        """Change brightness, contrast and colour at random."""
         from PIL import ImageEnhance
 
         if self.jitter:
@@ -84,7 +85,7 @@ class _Folder(Dataset[tuple[Tensor, int]]):
         return picture
 
     def _centre(self, picture: Image) -> Image:
-        """The middle square of ``whole`` of the shorter side."""
+        """Crop the central square whose side is ``whole`` times the shorter side."""
         width, height = picture.size
         side = self.whole * min(width, height)
         left, top = (width - side) / 2, (height - side) / 2
@@ -94,7 +95,7 @@ class _Folder(Dataset[tuple[Tensor, int]]):
 
 
 class FolderImages:
-    """Batches of a folder, decoded ahead by workers."""
+    """Batches of a folder's images, which workers decode ahead of time."""
 
     classifies = True
 
@@ -111,35 +112,39 @@ class FolderImages:
         self._augment, self._workers, self.outputs = augmentation, workers, outputs
         self.examples = len(train)
         if setting.batch > self.examples:
-            raise LabError(f"batch={setting.batch} is more than the {self.examples} images there")
+            raise LabError(
+                f"batch={setting.batch} is larger than the {self.examples} training images: "
+                "--set batch=..."
+            )
         device = setting.device
         self._mean = torch.tensor(IMAGENET_MEAN, device=device)
         self._std = torch.tensor(IMAGENET_STD, device=device)
         self._next: tuple[int, Iterator[Any]] | None = None
 
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
-        """Inputs and targets of a step; steps are expected in order, others start anew."""
+        """Return inputs and targets of a step. A step out of order restarts the workers."""
         if self._next is None or self._next[0] != step:
             self._next = (step, iter(self._loader(self._train, self._draws(step))))
         try:
             images, labels = next(self._next[1])
-        except OSError as error:  # of a worker: its last line says which file
+        except OSError as error:  # from a worker: its last line names the file
             raise LabError(f"cannot read an image: {str(error).splitlines()[-1]}") from error
         self._next = (step + 1, self._next[1])
         return self._on_device(images, labels, self._augment, step)
 
     def _draws(self, step: int) -> Iterator[list[_Draw]]:
+        """Yield the draws of each step from ``step`` on."""
         setting = self._setting
         for at in range(step, 2**62):
             chosen = setting.indices(at, self.examples, torch.device("cpu")).tolist()
             yield [_Draw(index, f"{setting.seed} {at} {index}") for index in chosen]
 
     def held_out(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Inputs and targets for evaluation."""
+        """Yield inputs and targets for evaluation."""
         setting = self._setting
-        own = range(setting.rank, len(self._test), setting.ranks)
+        local = range(setting.rank, len(self._test), setting.ranks)
         share = max(1, setting.batch // setting.ranks)
-        batches = [list(own[i : i + share]) for i in range(0, len(own), share)]
+        batches = [list(local[i : i + share]) for i in range(0, len(local), share)]
         for images, labels in self._loader(self._test, batches):
             yield self._on_device(images, labels, Augmentation(), 0)
 
@@ -149,7 +154,8 @@ class FolderImages:
             batch_sampler=batches,
             num_workers=self._workers,
             pin_memory=self._setting.device.type == "cuda",
-            # Workers draw nothing at random: a seed of their own would move the training's.
+            # Workers use no random numbers. Without this, they would draw a seed from the global
+            # generator, which the training uses.
             generator=torch.Generator(),
         )
 
@@ -163,13 +169,14 @@ class FolderImages:
         return augment(images, labels, generator, self._mean, self._std, self.outputs)
 
 
-def _listed(folder: Path, classes: list[str]) -> list[tuple[Path, int]]:
-    found = []
-    for number, name in enumerate(classes):
-        for path in sorted((folder / name).iterdir()):
-            if path.suffix.lower() in (".jpeg", ".jpg", ".png"):
-                found.append((path, number))
-    return found
+def _list_images(folder: Path, classes: list[str]) -> list[tuple[Path, int]]:
+    """Return the images of each class, with their labels."""
+    return [
+        (path, label)
+        for label, name in enumerate(classes)
+        for path in sorted((folder / name).iterdir())
+        if path.suffix.lower() in (".jpeg", ".jpg", ".png")
+    ]
 
 
 def image_folder(
@@ -181,16 +188,16 @@ def image_folder(
     workers: int = 8,
     **augmentation: Any,
 ) -> FolderImages:
-    """Images under ``train/<class>/`` and ``val/<class>/``.
+    """Open images in ``train/<class>/`` and ``val/<class>/``.
 
     Args:
-        setting: For whom.
+        setting: Options that all data sets share.
         path: The folder, below the data folder.
-        image: Side of what the network sees.
-        jitter: Largest change of brightness, contrast and colour, of 1.
-        whole: Share of the shorter side that evaluation sees.
-        workers: Processes that decode.
-        **augmentation: Of ``Augmentation``.
+        image: Side of the network's inputs.
+        jitter: Maximum relative change of brightness, contrast and colour.
+        whole: Share of the shorter side that evaluation uses.
+        workers: Number of processes that decode images.
+        **augmentation: Options of ``Augmentation``.
     """
     folder = setting.folder / path
     if not ((folder / "train").is_dir() and (folder / "val").is_dir()):
@@ -198,12 +205,12 @@ def image_folder(
         raise missing(folder, layout, "https://image-net.org/download.php (ILSVRC 2012)")
     classes = sorted(entry.name for entry in (folder / "train").iterdir() if entry.is_dir())
     try:
-        parts = [_listed(folder / part, classes) for part in ("train", "val")]
+        parts = [_list_images(folder / part, classes) for part in ("train", "val")]
     except FileNotFoundError as error:
-        raise LabError(f"{folder}: a class of train/ is missing elsewhere: {error}") from error
+        raise LabError(f"{folder}: a class of train/ is missing in val/: {error}") from error
     if setting.holdout:
         divided = divide(torch.tensor([label for _, label in parts[0]]), setting.holdout)
-        parts = [[parts[0][place] for place in part.tolist()] for part in divided]
+        parts = [[parts[0][index] for index in part.tolist()] for part in divided]
     train, test = (_Folder(files, image, jitter, whole) for files in parts)
     return FolderImages(
         setting, train, test, len(classes), Augmentation(**augmentation), int(workers)

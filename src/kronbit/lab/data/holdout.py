@@ -1,4 +1,4 @@
-"""A part of the training set that is held out, to choose settings without the test set."""
+"""A held-out part of the training set, to choose settings without the test set."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from kronbit.lab.errors import LabError
 
 
 def divide(labels: Tensor, share: float) -> tuple[Tensor, Tensor]:
-    """Divide a training set; the result does not depend on a recipe's seed.
+    """Divide a training set. The result does not depend on the recipe's seed.
 
     Args:
         labels: Class of each example.
         share: Share of each class that is held out, rounded.
 
     Returns:
-        Indices of examples to train on, and of those held out, both in ascending order.
+        Indices of training examples and of held-out examples, both in ascending order.
 
     Raises:
-        LabError: If nothing is left on one of the two sides.
+        LabError: If one of the two parts is empty.
     """
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
     held = torch.zeros(len(labels), dtype=torch.bool)
-    for number in labels.unique():
-        members = order[labels[order] == number]
-        held[members[: round(share * len(members))]] = True
+    for label in labels.unique():
+        examples = order[labels[order] == label]
+        held[examples[: round(share * len(examples))]] = True
     if held.all() or not held.any():
         raise LabError(
             f"holdout={share} leaves {int((~held).sum())} of {len(labels)} examples for training: "

@@ -1,8 +1,8 @@
-"""Operations of AutoAugment and RandAugment on whole batches, each image with its own.
+"""Operations of AutoAugment and RandAugment on batches, with a different one for each image.
 
-They are those of PIL, on whole numbers from 0 to 255. All of an image's parameters come from one
-table: those that its operation does not name leave it as it is. So every operation runs on every
-image, there is no loop over images, and the host waits for nothing.
+They follow PIL, on whole numbers from 0 to 255. Every operation runs on every image, with the
+image's parameters from a table; parameters that do not belong to the image's operation are neutral.
+So there is no loop over images, and the host never waits for the device.
 """
 
 from __future__ import annotations
@@ -16,24 +16,25 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-# What images have that no operation has been applied to.
+# Neutral values of the parameters, which leave an image unchanged.
 NEUTRAL = {
     "shear_x": 0.0,  # these five come first, in this order
     "shear_y": 0.0,
-    "translate_x": 0.0,  # of the side
+    "translate_x": 0.0,  # share of the side
     "translate_y": 0.0,
     "turn": 0.0,  # radians, counterclockwise
-    "factor": 1.0,  # of the image, the rest is of what it is blended with: by default, black
+    "factor": 1.0,  # weight of the image; the rest is blended in, by default black
     "gray": 0.0,
     "mean": 0.0,
     "smooth": 0.0,
     "lost_bits": 0.0,
-    "threshold": 256.0,  # values from here on are inverted
+    "threshold": 256.0,  # values of at least this are inverted
     "autocontrast": 0.0,
     "equalize": 0.0,
 }
-# What an operation adds to them: always, times its strength, and times that with a random sign.
-# Strength 1 is the end of the range in AutoAugment's paper (Cubuk et al. 2019).
+# Terms that an operation adds to a parameter: a constant, a factor of the strength, and a factor of
+# the strength with a random sign. Strength 1 is the maximum in AutoAugment's paper (Cubuk et al.
+# 2019).
 OPERATIONS: dict[str, dict[str, tuple[float, float, float]]] = {
     "identity": {},
     "shear-x": {"shear_x": (0, 0, 0.3)},
@@ -53,10 +54,10 @@ OPERATIONS: dict[str, dict[str, tuple[float, float, float]]] = {
 }
 NAMES = tuple(OPERATIONS)
 
-# RandAugment (Cubuk et al. 2020): two of all operations but the last, at 9 of 10.
+# RandAugment (Cubuk et al. 2020): two of all operations except the last, at magnitude 9 of 10.
 RAND_OPERATIONS, RAND_STAGES, RAND_STRENGTH = len(NAMES) - 1, 2, 0.9
-# AutoAugment's policy for CIFAR-10, of its paper's appendix: one of these pairs for each image;
-# (operation, probability, magnitude of 0 to 9).
+# AutoAugment's policy for CIFAR-10, from the paper's appendix. Each image gets one of these pairs
+# of (operation, probability, magnitude from 0 to 9).
 AUTO = (
     (("invert", 0.1, 7), ("contrast", 0.2, 6)),
     (("rotate", 0.7, 2), ("translate-x", 0.3, 9)),
@@ -87,12 +88,12 @@ AUTO = (
 
 
 class Choice(NamedTuple):
-    """What happens to each image of a batch; all of shape (b,).
+    """The operation for each image of a batch; all tensors are of shape (b,).
 
     Attributes:
-        operation: Index in ``NAMES``.
-        strength: From 0 to 1.
-        signed: The same, or its negative.
+        operation: Index into ``NAMES``.
+        strength: Strength from 0 to 1.
+        signed: The strength with a random sign.
     """
 
     operation: Tensor
@@ -101,7 +102,7 @@ class Choice(NamedTuple):
 
 
 def rand(drawn: Tensor) -> Iterator[Choice]:
-    """RandAugment's choices, one after the other, by numbers (``DRAWS``, b)."""
+    """Yield RandAugment's choices, given uniform numbers (``DRAWS``, b)."""
     strength = torch.full_like(drawn[0], RAND_STRENGTH)
     for which, sign in drawn[: 2 * RAND_STAGES].view(RAND_STAGES, 2, -1):
         operation = (which * RAND_OPERATIONS).long()
@@ -109,7 +110,7 @@ def rand(drawn: Tensor) -> Iterator[Choice]:
 
 
 def auto(drawn: Tensor) -> Iterator[Choice]:
-    """AutoAugment's choices, as above."""
+    """Yield AutoAugment's choices, given uniform numbers (``DRAWS``, b)."""
     pairs = _auto_table(drawn.device).index_select(0, (drawn[0] * len(AUTO)).long())
     each = zip(pairs.permute(1, 2, 0), drawn[1:].view(2, 2, -1), strict=True)
     for (operation, probability, strength), (chance, sign) in each:
@@ -117,32 +118,32 @@ def auto(drawn: Tensor) -> Iterator[Choice]:
         yield Choice((operation * happens).long(), strength, strength.copysign(sign - 0.5))
 
 
-DRAWS = 5  # uniform numbers from [0, 1) for each image: as many as one of the policies takes
+DRAWS = 5  # uniform numbers in [0, 1) for each image, enough for either policy
 POLICIES: dict[str, Callable[[Tensor], Iterator[Choice]]] = {"rand": rand, "auto": auto}
 
 
 def apply(images: Tensor, choice: Choice, fill: Tensor) -> Tensor:
-    """Do to each image what was chosen for it.
+    """Apply to each image the operation that was chosen for it.
 
     Args:
         images: (b, c, h, w), whole numbers from 0 to 255 in float32.
         choice: Operations and strengths.
-        fill: (c,), what comes in from outside of the image.
+        fill: Colour (c,) outside of the image.
     """
     rows = _operation_table(images.device).index_select(0, choice.operation)
     values = torch.addcmul(rows[:, 0], rows[:, 1], choice.strength[:, None])
     values = torch.addcmul(values, rows[:, 2], choice.signed[:, None])[:, :, None, None]
-    own = dict(zip(NEUTRAL, values[:, :, None].unbind(1), strict=True))  # (b, 1, 1, 1) each
+    parameters = dict(zip(NEUTRAL, values[:, :, None].unbind(1), strict=True))  # (b, 1, 1, 1) each
     x = _move(images, values[:, 0:2], values[:, 2:4], values[:, 4:5], fill.view(-1, 1, 1))
-    x = _blend(x, own)
-    step = own["lost_bits"].round().exp2()
+    x = _blend(x, parameters)
+    step = parameters["lost_bits"].round().exp2()
     x = x.div(step, rounding_mode="floor") * step
-    x = torch.where(x < own["threshold"], x, 255 - x)
-    return _spread(x, own)
+    x = torch.where(x < parameters["threshold"], x, 255 - x)
+    return _spread(x, parameters)
 
 
 def _move(x: Tensor, shear: Tensor, translate: Tensor, turn: Tensor, fill: Tensor) -> Tensor:
-    """Shear about the corner, translate by whole pixels, turn about the centre; nearest pixels.
+    """Shear about the corner, translate by whole pixels, rotate about the centre; nearest pixels.
 
     Shears and translations are (b, 2, 1, 1), along x and along y.
     """
@@ -151,38 +152,38 @@ def _move(x: Tensor, shear: Tensor, translate: Tensor, turn: Tensor, fill: Tenso
     slope = torch.addcmul(shear, turn.sin(), frame.sign)
     place = torch.addcmul(torch.addcmul(start, turn.cos(), frame.along), slope, frame.beside)
     grid = (place * frame.scale).permute(0, 2, 3, 1)
-    # Outside there are zeros: what is sampled is the difference from the fill.
+    # Samples outside of the image are 0, so the difference from the fill is sampled.
     return functional.grid_sample(x - fill, grid, mode="nearest", align_corners=False) + fill
 
 
-def _blend(x: Tensor, own: dict[str, Tensor]) -> Tensor:
-    """Towards, or away from: black, gray, the mean gray, or the smoothed image."""
+def _blend(x: Tensor, parameters: dict[str, Tensor]) -> Tensor:
+    """Blend with black, gray, the mean gray or the smoothed image; or extrapolate away from it."""
     gray = x
     if x.shape[1] == 3:  # PIL's integer weights
         weighted = (x * _gray_weights(x.device)).sum(1, keepdim=True)
         gray = (weighted + 32768).div(65536, rounding_mode="floor")
     mean = (gray.mean((1, 2, 3), keepdim=True) + 0.5).floor()
-    smooth = x.clone()  # the border stays
+    smooth = x.clone()  # the border is not smoothed
     inner = smooth[:, :, 1:-1, 1:-1]
     around = functional.avg_pool2d(x, 3, 1, divisor_override=1)
     inner.copy_(around.add_(inner, alpha=4).add_(6).div_(13, rounding_mode="floor"))
-    other = torch.addcmul(gray * own["gray"], mean, own["mean"])
-    other = torch.addcmul(other, smooth, own["smooth"])
-    return torch.addcmul(other, x - other, own["factor"]).clamp_(0, 255).floor_()
+    other = torch.addcmul(gray * parameters["gray"], mean, parameters["mean"])
+    other = torch.addcmul(other, smooth, parameters["smooth"])
+    return torch.addcmul(other, x - other, parameters["factor"]).clamp_(0, 255).floor_()
 
 
-def _spread(x: Tensor, own: dict[str, Tensor]) -> Tensor:
-    """Stretch each channel to 0 and 255, or make all values equally frequent."""
+def _spread(x: Tensor, parameters: dict[str, Tensor]) -> Tensor:
+    """Stretch each channel to 0 and 255, or equalise its histogram."""
     flat = x.flatten(2)
     low, high = flat.aminmax(dim=2, keepdim=True)
-    span = (high - low) * own["autocontrast"].squeeze(1)
+    span = (high - low) * parameters["autocontrast"].squeeze(1)
     stretched = ((flat - low) * 255).div_(span.clamp(min=1), rounding_mode="floor")
     index = flat.long()
     counts = x.new_zeros(*x.shape[:2], 256).scatter_(2, index, 1.0, reduce="add")
     brightest = counts.gather(2, high.long())
     step = (flat.shape[2] - brightest).div_(255, rounding_mode="floor")
-    step = step * own["equalize"].squeeze(1)
-    # Pixels that are darker than a value, and half a step, in steps.
+    step = step * parameters["equalize"].squeeze(1)
+    # The number of darker pixels and half a step, measured in steps.
     level = torch.add(counts.cumsum(2) - counts, step, alpha=0.5)
     level = level.div_(step.clamp(min=1), rounding_mode="floor").clamp_(max=255)
     flat = torch.where(span > 0, stretched, flat)
@@ -190,17 +191,17 @@ def _spread(x: Tensor, own: dict[str, Tensor]) -> Tensor:
 
 
 class _Frame(NamedTuple):
-    """Where pixels are from the centre, for x and for y; (2, 1, 1) or (2, h, w)."""
+    """Positions of pixels relative to the centre, for x and y: (2, 1, 1) or (2, h, w)."""
 
     sides: Tensor
     half_of_other: Tensor
-    scale: Tensor  # of pixels in half sides
+    scale: Tensor  # from pixels to half sides
     sign: Tensor
     along: Tensor
     beside: Tensor
 
 
-# Tables are kept on the device: to copy them there at each batch would make the host wait.
+# Tables are cached on the device, as a copy to the device would make the host wait.
 
 
 @lru_cache
@@ -215,7 +216,7 @@ def _frame(h: int, w: int, device: torch.device) -> _Frame:
 
 @lru_cache
 def _operation_table(device: torch.device) -> Tensor:
-    """(operations, 3, parameters)."""
+    """Return a table (operations, 3, parameters)."""
     rows = []
     for changes in OPERATIONS.values():
         added = [changes.get(name, (0, 0, 0)) for name in NEUTRAL]
@@ -226,7 +227,7 @@ def _operation_table(device: torch.device) -> Tensor:
 
 @lru_cache
 def _auto_table(device: torch.device) -> Tensor:
-    """(pairs, 2, 3): operation, probability, strength."""
+    """Return a table (pairs, 2, 3) of operation, probability and strength."""
     rows = [[(NAMES.index(name), p, level / 9) for name, p, level in pair] for pair in AUTO]
     return torch.tensor(rows, dtype=torch.float32, device=device)
 

@@ -1,4 +1,4 @@
-"""Images that are held on the device, and augmented there."""
+"""Images that are stored and augmented on the device."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from kronbit.lab.data.holdout import divide
 from kronbit.lab.errors import LabError
 from kronbit.lab.randomness import seed_of
 
-EVALUATED_AT_ONCE = 500
+EVALUATED_AT_ONCE = 500  # images
 
 
 @dataclass(frozen=True)
 class Setting:
-    """For whom data are opened; see ``open_data``."""
+    """Options that all data sets share; see ``open_data``."""
 
     folder: Path
     batch: int
@@ -31,46 +31,46 @@ class Setting:
     holdout: float = 0.0
 
     def generator(self, step: int, device: torch.device | str = "cpu") -> torch.Generator:
-        """Randomness of this rank at a step."""
+        """Return the random generator of this rank at a step."""
         return torch.Generator(device).manual_seed(seed_of("batch", self.seed, step, self.rank))
 
     def order(self, epoch: int, examples: int) -> Tensor:
-        """The order of an epoch: the same on all ranks."""
+        """Return the order of examples in an epoch, which is the same on all ranks."""
         generator = torch.Generator().manual_seed(seed_of("order", self.seed, epoch))
         return torch.randperm(examples, generator=generator)
 
-    def own(self, drawn: Tensor) -> Tensor:
-        """This rank's part of a batch."""
+    def local(self, batch: Tensor) -> Tensor:
+        """Return this rank's part of a batch."""
         share = self.batch // self.ranks
-        return drawn[self.rank * share : (self.rank + 1) * share]
+        return batch[self.rank * share : (self.rank + 1) * share]
 
     def indices(self, step: int, examples: int, device: torch.device) -> Tensor:
-        """Which examples this rank takes at a step; an epoch ends with its last whole batch."""
+        """Return the indices of this rank's examples. An epoch ends with its last full batch."""
         per_epoch = examples // self.batch
-        epoch, place = divmod(step, per_epoch)
+        epoch, position = divmod(step, per_epoch)
         order = _cached_order(self, epoch, examples, device)
-        return self.own(order[place * self.batch : (place + 1) * self.batch])
+        return self.local(order[position * self.batch : (position + 1) * self.batch])
 
 
 @lru_cache(maxsize=2)
 def _cached_order(setting: Setting, epoch: int, examples: int, device: torch.device) -> Tensor:
     order = setting.order(epoch, examples)
     if device.type == "cuda":
-        order = order.pin_memory()  # or the host would wait
+        order = order.pin_memory()  # otherwise the host would wait
     return order.to(device, non_blocking=True)
 
 
 class HeldImages:
-    """Images of one size as bytes on the device.
+    """Images of one size, stored as bytes on the device.
 
     Args:
-        setting: For whom.
-        train: (images uint8 (n, c, h, w), labels).
-        test: The same, held out.
-        outputs: How many classes.
-        augmentation: What is done to training images.
-        mean: Of each channel, of 1.
-        std: Of each channel, of 1.
+        setting: Options that all data sets share.
+        train: Training images, uint8 (n, c, h, w), and their labels.
+        test: Held-out images and labels.
+        outputs: Number of classes.
+        augmentation: Augmentation of training images.
+        mean: Mean of each channel, for values from 0 to 1.
+        std: Standard deviation of each channel, for values from 0 to 1.
     """
 
     classifies = True
@@ -96,24 +96,22 @@ class HeldImages:
         self.examples = len(self._images)
         if setting.batch > self.examples:
             raise LabError(
-                f"batch={setting.batch} is more than the {self.examples} training images: "
+                f"batch={setting.batch} is larger than the {self.examples} training images: "
                 "--set batch=..."
             )
 
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
-        """Inputs and targets of a step."""
+        """Return inputs and targets of a step."""
         chosen = self._setting.indices(step, self.examples, self._setting.device)
         generator = self._setting.generator(step, self._setting.device)
         images, labels = self._images[chosen], self._labels[chosen]
         return self._augment(images, labels, generator, self._mean, self._std, self.outputs)
 
     def held_out(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Inputs and targets for evaluation."""
+        """Yield inputs and targets for evaluation."""
         plain = Augmentation()
         rank, ranks = self._setting.rank, self._setting.ranks
-        images, labels = self._test_images[rank::ranks], self._test_labels[rank::ranks]
         generator = self._setting.generator(0, self._setting.device)
-        for some, own in zip(
-            images.split(EVALUATED_AT_ONCE), labels.split(EVALUATED_AT_ONCE), strict=True
-        ):
-            yield plain(some, own, generator, self._mean, self._std, self.outputs)
+        parts = (part[rank::ranks] for part in (self._test_images, self._test_labels))
+        for images, labels in zip(*(x.split(EVALUATED_AT_ONCE) for x in parts), strict=True):
+            yield plain(images, labels, generator, self._mean, self._std, self.outputs)

@@ -1,4 +1,4 @@
-"""Text as tokens: files of uint16, any text through a tokenizer, or what CPython brings."""
+"""Text as tokens: files of uint16, text files with a tokenizer, or the docs in CPython."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ if TYPE_CHECKING:
     Array = np.ndarray[Any, Any]
 
 ASCII = 128
-_LOOKED_AT = 50_000_000  # tokens whose ids are checked beforehand
+_LOOKED_AT = 50_000_000  # tokens whose ids are checked when data are opened
 
 
 class Tokens:
-    """Windows of a long row of tokens; the target is the next token.
+    """Windows of a long sequence of tokens. The target is the next token.
 
     Args:
-        setting: For whom.
-        train: The tokens, in memory or mapped.
-        test: Those held out; evaluated in windows side by side.
-        length: Of a window.
+        setting: Options that all data sets share.
+        train: The training tokens, in memory or memory-mapped.
+        test: The held-out tokens, which are evaluated in adjacent windows.
+        length: Length of a window.
         outputs: One more than the largest token, if known.
     """
 
@@ -53,29 +53,29 @@ class Tokens:
         self.outputs = outputs or 1 + max(int(test.max()), int(train[:_LOOKED_AT].max()))
 
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
-        """Inputs and targets of a step, at random places."""
+        """Return inputs and targets of a step, at random positions."""
         setting = self._setting
-        # The same starts on all ranks, of which each takes its part.
+        # All ranks draw the same starts, and each uses its part of them.
         generator = torch.Generator().manual_seed(seed_of("tokens", setting.seed, step))
         last = len(self._train) - self._length - 1
         starts = torch.randint(last + 1, (setting.batch,), generator=generator)
-        return self._windows(self._train, setting.own(starts))
+        return self._windows(self._train, setting.local(starts))
 
     def held_out(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Inputs and targets for evaluation."""
+        """Yield inputs and targets for evaluation."""
         setting = self._setting
         starts = torch.arange(0, len(self._test) - self._length, self._length)
         share = max(1, setting.batch // setting.ranks)
-        for some in starts[setting.rank :: setting.ranks].split(share):
-            yield self._windows(self._test, some)
+        for batch in starts[setting.rank :: setting.ranks].split(share):
+            yield self._windows(self._test, batch)
 
     def _windows(self, tokens: Array, starts: Tensor) -> tuple[Tensor, Tensor]:
-        places = starts[:, None] + torch.arange(self._length + 1)
-        found = torch.from_numpy(tokens[places.numpy()].astype("int64"))
+        positions = starts[:, None] + torch.arange(self._length + 1)
+        windows = torch.from_numpy(tokens[positions.numpy()].astype("int64"))
         if self._setting.device.type == "cuda":
-            found = found.pin_memory()
-        found = found.to(self._setting.device, non_blocking=True)
-        return found[:, :-1], found[:, 1:]
+            windows = windows.pin_memory()
+        windows = windows.to(self._setting.device, non_blocking=True)
+        return windows[:, :-1], windows[:, 1:]
 
 
 def _mapped(path: Path) -> Array:
@@ -91,13 +91,13 @@ def _mapped(path: Path) -> Array:
 
 
 def tokens(setting: Setting, train: str, val: str, length: int = 1024) -> Tokens:
-    """Files of uint16 tokens, memory-mapped.
+    """Open files of uint16 tokens, memory-mapped.
 
     Args:
-        setting: For whom.
-        train: A file, below the data folder.
-        val: The held-out one.
-        length: Tokens of a window.
+        setting: Options that all data sets share.
+        train: Training file, below the data folder.
+        val: Held-out file, below the data folder.
+        length: Tokens per window.
     """
     folder = setting.folder
     return Tokens(setting, _mapped(folder / train), _mapped(folder / val), int(length))
@@ -111,26 +111,26 @@ def text(
     held_out: float = 0.1,
     cache: str | None = None,
 ) -> Tokens:
-    """A text file.
+    """Open a text file.
 
     Args:
-        setting: For whom.
+        setting: Options that all data sets share.
         path: The file, below the data folder.
         tokenizer: ``bytes``, ``char`` (ASCII), or a tokenizer of transformers: a folder, or a name
-            that is in its cache already.
-        length: Tokens of a window.
-        held_out: Which share, at the end, is held out.
-        cache: A file, below the data folder, that keeps the tokens (``.npy``) and is memory-mapped;
-            written if it is not there or older than the text.
+            that is in its cache.
+        length: Tokens per window.
+        held_out: Share at the end of the text that is held out.
+        cache: A ``.npy`` file for the tokens, below the data folder. It is memory-mapped, and
+            written if it is missing or older than the text.
     """
     file = setting.folder / path
     if not file.is_file():
-        raise missing(file, "a text file", "wherever you like")
+        raise missing(file, "a text file", "any source")
     if cache is None:
         encoded, outputs = _encoded(_read(file), tokenizer)
     else:
         encoded, outputs = _cached(file, tokenizer, setting.folder / cache), None
-    return _parted(setting, encoded, int(length), float(held_out), outputs)
+    return _split_tokens(setting, encoded, int(length), float(held_out), outputs)
 
 
 def _read(file: Path) -> str:
@@ -140,60 +140,60 @@ def _read(file: Path) -> str:
         raise LabError(f"cannot read {file} as UTF-8 text: {error}") from error
 
 
-def _cached(file: Path, tokenizer: str, cache: Path) -> Array:
-    """Tokens in a file of their own, mapped; several ranks may write it, each a whole one."""
+def _cached(text_file: Path, tokenizer: str, cache: Path) -> Array:
+    """Return tokens from a memory-mapped cache. Ranks may write it at once: each replaces it."""
     import numpy as np
 
     try:
-        if not cache.is_file() or cache.stat().st_mtime < file.stat().st_mtime:
-            encoded, _ = _encoded(_read(file), tokenizer)
-            aside = cache.with_name(f"{cache.name}.{os.getpid()}.new")
-            with aside.open("wb") as opened:
-                np.save(opened, encoded)
-            os.replace(aside, cache)
-        found: Array = np.load(cache, mmap_mode="r")
+        if not cache.is_file() or cache.stat().st_mtime < text_file.stat().st_mtime:
+            encoded, _ = _encoded(_read(text_file), tokenizer)
+            temporary = cache.with_name(f"{cache.name}.{os.getpid()}.new")
+            with temporary.open("wb") as file:
+                np.save(file, encoded)
+            os.replace(temporary, cache)
+        cached: Array = np.load(cache, mmap_mode="r")
     except (OSError, ValueError) as error:
         raise LabError(f"cannot keep tokens in {cache}: {error}") from error
-    return found
+    return cached
 
 
 def pydoc(setting: Setting, length: int = 128, held_out: float = 0.1) -> Tokens:
-    """The Python reference that ``help()`` shows, character by character; in every CPython."""
+    """Open the reference of Python that ``help()`` shows, as characters. CPython contains it."""
     from pydoc_data.topics import topics
 
     joined = "\n".join(topics[name] for name in sorted(topics))
     encoded, outputs = _encoded(joined, "char")
-    return _parted(setting, encoded, int(length), float(held_out), outputs)
+    return _split_tokens(setting, encoded, int(length), float(held_out), outputs)
 
 
-def _parted(
+def _split_tokens(
     setting: Setting, encoded: Array, length: int, held_out: float, outputs: int | None
 ) -> Tokens:
     if not 0 < held_out < 1:
-        raise LabError(f"data.held_out is a share between 0 and 1; got {held_out}")
+        raise LabError(f"data.held_out must be a share between 0 and 1; got {held_out}")
     return Tokens(setting, *_divided(encoded, held_out), length, outputs)
 
 
 def _divided(tokens: Array, share: float) -> tuple[Array, Array]:
-    """The tokens without their end, and the end."""
+    """Split off a share of the tokens at the end."""
     first = len(tokens) - int(share * len(tokens))
     return tokens[:first], tokens[first:]
 
 
-def _encoded(found: str, tokenizer: str) -> tuple[Array, int | None]:
+def _encoded(content: str, tokenizer: str) -> tuple[Array, int | None]:
     import numpy as np
 
     if tokenizer == "char":
-        return np.frombuffer(found.encode("ascii", "replace"), dtype=np.uint8), ASCII
+        return np.frombuffer(content.encode("ascii", "replace"), dtype=np.uint8), ASCII
     if tokenizer == "bytes":
-        return np.frombuffer(found.encode("utf-8"), dtype=np.uint8), 256
+        return np.frombuffer(content.encode("utf-8"), dtype=np.uint8), 256
     try:
         from transformers import AutoTokenizer
 
-        own = AutoTokenizer.from_pretrained(tokenizer, local_files_only=True)
+        encode = AutoTokenizer.from_pretrained(tokenizer, local_files_only=True)
     except (ImportError, OSError, ValueError) as error:
         raise LabError(
             f"cannot open the tokenizer {tokenizer!r}: give bytes, char, or a folder with "
             f"tokenizer files ({' '.join(str(error).split())[:200]})"
         ) from error
-    return np.array(own(found)["input_ids"], dtype=np.uint32), len(own)
+    return np.array(encode(content)["input_ids"], dtype=np.uint32), len(encode)

@@ -1,4 +1,4 @@
-"""Several ranks walk as one process does."""
+"""Training on several ranks gives the results of one process."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def network() -> nn.Module:
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, world: int) -> None:
-    """Ten steps, with one pass each that is not synchronised; a rank has its part of a batch."""
+    """Take ten steps, each with one unsynchronised pass; a rank sees its share of every batch."""
     generator = torch.Generator().manual_seed(1)
     for _ in range(10):
         for last in (False, True):
@@ -50,71 +50,72 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, world: 
         optimizer.zero_grad()
 
 
-def train_on_a_rank(rank: int, name: str, options: dict[str, Any], equal: bool) -> list[Any]:
+def train_on_rank(rank: int, name: str, options: dict[str, Any], equal: bool) -> list[Any]:
+    """Return weights and state after training; with ``equal``, all ranks see whole batches."""
     model = network()
     optimizer = OPTIMIZERS[name](model.parameters(), **options)
     part = (0, 1) if equal else (rank, dist.get_world_size())
     train(DistributedDataParallel(model), optimizer, *part)
     state = optimizer.state_dict()["state"]
-    leaves = [leaf for own in state.values() for leaf in tree_leaves(own)]
+    leaves = [leaf for entry in state.values() for leaf in tree_leaves(entry)]
     return [x.detach().numpy() for x in [*model.parameters(), *leaves] if isinstance(x, Tensor)]
 
 
 @pytest.mark.parametrize(("name", "world"), [("Shampoo", 2), ("CASPR", 4)])
-def test_with_equal_gradients_ranks_walk_as_one_process(name: str, world: int) -> None:
-    """To the bit, weights and state; and every rank's state is complete."""
-    alone = network()
-    optimizer = OPTIMIZERS[name](alone.parameters(), **OPTIONS)
-    train(alone, optimizer, 0, 1)
-    found = run_on_ranks(world, train_on_a_rank, name, OPTIONS, True)
-    for own in found:
-        for p, q, first in zip(alone.parameters(), own[:6], found[0][:6], strict=True):
+def test_ranks_with_equal_gradients_match_one_process(name: str, world: int) -> None:
+    """Weights and state are bit-identical, and every rank holds the complete state."""
+    reference = network()
+    optimizer = OPTIMIZERS[name](reference.parameters(), **OPTIONS)
+    train(reference, optimizer, 0, 1)
+    results = run_on_ranks(world, train_on_rank, name, OPTIONS, True)
+    for result in results:
+        for p, q, first in zip(reference.parameters(), result[:6], results[0][:6], strict=True):
             assert np.array_equal(q, first)
             assert np.array_equal(q, p.detach().numpy())
-        assert len(own) == len(found[0]) > 6
-        assert all(map(np.array_equal, own, found[0]))
+        assert len(result) == len(results[0]) > 6
+        assert all(map(np.array_equal, result, results[0]))
 
 
-def test_ranks_that_share_a_batch_walk_as_one_process() -> None:
+def test_ranks_that_split_a_batch_match_one_process() -> None:
     options = {**OPTIONS, "base": "sgd", "bits": 32}
-    alone, start = network(), network()
-    train(alone, Shampoo(alone.parameters(), **options), 0, 1)
-    for own in run_on_ranks(3, train_on_a_rank, "Shampoo", options, False):
-        for p, q, w in zip(alone.parameters(), own[:6], start.parameters(), strict=True):
+    reference, start = network(), network()
+    train(reference, Shampoo(reference.parameters(), **options), 0, 1)
+    for result in run_on_ranks(3, train_on_rank, "Shampoo", options, False):
+        for p, q, w in zip(reference.parameters(), result[:6], start.parameters(), strict=True):
             assert (torch.from_numpy(q) - p.detach()).norm() < 1e-5 * p.detach().norm()
             assert not torch.equal(p, w)
 
 
-def shard(rank: int) -> list[str]:
-    """What cannot be put together, by name."""
+def refuse_unsupported_parameters(rank: int) -> list[str]:
+    """Return the errors about parameters that are sharded in unsupported ways."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     model, plain = network(), network()
     fully_shard(model, mesh=mesh)
     columns = nn.Linear(8, 6, bias=False)
     columns.weight = nn.Parameter(distribute_tensor(columns.weight, mesh, [Shard(1)]))
-    elsewhere = fully_shard(nn.Linear(8, 6), mesh=DeviceMesh("cpu", [1, 0]))
-    zero = nn.Linear(8, 6, bias=False)
-    zero.weight.ds_id = 0
+    other_mesh = fully_shard(nn.Linear(8, 6), mesh=DeviceMesh("cpu", [1, 0]))
+    partitioned = nn.Linear(8, 6, bias=False)
+    partitioned.weight.ds_id = 0
     flat = nn.Linear(8, 6, bias=False)
     flat.weight._is_flat_param = True
     optimizer = Shampoo(plain.parameters(), lr=0.1)
-    told = []
+    messages = []
     for call in (
         lambda: Shampoo(torch.optim.SGD(columns.parameters(), lr=0.1)),
         lambda: CASPR(columns.named_parameters(), lr=0.1),
         lambda: optimizer.add_param_group({"params": list(columns.parameters())}),
         lambda: MFAC(torch.optim.SGD(model.parameters(), lr=0.1)),
         lambda: KFAC(torch.optim.SGD(model.parameters(), lr=0.1), model=model),
-        lambda: Shampoo(zero.parameters(), lr=0.1),
+        lambda: Shampoo(partitioned.parameters(), lr=0.1),
         lambda: Shampoo(flat.parameters(), lr=0.1),
-        lambda: Shampoo([*model.parameters(), *elsewhere.parameters()], lr=0.1),
+        lambda: Shampoo([*model.parameters(), *other_mesh.parameters()], lr=0.1),
     ):
         remedy = "fully_shard|DistributedDataParallel|an optimizer for each"
         with pytest.raises(TypeError, match=remedy) as error:
             call()
-        told.append(str(error.value).split(":")[0].split(", DeviceMesh")[0])
+        messages.append(str(error.value).split(":")[0].split(", DeviceMesh")[0])
     assert len(optimizer.param_groups) == 1
-    # Left to the base, it may be whatever that takes.
+    # Parameters left to the base optimizer may be sharded in any way that it supports.
     group = {"params": list(columns.parameters()), "precondition": False}
     optimizer = Shampoo([{"params": list(plain.parameters())}, group], lr=0.1)
     for p in (*plain.parameters(), *columns.parameters()):
@@ -122,12 +123,12 @@ def shard(rank: int) -> list[str]:
     before = columns.weight.full_tensor().clone()
     optimizer.step()
     assert not torch.equal(columns.weight.full_tensor(), before)
-    return told
+    return messages
 
 
 def disagree(rank: int) -> dict[str, str]:
-    """Ranks that differ: in what they have, in their options, in their gradients."""
-    found = {}
+    """Return the errors if parameters, options or gradients differ between ranks."""
+    errors = {}
 
     def step(name: str, width: int = 66, **options: Any) -> Shampoo:
         torch.manual_seed(0)
@@ -139,7 +140,7 @@ def disagree(rank: int) -> dict[str, str]:
         try:
             optimizer.step()
         except RuntimeError as error:
-            found[name] = str(error)
+            errors[name] = str(error)
             assert torch.equal(model.weight, before)
         return optimizer
 
@@ -151,11 +152,11 @@ def disagree(rank: int) -> dict[str, str]:
     assert optimizer.diagnostics()["ranks"]["apart"] == 1
     optimizer = step("apart", process_group=False)
     assert optimizer.diagnostics()["ranks"] == {}
-    return found
+    return errors
 
 
-def break_down(rank: int) -> str:
-    """One rank cannot do its rows."""
+def fail_to_update(rank: int) -> str:
+    """Return the error if the update of one rank fails."""
     model = nn.Linear(70, 66)
     optimizer = Shampoo(model.parameters(), **{**OPTIONS, "update_every": 1})
     for p in model.parameters():
@@ -173,36 +174,39 @@ def break_down(rank: int) -> str:
     return "nothing"
 
 
-def wait_in_vain(rank: int) -> str:
-    """One rank does not come; the other one goes on with what it has, by itself."""
+def time_out(rank: int) -> str:
+    """Return the error if one rank misses the step; the other one continues alone."""
     group = dist.new_group(timeout=timedelta(seconds=2))
     model = nn.Linear(70, 66)
     optimizer = Shampoo(model.parameters(), process_group=group, **OPTIONS)
     for p in model.parameters():
         p.grad = torch.ones_like(p)
-    told = ""
+    message = ""
     if rank == 0:
         before, saved = model.weight.detach().clone(), optimizer.state_dict()
         with pytest.raises(RuntimeError) as error:
             optimizer.step()
-        told = str(error.value)
+        message = str(error.value)
         assert torch.equal(model.weight, before)
         rebuilt = Shampoo(model.parameters(), process_group=False, **OPTIONS)
         rebuilt.load_state_dict(saved)
         rebuilt.step()
         assert not torch.equal(model.weight, before)
-    return told
+    return message
 
 
-def test_parameters_and_ranks_that_do_not_go_together() -> None:
-    """They are refused by name; ranks that disagree get one clear error, and none waits."""
+def test_incompatible_parameters_and_ranks_are_refused() -> None:
+    """Errors name the parameter or the difference between ranks, and no rank hangs."""
     start = time.monotonic()
-    refused, disagreed, (first, second), (late, _) = zip(
-        *run_on_ranks(2, in_turn, shard, disagree, break_down, wait_in_vain), strict=True
+    refusals, disagreements, (first, second), (late, _) = zip(
+        *run_on_ranks(
+            2, in_turn, refuse_unsupported_parameters, disagree, fail_to_update, time_out
+        ),
+        strict=True,
     )
     assert time.monotonic() - start < SECONDS / 2
-    for told in refused:
-        assert told == [
+    for messages in refusals:
+        assert messages == [
             "group 0, parameter 0 is a DTensor with placement S(1), not Shard(0)",
             "weight is a DTensor with placement S(1), not Shard(0)",
             "group 1, parameter 0 is a DTensor with placement S(1), not Shard(0)",
@@ -212,30 +216,34 @@ def test_parameters_and_ranks_that_do_not_go_together() -> None:
             "group 0, parameter 0 is a FlatParameter of FSDP 1, which joins matrices to one vector",
             "group 0, parameter 6 is sharded over another mesh",
         ]
-    for found in disagreed:
-        assert list(found) == ["parameters", "options", "gradients"]
+    for errors in disagreements:
+        assert list(errors) == ["parameters", "options", "gradients"]
         shapes = "rank 1 of 2 has group 0, parameter 0 of shape (67, 70) and torch.float32, where"
-        assert found["parameters"].startswith(shapes)
+        assert errors["parameters"].startswith(shapes)
         bits = "rank 1 of 2 has group 0: bits=8, where rank 0 has group 0: bits=4: ranks must"
-        assert found["options"].startswith(bits)
-        assert "average them before the step" in found["gradients"]
+        assert errors["options"].startswith(bits)
+        assert "average them before the step" in errors["gradients"]
     assert first.startswith("an update or a refresh has failed on rank 1 of 2")
     assert second == "no room"
     assert "Timed out" in late or "timeout" in late.lower()
 
 
-def layers(rank: int) -> list[Any]:
-    """K-FAC: statistics are averaged, and updates shared out."""
+def train_kfac(rank: int) -> list[Any]:
+    """Train with K-FAC: ranks average statistics and divide updates among them."""
     torch.manual_seed(0)
-    alone, model = (nn.Sequential(nn.Linear(70, 66), nn.Tanh(), nn.Linear(66, 64)) for _ in "ab")
-    model.load_state_dict(alone.state_dict())
+    reference_model, model = (
+        nn.Sequential(nn.Linear(70, 66), nn.Tanh(), nn.Linear(66, 64)) for _ in "ab"
+    )
+    model.load_state_dict(reference_model.state_dict())
     options = {"update_every": 2, "refresh_every": 4, "bits": 32, "lr": 0.1, "base": "sgd"}
-    one = KFAC(alone.parameters(), model=alone, process_group=False, **options)
-    train(alone, one, 0, 1)
+    reference = KFAC(
+        reference_model.parameters(), model=reference_model, process_group=False, **options
+    )
+    train(reference_model, reference, 0, 1)
     parallel = DistributedDataParallel(model)
     optimizer = KFAC(model.parameters(), model=model, **options)
     train(parallel, optimizer, rank, dist.get_world_size())
-    for p, q in zip(model.parameters(), alone.parameters(), strict=True):
+    for p, q in zip(model.parameters(), reference_model.parameters(), strict=True):
         assert (p - q).detach().norm() < 1e-5 * q.detach().norm()
     figures = optimizer.diagnostics()["ranks"]
     assert figures["replicas"] == 3
@@ -243,24 +251,26 @@ def layers(rank: int) -> list[Any]:
     return [figures["received_bytes"], *[p.detach().numpy() for p in model.parameters()]]
 
 
-def test_layers_are_shared_out() -> None:
-    first, *others = run_on_ranks(3, layers)
+def test_kfac_divides_layers_among_ranks() -> None:
+    first, *others = run_on_ranks(3, train_kfac)
     assert first[0] > 0
-    for own in others:
-        assert all(map(np.array_equal, own[1:], first[1:]))
+    for result in others:
+        assert all(map(np.array_equal, result[1:], first[1:]))
 
 
 def fail(rank: int, how: str) -> None:
     if rank == 1:
         if how == "raises":
-            raise ValueError("as told")
+            raise ValueError("expected failure")
         os.kill(os.getpid(), signal.SIGKILL)
     dist.barrier()
 
 
-@pytest.mark.parametrize(("how", "told"), [("raises", "as told"), ("is killed", "exit code -9")])
-def test_a_rank_that_fails_is_shown(how: str, told: str) -> None:
-    with pytest.raises(AssertionError, match=told):
+@pytest.mark.parametrize(
+    ("how", "message"), [("raises", "expected failure"), ("is killed", "exit code -9")]
+)
+def test_the_failure_of_a_rank_is_reported(how: str, message: str) -> None:
+    with pytest.raises(AssertionError, match=message):
         run_on_ranks(2, fail, how)
 
 
@@ -271,11 +281,11 @@ def torchrun(example: str, ranks: int, *arguments: str) -> str:
     return run_script_on_ranks(ranks, str(EXAMPLES / example), *arguments)
 
 
-def test_the_example_runs_under_torchrun_and_resumes_to_the_bit(tmp_path: Path) -> None:
+def test_the_ddp_example_resumes_bit_identically(tmp_path: Path) -> None:
     once, twice = tmp_path / "once.pt", tmp_path / "twice.pt"
-    told = torchrun("ddp.py", 2, "--steps", "40", "--checkpoint", str(once))
-    assert "2 ranks, steps 0 to 40" in told
-    assert float(told.split()[-4]) > 80
+    output = torchrun("ddp.py", 2, "--steps", "40", "--checkpoint", str(once))
+    assert "2 ranks, steps 0 to 40" in output
+    assert float(output.split()[-4]) > 80
     for steps in ("25", "40"):
         torchrun("ddp.py", 2, "--steps", steps, "--checkpoint", str(twice))
     a, b = (
@@ -288,16 +298,16 @@ def test_the_example_runs_under_torchrun_and_resumes_to_the_bit(tmp_path: Path) 
     assert not list(tmp_path.glob("*.new"))
 
 
-def test_the_sharded_example_goes_on_with_another_number_of_ranks(tmp_path: Path) -> None:
+def test_the_fsdp_example_resumes_on_another_number_of_ranks(tmp_path: Path) -> None:
     checkpoint = ["--checkpoint", str(tmp_path / "digits")]
     assert "2 ranks, steps 0 to 25" in torchrun("fsdp2.py", 2, "--steps", "25", *checkpoint)
-    told = torchrun("fsdp2.py", 3, "--steps", "50", *checkpoint)
-    assert "3 ranks, steps 25 to 50" in told
-    assert float(told.split()[-4]) > 80
+    output = torchrun("fsdp2.py", 3, "--steps", "50", *checkpoint)
+    assert "3 ranks, steps 25 to 50" in output
+    assert float(output.split()[-4]) > 80
 
 
-def sharded_example(rank: int, folder: str, dies: bool) -> Any:
-    """Save, go on, and save again; a rank may die meanwhile. Then see what can be loaded."""
+def save_and_load_sharded(rank: int, folder: str, dies: bool) -> Any:
+    """Save twice, while a rank dies in the second save; or load the result and return its step."""
     spec = importlib.util.spec_from_file_location("fsdp2", EXAMPLES / "fsdp2.py")
     assert spec is not None
     example = importlib.util.module_from_spec(spec)
@@ -329,8 +339,8 @@ def sharded_example(rank: int, folder: str, dies: bool) -> Any:
     return None
 
 
-def test_a_rank_that_dies_while_saving_leaves_the_last_checkpoint_whole(tmp_path: Path) -> None:
+def test_a_rank_that_dies_while_saving_does_not_damage_the_last_checkpoint(tmp_path: Path) -> None:
     folder = str(tmp_path / "digits")
     with pytest.raises(AssertionError, match="exit code -9"):
-        run_on_ranks(2, sharded_example, folder, True)
-    assert run_on_ranks(2, sharded_example, folder, False) == [5, 5]
+        run_on_ranks(2, save_and_load_sharded, folder, True)
+    assert run_on_ranks(2, save_and_load_sharded, folder, False) == [5, 5]

@@ -1,4 +1,4 @@
-"""K-FAC and AdaBK: statistics against explicit computations, and what hooks must bear."""
+"""K-FAC and AdaBK: statistics match explicit computations, and hooks survive unusual passes."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ EXACT: dict[str, Any] = {"bits": 32, "beta": 0.0, "update_every": 1, "refresh_ev
 
 
 def statistics(optimizer: KFAC, weight: Tensor, block: int = 0) -> tuple[Tensor, Tensor]:
-    """L and R of a layer."""
-    own = optimizer.state[weight][f"block_{block}"]
-    return own["left"]["matrix"], own["right"]["matrix"]
+    """Return L and R of a layer."""
+    factors = optimizer.state[weight][f"block_{block}"]
+    return factors["left"]["matrix"], factors["right"]["matrix"]
 
 
 def mean_square(rows: Tensor) -> Tensor:
@@ -51,7 +51,7 @@ def mean_square(rows: Tensor) -> Tensor:
     return rows.mT @ rows / rows.shape[-2]
 
 
-def test_statistics_of_linear_layers_are_the_explicit_ones(device: torch.device) -> None:
+def test_statistics_of_linear_layers_match_explicit_computations(device: torch.device) -> None:
     model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 4, bias=False))
     x, target = torch.randn(30, 5), torch.randint(0, 4, (30,))
     y0, y2 = (
@@ -80,7 +80,7 @@ def test_statistics_of_linear_layers_are_the_explicit_ones(device: torch.device)
     ],
 )
 @pytest.mark.parametrize("shared", ["expand", "reduce"])
-def test_statistics_of_convolutions_are_the_explicit_ones(
+def test_statistics_of_convolutions_match_explicit_computations(
     shared: str, options: dict[str, Any], device: torch.device
 ) -> None:
     conv = nn.Conv2d(8, 12, **options)
@@ -120,7 +120,9 @@ class Attention(nn.Module):
 
 
 @pytest.mark.parametrize("shared", ["expand", "reduce"])
-def test_statistics_of_attention_are_the_explicit_ones(shared: str, device: torch.device) -> None:
+def test_statistics_of_attention_match_explicit_computations(
+    shared: str, device: torch.device
+) -> None:
     model = Attention()
     x = torch.randn(4, 5, 6)
 
@@ -142,24 +144,24 @@ def test_statistics_of_attention_are_the_explicit_ones(shared: str, device: torc
 def test_conv1d_of_transformers_is_a_transposed_linear_layer() -> None:
     transformers = pytest.importorskip("transformers.pytorch_utils")
     x = torch.randn(20, 6)
-    plain, turned = nn.Linear(6, 9), transformers.Conv1D(9, 6)
+    plain, transposed = nn.Linear(6, 9), transformers.Conv1D(9, 6)
     with torch.no_grad():
-        turned.weight.copy_(plain.weight.T)
-        turned.bias.copy_(plain.bias)
-    found = []
-    for layer in (plain, turned):
+        transposed.weight.copy_(plain.weight.T)
+        transposed.bias.copy_(plain.bias)
+    gradients = []
+    for layer in (plain, transposed):
         model = nn.Sequential(layer)
         options = {**EXACT, "refresh_every": 1, "damping": 0.1}
         optimizer = KFAC(sgd(model), model=model, **options)
         step(model, optimizer, lambda out: out.pow(4).mean(), x)
-        found.append((layer.weight.grad, layer.bias.grad))
-    (W, b), (Wt, bt) = found
+        gradients.append((layer.weight.grad, layer.bias.grad))
+    (W, b), (Wt, bt) = gradients
     assert relative_error(Wt.T, W) < 1e-5
     assert relative_error(bt, b) < 1e-5
 
 
 def test_a_linear_network_with_a_squared_loss_has_the_exact_factors() -> None:
-    """Of ½ ‖W x - t‖², with residuals that are independent of x: the Fisher matrix is L ⊗ R."""
+    """For ½ ‖W x - t‖² with residuals independent of x, the Fisher matrix is L ⊗ R."""
     model = nn.Linear(4, 3, bias=False)
     x = torch.randn(1, 4, dtype=torch.float64).float().repeat(50, 1)
     x *= torch.where(torch.rand(50, 1) < 0.5, -1.0, 1.0)  # the same x xᵀ everywhere
@@ -193,18 +195,18 @@ def squared_error(target: Tensor, out: Tensor) -> Tensor:
     ("kind", "method", "bits", "storage"),
     [
         # AdaBK differs by its options alone.
-        pytest.param(kind, *own, marks=slow if kind is AdaBK and own[1] != 4 else ())
-        for own in METHODS
+        pytest.param(kind, *case, marks=slow if kind is AdaBK and case[1] != 4 else ())
+        for case in METHODS
         for kind in (KFAC, AdaBK)
     ],
 )
-def test_runs_are_the_oracles(
+def test_training_matches_the_oracle(
     kind: type[KFAC], method: str, bits: int, storage: str, device: torch.device
 ) -> None:
-    """Updates at 2, 4, 6, 8 and refreshes at 4 and 8; orders above and below 64."""
+    """Training matches with updates at steps 2, 4, 6, 8, refreshes at 4 and 8, orders around 64."""
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(70, 66), nn.Tanh(), nn.Linear(66, 70, bias=False))
-    theirs = copy.deepcopy(model).double()
+    oracle_model = copy.deepcopy(model).double()
     model.to(device)
     schedule = {"update_every": 2, "refresh_every": 4, "bits": bits, "method": method}
     optimizer = kind(sgd(model), model=model, storage=storage, **schedule)
@@ -218,25 +220,27 @@ def test_runs_are_the_oracles(
         **schedule,
         **{name: getattr(c, name) for name in names},
     )
-    first, second = theirs[0], theirs[2]
+    first, second = oracle_model[0], oracle_model[2]
     reference = oracle.KFAC(
-        [(first.weight, first.bias), (second.weight, None)], sgd(theirs), options
+        [(first.weight, first.bias), (second.weight, None)], sgd(oracle_model), options
     )
-    start = copy.deepcopy(theirs)
+    start = copy.deepcopy(oracle_model)
     for _ in range(9):
         x, target = torch.randn(300, 70), torch.randn(300, 70)
         loss = partial(squared_error, target)
         step(model, optimizer, loss, x.to(device))
-        ys = [output_gradients(theirs, name, loss, x) for name in "02"]
+        ys = [output_gradients(oracle_model, name, loss, x) for name in "02"]
         reference.first_order.zero_grad()
-        hidden = theirs[1](first(x.double()))
+        hidden = oracle_model[1](first(x.double()))
         loss(second(hidden)).backward()
         rows = [(with_one(x.double()), ys[0]), (hidden.detach(), ys[1])]
         with torch.no_grad():
             reference.step(rows)
-    for p, q, w in zip(model.parameters(), theirs.parameters(), start.parameters(), strict=True):
+    for p, q, w in zip(
+        model.parameters(), oracle_model.parameters(), start.parameters(), strict=True
+    ):
         moved = (p.detach().cpu().double() - w).detach()
-        # A code that rounding moves over a threshold weighs a few 1e-3, of 3 bits more.
+        # Rounding may move a code across a threshold: a change of a few 1e-3, more at 3 bits.
         tolerance = {32: 1e-3, 8: 1e-2, 4: 1e-2, 3: 3e-2}[bits]
         assert relative_error(moved, (q - w).detach()) < tolerance
 
@@ -246,7 +250,7 @@ def after_one_update(
     model: nn.Module | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
-    """L and R of the first layer after one update."""
+    """Return L and R of the first layer after one update."""
     torch.manual_seed(2)
     model = model or nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3))
     optimizer = KFAC(sgd(model), model=model, **{**EXACT, **options})
@@ -259,7 +263,7 @@ def after_one_update(
     return L.clone(), R.clone()
 
 
-def in_two(model: nn.Module, optimizer: KFAC, x: Tensor) -> None:
+def in_two_passes(model: nn.Module, optimizer: KFAC, x: Tensor) -> None:
     for half in x.chunk(2):
         model(half).square().mean().backward()
 
@@ -268,32 +272,34 @@ def in_two(model: nn.Module, optimizer: KFAC, x: Tensor) -> None:
     "passes",
     [after_a_failure, after_gradients_were_dropped, beside_evaluation, through_a_copy],
 )
-def test_only_what_made_the_gradient_counts(
+def test_only_passes_that_made_the_gradient_count(
     passes: Callable[[nn.Module, KFAC, Tensor], None],
 ) -> None:
-    for found, expected in zip(after_one_update(passes), after_one_update(plainly), strict=True):
-        assert torch.equal(found, expected)
+    for result, expected in zip(after_one_update(passes), after_one_update(plainly), strict=True):
+        assert torch.equal(result, expected)
 
 
 def test_several_backward_passes_are_one_batch() -> None:
-    """But for y, whose losses are means over half as many examples."""
-    (L, R), (L2, R2) = after_one_update(plainly), after_one_update(in_two)
+    """Statistics are those of one batch, but y is scaled: each loss is a mean over half of it."""
+    (L, R), (L2, R2) = after_one_update(plainly), after_one_update(in_two_passes)
     assert relative_error(R2, R) < 1e-6
     assert relative_error(L2, 4 * L) < 1e-6
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_activation_checkpointing_does_not_count_twice(reentrant: bool) -> None:
-    def saving(model: nn.Module, optimizer: KFAC, x: Tensor) -> None:
+    def checkpointed(model: nn.Module, optimizer: KFAC, x: Tensor) -> None:
         out = checkpoint(model, x.requires_grad_(), use_reentrant=reentrant)
         out.square().mean().backward()
 
-    for found, expected in zip(after_one_update(saving), after_one_update(plainly), strict=True):
-        assert torch.equal(found, expected)
+    for result, expected in zip(
+        after_one_update(checkpointed), after_one_update(plainly), strict=True
+    ):
+        assert torch.equal(result, expected)
 
 
-def test_a_layer_in_two_checkpointed_parts_has_the_rows_of_both() -> None:
-    def saving(model: nn.Module, optimizer: KFAC, x: Tensor) -> None:
+def test_a_layer_in_two_checkpoints_has_the_rows_of_both() -> None:
+    def checkpointed(model: nn.Module, optimizer: KFAC, x: Tensor) -> None:
         hidden = checkpoint(model[0], x.requires_grad_(), use_reentrant=False)
         checkpoint(model[0], hidden, use_reentrant=False).square().mean().backward()
 
@@ -303,14 +309,14 @@ def test_a_layer_in_two_checkpointed_parts_has_the_rows_of_both() -> None:
     torch.manual_seed(2)
     model = nn.Sequential(nn.Linear(6, 6))
     twin = copy.deepcopy(model)
-    for found, expected in zip(
-        after_one_update(saving, model), after_one_update(twice, twin), strict=True
+    for result, expected in zip(
+        after_one_update(checkpointed, model), after_one_update(twice, twin), strict=True
     ):
-        assert torch.equal(found, expected)
+        assert torch.equal(result, expected)
 
 
-def test_inputs_are_kept_as_autograd_keeps_its_own() -> None:
-    """What drops or moves those (checkpointing, offloading) does so with ours."""
+def test_inputs_are_saved_like_tensors_of_autograd() -> None:
+    """Saved-tensor hooks (checkpointing, offloading) apply to the inputs that kronbit keeps."""
     model = nn.Linear(6, 5)
     x = torch.randn(8, 6)
     packed: list[Tensor] = []
@@ -329,20 +335,20 @@ def test_inputs_are_kept_as_autograd_keeps_its_own() -> None:
     assert relative_error(R, mean_square(with_one(2 * x))) < 1e-6
 
 
-def test_the_scale_of_the_loss_is_undone() -> None:
+def test_statistics_are_unscaled() -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**13)
 
     def scaled(model: nn.Module, optimizer: KFAC, x: Tensor) -> None:
         scaler.scale(model(x).square().mean()).backward()
         scaler.unscale_(optimizer)
 
-    for found, expected in zip(
+    for result, expected in zip(
         after_one_update(scaled, grad_scaler=scaler), after_one_update(plainly), strict=True
     ):
-        assert relative_error(found, expected) < 1e-6
+        assert relative_error(result, expected) < 1e-6
 
 
-def test_steps_that_a_scaler_skips_leave_nothing_behind() -> None:
+def test_steps_skipped_by_a_scaler_leave_no_rows() -> None:
     torch.manual_seed(2)
     model = nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3))
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
@@ -353,10 +359,10 @@ def test_steps_that_a_scaler_skips_leave_nothing_behind() -> None:
         scaler.scale(model(x).square().mean() * factor).backward()
         scaler.step(optimizer)
         scaler.update()
-    for found, expected in zip(
+    for result, expected in zip(
         statistics(optimizer, model[0].weight), after_one_update(plainly), strict=True
     ):
-        assert relative_error(found, expected) < 1e-6
+        assert relative_error(result, expected) < 1e-6
 
 
 def test_a_module_that_is_called_twice_has_the_rows_of_both() -> None:
@@ -377,7 +383,7 @@ def test_a_module_that_is_called_twice_has_the_rows_of_both() -> None:
     assert relative_error(R, mean_square(with_one(torch.cat([x, hidden])))) < 1e-5
 
 
-def test_frozen_and_unused_layers_are_passed_over() -> None:
+def test_frozen_and_unused_layers_are_skipped() -> None:
     model = nn.ModuleList([nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6)])
     model[1].requires_grad_(False)
     model[3].bias.requires_grad_(False)
@@ -393,7 +399,7 @@ def test_frozen_and_unused_layers_are_passed_over() -> None:
     assert optimizer.diagnostics()["missed_statistics"] == 0
 
 
-def test_there_are_hooks_only_before_steps_that_update() -> None:
+def test_hooks_are_present_only_before_updates() -> None:
     model = nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3))
     optimizer = KFAC(sgd(model), model=model, bits=32, update_every=3, refresh_every=6)
     for t in range(1, 10):
@@ -404,7 +410,7 @@ def test_there_are_hooks_only_before_steps_that_update() -> None:
     assert hooks(model) == 2
     optimizer.close()
     assert hooks(model) == 0
-    before = [one.clone() for one in statistics(optimizer, model[0].weight)]
+    before = [A.clone() for A in statistics(optimizer, model[0].weight)]
     with pytest.warns(RuntimeWarning, match="2 layer.s., '0' first, have a gradient, but were not"):
         step(model, optimizer, lambda out: out.square().mean(), torch.randn(8, 6))
     assert optimizer.diagnostics()["missed_statistics"] == 2
@@ -414,7 +420,7 @@ def test_there_are_hooks_only_before_steps_that_update() -> None:
         assert torch.equal(old, new)
 
 
-def test_layers_that_are_left_out_are_not_watched() -> None:
+def test_excluded_layers_have_no_hooks() -> None:
     model = nn.Sequential(nn.Linear(6, 40), nn.Linear(40, 5), nn.Conv2d(3, 3, 1, groups=3))
     groups = [{"params": model[0].parameters()}, {"params": model[1].parameters()}]
     groups[1]["precondition"] = False
@@ -427,10 +433,10 @@ def test_layers_that_are_left_out_are_not_watched() -> None:
 
 
 @slow
-def test_layers_with_kernels_are_as_without(kernels: torch.device) -> None:
-    """Those that are left out keep gradients of their own, and guards of their own."""
-    found = []
-    for mended in (True, False):
+def test_nonfinite_gradients_of_excluded_layers_become_zero(kernels: torch.device) -> None:
+    """A layer above max_order keeps its gradients and its guard."""
+    results = []
+    for zeroed in (True, False):
         torch.manual_seed(5)
         model = nn.Sequential(nn.Linear(70, 66), nn.Linear(66, 80), nn.Linear(80, 3)).to(kernels)
         every = {"update_every": 1, "refresh_every": 2, "max_order": 72}
@@ -440,20 +446,20 @@ def test_layers_with_kernels_are_as_without(kernels: torch.device) -> None:
             model(torch.randn(90, 70).to(kernels)).square().mean().backward()
             if t == 2:
                 model[1].weight.grad[-1, -1] = model[2].bias.grad[0] = torch.nan
-                if mended:  # what the guard makes of them
+                if zeroed:  # as the guard does
                     model[1].weight.grad.zero_()
                     model[2].bias.grad.zero_()
             optimizer.step()
-        found.append([p.detach().cpu() for p in model.parameters()])
-    for own, other in zip(*found, strict=True):
-        assert torch.isfinite(own).all()
-        assert torch.equal(own, other)
+        results.append([p.detach().cpu() for p in model.parameters()])
+    for p, q in zip(*results, strict=True):
+        assert torch.isfinite(p).all()
+        assert torch.equal(p, q)
 
 
 @pytest.mark.parametrize("bias", [True, False])
 def test_memory_format_does_not_matter(bias: bool, kernels: torch.device) -> None:
-    """Without a bias, a convolution's gradient is preconditioned where it lies."""
-    found = []
+    """Without a bias, the gradient of a convolution is preconditioned in place."""
+    results = []
     for layout in (torch.contiguous_format, torch.channels_last):
         torch.manual_seed(5)
         layers = nn.Conv2d(4, 8, 3, groups=2, bias=bias), nn.Conv2d(8, 4, 2, bias=bias)
@@ -463,7 +469,7 @@ def test_memory_format_does_not_matter(bias: bool, kernels: torch.device) -> Non
         taps = [route(layer.weight).taps for layer in model]
         assert taps == ([1, 1] if bias else [9, 4])
         if kernels.type == "cpu":
-            pytest.skip("the rest takes long if it is interpreted")
+            pytest.skip("interpreted kernels are slow")
         for _ in range(2):
             optimizer.zero_grad()
             model(torch.randn(5, 4, 8, 8).to(kernels)).square().mean().backward()
@@ -473,12 +479,12 @@ def test_memory_format_does_not_matter(bias: bool, kernels: torch.device) -> Non
         assert all(guard._addresses.values)
         expected = {0, 1} if layout == torch.channels_last and not bias else set()
         assert guard._addresses.channels_last == expected
-        found.append([p.detach().cpu() for p in model.parameters()])
-    for own, other in zip(*found, strict=True):
-        assert relative_error(own, other) < 1e-4
+        results.append([p.detach().cpu() for p in model.parameters()])
+    for p, q in zip(*results, strict=True):
+        assert relative_error(p, q) < 1e-4
 
 
-def test_layers_that_are_used_now_and_then_miss_nothing() -> None:
+def test_layers_used_in_some_steps_miss_no_statistics() -> None:
     experts = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
     optimizer = KFAC(sgd(experts), model=experts, bits=32, update_every=3, refresh_every=100)
     for t in range(24):
@@ -490,7 +496,7 @@ def test_layers_that_are_used_now_and_then_miss_nothing() -> None:
 
 
 @pytest.mark.parametrize("shape", [(0, 6), (0, 3, 6)])
-def test_empty_batches_are_no_rows(shape: tuple[int, ...]) -> None:
+def test_empty_batches_add_no_rows(shape: tuple[int, ...]) -> None:
     model = nn.Linear(6, 5)
     optimizer = KFAC(sgd(model), model=model, **EXACT)
     optimizer.zero_grad()
@@ -501,8 +507,8 @@ def test_empty_batches_are_no_rows(shape: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("foreign", [True, False])
-def test_other_biases_are_left_alone(foreign: bool) -> None:
-    """Those of another optimizer, and those that are told not to be preconditioned."""
+def test_biases_left_to_others_are_unchanged(foreign: bool) -> None:
+    """A bias of another optimizer, or with precondition=False, keeps its gradient."""
     model = nn.Linear(6, 5)
     groups: list[dict[str, Any]] = [{"params": [model.weight]}]
     if not foreign:
@@ -516,7 +522,7 @@ def test_other_biases_are_left_alone(foreign: bool) -> None:
     assert statistics(optimizer, model.weight)[1].shape == (6, 6)
 
 
-def test_layers_that_come_later_are_watched_at_once() -> None:
+def test_layers_added_later_have_hooks_at_once() -> None:
     model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
     optimizer = KFAC(model[0].parameters(), base="sgd", lr=0.1, model=model, **EXACT)
     step(model, optimizer, lambda out: out.square().mean(), torch.randn(8, 6))
@@ -527,7 +533,7 @@ def test_layers_that_come_later_are_watched_at_once() -> None:
     assert optimizer.diagnostics()["missed_statistics"] == 0
 
 
-def test_staggered_layers_miss_nothing_even_if_copied_at_every_step() -> None:
+def test_staggered_layers_miss_no_statistics_if_copied_at_every_step() -> None:
     model = nn.Sequential(*(nn.Linear(6 + i, 7 + i) for i in range(6)))
     optimizer = KFAC(
         sgd(model), model=model, bits=32, update_every=4, refresh_every=8, stagger=True
@@ -537,7 +543,7 @@ def test_staggered_layers_miss_nothing_even_if_copied_at_every_step() -> None:
         model, optimizer = copy.deepcopy((model, optimizer))
         assert optimizer.diagnostics()["missed_statistics"] == 0
     for layer in model:
-        assert all(own.any() for own in statistics(optimizer, layer.weight))
+        assert all(A.any() for A in statistics(optimizer, layer.weight))
 
 
 def test_functional_calls_and_changed_inputs_do_not_count() -> None:
@@ -549,32 +555,32 @@ def test_functional_calls_and_changed_inputs_do_not_count() -> None:
 
     def with_another_pass(model: nn.Module, optimizer: KFAC, x: Tensor) -> None:
         spoilt = x * 3
-        with torch.autocast("cpu", dtype=torch.bfloat16):  # autograd saves a copy there
+        with torch.autocast("cpu", dtype=torch.bfloat16):  # autograd saves a bf16 copy
             out = model[0](spoilt)
             spoilt.zero_()
         out.sum().backward()
         model[2](torch.relu(model[0](x))).square().mean().backward()
 
     expected = after_one_update(plainly)
-    for found, own in zip(after_one_update(with_others), expected, strict=True):
-        assert torch.equal(found, own)
-    for found, own in zip(after_one_update(with_another_pass), expected, strict=True):
-        assert torch.equal(found, own)
+    for result, reference in zip(after_one_update(with_others), expected, strict=True):
+        assert torch.equal(result, reference)
+    for result, reference in zip(after_one_update(with_another_pass), expected, strict=True):
+        assert torch.equal(result, reference)
 
 
 def test_hooks_do_not_keep_an_optimizer_alive() -> None:
     model = nn.Linear(6, 5)
     optimizer = KFAC(sgd(model), model=model, **EXACT)
-    gone = weakref.ref(optimizer._statistics)
+    reference = weakref.ref(optimizer._statistics)
     del optimizer
     gc.collect()
-    assert gone() is None
+    assert reference() is None
     model(torch.randn(2, 6)).sum().backward()
 
 
 @pytest.mark.parametrize("method", ["dense", "eigen", "naive", "cholesky"])
 def test_fewer_rows_than_columns_still_give_roots(method: str) -> None:
-    """Statistics of low rank: at 8 bits, the update is nearer to the exact one than to G."""
+    """With statistics of low rank at 8 bits, the update is nearer to the exact one than G is."""
     torch.manual_seed(6)
     model = nn.Linear(99, 90)
     bits = 32 if method == "dense" else 8
@@ -594,7 +600,7 @@ def test_fewer_rows_than_columns_still_give_roots(method: str) -> None:
 
 
 @pytest.mark.parametrize("method", ["dense", "eigen", "naive", "cholesky"])
-def test_a_refresh_before_any_statistics_leaves_the_gradient(method: str) -> None:
+def test_a_refresh_before_the_first_update_keeps_the_gradient(method: str) -> None:
     model = nn.Linear(70, 66)
     bits = 32 if method == "dense" else 4
     optimizer = KFAC(
@@ -605,8 +611,8 @@ def test_a_refresh_before_any_statistics_leaves_the_gradient(method: str) -> Non
         model(torch.randn(8, 70)).square().mean().backward()
         expected = [p.grad.clone() for p in model.parameters()]
         optimizer.step()
-        for p, own in zip(model.parameters(), expected, strict=True):
-            assert torch.equal(p.grad, own)
+        for p, grad in zip(model.parameters(), expected, strict=True):
+            assert torch.equal(p.grad, grad)
 
 
 def test_weight_and_bias_are_grafted_together() -> None:
@@ -626,7 +632,7 @@ def with_bias(model: nn.Linear) -> Tensor:
     return torch.cat([model.weight.grad, model.bias.grad.unsqueeze(1)], 1).double()
 
 
-def test_gradients_are_kept_if_asked_for() -> None:
+def test_keep_gradients_restores_gradients() -> None:
     model = nn.Linear(6, 5)
     options = {**EXACT, "refresh_every": 1, "keep_gradients": True}
     optimizer = KFAC(sgd(model), model=model, **options)
@@ -636,12 +642,12 @@ def test_gradients_are_kept_if_asked_for() -> None:
     assert torch.equal(with_bias(model), before)
 
 
-def test_gradients_that_are_not_finite_do_not_enter(device: torch.device) -> None:
+def test_nonfinite_gradients_are_ignored(device: torch.device) -> None:
     model = nn.Linear(6, 5).to(device)
     optimizer = KFAC(sgd(model), model=model, **EXACT)
     x = torch.randn(9, 6, device=device)
     step(model, optimizer, lambda out: out.pow(2).mean(), x)
-    before = [one.clone() for one in statistics(optimizer, model.weight)]
+    before = [A.clone() for A in statistics(optimizer, model.weight)]
     weights = [p.detach().clone() for p in model.parameters()]
     step(model, optimizer, lambda out: out.pow(2).mean() * torch.inf, x)
     for old, new in zip(before, statistics(optimizer, model.weight), strict=True):
@@ -651,7 +657,7 @@ def test_gradients_that_are_not_finite_do_not_enter(device: torch.device) -> Non
     assert optimizer.diagnostics()["skipped_gradients"] > 0
 
 
-def test_a_run_resumes_to_the_bit(device: torch.device) -> None:
+def test_training_resumes_bit_identically(device: torch.device) -> None:
     def build() -> tuple[nn.Module, KFAC]:
         torch.manual_seed(3)
         model = nn.Sequential(nn.Linear(70, 66), nn.ReLU(), nn.Linear(66, 3)).to(device)
@@ -676,16 +682,16 @@ def test_a_run_resumes_to_the_bit(device: torch.device) -> None:
 
 
 def test_statistics_of_other_algorithms_are_refused() -> None:
-    """Those of K-FAC serve AdaBK, with roots of another exponent; Shampoo's serve neither."""
+    """AdaBK loads statistics of K-FAC, whose roots differ in the exponent; Shampoo refuses them."""
     model = nn.Sequential(nn.Linear(70, 66, bias=False))
     every = {"update_every": 1, "refresh_every": 1}
     kfac = KFAC(sgd(model), model=model, **every)
     step(model, kfac, lambda out: out.square().mean(), torch.randn(80, 70))
     adabk = AdaBK(sgd(model), model=model, **every)
     adabk.load_state_dict(kfac.state_dict())
-    own, other = (optimizer.state[model[0].weight]["block_0"] for optimizer in (adabk, kfac))
+    loaded, saved = (optimizer.state[model[0].weight]["block_0"] for optimizer in (adabk, kfac))
     for side in ("left", "right"):
-        assert torch.equal(own[side]["codes"], other[side]["codes"])
+        assert torch.equal(loaded[side]["codes"], saved[side]["codes"])
     shampoo = kronbit.Shampoo(sgd(model), **every)
     with pytest.raises(ValueError, match=r"param_groups\[0\] has statistics of activations"):
         shampoo.load_state_dict(kfac.state_dict())
@@ -699,7 +705,7 @@ def test_inputs_may_have_any_rank(shape: tuple[int, ...]) -> None:
     model = nn.Linear(6, 5)
     optimizer = KFAC(sgd(model), model=model, **EXACT)
     x = torch.randn(shape)
-    with torch.autocast("cpu", dtype=torch.bfloat16):  # statistics are in float32 all the same
+    with torch.autocast("cpu", dtype=torch.bfloat16):  # statistics stay in float32
         step(model, optimizer, lambda out: out.float().square().mean(), x)
     _, R = statistics(optimizer, model.weight)
     assert relative_error(R, mean_square(with_one(x.reshape(-1, 6)))) < 1e-6
@@ -719,7 +725,7 @@ def test_an_optimizer_can_be_copied_with_its_model() -> None:
         assert torch.equal(a, b)
 
 
-def test_the_summary_says_what_is_left_out() -> None:
+def test_the_summary_gives_reasons_for_excluded_parameters() -> None:
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -745,7 +751,7 @@ def test_the_summary_says_what_is_left_out() -> None:
 
 
 @pytest.mark.parametrize("options", [{"bits": 32}, {}, {"method": "eigen", "storage": "paper"}])
-def test_memory_is_what_was_estimated(options: dict[str, Any]) -> None:
+def test_memory_equals_the_estimate(options: dict[str, Any]) -> None:
     model = nn.Sequential(nn.Conv2d(8, 70, 3), nn.Flatten(), nn.Linear(70, 65), nn.LayerNorm(65))
     optimizer = KFAC(torch.optim.AdamW(model.parameters()), model=model, **options)
     step(model, optimizer, lambda out: out.square().mean(), torch.randn(4, 8, 3, 3))
@@ -754,23 +760,23 @@ def test_memory_is_what_was_estimated(options: dict[str, Any]) -> None:
         kronbit.estimate_memory([(3, 4)], optimizer=KFAC)
 
 
-def test_swin_tiny_takes_a_seventh_or_a_fourteenth_of_32_bits() -> None:
-    """The widths of its four stages, at which the number of layers hardly matters."""
+def test_4_bits_take_a_seventh_or_a_fourteenth_of_32_bits() -> None:
+    """Layers have the widths of the stages of Swin-Tiny; their number hardly matters."""
     layers = []
     for width in (96, 192, 384, 768):
         layers += [nn.Linear(width, 3 * width), nn.Linear(width, width)]
         layers += [nn.Linear(width, 4 * width), nn.Linear(4 * width, width)]
     model = nn.Sequential(*layers)
     paper = {"method": "eigen", "storage": "paper"}
-    full, as_paper, ours = (
+    full_bytes, paper_bytes, compact_bytes = (
         kronbit.estimate_memory(model, optimizer=KFAC, base=None, **options)["total"]
         for options in ({"bits": 32}, paper, {})
     )
-    assert full / as_paper > 7.0
-    assert full / ours > 14.0
+    assert full_bytes / paper_bytes > 7.0
+    assert full_bytes / compact_bytes > 14.0
 
 
-def train_on_a_rank(rank: int) -> list[Any]:
+def train_on_rank(rank: int) -> list[Any]:
     torch.manual_seed(4)
     model = nn.Sequential(nn.Linear(70, 66), nn.Tanh(), nn.Linear(66, 65), nn.Linear(65, 3))
     parallel = DistributedDataParallel(model)
@@ -782,16 +788,16 @@ def train_on_a_rank(rank: int) -> list[Any]:
 
 
 def test_ranks_average_their_statistics() -> None:
-    """Two of them, with half of the batch each, walk as one does with all of it."""
+    """Two ranks with half of the batch each match one process with the whole batch."""
     torch.manual_seed(4)
     model = nn.Sequential(nn.Linear(70, 66), nn.Tanh(), nn.Linear(66, 65), nn.Linear(65, 3))
     start = [p.detach().clone() for p in model.parameters()]
     optimizer = KFAC(sgd(model), model=model, bits=32, update_every=2, refresh_every=4)
     for _ in range(5):
         step(model, optimizer, lambda out: out.square().mean(), torch.randn(32, 70))
-    found = [torch.from_numpy(p) for p in run_on_ranks(2, train_on_a_rank)[0]]
-    # The means' losses are over half of the examples there: y, and only y, is twice as large.
-    for p, q, w in zip(model.parameters(), found, start, strict=True):
+    results = [torch.from_numpy(p) for p in run_on_ranks(2, train_on_rank)[0]]
+    # The loss of a rank is a mean over half of the examples, so y (and only y) is twice as large.
+    for p, q, w in zip(model.parameters(), results, start, strict=True):
         assert relative_error(q - w, p.detach() - w) < 1e-3
 
 
@@ -830,12 +836,12 @@ def test_bad_arguments_are_refused(
         kronbit.estimate_memory(model, optimizer="kfac")
 
 
-def test_defaults_are_the_papers() -> None:
+def test_defaults_are_those_of_the_paper() -> None:
     model = nn.Linear(3, 3)
     kfac, adabk = KFAC(sgd(model), model=model).config, AdaBK(sgd(model), model=model).config
     assert (kfac.exponent, kfac.damping) == (-1.0, 0.1)
     assert (adabk.exponent, adabk.damping) == (-0.5, 1e-3)
-    for own in (kfac, adabk):
-        assert (own.beta, own.update_every, own.refresh_every) == (0.9, 200, 2000)
-        assert (own.update_rectify, own.refresh_rectify, own.qr_iterations) == (0, 0, 2)
-        assert (own.start, own.max_order, own.bits) == (0.0, 16384, 4)
+    for config in (kfac, adabk):
+        assert (config.beta, config.update_every, config.refresh_every) == (0.9, 200, 2000)
+        assert (config.update_rectify, config.refresh_rectify, config.qr_iterations) == (0, 0, 2)
+        assert (config.start, config.max_order, config.bits) == (0.0, 16384, 4)

@@ -50,7 +50,7 @@ def test_a_collected_run_has_its_curves(tmp_path: Path) -> None:
         run_member(member, tmp_path / "run", world, running, display, False, Interrupts())
     run = read_run(tmp_path / "run")
     path = tmp_path / "results" / "summary.json"
-    collect_results.write(path, {"runs": [collect_results.collected(run, side_by_side=2)]})
+    collect_results.write(path, {"runs": [collect_results.collect(run, side_by_side=2)]})
     (row,) = json.loads(path.read_text())["runs"]
     assert row["lr"] == 0.02
     assert "seconds" not in row

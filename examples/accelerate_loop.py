@@ -1,12 +1,12 @@
-"""4-bit Shampoo in a loop of Accelerate, on scikit-learn's digits.
+"""4-bit Shampoo in an Accelerate training loop, on scikit-learn's digits.
 
-Alone, or on several ranks; and on from what it has saved (it needs ``accelerate``)::
+Run it in one process, or resume on several ranks (needs ``accelerate``)::
 
     python examples/accelerate_loop.py
     accelerate launch --num_processes 2 examples/accelerate_loop.py --resume
 
-``prepare`` may come before or after the first step, FSDP2 may exchange all parameters there, and
-steps that an fp16 scaler skips do not count.
+``prepare`` may come before or after the first step, FSDP2 may replace all parameters in it, and
+steps skipped by an fp16 scaler are not counted.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=5)
     parser.add_argument("--precision", default="no", choices=["no", "bf16", "fp16"])
     parser.add_argument("--out", type=Path, default=Path("runs/accelerate"))
-    parser.add_argument("--resume", action="store_true", help="go on with what is in --out")
-    given = parser.parse_args()
+    parser.add_argument("--resume", action="store_true", help="resume from the checkpoint in --out")
+    arguments = parser.parse_args()
 
-    accelerator = Accelerator(mixed_precision=given.precision, gradient_accumulation_steps=2)
+    accelerator = Accelerator(mixed_precision=arguments.precision, gradient_accumulation_steps=2)
     images, labels = load_digits(return_X_y=True)
     data = TensorDataset(torch.tensor(images).float() / 16, torch.tensor(labels))
     torch.manual_seed(0)
@@ -40,10 +40,10 @@ def main() -> None:
     optimizer = Shampoo(optimizer, first_refresh=5, update_every=10, refresh_every=20)
     loader = DataLoader(data, batch_size=64, shuffle=True)
     model, prepared, loader = accelerator.prepare(model, optimizer, loader)
-    if given.resume:
-        accelerator.load_state(str(given.out))
+    if arguments.resume:
+        accelerator.load_state(str(arguments.out))
 
-    for epoch in range(given.epochs):
+    for epoch in range(arguments.epochs):
         total = 0.0
         for x, y in loader:
             with accelerator.accumulate(model):
@@ -55,7 +55,7 @@ def main() -> None:
                 prepared.zero_grad()
             total += loss.item()
         accelerator.print(f"epoch {epoch}: loss {total / len(loader):.4f}")
-    accelerator.save_state(str(given.out))
+    accelerator.save_state(str(arguments.out))
     accelerator.print(optimizer.summary())
     accelerator.end_training()
 

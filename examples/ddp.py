@@ -4,8 +4,8 @@ Run it on two ranks of one machine, with or without GPUs::
 
     torchrun --nproc-per-node 2 examples/ddp.py
 
-Ranks have equal gradients after backward, so they do equal steps, and every rank's state is whole:
-rank 0 saves it, and all of them read it.
+Ranks have equal gradients after the backward pass, so they take equal steps, and every rank holds
+the complete state: rank 0 saves it, and all ranks load it.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from torch.nn.parallel import DistributedDataParallel
 
 from kronbit import Shampoo
 
-TRAINED = 1400  # of 1797 images; the others are held out
+TRAINED = 1400  # of 1797 images; the rest is held out
 
 
 def save(path: Path, content: dict[str, object]) -> None:
-    """Write aside and rename: whoever dies meanwhile leaves the last checkpoint whole."""
-    aside = path.with_suffix(".new")
-    torch.save(content, aside)
-    os.replace(aside, path)
+    """Write to a temporary path and rename, so a crash cannot damage the last checkpoint."""
+    temporary = path.with_suffix(".new")
+    torch.save(content, temporary)
+    os.replace(temporary, path)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--checkpoint", type=Path, help="read if it is there, written in the end")
+    parser.add_argument("--checkpoint", type=Path, help="loaded if it exists, written at the end")
     arguments = parser.parse_args()
 
     on_gpu = torch.cuda.is_available()
@@ -70,9 +70,9 @@ def main() -> None:
         loss.backward()
         optimizer.step()
     with torch.no_grad():
-        right = (model(x[TRAINED:]).argmax(-1) == y[TRAINED:]).float().mean()
+        accuracy = (model(x[TRAINED:]).argmax(-1) == y[TRAINED:]).float().mean()
     if rank == 0:
-        print(f"{world} ranks, steps {start} to {arguments.steps}: {100 * right:.1f} % held out")
+        print(f"{world} ranks, steps {start} to {arguments.steps}: {100 * accuracy:.1f} % held out")
         if arguments.checkpoint is not None:
             states = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
             save(arguments.checkpoint, {**states, "step": arguments.steps})

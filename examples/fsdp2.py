@@ -1,12 +1,12 @@
 """4-bit Shampoo on sharded parameters (FSDP2), with checkpoints that load on any number of ranks.
 
-Run it on two ranks of one machine, with or without GPUs; go on with another number of them::
+Run it on two ranks of one machine, with or without GPUs; resume on another number of ranks::
 
     torchrun --nproc-per-node 2 examples/fsdp2.py --checkpoint digits --steps 100
     torchrun --nproc-per-node 3 examples/fsdp2.py --checkpoint digits --steps 200
 
-Every matrix has an owner among the ranks, which has its second-order state and preconditions its
-gradient; so the state is shared out, too, and results are those of a single process.
+One rank owns each matrix: it holds the second-order state and preconditions the gradient. The state
+is thus divided among ranks, and results are those of a single process.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from torch.distributed.fsdp import fully_shard
 
 from kronbit import Shampoo
 
-TRAINED = 1400  # of 1797 images; the others are held out
+TRAINED = 1400  # of 1797 images; the rest is held out
 
 
 class Training:
-    """What is saved: weights, the optimizer's state, and how far it is."""
+    """The content of a checkpoint: weights, state of the optimizer, and the step."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self.model, self.optimizer, self.step = model, optimizer, 0
@@ -40,44 +40,44 @@ class Training:
         model, optimizer = get_state_dict(self.model, self.optimizer)
         return {"model": model, "optimizer": optimizer, "step": self.step}
 
-    def load_state_dict(self, found: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         set_state_dict(
             self.model,
             self.optimizer,
-            model_state_dict=found["model"],
-            optim_state_dict=found["optimizer"],
+            model_state_dict=state_dict["model"],
+            optim_state_dict=state_dict["optimizer"],
         )
-        self.step = found["step"]
+        self.step = state_dict["step"]
 
 
 def save(folder: Path, training: Training) -> None:
-    """Write aside and rename: whoever dies meanwhile leaves the last checkpoint whole."""
-    aside, old = folder.with_suffix(".new"), folder.with_suffix(".old")
+    """Write to a temporary path and rename, so a crash cannot damage the last checkpoint."""
+    temporary, old = folder.with_suffix(".new"), folder.with_suffix(".old")
     if dist.get_rank() == 0:
-        shutil.rmtree(aside, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
     dist.barrier()
-    dcp.save({"training": training}, checkpoint_id=aside)
+    dcp.save({"training": training}, checkpoint_id=temporary)
     if dist.get_rank() == 0:
         if folder.exists():
             shutil.rmtree(old, ignore_errors=True)
             os.replace(folder, old)
-        os.replace(aside, folder)
+        os.replace(temporary, folder)
         shutil.rmtree(old, ignore_errors=True)
     dist.barrier()
 
 
 def load(folder: Path, training: Training) -> None:
-    """Read the last checkpoint, if there is one."""
-    for found in (folder, folder.with_suffix(".old")):
-        if found.exists():
-            dcp.load({"training": training}, checkpoint_id=found)
+    """Load the last checkpoint, if there is one."""
+    for path in (folder, folder.with_suffix(".old")):
+        if path.exists():
+            dcp.load({"training": training}, checkpoint_id=path)
             return
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--checkpoint", type=Path, help="read if it is there, written in the end")
+    parser.add_argument("--checkpoint", type=Path, help="loaded if it exists, written at the end")
     arguments = parser.parse_args()
 
     on_gpu = torch.cuda.is_available()
@@ -111,9 +111,9 @@ def main() -> None:
         optimizer.step()
         training.step += 1
     with torch.no_grad():
-        right = (model(x[TRAINED:]).argmax(-1) == y[TRAINED:]).float().mean()
+        accuracy = (model(x[TRAINED:]).argmax(-1) == y[TRAINED:]).float().mean()
     if rank == 0:
-        print(f"{world} ranks, steps {start} to {arguments.steps}: {100 * right:.1f} % held out")
+        print(f"{world} ranks, steps {start} to {arguments.steps}: {100 * accuracy:.1f} % held out")
     if arguments.checkpoint is not None:
         save(arguments.checkpoint, training)
     dist.destroy_process_group()

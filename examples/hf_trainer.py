@@ -1,12 +1,12 @@
-"""4-bit Shampoo in the Trainer of transformers: a small GPT-2 that learns to count.
+"""4-bit Shampoo in the Trainer of transformers: a small GPT-2 learns to count.
 
-Run it, and go on with its last checkpoint (it needs ``kronbit[hf]``)::
+Run it, and resume from its last checkpoint (needs ``kronbit[hf]``)::
 
     python examples/hf_trainer.py --optim-args "bits=8,update_every=10"
     python examples/hf_trainer.py --steps 120 --resume
 
-A factory sees the model: parameters have their names, and the embedding of positions is left to
-AdamW. ``(Shampoo, {"lr": 1e-3})`` in its place would do as well.
+A factory sees the model, so parameters have names, and the position embedding can be left to AdamW.
+``(Shampoo, {"lr": 1e-3})`` works too.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ NUMBERS = 50
 
 
 class Counting(Dataset[dict[str, torch.Tensor]]):
-    """Rows like 7, 8, 9, ..., from any number on."""
+    """Rows of consecutive numbers: 7, 8, 9, ..."""
 
     def __len__(self) -> int:
         return 10_000
@@ -38,15 +38,15 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--out", default="runs/hf_trainer")
     parser.add_argument("--optim-args", default="", help="options of the optimizer, as text")
-    parser.add_argument("--resume", action="store_true", help="go on with the last checkpoint")
-    given = parser.parse_args()
+    parser.add_argument("--resume", action="store_true", help="resume from the last checkpoint")
+    command_line = parser.parse_args()
 
     torch.manual_seed(0)
     sizes = {"n_positions": 16, "n_embd": 64, "n_layer": 2, "n_head": 4}
     config = GPT2Config(vocab_size=NUMBERS, bos_token_id=0, eos_token_id=0, **sizes)
     arguments = TrainingArguments(
-        output_dir=given.out,
-        max_steps=given.steps,
+        output_dir=command_line.out,
+        max_steps=command_line.steps,
         per_device_train_batch_size=16,
         gradient_accumulation_steps=2,
         max_grad_norm=1.0,
@@ -55,13 +55,13 @@ def main() -> None:
         report_to=[],
         disable_tqdm=True,
     )
-    # The learning rate belongs here: Trainer hands no arguments of its own on.
+    # The learning rate belongs here: Trainer does not pass on its arguments.
     options = {
         "lr": 3e-3,
         "weight_decay": 0.01,
         "skip": "*.wpe.*",
         "first_refresh": 5,
-        "optim_args": given.optim_args,
+        "optim_args": command_line.optim_args,
     }
     trainer = Trainer(
         model=GPT2LMHeadModel(config),
@@ -69,7 +69,7 @@ def main() -> None:
         train_dataset=Counting(),
         optimizer_cls_and_kwargs=(ShampooFactory, options),
     )
-    trainer.train(resume_from_checkpoint=given.resume)
+    trainer.train(resume_from_checkpoint=command_line.resume)
     print(trainer.optimizer.optimizer.summary())
 
 

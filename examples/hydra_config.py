@@ -1,6 +1,6 @@
-"""An optimizer of a YAML file, by Hydra's ``_target_``: every option is a line of it.
+"""Build an optimizer from a YAML file with Hydra's ``_target_``; every option is a line of it.
 
-Options may be changed on the command line, too (it needs ``hydra-core``)::
+The command line can override options (needs ``hydra-core``)::
 
     python examples/hydra_config.py
     python examples/hydra_config.py optimizer.bits=8 optimizer.base=sgd optimizer.lr=0.1

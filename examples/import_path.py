@@ -1,14 +1,13 @@
-"""Trainers that know an optimizer by its import path, and its options by text or YAML.
+"""Build an optimizer from its import path, and its options from text or YAML.
 
-kohya's scripts, axolotl, torchtune and verl build optimizers of other packages like this. What each
-of them is given::
+kohya's scripts, axolotl, torchtune and verl build optimizers of other packages in this way, from::
 
     kohya       --optimizer_type kronbit.Shampoo --optimizer_args bits=4 first_refresh=20
     torchtune   optimizer: {_component_: kronbit.Shampoo, lr: 1e-3, bits: 4}
     verl        optimizer_impl: kronbit, optimizer: Shampoo
     axolotl     (ShampooFactory, options), from a plugin's create_optimizer or get_trainer_cls
 
-Here it is done by hand, with nothing but kronbit::
+This script does the same with kronbit alone::
 
     python examples/import_path.py --optimizer_args bits=8 "betas=(0.9, 0.95)"
 """
@@ -29,21 +28,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--optimizer_type", default="kronbit.Shampoo")
     parser.add_argument("--optimizer_args", nargs="*", default=["bits=4"])
-    given = parser.parse_args()
+    arguments = parser.parse_args()
 
-    # As kohya does it: a class by its path, literals as options, a learning rate beside them.
+    # kohya imports a class by its path, and passes literals as options next to a learning rate.
     options = {}
-    for argument in given.optimizer_args:
+    for argument in arguments.optimizer_args:
         name, _, value = argument.partition("=")
         options[name] = ast.literal_eval(value)
-    package, _, name = given.optimizer_type.rpartition(".")
+    package, _, name = arguments.optimizer_type.rpartition(".")
     make = getattr(importlib.import_module(package), name)
     model = nn.Sequential(nn.Linear(20, 64), nn.Tanh(), nn.Linear(64, 5))
     by_path = make(list(model.parameters()), lr=1e-2, **options)
 
-    # As axolotl does it: a factory, the model, options of the config, and the mesh of ranks.
-    known = {"lr": 1e-2, "weight_decay": 0.01, "betas": (0.9, 0.95), "eps": 1e-8}
-    by_factory = ShampooFactory()(model, device_mesh=None, optim_args="first_refresh=5", **known)
+    # axolotl calls a factory with the model, options of the config, and the mesh of ranks.
+    config = {"lr": 1e-2, "weight_decay": 0.01, "betas": (0.9, 0.95), "eps": 1e-8}
+    by_factory = ShampooFactory()(model, device_mesh=None, optim_args="first_refresh=5", **config)
 
     torch.manual_seed(0)
     data, target = torch.randn(64, 20), torch.randn(64, 5)

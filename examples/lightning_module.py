@@ -1,6 +1,6 @@
 """4-bit Shampoo in Lightning, on scikit-learn's digits: one line of ``configure_optimizers``.
 
-Run it, and go on with a checkpoint::
+Run it, and resume from a checkpoint (needs ``lightning``)::
 
     python examples/lightning_module.py
     python examples/lightning_module.py --epochs 20 --checkpoint "runs/lightning/epoch=9.ckpt"
@@ -42,24 +42,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--out", default="runs/lightning")
-    parser.add_argument("--checkpoint", help="to go on with")
-    given = parser.parse_args()
+    parser.add_argument("--checkpoint", help="resume from this checkpoint")
+    arguments = parser.parse_args()
 
     lightning.seed_everything(0)
     images, labels = load_digits(return_X_y=True)
     data = TensorDataset(torch.tensor(images).float() / 16, torch.tensor(labels))
     trainer = lightning.Trainer(
-        max_epochs=given.epochs,
+        max_epochs=arguments.epochs,
         gradient_clip_val=1.0,
-        callbacks=[ModelCheckpoint(given.out, filename="{epoch}", save_top_k=-1)],
-        default_root_dir=given.out,
+        callbacks=[ModelCheckpoint(arguments.out, filename="{epoch}", save_top_k=-1)],
+        default_root_dir=arguments.out,
         logger=False,
         enable_progress_bar=False,
     )
     module = Digits()
     loader = DataLoader(data, batch_size=128, shuffle=True)
-    # Our checkpoints are plain tensors and numbers.
-    trainer.fit(module, loader, ckpt_path=given.checkpoint, weights_only=True)
+    # Checkpoints of kronbit hold only tensors and plain numbers, so weights_only=True works.
+    trainer.fit(module, loader, ckpt_path=arguments.checkpoint, weights_only=True)
     print(f"loss {trainer.callback_metrics['loss']:.4f}")
     print(module.optimizers().optimizer.summary())
 

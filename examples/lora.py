@@ -1,11 +1,11 @@
 """4-bit Shampoo for LoRA: a small GPT-2 that can count learns to count in twos.
 
-In the Trainer of transformers, with adapters of peft (it needs ``kronbit[hf]`` and ``peft``)::
+It uses the Trainer of transformers and adapters of peft (needs ``kronbit[hf]`` and ``peft``)::
 
     python examples/lora.py
 
-Only the low-rank factors are trained. They are a group of their own, in blocks that keep the state
-in proportion to such small matrices; ``summary()`` shows them.
+Only the low-rank factors are trained. They form a separate group, with blocks small enough to keep
+the state in proportion to the matrices; ``summary()`` shows them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ NUMBERS = 50
 
 
 class Counting(Dataset[dict[str, torch.Tensor]]):
-    """Rows like 7, 8, 9, ..., or in larger steps."""
+    """Rows of equally spaced numbers: 7, 8, 9, ... or 7, 9, 11, ..."""
 
     def __init__(self, by: int) -> None:
         self.by = by
@@ -46,7 +46,7 @@ def train(model: torch.nn.Module, data: Counting, steps: int, out: str) -> Train
         report_to=[],
         disable_tqdm=True,
     )
-    often = {"first_refresh": 5, "update_every": 10, "refresh_every": 20}  # such a short run
+    often = {"first_refresh": 5, "update_every": 10, "refresh_every": 20}  # suits a short run
     trainer = Trainer(
         model=model,
         args=arguments,
@@ -62,18 +62,18 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--rank", type=int, default=4)
     parser.add_argument("--out", default="runs/lora")
-    given = parser.parse_args()
+    arguments = parser.parse_args()
 
     torch.manual_seed(0)
     sizes = {"n_positions": 16, "n_embd": 64, "n_layer": 2, "n_head": 4}
     config = GPT2Config(vocab_size=NUMBERS, bos_token_id=0, eos_token_id=0, **sizes)
     model = GPT2LMHeadModel(config)
-    train(model, Counting(by=1), given.steps, given.out)
+    train(model, Counting(by=1), arguments.steps, arguments.out)
 
     targets = ["c_attn", "c_proj", "c_fc"]
-    lora = LoraConfig(r=given.rank, target_modules=targets, fan_in_fan_out=True)
-    adapted = get_peft_model(model, lora)
-    trainer = train(adapted, Counting(by=2), given.steps, given.out)
+    lora = LoraConfig(r=arguments.rank, target_modules=targets, fan_in_fan_out=True)
+    adapter_model = get_peft_model(model, lora)
+    trainer = train(adapter_model, Counting(by=2), arguments.steps, arguments.out)
     print(trainer.optimizer.optimizer.summary())
 
 

@@ -1,8 +1,8 @@
 """4-bit Shampoo in torchtitan's container of optimizers: built, trained, saved, loaded.
 
-In a training of torchtitan, ``optimizer=shampoo4bit(lr=3e-4)`` stands in the config in the place of
-``default_adamw(lr=3e-4)``; nothing else changes. Here the container is built by hand, on one
-process (it needs ``torchtitan``)::
+In the config of a torchtitan training, ``optimizer=shampoo4bit(lr=3e-4)`` replaces
+``default_adamw(lr=3e-4)``; nothing else changes. This script builds the container directly, in one
+process (needs ``torchtitan``)::
 
     python examples/torchtitan_container.py
 """
@@ -17,7 +17,7 @@ from kronbit.integrations.torchtitan import shampoo4bit
 
 
 class Network(nn.Module):
-    """What is called like a language model's parts."""
+    """A small network whose layers are named like those of a language model."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -26,22 +26,22 @@ class Network(nn.Module):
         self.output = nn.Linear(64, 50)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        found: Tensor = self.output(self.layers(self.tok_embeddings(tokens)))
-        return found
+        logits: Tensor = self.output(self.layers(self.tok_embeddings(tokens)))
+        return logits
 
 
 def build() -> tuple[Network, OptimizersContainer]:
-    """A network and its optimizer; embedding and head are left to AdamW."""
+    """Build a network and its optimizer; embedding and head are left to AdamW."""
     torch.manual_seed(0)
     model = Network()
-    often = {"first_refresh": 5, "update_every": 10, "refresh_every": 20}  # such a short run
+    often = {"first_refresh": 5, "update_every": 10, "refresh_every": 20}  # suits a short run
     config = shampoo4bit(lr=3e-3, left_to_base="tok_embeddings|output", **often)
-    config.implementation = "for-loop"  # "fused", torchtitan's default, is for GPUs
+    config.implementation = "for-loop"  # the default, "fused", is for GPUs
     return model, config.build(model_parts=[model])
 
 
 def train(model: Network, optimizers: OptimizersContainer, first: int, last: int) -> float:
-    """Learn to count, from one step to another."""
+    """Train on counting from step ``first`` to ``last`` and return the last loss."""
     for step in range(first, last):
         tokens = torch.randint(0, 50, (64,), generator=torch.Generator().manual_seed(step))
         optimizers.zero_grad()
@@ -54,14 +54,14 @@ def train(model: Network, optimizers: OptimizersContainer, first: int, last: int
 def main() -> None:
     model, optimizers = build()
     print(f"after 20 steps: loss {train(model, optimizers, 0, 20):.3f}")
-    # Flat keys, such as state.layers.0.weight.block_0.left.codes, for distributed checkpoints.
+    # Keys are flat (state.layers.0.weight.block_0.left.codes), as distributed checkpoints need.
     torch.save({"model": model.state_dict(), "optimizer": optimizers.state_dict()}, "titan.pt")
     saved = torch.load("titan.pt", weights_only=True)
-    twin, again = build()
+    twin, resumed = build()
     twin.load_state_dict(saved["model"])
-    again.load_state_dict(saved["optimizer"])
-    found = train(model, optimizers, 20, 60), train(twin, again, 20, 60)
-    print(f"after 60 steps: loss {found[0]:.3f}; with the checkpoint: {found[1]:.3f}")
+    resumed.load_state_dict(saved["optimizer"])
+    losses = train(model, optimizers, 20, 60), train(twin, resumed, 20, 60)
+    print(f"after 60 steps: loss {losses[0]:.3f}; with the checkpoint: {losses[1]:.3f}")
     assert all(map(torch.equal, model.parameters(), twin.parameters()))
     print(optimizers.optimizers[0].summary())  # type: ignore[attr-defined, unused-ignore]
 

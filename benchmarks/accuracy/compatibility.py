@@ -1,12 +1,12 @@
-"""What ``kronbit doctor`` finds, for kronbit's optimizers and for those of other packages.
+"""Run ``kronbit doctor`` on kronbit's optimizers and on those of other packages.
 
 Usage::
 
     pip install pytorch_optimizer heavyball torchao bitsandbytes torch_optimizer
     python benchmarks/accuracy/compatibility.py --output results/accuracy/compatibility_cpu.json
 
-Every optimizer is examined in a process of its own, on the CPU. With second order in use from the
-second step on, where there are options for that.
+Every optimizer is examined in a separate process, on the CPU. Options enable second order from the
+second step on, where the optimizer has any.
 """
 
 from __future__ import annotations
@@ -37,33 +37,34 @@ SUBJECTS = {
 }
 
 
-def examined(path: str, options: str) -> dict[str, object]:
+def examine(path: str, options: str) -> dict[str, object]:
+    """Return the version of an optimizer and the outcome of every check."""
     command = [sys.executable, "-m", "kronbit", "doctor", "--device", "cpu", "--json"]
     command += ["--optimizer", path, *(["--options", options] if options else [])]
-    # Heavyball and torchao would compile for minutes; what is checked does not depend on it.
+    # Heavyball and torchao would compile for minutes; the checks do not depend on it.
     environment = {**os.environ, "TORCHDYNAMO_DISABLE": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    if not done.stdout.startswith("{"):
-        raise SystemExit(f"{path}: {done.stderr}")
-    checks = json.loads(done.stdout)["checks"]
-    found = {check: problem or "ok" for check, problem in checks.items()}
-    return {"version": version(path.split(".")[0]), "options": options, "checks": found}
+    process = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if not process.stdout.startswith("{"):
+        raise SystemExit(f"{path}: {process.stderr}")
+    checks = json.loads(process.stdout)["checks"]
+    outcomes = {check: problem or "ok" for check, problem in checks.items()}
+    return {"version": version(path.split(".")[0]), "options": options, "checks": outcomes}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", type=Path)
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     result = {
         "python": platform.python_version(),
         "torch": torch.__version__,
         "device": "cpu",
-        "optimizers": {path: examined(path, options) for path, options in SUBJECTS.items()},
+        "optimizers": {path: examine(path, options) for path, options in SUBJECTS.items()},
     }
-    for path, own in result["optimizers"].items():
-        print(path, json.dumps(own, indent=1))
-    if given.output:
-        given.output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    for path, outcome in result["optimizers"].items():
+        print(path, json.dumps(outcome, indent=1))
+    if arguments.output:
+        arguments.output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

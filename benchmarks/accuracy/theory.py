@@ -1,14 +1,14 @@
-"""The paper's theory in numbers: α and β of quantised eigenvectors, and regret against its bound.
+"""Measure the paper's theory: α and β of quantised eigenvectors, and regret against its bound.
 
 Usage::
 
     python benchmarks/accuracy/theory.py --output result.json [--order 1200] [--rounds 400]
 
-First Lemma 1: how far kronbit's quantiser and Björck's steps leave the eigenvectors of the paper's
-synthetic matrix from the exact ones, the error of the matrix's powers, and the lemma's bounds
-(``tests/quantised_eigenvectors.py``). Then the perturbed Shampoo of the convergence appendix
-(``tests/perturbed_shampoo.py``) on online convex problems, with every way to keep its state:
-regret, the bound, and their ratio, the slack.
+Lemma 1 comes first: the distance between exact eigenvectors of the paper's synthetic matrix and
+those that went through kronbit's quantiser and Björck's steps, the errors of the matrix's powers,
+and the lemma's bounds (``tests/support/quantised_eigenvectors.py``). The perturbed Shampoo of the
+convergence appendix (``tests/support/perturbed_shampoo.py``) follows, on online convex problems and
+in every storage: regret, bound, and their ratio, the slack.
 """
 
 from __future__ import annotations
@@ -43,40 +43,41 @@ POWERS = (-0.25, -0.5, -1.0, -8.0)
 
 
 def lemma_1(statistic: Statistic, quantizer: Quantizer, steps: int) -> dict[str, Any]:
-    """α, β, and the errors of powers with what the lemma says of them."""
-    found = restored(statistic, quantizer, steps, POWERS)
+    """Return α, β, the errors of powers, and the bounds of the lemma."""
+    result = restored(statistic, quantizer, steps, POWERS)
     return {
         "mapping": quantizer.mapping,
         "bits": quantizer.bits,
         "bjorck_steps": steps,
-        "alpha": found.alpha,
-        "beta": found.beta,
-        # What is left of the trace of A, if V is not orthogonal and λ are alike.
-        "mean_squared_length": found.length,
-        "orthogonality_error": found.skew,
-        # Whether the lemma applies.
-        "orthogonal": found.orthogonal,
-        "nre_bound": found.nre_bound,
-        "nre_sharp_bound": sharp(found.alpha),
-        "cosine_bound": found.cosine_bound,
+        "alpha": result.alpha,
+        "beta": result.beta,
+        # Share of the trace of A that remains if V is not orthogonal and all λ are equal.
+        "mean_squared_length": result.length,
+        "orthogonality_error": result.skew,
+        # True if the lemma applies.
+        "orthogonal": result.orthogonal,
+        "nre_bound": result.nre_bound,
+        "nre_sharp_bound": sharp(result.alpha),
+        "cosine_bound": result.cosine_bound,
         "powers": {
-            str(s): {"nre": nre, "cosine": cosine} for s, (nre, cosine) in found.errors.items()
+            str(s): {"nre": nre, "cosine": cosine} for s, (nre, cosine) in result.errors.items()
         },
     }
 
 
-def summary(found: Outcome) -> dict[str, float]:
-    left, right = found.left, found.right
+def summary(outcome: Outcome) -> dict[str, float]:
+    """Return the regret of a run, its bounds, and what they are made of."""
+    left, right = outcome.left, outcome.right
     return {
-        "eta": found.eta,
-        "regret": found.regret,
-        "first_link": found.first_link,
-        "bound": found.bound,
-        "slack": found.bound / found.regret,
-        "printed_bound": found.printed_bound,
-        "printed_slack": found.printed_bound / found.regret,
-        "D": found.farthest,
-        "D_over_first_distance": found.farthest / found.start_distance,
+        "eta": outcome.eta,
+        "regret": outcome.regret,
+        "first_link": outcome.first_link,
+        "bound": outcome.bound,
+        "slack": outcome.bound / outcome.regret,
+        "printed_bound": outcome.printed_bound,
+        "printed_slack": outcome.printed_bound / outcome.regret,
+        "D": outcome.farthest,
+        "D_over_first_distance": outcome.farthest / outcome.start_distance,
         "rho": left.rho,
         "mu": right.rho,
         "left_error_trace_over_exact": left.error_trace() / left.exact_trace(),
@@ -85,18 +86,19 @@ def summary(found: Outcome) -> dict[str, float]:
 
 
 def regrets(problem: Problem, rates: list[float]) -> dict[str, Any]:
+    """Return the regret on a problem for every storage and learning rate."""
     print(f"{problem.name}, {problem.rounds} rounds, rank {problem.rank}")
-    ways: dict[str, list[dict[str, float]]] = {}
-    single = problem.best.numel() == 1  # where there is nothing to quantise
-    for way, config in [("exact", None)] if single else WAYS.items():
+    by_scheme: dict[str, list[dict[str, float]]] = {}
+    single = problem.best.numel() == 1  # nothing can be quantised
+    for scheme, config in [("exact", None)] if single else WAYS.items():
         for times in rates:
-            found = summary(perturbed_shampoo(problem, config, times * problem.natural_rate()))
-            ways.setdefault(way, []).append({"rate": times} | found)
+            figures = summary(perturbed_shampoo(problem, config, times * problem.natural_rate()))
+            by_scheme.setdefault(scheme, []).append({"rate": times} | figures)
             print(
-                f"  {way:30} rate {times:<5g} regret {found['regret']:8.2f}, "
-                f"first link {found['first_link']:8.1f}, bound {found['bound']:11.0f}, "
-                f"slack {found['slack']:8.1f}, printed {found['printed_slack']:8.1f}, "
-                f"D {found['D']:.3g}, rho {found['rho']:.3g}, mu {found['mu']:.3g}",
+                f"  {scheme:30} rate {times:<5g} regret {figures['regret']:8.2f}, "
+                f"first link {figures['first_link']:8.1f}, bound {figures['bound']:11.0f}, "
+                f"slack {figures['slack']:8.1f}, printed {figures['printed_slack']:8.1f}, "
+                f"D {figures['D']:.3g}, rho {figures['rho']:.3g}, mu {figures['mu']:.3g}",
                 flush=True,
             )
     return {
@@ -104,7 +106,7 @@ def regrets(problem: Problem, rates: list[float]) -> dict[str, Any]:
         "rounds": problem.rounds,
         "rank": problem.rank,
         "norm_of_best": float(problem.best.norm()),
-        "ways": ways,
+        "ways": by_scheme,
     }
 
 
@@ -128,21 +130,21 @@ def main() -> None:
         "regret": [],
     }
 
-    def keep() -> None:
+    def write() -> None:
         arguments.output.write_text(json.dumps(report, indent=1) + "\n")
 
     for bits in (4, 3):
         for mapping in ("linear2", "dt"):
             for steps in STEPS:
-                own = lemma_1(statistic, Quantizer(bits, mapping), steps)
-                report["lemma_1"].append(own)
-                errors = ", ".join(f"s={s}: {e['nre']:.4f}" for s, e in own["powers"].items())
+                result = lemma_1(statistic, Quantizer(bits, mapping), steps)
+                report["lemma_1"].append(result)
+                errors = ", ".join(f"s={s}: {e['nre']:.4f}" for s, e in result["powers"].items())
                 print(
-                    f"{mapping:8} {bits} bits, {steps} steps: alpha {own['alpha']:.4f}, "
-                    f"beta {own['beta']:.5f}; NRE {errors}; bound {own['nre_bound']:.4f}",
+                    f"{mapping:8} {bits} bits, {steps} steps: alpha {result['alpha']:.4f}, "
+                    f"beta {result['beta']:.5f}; NRE {errors}; bound {result['nre_bound']:.4f}",
                     flush=True,
                 )
-                keep()
+                write()
     rounds = arguments.rounds
     for problem in (
         linear_losses(1, 1, 1, rounds),
@@ -152,7 +154,7 @@ def main() -> None:
         classification(rounds),
     ):
         report["regret"].append(regrets(problem, arguments.rates))
-        keep()
+        write()
 
 
 if __name__ == "__main__":

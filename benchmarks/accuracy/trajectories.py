@@ -1,12 +1,12 @@
 """Hash the weights and the state after 200 steps of every configuration; compare two versions.
 
-A change that must not move results is checked with this script: record before it, record after it,
-compare. It uses the public interface alone, so that any version can run it::
+This script checks that a change does not move results: record before it, record after it, compare.
+It uses only the public interface, so any version can run it::
 
     PYTHONPATH=old/src python benchmarks/accuracy/trajectories.py --out old.json
     PYTHONPATH=new/src python benchmarks/accuracy/trajectories.py --out new.json --compare old.json
 
-On a machine with a GPU, every configuration runs there as well, with kernels.
+A GPU is used if there is one, with kernels; ``--device cpu`` runs on the CPU.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ METHODS |= {8: METHODS[4], 32: ("dense", "eigen", "cholesky")}
 
 
 class Network(nn.Module):
-    """Convolution, norm, linear layers above and below the least quantised order, experts."""
+    """Convolution, norm, linear layers around the smallest quantised order, and experts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class Network(nn.Module):
 
 
 def configurations() -> dict[str, tuple[str, dict[str, Any]]]:
-    """Name -> algorithm and options."""
+    """Return algorithm and options of every configuration, by name."""
     cases: dict[str, tuple[str, dict[str, Any]]] = {}
     for algorithm in ("Shampoo", "CASPR", "KFAC", "AdaBK"):
         for bits, methods in METHODS.items():
@@ -83,15 +83,15 @@ def build(
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(0)
     model = Network().to(device=device, dtype=dtype)
-    given = {**INTERVALS, **options}
+    arguments = {**INTERVALS, **options}
     if algorithm in ("KFAC", "AdaBK"):
-        given["model"] = model
+        arguments["model"] = model
     base = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01)
-    return model, getattr(kronbit, algorithm)(base, **given)
+    return model, getattr(kronbit, algorithm)(base, **arguments)
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, part: slice = slice(None)) -> None:
-    """Take the steps; ``part`` is what a rank takes of every batch."""
+    """Take the steps; ``part`` is the share of every batch that a rank sees."""
     p = next(model.parameters())
     for t in range(STEPS):
         generator = torch.Generator().manual_seed(t)
@@ -102,7 +102,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, part: slice = slic
 
 
 def tensors(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """All leaves of nested dicts and lists by their path."""
+    """Yield all leaves of nested dicts and lists with their paths."""
     if isinstance(value, dict):
         for key in sorted(value, key=str):
             yield from tensors(value[key], f"{path}/{key}")
@@ -114,7 +114,7 @@ def tensors(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def digest(value: Any) -> str:
-    """A hash of all paths, dtypes and bits."""
+    """Return a hash of all paths, dtypes and bits."""
     bits = hashlib.sha256()
     for path, leaf in tensors(value):
         if isinstance(leaf, Tensor):
@@ -132,7 +132,7 @@ def hashes(model: nn.Module, optimizer: Any) -> dict[str, str]:
     return {"weights": digest(model.state_dict()), "state": digest(state.get("state"))}
 
 
-def alone(device: str, algorithm: str, options: dict[str, Any], dtype: torch.dtype) -> Any:
+def in_one_process(device: str, algorithm: str, options: dict[str, Any], dtype: torch.dtype) -> Any:
     model, optimizer = build(algorithm, options, device, dtype)
     train(model, optimizer)
     return hashes(model, optimizer)
@@ -182,7 +182,7 @@ def _rank(
 
 
 def on_ranks(world: int, backend: str, function: Callable[..., Any], *args: Any) -> dict[str, Any]:
-    """Call a function on every rank; the hashes of each."""
+    """Call a function on every rank; return the hashes of each rank."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -203,11 +203,11 @@ def on_ranks(world: int, backend: str, function: Callable[..., Any], *args: Any)
 def record(device: str, only: str) -> Iterator[tuple[str, Any]]:
     for name, (algorithm, options) in configurations().items():
         if only in name:
-            yield name, alone(device, algorithm, options, torch.float32)
+            yield name, in_one_process(device, algorithm, options, torch.float32)
     for name in ("Shampoo cholesky 4 compact", "Shampoo eigen 4 paper"):
         if only in name:
             algorithm, options = configurations()[name]
-            yield f"{name} bf16", alone(device, algorithm, options, torch.bfloat16)
+            yield f"{name} bf16", in_one_process(device, algorithm, options, torch.bfloat16)
     backend, worlds = ("gloo", (2, 3)) if device == "cpu" else ("nccl", (1,))
     for world in worlds:
         for name, function, options in (
@@ -224,20 +224,20 @@ def record(device: str, only: str) -> Iterator[tuple[str, Any]]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--compare", type=Path, help="a file that an earlier version has written")
+    parser.add_argument("--compare", type=Path, help="file written by an earlier version")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--only", default="", help="a part of the names of configurations")
-    given = parser.parse_args()
+    parser.add_argument("--only", default="", help="record only names that contain this text")
+    arguments = parser.parse_args()
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(given.device != "cpu")
+    torch.use_deterministic_algorithms(arguments.device != "cpu")
     torch.set_num_threads(1)
-    before = json.loads(given.compare.read_text()) if given.compare else {}
+    before = json.loads(arguments.compare.read_text()) if arguments.compare else {}
     after: dict[str, Any] = {}
-    for name, values in record(given.device, given.only):
+    for name, values in record(arguments.device, arguments.only):
         after[name] = values
         if name in before and before[name] != values:
             print(f"differs: {name}", flush=True)
-    given.out.write_text(json.dumps(after, indent=1) + "\n")
+    arguments.out.write_text(json.dumps(after, indent=1) + "\n")
     differing = [name for name in after if name in before and before[name] != after[name]]
     compared = len(after.keys() & before.keys())
     print(f"{len(after)} configurations; {compared} compared, {len(differing)} differ")

@@ -1,15 +1,16 @@
-r"""How far each way to keep the preconditioners turns the update, against float64.
+r"""Measure how far each storage of the preconditioners rotates the update, against float64.
 
 Usage::
 
     python benchmarks/accuracy/update_angle.py --output result.json [--cifar FOLDER] \
         [--plot angles.png]
 
-Records gradients of a real training (a small transformer on the text of Python's documentation, and
-with ``--cifar`` a convolutional network on CIFAR-100 in its public layout), then replays them
-through every method, width and storage. Reported by layer: the bits that statistic and root take
-per element of a side; the angle between the preconditioned gradient and the exact one, L^(-1/4) G
-R^(-1/4) in float64, and its relative error at equal norm; and the normalised error of the roots.
+The script records gradients of a real training (a small transformer on the text of Python's
+documentation, and with ``--cifar`` a convolutional network on CIFAR-100 in its public layout), then
+replays them with every method, bit width and storage. For every layer it reports the bits of
+statistic and root per element of a side; the angle between the preconditioned gradient and the
+exact one, L^(-1/4) G R^(-1/4) in float64, and the relative error at equal norm; and the normalised
+error of the roots.
 """
 
 from __future__ import annotations
@@ -106,8 +107,8 @@ class Text(nn.Module):
 
 
 def images(folder: Path, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
-    """Batches of CIFAR-100's training set."""
-    x, y = (own.to(device) for own in read_cifar(folder / "train"))
+    """Yield random batches of the training set of CIFAR-100."""
+    x, y = (array.to(device) for array in read_cifar(folder / "train"))
     mean = torch.tensor([0.5071, 0.4865, 0.4409], device=device).view(1, 3, 1, 1)
     deviation = torch.tensor([0.2673, 0.2564, 0.2762], device=device).view(1, 3, 1, 1)
     while True:
@@ -116,7 +117,7 @@ def images(folder: Path, device: torch.device) -> Iterator[tuple[Tensor, Tensor]
 
 
 def texts(device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
-    """Batches of bytes, with those that follow."""
+    """Yield batches of bytes, each with the byte that follows it."""
     from pydoc_data import topics
 
     data = torch.tensor(list("\n".join(topics.topics.values()).encode()), device=device)
@@ -130,7 +131,7 @@ def texts(device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
 def record(
     model: nn.Module, batches: Iterator[tuple[Tensor, Tensor]], updates: int, every: int
 ) -> dict[str, list[Tensor]]:
-    """Gradients of the watched layers at every so many steps of a training by AdamW."""
+    """Train with AdamW and return every n-th gradient of the watched layers."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.05)
     kept: dict[str, list[Tensor]] = {name: [] for name in model.watched}
     for t in range(1, updates * every + 1):
@@ -139,15 +140,15 @@ def record(
         optimizer.zero_grad()
         loss.backward()
         if t % every == 0:
-            for name, own in kept.items():
-                own.append(getattr(model, name).weight.grad.flatten(1).clone())
+            for name, grads in kept.items():
+                grads.append(getattr(model, name).weight.grad.flatten(1).clone())
         optimizer.step()
     print(f"{type(model).__name__}: loss {loss.item():.3f} after {t} steps", flush=True)
     return kept
 
 
 def exact_roots(grads: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """L^(-1/4) and R^(-1/4) in float64."""
+    """Return L^(-1/4) and R^(-1/4) in float64."""
     roots = []
     for side in (False, True):
         A: Tensor | None = None
@@ -168,10 +169,10 @@ def degrees(a: Tensor, b: Tensor) -> float:
 
 
 def replay(grads: list[Tensor], options: dict[str, Any], L: Tensor, R: Tensor) -> dict[str, float]:
-    """Errors of one way to keep the preconditioners of a layer."""
+    """Replay the gradients of a layer and return the errors of one scheme."""
     p = nn.Parameter(torch.zeros_like(grads[0]))
-    every = {"update_every": 1, "refresh_every": len(grads), "beta": BETA, "damping": DAMPING}
-    optimizer = Shampoo([p], base="sgd", lr=0.0, max_order=1200, **every, **options)
+    settings = {"update_every": 1, "refresh_every": len(grads), "beta": BETA, "damping": DAMPING}
+    optimizer = Shampoo([p], base="sgd", lr=0.0, max_order=1200, **settings, **options)
     start = time.perf_counter()
     for grad in grads:
         p.grad = grad.clone()
@@ -182,13 +183,13 @@ def replay(grads: list[Tensor], options: dict[str, Any], L: Tensor, R: Tensor) -
     for grad in grads[-PROBES:]:
         p.grad = grad.clone()
         optimizer.step()
-        found, right = p.grad.double(), L @ grad.double() @ R
-        angles.append(degrees(found, right))
-        errors.append(float((found / found.norm() - right / right.norm()).norm()))
-    (own,) = optimizer._plan.preconditioners.values()
-    (group,) = own.stacks.groups
-    held = optimizer.memory()
-    state = held["statistics"] + held["roots"]
+        update, exact = p.grad.double(), L @ grad.double() @ R
+        angles.append(degrees(update, exact))
+        errors.append(float((update / update.norm() - exact / exact.norm()).norm()))
+    (preconditioner,) = optimizer._plan.preconditioners.values()
+    (group,) = preconditioner.stacks.groups
+    memory = optimizer.memory()
+    state = memory["statistics"] + memory["roots"]
     result = {
         "bits_per_element": 8 * state / sum(side**2 for side in group.shape),
         "state_bytes": state,
@@ -196,15 +197,15 @@ def replay(grads: list[Tensor], options: dict[str, Any], L: Tensor, R: Tensor) -
         "relative_error": sum(errors) / PROBES,
         "seconds": spent,
     }
-    for name, factors, right in (("left", group.left, L), ("right", group.right, R)):
+    for name, factors, exact in (("left", group.left, L), ("right", group.right, R)):
         root = factors.roots(slice(0, 1))[0].double()
-        result[f"{name}_root_error"] = float((root - right).norm() / right.norm())
-        result[f"{name}_root_angle_degrees"] = degrees(root, right)
+        result[f"{name}_root_error"] = float((root - exact).norm() / exact.norm())
+        result[f"{name}_root_angle_degrees"] = degrees(root, exact)
     return result
 
 
 def plot(report: dict[str, Any], target: Path) -> None:
-    """Error against memory, averaged over the layers."""
+    """Plot the error against memory, averaged over the layers."""
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -224,7 +225,7 @@ def plot(report: dict[str, Any], target: Path) -> None:
             sum(row[key] for row in rows) / len(rows)
             for key in ("bits_per_element", "angle_degrees")
         )
-        if y < 0.1:  # nothing to be seen
+        if y < 0.1:  # too small to be drawn
             continue
         method, compact = name.split()[0], "compact" in name
         marker = "o" if compact else "s"
@@ -285,16 +286,18 @@ def main() -> None:
             plain = [degrees(grad, L @ grad.double() @ R) for grad in grads[-PROBES:]]
             layer = f"{make.__name__.lower()}.{name}"
             shape = tuple(grads[0].shape)
-            own: dict[str, Any] = {"shape": shape, "gradient_angle": sum(plain) / PROBES}
-            report["layers"][layer] = own | {"schemes": {}}
-            print(f"{layer} {shape}: the gradient itself {own['gradient_angle']:.1f} degrees away")
+            entry: dict[str, Any] = {"shape": shape, "gradient_angle": sum(plain) / PROBES}
+            report["layers"][layer] = entry | {"schemes": {}}
+            print(
+                f"{layer} {shape}: the gradient itself {entry['gradient_angle']:.1f} degrees away"
+            )
             for scheme in arguments.schemes:
-                found = replay(grads, SCHEMES[scheme], L, R)
-                report["layers"][layer]["schemes"][scheme] = found
+                figures = replay(grads, SCHEMES[scheme], L, R)
+                report["layers"][layer]["schemes"][scheme] = figures
                 print(
-                    f"  {scheme:26} {found['bits_per_element']:6.2f} bits "
-                    f"{found['angle_degrees']:6.2f} degrees, roots "
-                    f"{found['left_root_error']:.3f} {found['right_root_error']:.3f}",
+                    f"  {scheme:26} {figures['bits_per_element']:6.2f} bits "
+                    f"{figures['angle_degrees']:6.2f} degrees, roots "
+                    f"{figures['left_root_error']:.3f} {figures['right_root_error']:.3f}",
                     flush=True,
                 )
                 arguments.output.write_text(json.dumps(report, indent=1) + "\n")

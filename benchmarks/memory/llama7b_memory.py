@@ -1,4 +1,4 @@
-r"""LLaMA2-7B on one GPU of 80 GB: which second-order states fit, at which batch.
+r"""Find the batch sizes at which second-order states of LLaMA2-7B fit on one GPU of 80 GB.
 
 Usage::
 
@@ -6,10 +6,11 @@ Usage::
         [--batches 64 128 256] [--layers 32]
 
 The paper's memory table: bf16, sequences of 256, gradient checkpointing, 8-bit AdamW (bitsandbytes
-or torchao) alone and under Shampoo with blocks of order 2048. Every optimizer is a process of its
-own, whose allocator may take 81,920 MiB. It goes through the batches until one does not fit, with
-ordinary steps, an update with a refresh, and ordinary steps with roots at each. Random weights and
-tokens. Needs a CUDA device, transformers, and one of the two packages.
+or torchao) alone and under Shampoo with blocks of order 2048. Every optimizer runs in a separate
+process, whose allocator is limited to 81,920 MiB. The process increases the batch until one does
+not fit; every batch takes ordinary steps, a step with update and refresh, and ordinary steps with
+roots. Weights and tokens are random. Needs a CUDA device, transformers, and one of the two
+packages.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ OPTIMIZERS: dict[str, dict[str, Any] | None] = {
 
 
 def make_model(layers: int) -> torch.nn.Module:
-    """LLaMA2-7B with as many layers, in bf16."""
+    """Return LLaMA2-7B with the given number of layers, in bf16."""
     config = transformers.LlamaConfig(num_hidden_layers=layers, use_cache=False)
     with torch.device("cuda"):
         torch.set_default_dtype(torch.bfloat16)
@@ -61,11 +62,11 @@ def make_optimizer(model: torch.nn.Module, name: str) -> torch.optim.Optimizer:
 
 
 def four_steps(model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: int) -> Any:
-    """Peaks and seconds of four steps at a batch, at least one of them an update and refresh."""
+    """Return peaks and seconds of four steps, at least one of them with update and refresh."""
     gc.collect()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
-    found: dict[str, Any] = {"fits": True, "seconds": []}
+    figures: dict[str, Any] = {"fits": True, "seconds": []}
     try:
         for _ in range(4):
             tokens = torch.randint(VOCABULARY, (batch, LENGTH), device="cuda")
@@ -76,29 +77,29 @@ def four_steps(model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: 
             before = time.perf_counter()
             optimizer.step()
             torch.cuda.synchronize()
-            found["seconds"].append((before - start, time.perf_counter() - before))
+            figures["seconds"].append((before - start, time.perf_counter() - before))
             optimizer.zero_grad()
     except torch.OutOfMemoryError as error:
-        found |= {"fits": False, "refused": str(error).split(". ")[0]}
-    found["peak_allocated_mib"] = torch.cuda.max_memory_allocated() / 2**20
-    found["peak_reserved_mib"] = torch.cuda.max_memory_reserved() / 2**20
-    return found
+        figures |= {"fits": False, "refused": str(error).split(". ")[0]}
+    figures["peak_allocated_mib"] = torch.cuda.max_memory_allocated() / 2**20
+    figures["peak_reserved_mib"] = torch.cuda.max_memory_reserved() / 2**20
+    return figures
 
 
 def run(name: str, batches: list[int], layers: int) -> None:
-    """All batches of one optimizer, a line of JSON each."""
+    """Print a line of JSON for every batch size of one optimizer."""
     total = torch.cuda.get_device_properties(0).total_memory / 2**20
     torch.cuda.set_per_process_memory_fraction(min(1.0, LIMIT_MIB / total))
     torch.manual_seed(0)
     model = make_model(layers)
     optimizer = make_optimizer(model, name)
     for batch in batches:
-        found = four_steps(model, optimizer, batch)
-        if found["fits"] and isinstance(optimizer, Shampoo):
-            found["memory"] = optimizer.memory()
-        print(json.dumps([batch, found]), flush=True)
-        if not found["fits"]:
-            return  # a larger one will not, either
+        figures = four_steps(model, optimizer, batch)
+        if figures["fits"] and isinstance(optimizer, Shampoo):
+            figures["memory"] = optimizer.memory()
+        print(json.dumps([batch, figures]), flush=True)
+        if not figures["fits"]:
+            return  # larger batches do not fit either
 
 
 def main() -> None:
@@ -125,16 +126,16 @@ def main() -> None:
         "runs": {},
     }
     for name in arguments.optimizers:
-        own = [sys.executable, __file__, "--here", "--layers", str(arguments.layers)]
-        own += ["--optimizers", name, "--batches", *map(str, arguments.batches)]
-        done = subprocess.run(own, stdout=subprocess.PIPE, text=True, check=False)
-        for line in done.stdout.splitlines():
+        command = [sys.executable, __file__, "--here", "--layers", str(arguments.layers)]
+        command += ["--optimizers", name, "--batches", *map(str, arguments.batches)]
+        process = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+        for line in process.stdout.splitlines():
             if line.startswith("["):
-                batch, found = json.loads(line)
-                report["runs"].setdefault(name, {})[batch] = found
-                print(f"{name}, batch {batch}: {found}", flush=True)
-        if done.returncode:
-            print(f"{name}: ended with {done.returncode}", flush=True)
+                batch, figures = json.loads(line)
+                report["runs"].setdefault(name, {})[batch] = figures
+                print(f"{name}, batch {batch}: {figures}", flush=True)
+        if process.returncode:
+            print(f"{name}: ended with {process.returncode}", flush=True)
         if arguments.output is not None:
             arguments.output.write_text(json.dumps(report, indent=1) + "\n")
 

@@ -1,13 +1,12 @@
-"""Many steps on end: memory stays flat, and a second run with the same seed is the same to the bit.
+"""Run many steps: memory stays flat, and a second run with the same seed is bit-identical.
 
 Usage::
 
     python benchmarks/memory/soak.py [--minutes 9.2] [--output result.json]
 
-Every setup runs twice with the same seed, all of them side by side in processes of their own, for
-as long as told. After each lap a run saves its state, sometimes it loads it, and it notes how much
-memory it holds and a digest of all weights and all state. On the way some gradients are not finite,
-and some are missing.
+Every setup runs twice with the same seed, each run in a process, all at the same time. After each
+lap a run saves its state, sometimes loads it again, and records the memory in use and a digest of
+all weights and state. Some gradients are not finite, and some are missing.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ import kronbit
 from kronbit import CASPR, KFAC, Shampoo
 
 BATCH, CLASSES, SEED = 64, 100, 0
-# Laps that end with a load: the first ones, after which memory is compared, and some later ones.
+# Laps that end with a load: the first ones (memory is compared from then on), and some later ones.
 FIRST_LOADS, LOAD_EVERY = 5, 20
 INTERVAL = 40
 OFTEN = {"update_every": 10, "refresh_every": INTERVAL}
@@ -44,7 +43,7 @@ PAPER = {"method": "eigen", "storage": "paper"}
 
 
 def network(width: int) -> nn.Sequential:
-    """For 3 x 32 x 32 images: convolutions and matrices, some of them in several blocks."""
+    """Return a network for 3 x 32 x 32 images; some of its matrices have several blocks."""
     return nn.Sequential(
         nn.Conv2d(3, width // 8, 4, 4),
         nn.GELU(),
@@ -76,7 +75,7 @@ def kfac(model: nn.Module) -> torch.optim.Optimizer:
     return KFAC(base, model=model, **OFTEN)
 
 
-# By name: how the optimizer is made, and whether both passes may be a CUDA graph: hooks may not.
+# Constructor of the optimizer by name; True if the passes may be a CUDA graph, which hooks prevent.
 SETUPS: dict[str, tuple[Callable[[nn.Module], torch.optim.Optimizer], bool]] = {
     "Shampoo": (shampoo, True),
     "CASPR, the paper's storage, staggered": (caspr, True),
@@ -85,7 +84,7 @@ SETUPS: dict[str, tuple[Callable[[nn.Module], torch.optim.Optimizer], bool]] = {
 
 
 class Passes:
-    """Forward and backward in bf16, eagerly or as a CUDA graph that is replayed."""
+    """Forward and backward pass in bf16, run eagerly or replayed as a CUDA graph."""
 
     def __init__(self, model: nn.Module, device: torch.device, captured: bool) -> None:
         self.model, self.device = model, device
@@ -117,7 +116,7 @@ class Passes:
         return loss.detach()
 
     def __call__(self, step: int) -> Tensor:
-        """The gradients of a step; the loss."""
+        """Compute the gradients of a step and return its loss."""
         self.x.normal_(generator=self._generator(step, self.device.type))
         if self.graph is None:
             self.model.zero_grad()
@@ -128,49 +127,49 @@ class Passes:
         return self.loss
 
 
-def walk(setup: str, device: torch.device, width: int, lap: int) -> Iterator[dict[str, Any]]:
-    """Laps without end, and what was found after each."""
+def run_laps(setup: str, device: torch.device, width: int, lap: int) -> Iterator[dict[str, Any]]:
+    """Train without end, and yield a record after every lap."""
     make, captured = SETUPS[setup]
     torch.manual_seed(SEED)
     model = network(width).to(device)
     optimizer: Any = make(model)
     passes = Passes(model, device, captured)
-    # cuBLAS takes its workspace (32 MiB) at a stream's first product, and keeps it. Kernels may do
-    # all products for thousands of steps, until one in float32 is left to torch.
+    # cuBLAS allocates its workspace (32 MiB) at the first product of a stream and keeps it. Kernels
+    # may compute all products for thousands of steps before torch computes one.
     one = torch.ones(1, 1, 1, device=device)
     torch.bmm(one, one)
     params = list(model.parameters())
     rates = [group["lr"] for group in optimizer.param_groups]
     step = skipped = 0
     for number in itertools.count():
-        for place in range(lap):
+        for position in range(lap):
             loss = passes(step)
-            if place < INTERVAL:  # one of them has no gradient
+            if position < INTERVAL:  # one parameter has no gradient
                 params[(step // lap) % len(params)].grad = None
             grad = params[step % len(params)].grad
-            if place % (lap // 4) == 3 and grad is not None:
+            if position % (lap // 4) == 3 and grad is not None:
                 grad.view(-1)[0] = torch.nan
                 skipped += 1
             for group, lr in zip(optimizer.param_groups, rates, strict=True):
-                group["lr"] = lr * (0.55 + 0.45 * math.cos(math.pi * place / lap))
+                group["lr"] = lr * (0.55 + 0.45 * math.cos(math.pi * position / lap))
             optimizer.step()
             step += 1
-        held = memory(device)
+        in_use = memory(device)
         counts = optimizer.diagnostics()
-        # To K-FAC, a bias is part of its layer's matrix, too, and counts there as well.
+        # K-FAC counts a bias twice: as a parameter and as part of the matrix of its layer.
         assert skipped <= counts["skipped_gradients"] <= 2 * skipped, counts
         file = io.BytesIO()
         torch.save(optimizer.state_dict(), file)
         if number < FIRST_LOADS or number % LOAD_EVERY == 0:
             file.seek(0)
             optimizer.load_state_dict(torch.load(file, map_location="cpu", weights_only=True))
-            skipped = 0  # counters start anew
+            skipped = 0  # counters start at zero again
         yield {
             "step": step,
             "loss": float(loss),
             "checkpoint_bytes": len(file.getbuffer()),
             "digest": digest(model, optimizer),
-            "memory": held,
+            "memory": in_use,
             "counts": {name: n for name, n in counts.items() if isinstance(n, int) and n},
         }
         if device.type == "cuda":
@@ -178,59 +177,59 @@ def walk(setup: str, device: torch.device, width: int, lap: int) -> Iterator[dic
 
 
 def digest(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
-    """Of every bit of weights and state."""
-    found = hashlib.sha256()
+    """Return a hash of all bits of weights and state."""
+    hasher = hashlib.sha256()
 
     def add(value: Any) -> None:
         if isinstance(value, dict):
             for key in sorted(value, key=str):
-                found.update(str(key).encode())
+                hasher.update(str(key).encode())
                 add(value[key])
         elif isinstance(value, Tensor):
-            found.update(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+            hasher.update(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
         else:
-            found.update(repr(value).encode())
+            hasher.update(repr(value).encode())
 
     add(dict(model.named_parameters()))
     add(optimizer.state_dict()["state"])
-    return found.hexdigest()
+    return hasher.hexdigest()
 
 
 def memory(device: torch.device) -> dict[str, int]:
-    """Bytes: of tensors now and at the peak of the lap, taken from the device; and of the host."""
+    """Return bytes of tensors (now and at the peak of the lap), reserved bytes, and host bytes."""
     gc.collect()
     pages = int(Path("/proc/self/statm").read_text().split()[1])
-    found = {"host": pages * os.sysconf("SC_PAGE_SIZE")}
+    held = {"host": pages * os.sysconf("SC_PAGE_SIZE")}
     if device.type == "cuda":
-        # What was asked for: blocks that are handed out may be larger, by up to a MiB each.
-        asked = torch.cuda.memory_stats(device)
-        found["tensors"] = asked["requested_bytes.all.current"]
-        found["peak"] = asked["requested_bytes.all.peak"]
-        found["reserved"] = torch.cuda.memory_reserved(device)
-    return found
+        # Requested bytes: allocated blocks may be larger by up to a MiB each.
+        stats = torch.cuda.memory_stats(device)
+        held["tensors"] = stats["requested_bytes.all.current"]
+        held["peak"] = stats["requested_bytes.all.peak"]
+        held["reserved"] = torch.cuda.memory_reserved(device)
+    return held
 
 
 def drift(held: Sequence[int], after: int = FIRST_LOADS) -> float:
-    """How far memory has gone from where it was after some laps, as a share of that."""
+    """Return the largest relative change of memory since the end of the first laps."""
     rest = held[after:]
-    return max((abs(own - rest[0]) / rest[0] for own in rest), default=0.0)
+    return max((abs(size - rest[0]) / rest[0] for size in rest), default=0.0)
 
 
 def worker(setup: str, seconds: float, width: int, lap: int) -> None:
-    """Print a line after every lap, until time is over."""
+    """Print a record after every lap until the time is over."""
     end = time.monotonic() + seconds
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True)  # for the passes: the step is repeatable by itself
+    torch.use_deterministic_algorithms(True)  # for the passes; the step is deterministic anyway
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    for found in walk(setup, device, width, lap):
-        print(json.dumps(found), flush=True)
+    for record in run_laps(setup, device, width, lap):
+        print(json.dumps(record), flush=True)
         if time.monotonic() > end:
             break
 
 
 def summary(first: list[dict[str, Any]], second: list[dict[str, Any]]) -> dict[str, Any]:
-    """What two runs of a setup have shown."""
+    """Summarise two runs of a setup."""
     both = list(zip(first, second, strict=False))
     memory_of = {
         kind: [[lap["memory"][kind] for lap in laps] for laps in (first, second)]
@@ -251,30 +250,30 @@ def summary(first: list[dict[str, Any]], second: list[dict[str, Any]]) -> dict[s
 
 
 def side_by_side(options: list[str]) -> dict[str, list[list[dict[str, Any]]]]:
-    """Both runs of every setup: what was found after each lap."""
+    """Return the records of both runs of every setup."""
     with tempfile.TemporaryDirectory() as folder:
         runs = []
         for number, setup in enumerate([*SETUPS] * 2):
-            told = Path(folder) / f"{number}.jsonl"
+            output = Path(folder) / f"{number}.jsonl"
             command = [sys.executable, __file__, "--worker", setup, *options]
-            with told.open("w", encoding="utf-8") as file:
-                runs.append((setup, told, subprocess.Popen(command, stdout=file)))
-        found: dict[str, list[list[dict[str, Any]]]] = {setup: [] for setup in SETUPS}
+            with output.open("w", encoding="utf-8") as file:
+                runs.append((setup, output, subprocess.Popen(command, stdout=file)))
+        records: dict[str, list[list[dict[str, Any]]]] = {setup: [] for setup in SETUPS}
         try:
             while any(process.poll() is None for _, _, process in runs):
                 if any(process.returncode for _, _, process in runs):
                     break
                 time.sleep(1)
-            for setup, told, process in runs:
+            for setup, output, process in runs:
                 if process.returncode:
                     raise SystemExit(f"{setup}: exit code {process.returncode}")
-                lines = told.read_text(encoding="utf-8").splitlines()
-                found[setup].append([json.loads(line) for line in lines])
+                lines = output.read_text(encoding="utf-8").splitlines()
+                records[setup].append([json.loads(line) for line in lines])
         finally:
             for _, _, process in runs:
                 process.kill()
                 process.wait()
-    return found
+    return records
 
 
 def main() -> None:
@@ -284,12 +283,12 @@ def main() -> None:
     parser.add_argument("--lap", type=int, default=500)
     parser.add_argument("--worker", choices=SETUPS)
     parser.add_argument("--output", type=Path)
-    given = parser.parse_args()
-    if given.worker:
-        worker(given.worker, given.minutes * 60, given.width, given.lap)
+    arguments = parser.parse_args()
+    if arguments.worker:
+        worker(arguments.worker, arguments.minutes * 60, arguments.width, arguments.lap)
         return
-    begun = time.monotonic()
-    options = [f"--{name}={getattr(given, name)}" for name in ("minutes", "width", "lap")]
+    start = time.monotonic()
+    options = [f"--{name}={getattr(arguments, name)}" for name in ("minutes", "width", "lap")]
     laps = side_by_side(options)
     gpu = torch.cuda.is_available()
     setups = {setup: summary(*runs) for setup, runs in laps.items()}
@@ -299,21 +298,21 @@ def main() -> None:
         "python": platform.python_version(),
         "kronbit": kronbit.__version__,
         "seed": SEED,
-        "seconds": round(time.monotonic() - begun),
-        "lap": given.lap,
+        "seconds": round(time.monotonic() - start),
+        "lap": arguments.lap,
         "setups": setups,
     }
-    if given.output:
-        given.output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    for setup, found in setups.items():
-        shown = {name: value for name, value in found.items() if name != "memory"}
+    if arguments.output:
+        arguments.output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    for setup, figures in setups.items():
+        shown = {name: value for name, value in figures.items() if name != "memory"}
         print(f"{setup}: {json.dumps(shown)}")
-    wrong = [f"{name}: two runs differ" for name, own in setups.items() if not own["equal"]]
+    wrong = [f"{name}: two runs differ" for name, figures in setups.items() if not figures["equal"]]
     wrong += [
-        f"{name}: {kind} moved by {100 * own['drift'][kind]:.1f} %"
-        for name, own in setups.items()
-        for kind in own["drift"]
-        if kind != "host" and own["drift"][kind] > 0.01  # the host's is up to its allocator
+        f"{name}: {kind} moved by {100 * figures['drift'][kind]:.1f} %"
+        for name, figures in setups.items()
+        for kind in figures["drift"]
+        if kind != "host" and figures["drift"][kind] > 0.01  # host memory depends on its allocator
     ]
     if wrong:
         raise SystemExit("\n".join(wrong))

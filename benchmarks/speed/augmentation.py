@@ -1,10 +1,10 @@
-"""What the lab's augmentation takes on a GPU, beside kornia's.
+"""Time the lab's augmentation on a GPU, next to kornia's.
 
 Usage::
 
     python benchmarks/speed/augmentation.py --output result.json
 
-Batches of 128 x 3 x 32 x 32 on the device. kornia is left out if it is not installed.
+Batches are 128 x 3 x 32 x 32, on the device. kornia is skipped if it is not installed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from kronbit.lab.training.measures import hardware, versions
 
 REPEATS, ROUNDS = 30, 5
 CROP_FLIP_ERASE: dict[str, Any] = {"crop": 4, "flip": True, "erase": 0.25}
-WAYS: dict[str, dict[str, Any]] = {
+POLICIES: dict[str, dict[str, Any]] = {
     "RandAugment": {"policy": "rand"},
     "AutoAugment": {"policy": "auto"},
     "crop, flip, erase": CROP_FLIP_ERASE,
@@ -40,16 +40,16 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 def milliseconds(function: Callable[[], Any]) -> float:
-    """The median over rounds."""
-    found = []
+    """Return the median over rounds."""
+    times = []
     for _ in range(ROUNDS + 1):
         torch.cuda.synchronize()
         start = time.perf_counter()
         for _ in range(REPEATS):
             function()
         torch.cuda.synchronize()
-        found.append(1e3 * (time.perf_counter() - start) / REPEATS)
-    return statistics.median(found[1:])
+        times.append(1e3 * (time.perf_counter() - start) / REPEATS)
+    return statistics.median(times[1:])
 
 
 def main() -> None:
@@ -60,36 +60,38 @@ def main() -> None:
     labels = torch.randint(0, 100, (128,), device="cuda")
     mean, std = (torch.full((3,), value, device="cuda") for value in (0.5, 0.25))
     generator = torch.Generator("cuda").manual_seed(0)
-    found: dict[str, Any] = {
+    report: dict[str, Any] = {
         "hardware": hardware(images.device),
         "versions": versions(),
         "milliseconds": {},
     }
-    for name, options in WAYS.items():
-        own = Augmentation(**options)
-        found["milliseconds"][name] = milliseconds(
-            lambda own=own: own(images, labels, generator, mean, std, 100)
+    for name, options in POLICIES.items():
+        augmentation = Augmentation(**options)
+        report["milliseconds"][name] = milliseconds(
+            lambda augmentation=augmentation: augmentation(
+                images, labels, generator, mean, std, 100
+            )
         )
     if importlib.util.find_spec("kornia") is not None:
         import kornia
-        from kornia import augmentation as theirs
+        from kornia import augmentation as kornia_augmentation
 
-        found["versions"]["kornia"] = kornia.__version__
+        report["versions"]["kornia"] = kornia.__version__
         floats = images.float() / 255
-        several = torch.nn.Sequential(
-            theirs.RandomCrop((32, 32), padding=4),
-            theirs.RandomHorizontalFlip(),
-            theirs.RandomErasing(p=0.25),
+        crop_flip_erase = torch.nn.Sequential(
+            kornia_augmentation.RandomCrop((32, 32), padding=4),
+            kornia_augmentation.RandomHorizontalFlip(),
+            kornia_augmentation.RandomErasing(p=0.25),
         )
         for name, stage in (
-            ("RandAugment", theirs.auto.RandAugment(2, 9)),
-            ("crop, flip, erase", several),
+            ("RandAugment", kornia_augmentation.auto.RandAugment(2, 9)),
+            ("crop, flip, erase", crop_flip_erase),
         ):
-            found["milliseconds"][f"kornia's {name}"] = milliseconds(
+            report["milliseconds"][f"kornia's {name}"] = milliseconds(
                 lambda stage=stage: stage(floats)
             )
-    arguments.output.write_text(json.dumps(found, indent=1) + "\n")
-    print(json.dumps(found["milliseconds"], indent=1))
+    arguments.output.write_text(json.dumps(report, indent=1) + "\n")
+    print(json.dumps(report["milliseconds"], indent=1))
 
 
 if __name__ == "__main__":

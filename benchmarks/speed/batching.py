@@ -1,13 +1,13 @@
-"""On the CPU: an update of all blocks in batches, against the literal loop over matrices.
+"""Compare an update of all blocks in batches with a loop over matrices, on the CPU.
 
 Usage::
 
     python benchmarks/speed/batching.py [--output result.json]
 
-Swin-Tiny's shapes, 4 bits, fresh gradients at each update. The loop is the transcription of the
-paper that the tests compare with (``tests/support/oracle.py``), in float32, one matrix of each
-order timed
-and counted as often as it occurs. A ratio within one run: the machine's load matters little.
+Shapes are those of Swin-Tiny, at 4 bits, with new gradients at every update. The loop is the
+transcription of the paper that the tests use (``tests/support/oracle.py``), in float32: one matrix
+of each order is timed and multiplied by its count. Both times come from one run, so the load of the
+machine hardly affects their ratio.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 from support import oracle
 
 
-def prepared() -> tuple[Preconditioner, list[torch.Tensor | None], Any]:
+def prepare() -> tuple[Preconditioner, list[torch.Tensor | None], Any]:
     torch.manual_seed(0)
     model = SwinTiny()
     optimizer = Shampoo(model.parameters(), lr=1e-3, method="eigen", storage="paper")
@@ -45,31 +45,36 @@ def prepared() -> tuple[Preconditioner, list[torch.Tensor | None], Any]:
     optimizer.step()
     plan = optimizer._plan
     assert plan is not None
-    (own,) = plan.preconditioners.values()
+    (preconditioner,) = plan.preconditioners.values()
     by_index = {place.index: p for p, place in plan.places.items()}
-    return own, [by_index[i].grad for i in range(len(by_index))], optimizer.config
+    return preconditioner, [by_index[i].grad for i in range(len(by_index))], optimizer.config
 
 
-def batched(own: Preconditioner, grads: Any, config: Any, warm_up: int, runs: int) -> float:
-    """Seconds of an update, once the eigenvectors have settled."""
-    due = {i: Due(config) for i in range(len(own.stacks.members))}
+def batched(
+    preconditioner: Preconditioner, grads: Any, config: Any, warm_up: int, runs: int
+) -> float:
+    """Return the seconds of an update after the eigenvectors have settled."""
+    due = {i: Due(config) for i in range(len(preconditioner.stacks.members))}
     guard = NonfiniteGuard(torch.device("cpu"), config)
     sizes, statistics_of = [grad.numel() for grad in grads], GradientStatistics()
-    found = []
+    times = []
     for _ in range(warm_up + runs):
-        fresh = [torch.randn_like(grad) for grad in grads]
-        measured = guard.measure(fresh, sizes, [], {torch.float32})
+        new = [torch.randn_like(grad) for grad in grads]
+        measured = guard.measure(new, sizes, [], {torch.float32})
         start = time.perf_counter()
-        own.update(measured, Source(due, statistics_of.outer_products(own.stacks, measured, due)))
-        found.append(time.perf_counter() - start)
-        own.progress.settle()
-    return statistics.median(found[warm_up:])
+        preconditioner.update(
+            measured,
+            Source(due, statistics_of.outer_products(preconditioner.stacks, measured, due)),
+        )
+        times.append(time.perf_counter() - start)
+        preconditioner.progress.settle()
+    return statistics.median(times[warm_up:])
 
 
-def one_by_one(own: Preconditioner) -> float:
-    """Seconds of the same by the literal loop."""
+def one_by_one(preconditioner: Preconditioner) -> float:
+    """Return the seconds of the same update by a loop over matrices."""
     orders = Counter[int]()
-    for group in own.stacks.groups:
+    for group in preconditioner.stacks.groups:
         for factors in (group.left, group.right):
             orders[factors.order] += factors.rows
     total = 0.0
@@ -90,9 +95,9 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     parser.add_argument("--runs", type=int, default=3)
     arguments = parser.parse_args()
-    own, grads, config = prepared()
-    together = batched(own, grads, config, warm_up=4, runs=arguments.runs)
-    alone = one_by_one(own)
+    preconditioner, grads, config = prepare()
+    together = batched(preconditioner, grads, config, warm_up=4, runs=arguments.runs)
+    alone = one_by_one(preconditioner)
     report = {
         "torch": torch.__version__,
         "kronbit": kronbit.__version__,

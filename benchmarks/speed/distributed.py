@@ -1,15 +1,15 @@
-r"""What ranks send, and how much of the work each of them does, on gloo ranks of one machine.
+r"""Measure what ranks send and how much work each does, on gloo ranks of one machine.
 
 Usage::
 
     python benchmarks/speed/distributed.py --output result.json [--ranks 1 2 4] \
         [--layers 8] [--width 512]
 
-A stack of linear layers with random gradients, on CPUs. Every way in which ranks can share: as
-replicas (as under DistributedDataParallel), with ``shard_state=True``, sharded by rows (FSDP2), and
-each rank with its own rows (``blocks="local"``). Ranks of one machine share its cores, so seconds
-are those of the processor (``time.process_time``), one thread each: of updates and refreshes,
-against a single process that does all of them.
+The model is a stack of linear layers with random gradients, on CPUs. Ranks share it in four
+layouts: replicas (as under DistributedDataParallel), ``shard_state=True``, sharded by rows (FSDP2),
+and each rank with its rows alone (``blocks="local"``). Ranks share the cores of the machine, so
+seconds of updates and refreshes are processor time (``time.process_time``) of one thread per rank,
+compared with a single process that does all of the work.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from kronbit.step.preconditioner import Preconditioner
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 from support.ranks import run_on_ranks
 
-WAYS: dict[str, dict[str, Any]] = {
+LAYOUTS: dict[str, dict[str, Any]] = {
     "replicas": {},
     "shard_state": {"shard_state": True},
     "fsdp2": {},
     "fsdp2, blocks='local'": {"blocks": "local"},
 }
-CYCLES, EVERY = 3, 4  # refreshes, and steps from one to the next; an update comes two steps before
+CYCLES, EVERY = 3, 4  # refreshes, and steps between them; an update comes two steps before
 
 
 def sent(optimizer: Shampoo) -> dict[str, int]:
@@ -52,25 +52,25 @@ def sent(optimizer: Shampoo) -> dict[str, int]:
     return {name: figures.get(name, 0) for name in ("received_bytes", "gradient_bytes")}
 
 
-def measure(rank: int, way: str, layers: int, width: int) -> dict[str, Any]:
+def measure(rank: int, layout: str, layers: int, width: int) -> dict[str, Any]:
     torch.manual_seed(0)
     model: nn.Module = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layers)))
-    if way.startswith("fsdp2"):
+    if layout.startswith("fsdp2"):
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         for layer in model.children():
             fully_shard(layer, mesh=mesh)
         fully_shard(model, mesh=mesh)
-    group = {} if way.startswith("fsdp2") else {"process_group": dist.group.WORLD}
-    every = {"update_every": EVERY // 2, "refresh_every": EVERY}
-    optimizer = Shampoo(model.parameters(), lr=1e-3, **WAYS[way], **group, **every)
+    group = {} if layout.startswith("fsdp2") else {"process_group": dist.group.WORLD}
+    schedule = {"update_every": EVERY // 2, "refresh_every": EVERY}
+    optimizer = Shampoo(model.parameters(), lr=1e-3, **LAYOUTS[layout], **group, **schedule)
     spent: dict[str, list[float]] = {"_update_own": [], "_refresh_own": []}
-    for name, own in spent.items():
+    for name, times in spent.items():
         plain = getattr(Preconditioner, name)
 
-        def timed(*args: Any, plain: Any = plain, own: list[float] = own) -> None:
+        def timed(*args: Any, plain: Any = plain, times: list[float] = times) -> None:
             start = time.process_time()
             plain(*args)
-            own.append(time.process_time() - start)
+            times.append(time.process_time() - start)
 
         setattr(Preconditioner, name, timed)
     by_step: list[dict[str, int]] = []
@@ -87,7 +87,7 @@ def measure(rank: int, way: str, layers: int, width: int) -> dict[str, Any]:
         by_step.append({name: after[name] - before[name] for name in after})
         before = after
     last = by_step[-EVERY:]
-    held = optimizer.memory()
+    memory = optimizer.memory()
     return {
         "update_s": statistics.median(spent["_update_own"][1:] or [0.0]),
         "refresh_s": statistics.median(spent["_refresh_own"][1:] or [0.0]),
@@ -95,7 +95,7 @@ def measure(rank: int, way: str, layers: int, width: int) -> dict[str, Any]:
         "bytes_received_ordinary": last[0]["received_bytes"],
         "bytes_received_update": last[1]["received_bytes"],
         "bytes_received_update_and_refresh": last[3]["received_bytes"],
-        "second_order_state_bytes": held["statistics"] + held["roots"],
+        "second_order_state_bytes": memory["statistics"] + memory["roots"],
     }
 
 
@@ -113,23 +113,23 @@ def main() -> None:
         "width": arguments.width,
         "ways": {},
     }
-    for way in WAYS:
-        alone = None
+    for layout in LAYOUTS:
+        single = None
         for ranks in arguments.ranks:
-            found = run_on_ranks(ranks, measure, way, arguments.layers, arguments.width)
-            most = {name: max(own[name] for own in found) for name in found[0]}
-            alone = alone or most
+            by_rank = run_on_ranks(ranks, measure, layout, arguments.layers, arguments.width)
+            largest = {name: max(figures[name] for figures in by_rank) for name in by_rank[0]}
+            single = single or largest
             ratios = [
-                most[name] / alone[name] if alone[name] else None
+                largest[name] / single[name] if single[name] else None
                 for name in ("update_s", "refresh_s")
             ]
-            report["ways"].setdefault(way, {})[ranks] = {
-                "by_rank": found,
+            report["ways"].setdefault(layout, {})[ranks] = {
+                "by_rank": by_rank,
                 "slowest_over_one_process": dict(zip(("update", "refresh"), ratios, strict=True)),
             }
             arguments.output.write_text(json.dumps(report, indent=1) + "\n")
-            told = " ".join(f"{name} {value:,.4g}" for name, value in most.items())
-            print(f"{way}, {ranks} ranks: {told} ratios {ratios}", flush=True)
+            text = " ".join(f"{name} {value:,.4g}" for name, value in largest.items())
+            print(f"{layout}, {ranks} ranks: {text} ratios {ratios}", flush=True)
 
 
 if __name__ == "__main__":

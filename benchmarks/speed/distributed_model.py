@@ -1,12 +1,12 @@
-"""A model on paper: what ranks would hold, send and compute for large language models.
+"""Estimate what ranks would hold, send and compute for large language models.
 
 Usage::
 
     python benchmarks/speed/distributed_model.py [--measured result_of_step_time.json]
 
-Nothing is run. State, blocks and owners are those that kronbit would make; seconds are those of
-LLaMA-350M on one H200 (``step_time.py``), scaled by what they depend on: the sum of n³ for updates
-and refreshes, the sum of m n (m + n) over blocks for products. Gradients are bf16.
+Nothing is trained. State, blocks and owners are those that kronbit would use. Seconds are those of
+LLaMA-350M on one H200 (``step_time.py``), scaled by the sum of n³ for updates and refreshes, and by
+the sum of m n (m + n) over blocks for products. Gradients are bf16.
 """
 
 from __future__ import annotations
@@ -23,13 +23,15 @@ from kronbit.distributed.assignment import assign
 from kronbit.distributed.owners import cost
 from kronbit.reporting.memory import state_bytes
 
-# Bytes per second and GPU, each way: 400 Gbit/s between machines, NVLink inside of one.
+# Bytes per second and GPU in each direction: 400 Gbit/s between machines, NVLink inside one.
 BETWEEN, INSIDE = 50e9, 450e9
 NODE = 8  # GPUs of a machine, the shards of HSDP
 BF16 = 2
 
 
 class Sizes(NamedTuple):
+    """Sizes of a LLaMA network."""
+
     hidden: int
     inner: int
     layers: int
@@ -43,7 +45,7 @@ class Sizes(NamedTuple):
             yield from [(self.inner, self.hidden)] * 2 + [(self.hidden, self.inner)]
 
 
-# Of benchmarks/speed/models.py, and of Llama 2.
+# The measured model is that of benchmarks/speed/models.py; the others are Llama 2.
 MEASURED = Sizes(1024, 2736, 24, 1024)
 MODELS = {
     "LLaMA2-7B": Sizes(4096, 11008, 32, 4096),
@@ -52,7 +54,7 @@ MODELS = {
 
 
 class Work(NamedTuple):
-    """Of one parameter."""
+    """Operations and bytes of one parameter, or of several."""
 
     cubes: int
     products: int
@@ -62,32 +64,34 @@ class Work(NamedTuple):
 
 
 def work(shape: tuple[int, int], config: Config) -> Work:
-    way = route(shape, config)
-    assert isinstance(way, Blocking)
-    held = state_bytes(way, config)
+    blocking = route(shape, config)
+    assert isinstance(blocking, Blocking)
+    memory = state_bytes(blocking, config)
     products = sum(
-        len(grid) * grid.shape[0] * grid.shape[1] * sum(grid.shape) for grid in way.grids
+        len(grid) * grid.shape[0] * grid.shape[1] * sum(grid.shape) for grid in blocking.grids
     )
-    return Work(cost(way), products, held["statistics"], held["roots"], shape[0] * shape[1])
+    return Work(
+        cost(blocking), products, memory["statistics"], memory["roots"], shape[0] * shape[1]
+    )
 
 
 def total(works: list[Work]) -> Work:
     return Work(*map(sum, zip(*works, strict=True)))
 
 
-def most_of(works: list[Work], owners: int) -> Work:
-    """What the ranks with most have, if each parameter has one owner."""
+def largest_share(works: list[Work], owners: int) -> Work:
+    """Return the largest share of a rank in each kind of work; every parameter has one owner."""
     shares: list[list[Work]] = [[] for _ in range(owners)]
-    for one, rank in zip(works, assign([one.cubes for one in works], owners), strict=True):
-        shares[rank].append(one)
+    for part, rank in zip(works, assign([part.cubes for part in works], owners), strict=True):
+        shares[rank].append(part)
     return Work(*map(max, zip(*(total(share) for share in shares if share), strict=True)))
 
 
-def sent(count: float, ranks: int, inside: bool) -> str:
-    """Gigabytes, and seconds, of what goes to or comes from all other ranks."""
-    count *= 1 - 1 / ranks
-    seconds = count / (INSIDE if inside else BETWEEN)
-    return f"{count / 1e9:.2f} ({seconds:.3f})" if count else "0"
+def sent(size: float, ranks: int, inside: bool) -> str:
+    """Return gigabytes and seconds of the traffic with all other ranks."""
+    size *= 1 - 1 / ranks
+    seconds = size / (INSIDE if inside else BETWEEN)
+    return f"{size / 1e9:.2f} ({seconds:.3f})" if size else "0"
 
 
 def main() -> None:
@@ -95,12 +99,12 @@ def main() -> None:
     default = Path(__file__).parents[2] / "results" / "speed" / "step_time_cholesky_h200.json"
     parser.add_argument("--measured", type=Path, default=default)
     arguments = parser.parse_args()
-    found = json.loads(arguments.measured.read_text())["models"]["llama-350m"]["optimizers"]
-    own = found["cholesky 4-bit compact"]
+    measured = json.loads(arguments.measured.read_text())["models"]["llama-350m"]["optimizers"]
+    times = measured["cholesky 4-bit compact"]
     small = total([work(shape, Config()) for shape in MEASURED.shapes()])
-    update = 1e-3 * own["update_ms"] / small.cubes
-    refresh = 1e-3 * (own["refresh_ms"] - own["update_ms"]) / small.cubes
-    product = 1e-3 * own["above_adamw_ms"] / small.products
+    update = 1e-3 * times["update_ms"] / small.cubes
+    refresh = 1e-3 * (times["refresh_ms"] - times["update_ms"]) / small.cubes
+    product = 1e-3 * times["above_adamw_ms"] / small.products
     print(f"s per n³: update {update:.3g}, refresh {refresh:.3g}; per m n (m + n): {product:.3g}\n")
     header = "model|GPUs|way|state, GB|every step, GB (s)|update, GB (s)|refresh, GB (s)|"
     header += "update, s|refresh, s|products, s"
@@ -109,23 +113,23 @@ def main() -> None:
         works = [work(shape, Config()) for shape in sizes.shapes()]
         everything = total(works)
         for gpus in (8, 64, 1024):
-            for way in ("DDP", "shard_state", "FSDP2", *(["HSDP"] if gpus > NODE else [])):
-                owners = {"DDP": 1, "HSDP": NODE}.get(way, gpus)
+            for layout in ("DDP", "shard_state", "FSDP2", *(["HSDP"] if gpus > NODE else [])):
+                owners = {"DDP": 1, "HSDP": NODE}.get(layout, gpus)
                 copies = gpus // owners
-                most = most_of(works, owners)
-                # Local rows go to owners, and what these own comes back.
-                rows = BF16 * (everything.elements / owners + most.elements)
-                step = {"DDP": 0.0, "shard_state": BF16 * everything.elements}.get(way, rows)
+                largest = largest_share(works, owners)
+                # Local rows are sent to their owners, and results come back.
+                rows = BF16 * (everything.elements / owners + largest.elements)
+                step = {"DDP": 0.0, "shard_state": BF16 * everything.elements}.get(layout, rows)
                 cells = [
-                    f"{(most.statistics + most.roots) / 1e9:.2f}",
+                    f"{(largest.statistics + largest.roots) / 1e9:.2f}",
                     sent(step, owners, inside=owners <= NODE),
-                    sent(most.statistics, copies, inside=gpus <= NODE),
-                    sent(most.roots, copies, inside=gpus <= NODE),
-                    f"{update * most.cubes / copies:.2f}",
-                    f"{refresh * most.cubes / copies:.2f}",
-                    f"{product * most.products:.4f}",
+                    sent(largest.statistics, copies, inside=gpus <= NODE),
+                    sent(largest.roots, copies, inside=gpus <= NODE),
+                    f"{update * largest.cubes / copies:.2f}",
+                    f"{refresh * largest.cubes / copies:.2f}",
+                    f"{product * largest.products:.4f}",
                 ]
-                print(f"| {name} | {gpus} | {way} | {' | '.join(cells)} |")
+                print(f"| {name} | {gpus} | {layout} | {' | '.join(cells)} |")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""The kernels alone, against the machine's measured ceilings: GB/s of copies, TFLOP/s of products.
+"""Compare the kernels with the measured ceilings of the GPU: GB/s of copies, TFLOP/s of products.
 
 Usage::
 
     python benchmarks/speed/kernels.py --output result.json
 
-Needs a CUDA device. Sizes are those of a chunk at the paper's order 1200, and of smaller factors.
+Needs a CUDA device. Sizes are those of a batch at the paper's order 1200, and of smaller factors.
 """
 
 from __future__ import annotations
@@ -53,32 +53,32 @@ def orthonormal(k: int, n: int) -> Tensor:
 
 
 def measure(k: int, n: int) -> dict[str, dict[str, float]]:
-    """Name -> milliseconds, and what that is in the unit of the matching ceiling."""
+    """Return milliseconds and the rate in the unit of the matching ceiling, by name."""
     V = orthonormal(k, n)
     A = torch.randn(k, n, 2 * n, device="cuda")
     A = A @ A.mT / n
-    found: dict[str, dict[str, float]] = {}
+    figures: dict[str, dict[str, float]] = {}
     for bits in (4, 8):
         codes, scales, _ = quantiser.encode(V, False, bits, "linear2", 64)
         moved = V.numel() * (4 + bits / 8 + 4 / 64)
         reference = Quantizer(bits)
-        kept = reference.encode(V)
+        encoded = reference.encode(V)
         for name, call in {
             f"quantise {bits}-bit": lambda b=bits: quantiser.encode(V, False, b, "linear2", 64),
             f"dequantise {bits}-bit": lambda c=codes, s=scales, b=bits: quantiser.decode(
                 c, s, None, b, "linear2", 64
             ),
             f"quantise {bits}-bit, torch": lambda r=reference: r.encode(V),
-            f"dequantise {bits}-bit, torch": lambda r=reference, q=kept: r.decode(q, n),
+            f"dequantise {bits}-bit, torch": lambda r=reference, q=encoded: r.decode(q, n),
         }.items():
             spent = milliseconds(call)
-            found[name] = {"ms": spent, "gb_per_s": 1e-6 * moved / spent}
+            figures[name] = {"ms": spent, "gb_per_s": 1e-6 * moved / spent}
     v, a = operand(V, bound=1.0), operand(A)
     flops = 2e-9 * k * n**3
     S = torch.randn(k, n, 2 * n, device="cuda")
     S = S @ S.mT / n
-    everyone = torch.ones(k, dtype=torch.bool, device="cuda")
-    chain = Chain(everyone.device, graphs=True)
+    all_rows = torch.ones(k, dtype=torch.bool, device="cuda")
+    chain = Chain(all_rows.device, graphs=True)
     with full_precision():
         for name, call, count in (
             ("product", lambda: multiply(a, v), flops),
@@ -87,15 +87,15 @@ def measure(k: int, n: int) -> dict[str, dict[str, float]]:
             ("product, torch float32", lambda: A @ V, flops),
             (
                 "inverse Cholesky factor",
-                lambda: inverse_factor_(S.clone(), 0.0, everyone, chain),
+                lambda: inverse_factor_(S.clone(), 0.0, all_rows, chain),
                 flops / 3,
             ),
             ("orthonormalise", lambda: cholesky_qr(V.clone(), chain), 5 * flops),
             ("inverse root, Schur-Newton", lambda: inverse_root(A, 4, 1e-6, 10), 40 * flops),
         ):
             spent = milliseconds(call)
-            found[name] = {"ms": spent, "tflop_per_s": count / spent}
-    return found
+            figures[name] = {"ms": spent, "tflop_per_s": count / spent}
+    return figures
 
 
 def main() -> None:
@@ -110,8 +110,8 @@ def main() -> None:
     }
     print(report["ceilings"])
     for k, n in SIZES:
-        report["sizes"][f"{k} x {n}"] = found = measure(k, n)
-        for name, values in found.items():
+        report["sizes"][f"{k} x {n}"] = figures = measure(k, n)
+        for name, values in figures.items():
             print(
                 f"{k:3} x {n:<5} {name:32} " + " ".join(f"{u} {v:.3g}" for u, v in values.items())
             )

@@ -1,8 +1,8 @@
-"""What K-FAC and AdaBK cost on a GPU: time by kind of step, hooks, and memory.
+"""Measure what K-FAC and AdaBK cost on a GPU: time by kind of step, hooks, and memory.
 
-Statistics are collected before every tenth step and roots taken at every twentieth: medians do not
-depend on that. "Hooks" is forward and backward of steps without statistics, over those of a model
-that has no optimizer, in turn.
+Statistics are collected before every tenth step and roots are refreshed at every twentieth; the
+medians do not depend on the interval. "Hooks" compares the passes of steps without statistics with
+those of a model without an optimizer; the two take turns.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def kind_of(t: int) -> str:
 
 
 def backward(case: Case, model: torch.nn.Module) -> float:
-    """Milliseconds of a forward and backward pass on a new batch."""
+    """Return milliseconds of a forward and backward pass on a new batch."""
     batch = case.batch()
     model.zero_grad()
     return milliseconds(lambda: case.loss(model, batch).backward())
@@ -64,28 +64,30 @@ def measure(case: Case, make: Make) -> dict[str, Any]:
         before = backward(case, model)
         spent = milliseconds(optimizer.step)
         if t > SETTLED:
-            own = kind_of(t)
-            passes[own].append(before)
-            steps[own].append(spent)
-            peaks[own] = max(peaks[own], torch.cuda.max_memory_allocated() / 2**20)
+            kind = kind_of(t)
+            passes[kind].append(before)
+            steps[kind].append(spent)
+            peaks[kind] = max(peaks[kind], torch.cuda.max_memory_allocated() / 2**20)
     optimizer.zero_grad()
     rest = torch.cuda.memory_allocated() / 2**20
-    twin = prepare(case)  # without an optimizer
+    twin = prepare(case)  # has no optimizer
     ratios = []
     for number in range(STEPS - SETTLED):
-        order = (model, twin) if number % 2 else (twin, model)  # who comes second may gain by it
-        spent = {own: backward(case, own) for own in order}
+        order = (
+            (model, twin) if number % 2 else (twin, model)
+        )  # the second one may have an advantage
+        spent = {network: backward(case, network) for network in order}
         ratios.append(spent[model] / spent[twin])
     assert isinstance(optimizer, KFAC)
-    found = optimizer.diagnostics()
+    counts = optimizer.diagnostics()
     return {
-        "forward_backward_ms": {name: statistics.median(own) for name, own in passes.items()},
-        "step_ms": {name: statistics.median(own) for name, own in steps.items()},
+        "forward_backward_ms": {name: statistics.median(times) for name, times in passes.items()},
+        "step_ms": {name: statistics.median(times) for name, times in steps.items()},
         "hooks": statistics.median(ratios) - 1,
         "peak_mib": peaks,
         "rest_mib": rest,
         "memory": optimizer.memory(),
-        "diagnostics": {k: v for k, v in found.items() if isinstance(v, int)},
+        "diagnostics": {k: v for k, v in counts.items() if isinstance(v, int)},
     }
 
 
@@ -106,17 +108,17 @@ def main() -> None:
         "models": {},
     }
     for name in arguments.models:
-        own = report["models"][name] = {}
+        results = report["models"][name] = {}
         for label in arguments.optimizers:
-            result = own[label] = measure(CASES[name], OPTIMIZERS[label])
+            result = results[label] = measure(CASES[name], OPTIMIZERS[label])
             spent, before = result["step_ms"], result["forward_backward_ms"]
-            held = result["memory"]
+            memory = result["memory"]
             print(
                 f"{name:10} {label:26} step {spent['ordinary']:6.2f} {spent['update']:7.1f} "
                 f"{spent['refresh']:7.1f} ms; before it {before['ordinary']:.1f} "
                 f"({100 * result['hooks']:+.1f} % over a model without optimizer), with statistics "
                 f"{before['update']:.1f}; second order "
-                f"{(held['statistics'] + held['roots']) / 2**20:.0f} MiB, rest "
+                f"{(memory['statistics'] + memory['roots']) / 2**20:.0f} MiB, rest "
                 f"{result['rest_mib']:.0f}, peak {max(result['peak_mib'].values()):.0f}",
                 flush=True,
             )

@@ -1,13 +1,13 @@
-r"""What a step of the lab's loop takes, beside one written by hand.
+r"""Compare the step time of the lab's training loop with that of a loop written by hand.
 
 Usage::
 
     python benchmarks/speed/lab_loop.py --output result.json \
         [--recipe cifar100-swin-tiny] [--steps 300]
 
-Runs a recipe of CIFAR-100 as the command does, with all of its augmentation, on images of random
-bytes: eagerly and as a CUDA graph, by the base alone and with 4-bit Shampoo. The loop by hand has
-one batch on the device, forward and backward pass captured as a graph, and fused AdamW.
+The script runs a recipe of CIFAR-100 as the command does, with its augmentation, on random images:
+eagerly and as a CUDA graph, with the base optimizer alone and with 4-bit Shampoo. The loop by hand
+has one batch on the device, a graph of forward and backward pass, and fused AdamW.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ WARM_UP = 100
 
 
 def write_images(folder: Path) -> None:
-    """A training and a test set in CIFAR's layout."""
-    place = folder / "cifar-100-python"
-    place.mkdir(parents=True)
+    """Write a training set and a test set in the layout of CIFAR-100."""
+    target = folder / "cifar-100-python"
+    target.mkdir(parents=True)
     draw = np.random.default_rng(0)
     for name, count in (("train", 50_000), ("test", 1_000)):
         pixels = draw.integers(0, 256, (count, 3072), dtype=np.uint8)
         labels = draw.integers(0, 100, count).tolist()
-        (place / name).write_bytes(pickle.dumps({b"data": pixels, b"fine_labels": labels}))
+        (target / name).write_bytes(pickle.dumps({b"data": pixels, b"fine_labels": labels}))
 
 
 def by_hand(recipe: Recipe, steps: int) -> list[float]:
-    """Milliseconds of each step: forward and backward as a graph, then AdamW."""
+    """Return milliseconds of every step: a graph of forward and backward, then AdamW."""
     options = dict(recipe.model)
     model = build(options.pop("name"), **options).cuda().train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
@@ -86,19 +86,23 @@ def by_hand(recipe: Recipe, steps: int) -> list[float]:
 
 
 def in_the_lab(recipe: Recipe, spec: str, steps: int, running: Running) -> dict[str, Any]:
-    """The same by the lab's loop."""
-    given = {"steps": steps, "amp": "bf16", "eval_every": steps, "eval_batches": 1}
-    made = variant(spec, recipe.with_settings(given))[2].with_settings({"watched_blocks": 0})
-    with tempfile.TemporaryDirectory() as folder, open(os.devnull, "w") as nowhere:
-        training = Training(made, Path(folder), World("none", torch.device("cuda")), running)
-        with Display(Console(file=nowhere)) as display:
+    """Return step times and peak memory of the lab's loop."""
+    settings = {"steps": steps, "amp": "bf16", "eval_every": steps, "eval_batches": 1}
+    variant_recipe = variant(spec, recipe.with_settings(settings))[2].with_settings(
+        {"watched_blocks": 0}
+    )
+    with tempfile.TemporaryDirectory() as folder, open(os.devnull, "w") as null:
+        training = Training(
+            variant_recipe, Path(folder), World("none", torch.device("cuda")), running
+        )
+        with Display(Console(file=null)) as display:
             summary = training.run(display, spec, False, Interrupts())
-    return {**described(training.step_ms), "peak_bytes": summary["memory"]["peak"]}
+    return {**describe(training.step_ms), "peak_bytes": summary["memory"]["peak"]}
 
 
-def described(times: list[float]) -> dict[str, Any]:
-    own = times[WARM_UP:]
-    return {"median_ms": statistics.median(own), "mean_ms": statistics.fmean(own)}
+def describe(times: list[float]) -> dict[str, Any]:
+    times = times[WARM_UP:]
+    return {"median_ms": statistics.median(times), "mean_ms": statistics.fmean(times)}
 
 
 def main() -> None:
@@ -109,26 +113,26 @@ def main() -> None:
     parser.add_argument("--compile", action="store_true")
     arguments = parser.parse_args()
     recipe = find_recipe(arguments.recipe)
-    found: dict[str, Any] = {
+    report: dict[str, Any] = {
         "recipe": arguments.recipe,
         "steps": arguments.steps,
         "hardware": hardware(torch.device("cuda")),
         "versions": versions(),
-        "by hand": described(by_hand(recipe, arguments.steps)),
+        "by hand": describe(by_hand(recipe, arguments.steps)),
     }
-    print("by hand", found["by hand"], flush=True)
+    print("by hand", report["by hand"], flush=True)
     with tempfile.TemporaryDirectory() as folder:
         write_images(Path(folder))
-        ways = {"eager": Running(Path(folder)), "graph": Running(Path(folder), graph=True)}
+        modes = {"eager": Running(Path(folder)), "graph": Running(Path(folder), graph=True)}
         if arguments.compile:
-            ways["compiled"] = Running(Path(folder), compile=True)
-            ways["compiled graph"] = Running(Path(folder), compile=True, graph=True)
-        for way, running in ways.items():
+            modes["compiled"] = Running(Path(folder), compile=True)
+            modes["compiled graph"] = Running(Path(folder), compile=True, graph=True)
+        for mode, running in modes.items():
             for spec in ("base", "shampoo-4"):
-                name = f"{way}, {spec}"
-                found[name] = in_the_lab(recipe, spec, arguments.steps, running)
-                print(name, found[name], flush=True)
-                arguments.output.write_text(json.dumps(found, indent=1) + "\n")
+                name = f"{mode}, {spec}"
+                report[name] = in_the_lab(recipe, spec, arguments.steps, running)
+                print(name, report[name], flush=True)
+                arguments.output.write_text(json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The networks that are measured, with random data."""
+"""Networks for the speed benchmarks, with random data."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class Case:
     """A network, its batch and its schedule.
 
     Attributes:
-        build: Makes the network on the current device.
+        build: Builds the network on the current device.
         batch: Makes a batch on the GPU.
-        dtype: Of the parameters.
-        autocast: Whether the forward pass runs under bf16 autocast.
-        schedule: (T1, T2) over which the cost is spread.
+        dtype: Dtype of the parameters.
+        autocast: True if the forward pass runs under bf16 autocast.
+        schedule: T1 and T2, over which the cost is amortised.
     """
 
     build: Callable[[], nn.Module]
@@ -39,8 +39,8 @@ class Case:
 
 
 def preset(name: str) -> nn.Module:
-    found = PRESETS[name]
-    return build(found.model, **found.options)
+    entry = PRESETS[name]
+    return build(entry.model, **entry.options)
 
 
 def images() -> dict[str, Tensor]:
@@ -58,7 +58,7 @@ def tokens(count: int, length: int, vocabulary: int) -> dict[str, Tensor]:
 CASES = {
     "swin-tiny": Case(lambda: build("swin-tiny"), images, torch.float32, False, (100, 500)),
     "resnet34": Case(lambda: build("resnet34"), images, torch.float32, False, (100, 500)),
-    # As trainings on GPUs often have them.
+    # A common layout of trainings on GPUs.
     "resnet34-channels-last": Case(
         lambda: build("resnet34").to(memory_format=torch.channels_last),
         images,

@@ -1,4 +1,4 @@
-"""Draw what ``step_time.py`` measured: what a training step costs, with AdamW and with kronbit.
+"""Plot the results of ``step_time.py``: the cost of a training step with AdamW and with kronbit.
 
 Usage::
 
@@ -26,11 +26,11 @@ def main() -> None:
     source, target = map(Path, sys.argv[1:])
     report = json.loads(source.read_text())
     models = {
-        name: found for name, found in report["models"].items() if OURS in found["optimizers"]
+        name: figures for name, figures in report["models"].items() if OURS in figures["optimizers"]
     }
     figure, (steps, kinds) = plt.subplots(1, 2, figsize=(10, 3.6), layout="constrained")
-    for row, found in enumerate(models.values()):
-        ours = found["optimizers"][OURS]
+    for row, figures in enumerate(models.values()):
+        ours = figures["optimizers"][OURS]
         forward, plain = ours["forward_backward_ms"], ours["adamw_ms"]
         whole = forward + plain
         added = ours["amortised_ms"] - plain
@@ -55,16 +55,16 @@ def main() -> None:
     named = {label: handle for handle, label in zip(handles, labels, strict=True) if label}
     figure.legend(named.values(), named.keys(), loc="outside upper left", ncols=3, frameon=False)
     width = 0.26
-    for place, (key, label, colour) in enumerate(
+    for number, (key, label, colour) in enumerate(
         (
             ("ordinary_ms", "ordinary", ORANGE),
             ("update_ms", "with update (T1)", BLUE),
             ("refresh_ms", "with update and refresh (T2)", GREY),
         )
     ):
-        heights = [found["optimizers"][OURS][key] for found in models.values()]
-        places = [row + (place - 1) * width for row in range(len(models))]
-        bars = kinds.bar(places, heights, width, color=colour, label=label)
+        heights = [figures["optimizers"][OURS][key] for figures in models.values()]
+        positions = [row + (number - 1) * width for row in range(len(models))]
+        bars = kinds.bar(positions, heights, width, color=colour, label=label)
         kinds.bar_label(bars, fmt="%.3g", fontsize=8)
     kinds.set_yscale("log")
     kinds.set_ylim(0.5, 4000)

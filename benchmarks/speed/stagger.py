@@ -1,13 +1,13 @@
-"""How even training steps are: all blocks at the same step, or staggered, on one GPU.
+"""Measure how even training steps are on one GPU: all blocks at one step, or staggered.
 
 Usage::
 
     python benchmarks/speed/stagger.py --output result.json [--model gpt2-124m] [--steps 1000]
 
-Times whole training steps (forward, backward, optimizer), in a loop that waits for the GPU at the
-end of each step. Three intervals come before those that count: in them kernels are compiled and
-graphs are captured. Hosts stumble now and then, so beside the slowest step there is the slowest
-place in the interval, by the median over all intervals.
+The script times whole training steps (forward, backward, optimizer) and synchronises with the GPU
+after each. The first three intervals, in which kernels are compiled and graphs are captured, do not
+count. Hosts cause slow steps now and then, so next to the slowest step the report has the slowest
+position in the interval, by the median over all intervals.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ def run(case: Case, steps: int, every: int, **options: Any) -> dict[str, Any]:
     counted = dict(list(enumerate(times, 1))[3 * every :])
     times = list(counted.values())
     median = statistics.median(times)
-    places = [
-        statistics.median(own for t, own in counted.items() if t % every == place)
-        for place in range(every)
+    positions = [
+        statistics.median(ms for t, ms in counted.items() if t % every == position)
+        for position in range(every)
     ]
     slowest = sorted(counted, key=counted.__getitem__, reverse=True)[:20]
     return {
@@ -63,7 +63,7 @@ def run(case: Case, steps: int, every: int, **options: Any) -> dict[str, Any]:
         "mean_ms": statistics.mean(times),
         "slowest_ms": max(times),
         "slowest_over_median": max(times) / median,
-        "slowest_place_over_median": max(places) / median,
+        "slowest_place_over_median": max(positions) / median,
         "slowest_steps": {t: counted[t] for t in slowest},
     }
 

@@ -1,21 +1,21 @@
-r"""Time and memory of an optimizer step on one GPU: fused AdamW, kronbit, and peers.
+r"""Measure time and memory of an optimizer step on one GPU: fused AdamW, kronbit, and peers.
 
 Usage::
 
     python benchmarks/speed/step_time.py --output result.json [--models gpt2-124m ...] \
         [--optimizers ...]
 
-Needs a CUDA device and transformers; peers are measured where they can be imported. Random data, a
-real backward pass, gradients set to None between the steps. The schedule is shortened for the
-measurement (an update every 10 steps, a refresh every 20); "amortised" spreads the medians over
-the paper's T1 and T2, over a training step of forward + backward + fused AdamW.
+Needs a CUDA device and transformers; peers are measured if they can be imported. Data is random,
+the backward pass is real, and gradients are set to None between steps. The schedule is shortened
+(an update every 10 steps, a refresh every 20); "amortised" spreads the medians over the paper's T1
+and T2. The overhead is relative to a training step of forward + backward + fused AdamW.
 
-Machines change their speed within seconds, so every optimizer is compared with a fused AdamW that
-steps in turn with it, on the same parameters: "above adamw" of AdamW itself is noise.
+The speed of a machine changes within seconds, so every optimizer takes turns with a fused AdamW on
+the same parameters: "above adamw" of AdamW itself is noise.
 
-"floor" is the time of the same batched products alone, in bf16 by torch.bmm, and of the bytes that
-a step must move, over the measured bandwidth: codes and scales of the roots are read, gradients
-are read for the norm, read and written.
+"floor" is the time of the same batched products alone, in bf16 by torch.bmm, plus the bytes that a
+step must move, divided by the measured bandwidth: codes and scales of the roots are read once, and
+gradients are read for the norm, read again, and written.
 """
 
 from __future__ import annotations
@@ -44,19 +44,19 @@ from kronbit.linalg.products import multiply, operand
 from kronbit.linalg.roots import steps_of
 
 EVERY = {"update_every": 10, "refresh_every": 20}
-# The first step that counts, and the last one. Before that, kernels are compiled and, with
-# statistics, these see more than a few gradients.
+# The first and the last step that count. Before them, kernels are compiled and statistics see more
+# than a few gradients.
 SECOND_ORDER, FIRST_ORDER = (81, 160), (21, 80)
-ADAMW_SETTLES = 5  # steps beside them that do not count
+ADAMW_SETTLES = 5  # steps of AdamW that do not count
 PAPER: dict[str, Any] = {"method": "eigen", "storage": "paper"}
 ADAMW: dict[str, Any] = {"lr": 1e-4, "weight_decay": 0.05, "fused": True}
 
 
 def muon(model: nn.Module) -> torch.optim.Optimizer:
-    """Muon of torch for hidden matrices, fused AdamW for the rest; two steps in one object."""
+    """Return torch's Muon for hidden matrices and fused AdamW for the rest, as one optimizer."""
     matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "emb" not in n]
-    known = {id(p) for p in matrices}
-    rest = [p for p in model.parameters() if id(p) not in known]
+    hidden = {id(p) for p in matrices}
+    rest = [p for p in model.parameters() if id(p) not in hidden]
 
     class Both(torch.optim.Optimizer):
         def __init__(self) -> None:
@@ -136,7 +136,7 @@ def milliseconds(call: Callable[[], object]) -> float:
 
 
 def as_graph(case: Case) -> float | None:
-    """Milliseconds of forward and backward as one graph."""
+    """Return milliseconds of forward and backward as one graph, or None if they have none."""
     model, batch = prepare(case), case.batch()
     try:
         side = torch.cuda.Stream()
@@ -157,29 +157,29 @@ def as_graph(case: Case) -> float | None:
 
 
 def run(case: Case, make: Callable[[nn.Module], torch.optim.Optimizer]) -> dict[str, Any]:
-    """Times by kind of step, and memory; with AdamW's, and with what comes before a step."""
+    """Return times by kind of step and memory, with those of AdamW and of the passes."""
     model = prepare(case)
     optimizer, adamw = make(model), OPTIMIZERS["adamw"](model)
-    beside: list[tuple[float, float, float]] = []
+    adamw_steps: list[tuple[float, float, float]] = []
     times: dict[str, list[float]] = {"ordinary": [], "update": [], "refresh": []}
     above: dict[str, float] = dict.fromkeys(times, 0.0)
     warm_up = 0.0
     second_order = isinstance(optimizer, kronbit.Shampoo | kronbit.CASPR)
     settled, last = SECOND_ORDER if second_order else FIRST_ORDER
 
-    def step(own: torch.optim.Optimizer) -> tuple[float, float, float]:
-        """Milliseconds before a step and of it, and MiB at its peak above those before it."""
-        batch = case.batch()  # a new one: nothing is learnt by heart
+    def step(stepped: torch.optim.Optimizer) -> tuple[float, float, float]:
+        """Return milliseconds of the passes and of the step, and the MiB that its peak adds."""
+        batch = case.batch()  # a new batch cannot be memorised
         model.zero_grad()
         before = milliseconds(lambda: case.loss(model, batch).backward())
         rest = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
-        spent = milliseconds(own.step)
+        spent = milliseconds(stepped.step)
         return before, spent, (torch.cuda.max_memory_allocated() - rest) / 2**20
 
     for t in range(1, last + 1):
         if t >= settled - ADAMW_SETTLES:
-            beside.append(step(adamw))
+            adamw_steps.append(step(adamw))
         _, spent, peak = step(optimizer)
         if t >= settled:
             times[kind(t)].append(spent)
@@ -191,7 +191,7 @@ def run(case: Case, make: Callable[[nn.Module], torch.optim.Optimizer]) -> dict[
     result: dict[str, Any] = {
         f"{name}_ms": statistics.median(values) for name, values in times.items()
     }
-    before, plain, _ = zip(*beside[ADAMW_SETTLES:], strict=True)
+    before, plain, _ = zip(*adamw_steps[ADAMW_SETTLES:], strict=True)
     result["forward_backward_ms"] = statistics.median(before)
     result["adamw_ms"] = statistics.median(plain)
     result["ordinary_p99_ms"] = sorted(times["ordinary"])[int(0.99 * len(times["ordinary"]))]
@@ -202,20 +202,20 @@ def run(case: Case, make: Callable[[nn.Module], torch.optim.Optimizer]) -> dict[
         result["memory"] = optimizer.memory()
         result["floor_ms"] = floor(optimizer)
         result |= roots(optimizer)
-        found = optimizer.diagnostics()
-        result["diagnostics"] = {k: v for k, v in found.items() if k != "groups"}
+        counts = optimizer.diagnostics()
+        result["diagnostics"] = {k: v for k, v in counts.items() if k != "groups"}
     return result
 
 
 def bandwidth() -> float:
-    """Bytes per second of a large copy, read and written."""
+    """Return the bytes per second of a large copy, counting reads and writes."""
     x, y = (torch.empty(2**29, dtype=torch.uint8, device="cuda") for _ in range(2))
     seconds = 1e-3 * triton.testing.do_bench(lambda: y.copy_(x), return_mode="median")
     return 2 * x.numel() / seconds
 
 
 def floor(optimizer: kronbit.Shampoo | kronbit.CASPR) -> dict[str, float]:
-    """The least that an ordinary step can take: its products, and its bytes."""
+    """Return lower bounds of an ordinary step: the time of its products and of its bytes."""
     (preconditioner,) = optimizer._plan.preconditioners.values()
     products = bytes_moved = 0.0
     element = next(p for g in optimizer.param_groups for p in g["params"]).element_size()
@@ -247,17 +247,17 @@ def floor(optimizer: kronbit.Shampoo | kronbit.CASPR) -> dict[str, float]:
 
 
 def roots(optimizer: kronbit.Shampoo | kronbit.CASPR) -> dict[str, float]:
-    """Milliseconds of a refresh without the comparison of ways to take products, and its floor.
+    """Return milliseconds of a refresh, without tests of product precision, and its floor.
 
-    The floor of Cholesky refreshes is the time of as many operations in large products alone. Both
-    are measured in turn: under load a GPU lowers its clock.
+    The floor of Cholesky refreshes is the time of as many operations in large products. The two
+    are measured in turn because a GPU under load lowers its clock.
     """
-    (own,) = optimizer._plan.preconditioners.values()
-    due = {i: Due(member.config) for i, member in enumerate(own.stacks.members)}
+    (preconditioner,) = optimizer._plan.preconditioners.values()
+    due = {i: Due(member.config) for i, member in enumerate(preconditioner.stacks.members)}
     x = operand(torch.randn(16, 1200, 1200, device="cuda"))
     out = torch.empty(16, 1200, 1200, device="cuda")
-    sides = [side for group in own.stacks.groups for side in (group.left, group.right)]
-    # Of symmetric products, half is computed.
+    sides = [side for group in preconditioner.stacks.groups for side in (group.left, group.right)]
+    # Only half of a symmetric product is computed.
     operations = sum(side.rows * products_of_a_root(side.order) * side.order**3 for side in sides)
     count = operations / (16 * 2 * 1200**3)
 
@@ -268,21 +268,23 @@ def roots(optimizer: kronbit.Shampoo | kronbit.CASPR) -> dict[str, float]:
     refreshes, floors = [], []
     with torch.no_grad(), full_precision():
         for _ in range(9):
-            refreshes.append(milliseconds(lambda: own._refresh(own._first_refreshes(due))))
+            refreshes.append(
+                milliseconds(lambda: preconditioner._refresh(preconditioner._first_refreshes(due)))
+            )
             floors.append(milliseconds(large_products) * count / math.ceil(count))
-    found = {"roots_ms": statistics.median(refreshes)}
+    result = {"roots_ms": statistics.median(refreshes)}
     if all(side.format.method == "cholesky" for side in sides):
-        found["roots_floor_ms"] = statistics.median(floors)
-    return found
+        result["roots_floor_ms"] = statistics.median(floors)
+    return result
 
 
 def products_of_a_root(order: int, damping: float = 1e-6) -> float:
-    """C Cᵀ of triangles, a third, and five a step, but four at the first and two at the last."""
+    """Count products: 1/3 for C Cᵀ of triangles, 5 per step, 4 at the first and 2 at the last."""
     return 1 / 3 + 5 * len(steps_of(order, 4, damping)) - 4
 
 
 def amortised(result: dict[str, Any], case: Case) -> float:
-    """Milliseconds per step over the case's T1 and T2."""
+    """Return milliseconds per step over T1 and T2 of the case."""
     T1, T2 = case.schedule
     cycle = math.lcm(T1, T2)
     refreshes = cycle // T2
@@ -316,7 +318,7 @@ def line(name: str, result: dict[str, Any]) -> str:
 
 
 def measure(name: str, chosen: list[str], report: dict[str, Any]) -> Iterator[None]:
-    """Add a model's optimizers to a report, one by one."""
+    """Measure the optimizers on a model one by one, and add each to the report."""
     case = CASES[name]
     graph = as_graph(case)
     report |= {"forward_backward_as_graph_ms": graph, "optimizers": {}}
@@ -335,8 +337,8 @@ def measure(name: str, chosen: list[str], report: dict[str, Any]) -> Iterator[No
             adamw = result["adamw_ms"]
             result["above_adamw_ms"] = result["ordinary_ms"] - adamw
             result["overhead"] = {
-                way: (result["amortised_ms"] - adamw) / (spent + adamw)
-                for way, spent in (("eager", result["forward_backward_ms"]), ("graph", graph))
+                mode: (result["amortised_ms"] - adamw) / (spent + adamw)
+                for mode, spent in (("eager", result["forward_backward_ms"]), ("graph", graph))
                 if spent is not None
             }
         report["optimizers"][optimizer] = result

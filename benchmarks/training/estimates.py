@@ -1,4 +1,4 @@
-"""How long a training will take on one H200, alone or beside others."""
+"""Estimate the time of a training on one H200, alone or next to others."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ ROOT = Path(__file__).parents[2]
 _START = 25.0  # seconds of imports, data, kernels and the capture of graphs
 _EVALUATION = 0.6  # seconds
 _WATCHED = 0.8  # seconds for the exact roots of a block, at every refresh
-# Share of the GPU's time that a training takes. Processes take turns: ten of them beside each other
-# are hardly faster than one after the other, unless the host holds them up.
+# Share of the GPU's time that a training takes. Processes take turns, so ten at a time are hardly
+# faster than one after the other, unless the host is the bottleneck.
 _BUSY_WITH_GRAPH, _BUSY_WITHOUT = 0.9, 0.3
-_FLOAT32 = 2.5  # times as long as with bf16 autocast
+_FLOAT32 = 2.5  # slowdown without bf16 autocast
 _EXAMPLES = {"cifar100": 50_000, "tiny-imagenet": 100_000, "digits": 1_400}
 _PER_SECOND_ORDER = "shampoo"
-# Seconds per 1000 steps with a CUDA graph; without one, where that is needed. The files of
-# results/*-times, where they have a row, are preferred.
+# Seconds per 1000 steps with a CUDA graph ("without graph": without one). Rows of
+# results/*-times take precedence.
 _PER_THOUSAND: dict[str, dict[str, float]] = {
     "cifar100-swin-tiny": {"base": 8.3, "shampoo": 9.4, "muon": 39, "without graph": 63},
-    "cifar100-vit-small": {"base": 8, "shampoo": 9, "muon": 30, "without graph": 50},  # guessed
+    "cifar100-vit-small": {"base": 8, "shampoo": 9, "muon": 30, "without graph": 50},  # a guess
     "cifar100-resnet34": {"base": 5.4, "shampoo": 6.8, "mfac": 30, "without graph": 40},
-    "cifar100-vgg19": {"base": 3, "shampoo": 4, "without graph": 20},  # guessed
-    "tinyimagenet-swin-tiny": {"base": 10, "shampoo": 11, "muon": 40},  # guessed
-    "tinyimagenet-vit-small": {"base": 8, "shampoo": 9, "muon": 30},  # guessed
-    "tinyimagenet-resnet34": {"base": 16, "shampoo": 18},  # guessed
-    "tinyimagenet-vgg19": {"base": 9, "shampoo": 10},  # guessed
+    "cifar100-vgg19": {"base": 3, "shampoo": 4, "without graph": 20},  # a guess
+    "tinyimagenet-swin-tiny": {"base": 10, "shampoo": 11, "muon": 40},  # a guess
+    "tinyimagenet-vit-small": {"base": 8, "shampoo": 9, "muon": 30},  # a guess
+    "tinyimagenet-resnet34": {"base": 16, "shampoo": 18},  # a guess
+    "tinyimagenet-vgg19": {"base": 9, "shampoo": 10},  # a guess
     "wiki-gpt2-124m": {"base": 80, "shampoo": 82, "muon": 102},
     "wiki-llama-130m": {"base": 60, "shampoo": 62, "muon": 80},
     "wiki-llama-350m": {"base": 80, "shampoo": 82, "muon": 130},
@@ -41,18 +41,18 @@ _PER_THOUSAND: dict[str, dict[str, float]] = {
     "digits-cnn": {"base": 5, "shampoo": 10},  # on a CPU
 }
 _UNKNOWN = {"base": 50.0, "shampoo": 60.0}
-_MARGIN = 1.05  # a run that is cut off shortly before its end is lost with its machine
-_FOREIGN = 3  # times as long with an optimizer that loops over parameters in Python
+_MARGIN = 1.05  # a run that is cut off before its end is lost with its machine
+_FOREIGN = 3  # slowdown by an optimizer that loops over parameters in Python
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a training will take.
+    """Estimated steps, time and load of a training.
 
     Attributes:
         steps: Number of steps.
-        seconds: Time from start to end if it has the GPU for itself.
-        busy: Share of the GPU's time meanwhile.
+        seconds: Time from start to end if it has the GPU to itself.
+        busy: Share of the GPU's time that it uses.
     """
 
     steps: int
@@ -60,14 +60,14 @@ class Estimate:
     busy: float
 
     def rest(self, step: int) -> Estimate:
-        """What is left after so many steps; a resumed training starts anew, too."""
+        """Return the estimate of the rest after some steps; resuming takes the start time again."""
         left = max(0.0, 1 - step / self.steps)
         return Estimate(self.steps, _START + left * (self.seconds - _START), self.busy)
 
 
 @cache
 def estimate(run: PlannedRun) -> Estimate:
-    """The time that a run will take on an empty GPU."""
+    """Estimate the time of a run on an idle GPU."""
     recipe = recipe_of(run)
     steps = _steps(recipe)
     graph = "--cuda-graph" in run.trainings.flags
@@ -79,7 +79,7 @@ def estimate(run: PlannedRun) -> Estimate:
 
 
 def recipe_of(run: PlannedRun) -> Recipe:
-    """All settings of a run."""
+    """Return all settings of a run."""
     settings = parse_settings(run.trainings.settings)
     flags = run.trainings.flags
     if "--amp" in flags:
@@ -96,7 +96,7 @@ def _steps(recipe: Recipe) -> int:
 
 
 def _watched(recipe: Recipe, steps: int) -> int:
-    """Number of exact roots that are compared with stored ones."""
+    """Return the number of exact roots that are compared with stored ones."""
     if recipe.optimizer not in ("shampoo", "caspr"):
         return 0
     refreshes = steps // int(recipe.second_order_options()["refresh_every"])
@@ -109,18 +109,18 @@ def _milliseconds(run: PlannedRun, recipe: Recipe, graph: bool) -> float:
     kind = recipe.optimizer
     foreign = "." in recipe.base
     if graph and measured is not None and not foreign:
-        found = measured
+        per_step = measured
     else:
-        found = table.get(kind, table[_PER_SECOND_ORDER])
+        per_step = table.get(kind, table[_PER_SECOND_ORDER])
         if not graph:
-            found = max(found, table.get("without graph", found))
+            per_step = max(per_step, table.get("without graph", per_step))
     in_float32 = recipe.amp == "off" and "--amp" in run.trainings.flags
-    return found * (_FLOAT32 if in_float32 else 1) * (_FOREIGN if foreign else 1)
+    return per_step * (_FLOAT32 if in_float32 else 1) * (_FOREIGN if foreign else 1)
 
 
 @cache
 def _measured(recipe: str) -> dict[str, float]:
-    """Milliseconds of a step by optimizer, of runs that had the GPU for themselves."""
+    """Return milliseconds of a step by optimizer, of runs that had the GPU to themselves."""
     path = ROOT / "results" / f"{recipe}-times" / "summary.json"
     if not path.is_file():
         return {}
@@ -130,10 +130,10 @@ def _measured(recipe: str) -> dict[str, float]:
 
 
 def finish_times(loads: Sequence[Estimate], together: int) -> list[float]:
-    """Seconds until each training ends, if so many of them share the GPU, in this order.
+    """Return the seconds until each training ends if they share the GPU.
 
     Args:
-        loads: What they take; those in front start first.
+        loads: Estimates of the trainings, in the order of their starts.
         together: Largest number of trainings at a time.
     """
     left = [load.seconds for load in loads]
@@ -162,11 +162,11 @@ def fitting(
     seconds: float,
     together: int,
 ) -> list[PlannedRun]:
-    """The candidates, one after the other, with which everything still ends in time.
+    """Return the candidates that can be added so that all trainings end in time.
 
     Args:
-        candidates: Runs with what they take, in the order in which they are wanted.
-        running: What the trainings that run already still take.
+        candidates: Runs with their estimates, by priority.
+        running: Estimates of the rest of trainings that are running.
         seconds: Time that is left.
         together: Largest number of trainings at a time.
     """

@@ -1,13 +1,13 @@
-"""GPT-2 on token files: AdamW alone, and under Shampoo in every way to keep its state.
+"""Train GPT-2 on token files with AdamW alone, and with Shampoo in every storage.
 
 Usage::
 
     python benchmarks/training/gpt2.py --train train.bin --val val.bin --output result.json
 
-The files hold GPT-2 tokens as uint16, as nanoGPT writes them (``.xz`` is unpacked). Needs a CUDA
-device, numpy and transformers. By default GPT-2 124M with 8 x 1024 tokens per step; bf16 autocast,
-gradients clipped at 1, warm-up over a twentieth of the steps (at least 40) and linear decay to 0,
-the same data in the same order for all.
+The files hold GPT-2 tokens as uint16, as nanoGPT writes them (``.xz`` is decompressed). Needs a
+CUDA device, numpy and transformers. The default is GPT-2 124M with 8 x 1024 tokens per step. All
+runs use bf16 autocast, gradients clipped at 1, warm-up over a twentieth of the steps (at least 40),
+linear decay to 0, and the same data in the same order.
 """
 
 from __future__ import annotations
@@ -137,8 +137,8 @@ def run(recipe: Recipe, name: str, tokens: dict[str, Tensor], seed: int) -> dict
     }
     if isinstance(optimizer, Shampoo):
         result["memory"] = optimizer.memory()
-        found = optimizer.diagnostics()
-        result["diagnostics"] = {k: v for k, v in found.items() if k != "groups"}
+        counts = optimizer.diagnostics()
+        result["diagnostics"] = {k: v for k, v in counts.items() if k != "groups"}
     return result
 
 

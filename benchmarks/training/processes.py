@@ -1,4 +1,4 @@
-"""Runs as processes: started beside each other, stopped in time, and what is known of them."""
+"""Run trainings as parallel processes, stop them in time, and report their progress."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from trainings import PlannedRun
 _OUTCOMES = {0: "finished", 130: "stopped"}  # by exit code
 _TAIL = 2000  # characters of a failed run's log
 
-# Runs that are to start now, given those that run and the seconds that are left.
+# Return the runs to start now, given those that are running and the seconds left.
 Choice: TypeAlias = Callable[[Sequence[PlannedRun], float], Sequence[PlannedRun]]
 
 
@@ -27,25 +27,25 @@ class RunFolders:
     """The folders of runs on this machine.
 
     Attributes:
-        out: The folder above them.
+        out: Their common parent.
     """
 
     out: Path
 
     def folder(self, run: PlannedRun) -> Path:
-        """Folder of a run."""
+        """Return the folder of a run."""
         return self.out / run.path
 
     def log(self, run: PlannedRun) -> Path:
-        """What a run prints."""
+        """Return the file with the output of a run."""
         return self.out / f"{run.path}.log"
 
     def is_finished(self, run: PlannedRun) -> bool:
-        """True if a run came to its end here."""
+        """True if a run has finished on this machine."""
         return (self.folder(run) / "summary.json").is_file()
 
     def is_running(self, run: PlannedRun) -> bool:
-        """True if a process trains it at present."""
+        """True if a process is training the run."""
         try:
             os.kill(int(self.process_file(run).read_text()), 0)
         except (OSError, ValueError):
@@ -53,32 +53,32 @@ class RunFolders:
         return True
 
     def process_file(self, run: PlannedRun) -> Path:
-        """The process of a run, as long as it runs."""
+        """Return the file with the process ID of a run; it exists while the run is active."""
         return self.out / f"{run.path}.pid"
 
     def saved_step(self, run: PlannedRun) -> int:
-        """Steps of the newest checkpoint."""
+        """Return the step of the newest checkpoint."""
         names = [path.stem for path in self.folder(run).glob("*/checkpoints/step-*.pt")]
         return max((int(name.removeprefix("step-")) for name in names), default=0)
 
     def shown_step(self, run: PlannedRun) -> int:
-        """Steps of the newest line of metrics."""
+        """Return the step of the newest line of metrics."""
         for path in self.folder(run).glob("*/metrics.jsonl"):
             lines = path.read_text(encoding="utf-8").rsplit("\n", 2)
-            if len(lines) > 1:  # the last one may be torn
+            if len(lines) > 1:  # the last line may be incomplete
                 return int(json.loads(lines[-2])["step"])
         return 0
 
 
 @dataclass
 class Runner:
-    """Runs trainings beside each other.
+    """Runs trainings in parallel.
 
     Attributes:
-        folders: Where they lie.
+        folders: Folders of the runs.
         data: Folder with data sets.
-        finished: Called with every run that came to its end.
-        failed: Runs that ended otherwise, or were asked to stop.
+        finished: Called with every finished run.
+        failed: Runs that failed or were stopped.
     """
 
     folders: RunFolders
@@ -88,11 +88,11 @@ class Runner:
     _running: dict[PlannedRun, subprocess.Popen[bytes]] = field(default_factory=dict)
 
     def work(self, choice: Choice, seconds: float) -> None:
-        """Run until there is nothing to start any more, or until time is up.
+        """Run until no run is left to start, or until the time is up.
 
         Args:
-            choice: Says what starts next.
-            seconds: After which all that run are asked to save and stop.
+            choice: Chooses the runs to start.
+            seconds: Time after which running trainings save and stop.
         """
         end = time.monotonic() + seconds
         changed = True
@@ -121,7 +121,7 @@ class Runner:
         self._running[run] = process
 
     def _reap(self) -> bool:
-        """True if a run has ended."""
+        """Handle the runs that have ended; return True if there are any."""
         ended = [run for run, process in self._running.items() if process.poll() is not None]
         for run in ended:
             self._end(run, stopping=False)
@@ -144,5 +144,6 @@ class Runner:
             self.finished(run)
             return
         self.failed.append(run)
-        if code not in _OUTCOMES and not stopping:  # one that has only begun may end anyhow
+        # A run that is interrupted during its start may exit with any code.
+        if code not in _OUTCOMES and not stopping:
             print(self.folders.log(run).read_text(errors="replace")[-_TAIL:], flush=True)

@@ -4,8 +4,8 @@ Usage::
 
     python benchmarks/training/result_figures.py
 
-Needs matplotlib. Tables come from ``result_pages.py``, figures of single matrices from
-``kronbit errors --out``.
+Needs matplotlib. ``result_pages.py`` writes the tables, and ``kronbit errors --out`` the figures of
+single matrices.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _LOOKS: Mapping[str, tuple[str, Any]] = {
     "+ 4-bit Shampoo (paper)": KNOWN["shampoo-4-paper"],
     "+ 4-bit Shampoo": KNOWN["shampoo-4"],
 }
-_KEPT = {  # how statistics and roots are kept, by what the table calls it
+_STORAGES = {  # style by storage of statistics and roots, as the table names it
     "naive, paper": KNOWN["shampoo-4-naive"],
     "eigen, paper": KNOWN["shampoo-4-paper"],
     "eigen, compact": ("#3b6ea8", (0, (1.2, 1.2))),
@@ -57,17 +57,17 @@ _KEPT = {  # how statistics and roots are kept, by what the table calls it
 }
 
 
-Row: TypeAlias = tuple[str, Sequence[Run]]  # an optimizer, and its seeds
+Row: TypeAlias = tuple[str, Sequence[Run]]  # an optimizer and the runs of its seeds
 
 
 def best_runs(network: str) -> list[Row]:
-    """The best learning rate of every optimizer, best first."""
-    found = by_optimizer(*GRIDS[network]).items()
-    return _best_first([(label, [best_of(runs)]) for label, runs in found])
+    """Return the best run of every optimizer, best optimizer first."""
+    runs_of = by_optimizer(*GRIDS[network]).items()
+    return _best_first([(label, [best_of(runs)]) for label, runs in runs_of])
 
 
 def long_runs(network: str) -> list[Row]:
-    """The longer trainings, best first."""
+    """Return the longer trainings of every optimizer, best optimizer first."""
     return _best_first(list(by_optimizer(LONG[network]).items()))
 
 
@@ -76,12 +76,12 @@ def _best_first(rows: Sequence[Row]) -> list[Row]:
 
 
 def steps_panel(axes: Axes, rows: Sequence[Row]) -> None:
-    """Accuracy in the course of training; of several seeds the mean, and all of them around it."""
+    """Plot accuracy against steps: the mean over seeds as a line, their range as a band."""
     for label, runs in rows:
         colour, style = _LOOKS[label]
         steps = [step / 1000 for step in runs[0]["curve"]["step"]]
         every = zip(*(run["curve"]["accuracy"] for run in runs), strict=True)
-        seeds = [[100 * value for value in own] for own in every]
+        seeds = [[100 * value for value in values] for values in every]
         named = f"{label}, lr {rate_text(runs[0]['lr'])}"
         axes.plot(steps, list(map(mean, seeds)), color=colour, linestyle=style, label=named)
         axes.fill_between(
@@ -93,7 +93,7 @@ def steps_panel(axes: Axes, rows: Sequence[Row]) -> None:
 
 
 def memory_panel(axes: Axes, rows: Sequence[Row]) -> None:
-    """What each reached, against the state of its optimizer."""
+    """Plot the final accuracy against the state of the optimizer."""
     for label, runs in rows:
         size, accuracy = state_bytes(runs[0]) / _MIB, 100 * mean(run["accuracy"] for run in runs)
         axes.plot(size, accuracy, "o", color=_LOOKS[label][0], markersize=7)
@@ -115,7 +115,7 @@ def memory_panel(axes: Axes, rows: Sequence[Row]) -> None:
 
 
 def cifar100(panel: Callable[[Axes, Sequence[Row]], None], longer: bool) -> Any:
-    """Both networks side by side, their shorter or longer trainings."""
+    """Draw both networks next to each other, with their shorter or longer trainings."""
     figure, every = plt.subplots(1, 2, figsize=(9, 3.9), layout="constrained")
     trained = "30 epochs of CIFAR-100, two seeds" if longer else "10 epochs of CIFAR-100"
     for axes, network in zip(every, LONG, strict=True):
@@ -127,14 +127,14 @@ def cifar100(panel: Callable[[Axes, Sequence[Row]], None], longer: bool) -> Any:
 
 
 def over_time() -> Any:
-    """Errors of roots along a training, by damping."""
+    """Draw the errors of roots during a training, by damping."""
     figure, every = plt.subplots(2, 2, figsize=(9, 5.2), layout="constrained", sharex=True)
-    for damping, way, run in over_time_runs():
+    for damping, scheme, run in over_time_runs():
         column = ("1e-6", "1e-4").index(damping)
-        colour, style = _KEPT[way]
+        colour, style = _STORAGES[scheme]
         for axes, key in zip(every[:, column], ("nre", "angle"), strict=True):
-            found = run["errors"]
-            axes.plot(found["step"], found[key], color=colour, linestyle=style, label=way)
+            errors = run["errors"]
+            axes.plot(errors["step"], errors[key], color=colour, linestyle=style, label=scheme)
             axes.set_ylim(0, None)
     for axes, damping in zip(every[0], ("10⁻⁶", "10⁻⁴"), strict=True):
         axes.set_title(f"ε = {damping}", fontsize=9.5, loc="left")
@@ -147,7 +147,7 @@ def over_time() -> Any:
 
 
 def choices() -> Any:
-    """A small GPT's loss by what was chosen: intervals, order, bits."""
+    """Draw the loss of a small GPT by intervals, order and bits."""
     figure, every = plt.subplots(1, 3, figsize=(9, 3.3), layout="constrained", sharey=True)
     adamw = mean(run["loss"] for run in choice_runs("T1, T2")["never (AdamW)"])
     intervals = [(int(value.split(", ")[0]), runs) for value, runs in _numbers("T1, T2")]

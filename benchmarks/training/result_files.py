@@ -1,4 +1,4 @@
-"""The files of finished runs: one for each, until their table is complete, then one for all."""
+"""Files of finished runs: one per run until the table is complete, then one per table."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from collect_results import same, write, write_collected
+from collect_results import common_value, write, write_collected
 from trainings import TRAININGS, PlannedRun
 
 
@@ -18,23 +18,23 @@ class ResultFiles:
 
     Attributes:
         target: Folder that files are written to.
-        others: Further folders that are read: results of earlier machines.
+        others: Further folders to read, with results of earlier machines.
     """
 
     target: Path
     others: tuple[Path, ...] = ()
 
     def is_done(self, run: PlannedRun) -> bool:
-        """True if there are results of a run, in a file of its own or in that of its table."""
+        """True if there are results of a run, in its file or in that of its table."""
         return self.part(run) is not None or (run.variant, run.seed) in _rows(self.whole(run.table))
 
     def part(self, run: PlannedRun) -> Path | None:
-        """The file of one run."""
+        """Return the file of a run, or None."""
         paths = (_part(folder, run) for folder in self._folders())
         return next((path for path in paths if path.is_file()), None)
 
     def whole(self, table: str) -> dict[str, Any]:
-        """The content of a table's file; no runs if there is none."""
+        """Return the content of a table's file; it has no runs if there is no file."""
         for folder in self._folders():
             path = folder / table / "summary.json"
             if path.is_file():
@@ -46,8 +46,8 @@ class ResultFiles:
 
         Args:
             run: The run.
-            folder: Where it was trained.
-            commit: Commit that it was trained with.
+            folder: Folder where it was trained.
+            commit: Commit of the training.
             side_by_side: Number of runs that shared the device.
         """
         path = _part(self.target, run)
@@ -55,7 +55,7 @@ class ResultFiles:
         return path
 
     def merge(self, table: str) -> Path | None:
-        """Write the file of a table whose runs are all done, and remove those of its runs.
+        """Write the file of a table whose runs are all done, and delete the files of its runs.
 
         Returns:
             The table's file; ``None`` if runs are missing or nothing is new.
@@ -89,7 +89,7 @@ class ResultFiles:
 def merged(
     contents: Sequence[Mapping[str, Any]], order: Mapping[tuple[str, int], int]
 ) -> dict[str, Any]:
-    """One content of several; what differs between runs is said in their lines.
+    """Merge the contents of files; values that differ between files go to the rows of their runs.
 
     Args:
         contents: Contents of files.
@@ -99,7 +99,7 @@ def merged(
         ValueError: If recipe, hardware or versions differ.
     """
     head = {
-        name: same([content[name] for content in contents], name)
+        name: common_value([content[name] for content in contents], name)
         for name in ("recipe", "hardware", "versions")
     }
     commits = list(dict.fromkeys(content["commit"] for content in contents))

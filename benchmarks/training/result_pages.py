@@ -4,8 +4,8 @@ Usage::
 
     python benchmarks/training/result_pages.py
 
-A table stands between ``<!-- table: NAME -->`` and ``<!-- end -->``; ``TABLES`` says what of. The
-tests look whether pages and files agree.
+A table is between ``<!-- table: NAME -->`` and ``<!-- end -->``; ``TABLES`` maps every name to a
+function. The tests compare pages with files.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ RESULTS = ROOT / "results"
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md")))
 _MARKED = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 _MIB = 2**20
-# The files of trainings with every learning rate.
+# Files of trainings at all learning rates.
 GRIDS = {
     "Swin-Tiny": ("cifar100-swin-tiny-10-epochs",),
     "ResNet-34": (
@@ -34,7 +34,7 @@ GRIDS = {
         "cifar100-resnet34-highest-rates",
     ),
 }
-# Those with two seeds, and short ones that had the GPU for themselves.
+# Files of trainings with two seeds, and of short ones that had the GPU to themselves.
 LONG = {"Swin-Tiny": "cifar100-swin-tiny-30-epochs", "ResNet-34": "cifar100-resnet34-30-epochs"}
 TIMES = {"Swin-Tiny": "cifar100-swin-tiny-times", "ResNet-34": "cifar100-resnet34-times"}
 _LONGER = ", 1.5 x as long"
@@ -43,12 +43,12 @@ Run = Mapping[str, Any]
 
 
 def read(name: str, folder: Path = RESULTS) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((folder / name).read_text(encoding="utf-8"))
-    return found
+    content: dict[str, Any] = json.loads((folder / name).read_text(encoding="utf-8"))
+    return content
 
 
 def measured(name: str) -> dict[str, Any]:
-    """What a benchmark has written."""
+    """Return the file of a benchmark."""
     (path,) = RESULTS.glob(f"*/{name}")
     return read(path.name, path.parent)
 
@@ -62,13 +62,13 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def optimizer_of(run: Run) -> str:
-    """Its label without the learning rate, which is a column."""
+    """Return the label of a run without the learning rate, which is a column."""
     words = [word for word in run["label"].split(", ") if not word.startswith("lr=")]
     return ", ".join(words)
 
 
 def rate_text(lr: float) -> str:
-    """A learning rate, as one writes it: 0.1, 2.5e-4."""
+    """Format a learning rate: 0.1, 2.5e-4."""
     if lr >= 0.01:
         return f"{lr:g}"
     digits, exponent = f"{lr:e}".split("e")
@@ -76,18 +76,18 @@ def rate_text(lr: float) -> str:
 
 
 def state_text(run: Run) -> str:
-    """Second-order state."""
-    held = run["memory"]["statistics"] + run["memory"]["roots"]
-    return f"{held / _MIB:.1f} MiB" if held else MISSING
+    """Format the size of second-order state."""
+    size = run["memory"]["statistics"] + run["memory"]["roots"]
+    return f"{size / _MIB:.1f} MiB" if size else MISSING
 
 
 def state_bytes(run: Run) -> int:
-    """All that the optimizer keeps, of first and of second order."""
+    """Return the bytes of first-order and second-order state."""
     return sum(int(run["memory"][part]) for part in ("base", "statistics", "roots"))
 
 
 def score_text(run: Run) -> str:
-    """Accuracy, if there is one, and loss."""
+    """Format the accuracy, if there is one, and the loss."""
     if run.get("diverged"):
         return "diverged"
     if run["accuracy"] is None:
@@ -117,15 +117,15 @@ _ORDER = (
 
 
 def by_optimizer(*files: str) -> dict[str, list[Run]]:
-    """The runs of every optimizer: the paper's rows first, and then what users would pick."""
+    """Return the runs of every optimizer: first the rows of the paper, then kronbit's default."""
     runs = [run for name in files for run in read(f"{name}/summary.json")["runs"]]
     names = sorted({optimizer_of(run) for run in runs}, key=_ORDER.index)
     return {name: [run for run in runs if optimizer_of(run) == name] for name in names}
 
 
 def mean(values: Iterable[float]) -> float:
-    found = list(values)
-    return sum(found) / len(found)
+    items = list(values)
+    return sum(items) / len(items)
 
 
 def best_of(runs: Sequence[Run]) -> Run:
@@ -136,11 +136,11 @@ def best_of(runs: Sequence[Run]) -> Run:
 
 
 def grid(network: str) -> str:
-    """Learning rates side by side, optimizers below each other; the best of each in bold."""
-    found = by_optimizer(*GRIDS[network])
-    rates = sorted({run["lr"] for runs in found.values() for run in runs})
+    """Make a table of optimizers and learning rates, with the best rate of each in bold."""
+    runs_of = by_optimizer(*GRIDS[network])
+    rates = sorted({run["lr"] for runs in runs_of.values() for run in runs})
     rows = []
-    for optimizer, runs in found.items():
+    for optimizer, runs in runs_of.items():
         best, cells = best_of(runs), dict.fromkeys(rates, "")
         for run in runs:
             text = score_text(run)
@@ -152,7 +152,7 @@ def grid(network: str) -> str:
 
 
 def front() -> str:
-    """The longer trainings of both networks; their rows are the same but for the base's name."""
+    """Make a table of the longer trainings; rows of the networks differ in the base's name."""
     networks = [by_optimizer(name) for name in LONG.values()]
     rows = []
     for labels in zip(*networks, strict=True):
@@ -160,36 +160,38 @@ def front() -> str:
         if len(set(labels)) > 1:
             bases = " and ".join(label.removesuffix(_LONGER) for label in labels)
             name = f"{bases} alone" + (_LONGER if name.endswith(_LONGER) else "")
-        cells = (_front_cells(own[label]) for own, label in zip(networks, labels, strict=True))
+        cells = (
+            _front_cells(runs_of[label]) for runs_of, label in zip(networks, labels, strict=True)
+        )
         rows.append([name, *(cell for pair in cells for cell in pair)])
     head = [f"{network}{what}" for network in LONG for what in ("", ": state")]
     return table(["optimizer", *head], rows)
 
 
 def _front_cells(runs: Sequence[Run]) -> list[str]:
-    base, held = runs[0]["memory"]["base"], state_bytes(runs[0])
-    state = " + ".join(f"{part / _MIB:.0f}" for part in (base, held - base) if part)
+    base, size = runs[0]["memory"]["base"], state_bytes(runs[0])
+    state = " + ".join(f"{part / _MIB:.0f}" for part in (base, size - base) if part)
     return [percent(mean(run["accuracy"] for run in runs)), f"{state} MiB"]
 
 
 def percent(value: float) -> str:
-    """With one digit; 64.55 is 64.6, although no float is exactly that."""
+    """Format a share with one digit; 64.55 rounds to 64.6, although no float equals it."""
     exact = Decimal(f"{100 * value:.6f}")
     return f"{exact.quantize(Decimal('0.1'), ROUND_HALF_UP)} %"
 
 
 def steps_to(run: Run, target: float) -> int | None:
-    """The first evaluation that has an accuracy."""
+    """Return the step of the first evaluation that reaches an accuracy, or None."""
     reached = zip(run["curve"]["step"], run["curve"]["accuracy"], strict=True)
     return next((step for step, accuracy in reached if accuracy >= target), None)
 
 
 def steps_to_base(network: str) -> str:
-    """Where the best run of each first has the accuracy that the base's best ends with."""
-    found = {label: best_of(runs) for label, runs in by_optimizer(*GRIDS[network]).items()}
-    base, target = next((label, run["accuracy"]) for label, run in found.items())
+    """Make a table of the steps to the final accuracy of the base's best run."""
+    best_run_of = {label: best_of(runs) for label, runs in by_optimizer(*GRIDS[network]).items()}
+    base, target = next((label, run["accuracy"]) for label, run in best_run_of.items())
     rows = []
-    for label, run in found.items():
+    for label, run in best_run_of.items():
         if label != base:
             step = steps_to(run, target)
             cells = ["never", ""] if step is None else [f"{step:,}", f"{run['steps'] / step:.2f} x"]
@@ -198,17 +200,17 @@ def steps_to_base(network: str) -> str:
 
 
 def step_times(network: str) -> dict[str, float]:
-    """Milliseconds of a step, by optimizer."""
+    """Return milliseconds of a step by optimizer."""
     return {label: runs[0]["steady_ms"] for label, runs in by_optimizer(TIMES[network]).items()}
 
 
 def longer(network: str) -> str:
-    """Everything of the trainings with two seeds."""
+    """Make a table of the trainings with two seeds."""
     times = step_times(network)
     rows = []
     for label, runs in by_optimizer(LONG[network]).items():
         accuracies = [run["accuracy"] for run in runs]
-        own = times.get(label.removesuffix(_LONGER))
+        ms = times.get(label.removesuffix(_LONGER))
         steps = runs[0]["steps"]
         rows.append(
             [
@@ -219,7 +221,7 @@ def longer(network: str) -> str:
                 f"{mean(run['train_loss'] for run in runs):.3f}",
                 state_text(runs[0]),
                 f"{max(run['memory']['peak'] for run in runs) / _MIB:,.0f} MiB",
-                *([MISSING] * 2 if own is None else [f"{own:.2f}", f"{own * steps / 1000:.0f} s"]),
+                *([MISSING] * 2 if ms is None else [f"{ms:.2f}", f"{ms * steps / 1000:.0f} s"]),
             ]
         )
     head = ["optimizer", "steps", "accuracy", "loss", "training loss", "second-order state"]
@@ -227,15 +229,15 @@ def longer(network: str) -> str:
 
 
 def time_to_target(network: str) -> str:
-    """Steps and seconds to what the base ends with after 1.5 times as many epochs, by seed."""
-    times, found = step_times(network), by_optimizer(LONG[network])
-    (base, longest) = next((label, runs) for label, runs in found.items() if _LONGER in label)
+    """Make a table of steps and seconds to the accuracy of the base after 1.5 x as many epochs."""
+    times, runs_of = step_times(network), by_optimizer(LONG[network])
+    (base, longest) = next((label, runs) for label, runs in runs_of.items() if _LONGER in label)
     first = base.removesuffix(_LONGER)
     targets = {run["seed"]: run["accuracy"] for run in longest}
-    # The base, too, counts up to where it first has it.
+    # The steps of the base also end where it first reaches its final accuracy.
     slowest = mean(steps_to(run, run["accuracy"]) or run["steps"] for run in longest)
     rows = []
-    for label, runs in found.items():
+    for label, runs in runs_of.items():
         if label == first:
             continue
         steps = [steps_to(run, targets[run["seed"]]) for run in runs]
@@ -243,12 +245,12 @@ def time_to_target(network: str) -> str:
         if len(reached) < len(runs):
             rows.append([label, "never", "", "", ""])
             continue
-        fewer, own = slowest / mean(reached), times.get(label.removesuffix(_LONGER))
+        fewer, ms = slowest / mean(reached), times.get(label.removesuffix(_LONGER))
         row = [label, " and ".join(f"{step:,}" for step in reached)]
         row.append("" if label == base else f"{fewer:.2f} x")
-        row.append(MISSING if own is None else f"{own * mean(reached) / 1000:.0f} s")
-        less = "" if label == base or own is None else f"{fewer * times[first] / own:.2f} x"
-        rows.append([*row, less])
+        row.append(MISSING if ms is None else f"{ms * mean(reached) / 1000:.0f} s")
+        faster = "" if label == base or ms is None else f"{fewer * times[first] / ms:.2f} x"
+        rows.append([*row, faster])
     target = percent(mean(run["accuracy"] for run in longest))
     return table(["optimizer", f"steps to {first}'s {target}", "fewer", "time", "less"], rows)
 
@@ -261,38 +263,38 @@ def error_text(nre: float, angle: float) -> str:
 
 
 def static(name: str, bits: int) -> str:
-    """Every way to keep a matrix; of several matrices, the means."""
+    """Make a table of the errors of every scheme, as means over matrices."""
     content = read(f"quantisation-error/{name}.json")
-    found: dict[tuple[str, Any], dict[tuple[str, str], list[Mapping[str, float]]]] = {}
+    cells_of: dict[tuple[str, Any], dict[tuple[str, str], list[Mapping[str, float]]]] = {}
     for matrix in content["matrices"]:
         for row in matrix["rows"]:
             if row["bits"] == bits:
-                cells = found.setdefault((row["way"], row["rectified"]), {})
+                cells = cells_of.setdefault((row["way"], row["rectified"]), {})
                 for part in ("whole", "off_diagonal"):
                     cells.setdefault((row["mapping"], part), []).append(row[part])
     printed = _PRINTED_OF_SYNTHETIC if content["synthetic"] else _PRINTED_OF_SWIN
     columns = [(m, part) for m in ("linear2", "dt") for part in ("whole", "off_diagonal")]
     rows = []
-    for (way, rectified), cells in found.items():
-        label = f"{way}, rectified" if rectified else way
+    for (scheme, rectified), cells in cells_of.items():
+        label = f"{scheme}, rectified" if rectified else scheme
         row = [label]
         for mapping, part in columns:
-            own = printed.get((bits, mapping, way, rectified), (None, None))
-            beside = own[part == "off_diagonal"]
+            printed_errors = printed.get((bits, mapping, scheme, rectified), (None, None))
+            printed_error = printed_errors[part == "off_diagonal"]
             text = error_text(*_means(cells[mapping, part]))
-            row.append(text + (f" ({error_text(*beside)})" if beside else ""))
+            row.append(text + (f" ({error_text(*printed_error)})" if printed_error else ""))
         rows.append(row)
     names = {"whole": "", "off_diagonal": " without the diagonal"}
     return table(["quantised", *(f"{m}{names[part]}" for m, part in columns)], rows)
 
 
-def _means(found: Sequence[Mapping[str, float]]) -> tuple[float, float]:
-    nre, angle = (mean(one[key] for one in found) for key in ("nre", "angle"))
+def _means(errors: Sequence[Mapping[str, float]]) -> tuple[float, float]:
+    nre, angle = (mean(error[key] for error in errors) for key in ("nre", "angle"))
     return nre, angle
 
 
-# What the paper prints for its real preconditioner A1, of a Swin-Tiny as well: by bits, mapping and
-# what is quantised, (NRE, angle) in A^(-1/4), and the same without the diagonal.
+# Printed by the paper for its real preconditioner A1, also of a Swin-Tiny: by bits, mapping and
+# quantised matrices, (NRE, angle) of A^(-1/4), and the same without the diagonal.
 _PRINTED_OF_SWIN: dict[tuple[int, str, str, bool | None], tuple[Any, Any]] = {
     (4, "dt", "A", None): ((0.6241, 17.319), (0.9549, 59.360)),
     (4, "dt", "U", False): ((0.0709, 4.0426), (0.2328, 13.287)),
@@ -323,12 +325,13 @@ _PRINTED_OF_SWIN: dict[tuple[int, str, str, bool | None], tuple[Any, Any]] = {
     (8, "linear2", "U, B", False): ((0.0043, 0.2439), (0.0141, 0.8079)),
     (8, "linear2", "U, B", True): ((0.0031, 0.1791), (0.0104, 0.5935)),
 }
-# Its table of the synthetic matrix is known to ``kronbit errors``.
+# ``kronbit errors`` has the paper's table of the synthetic matrix.
 _PRINTED_OF_SYNTHETIC = {
-    key: tuple(own and (own.nre, own.angle) for own in pair) for key, pair in PRINTED.items()
+    key: tuple(error and (error.nre, error.angle) for error in pair)
+    for key, pair in PRINTED.items()
 }
 
-_WAYS = {
+_SCHEMES = {
     "shampoo-4-naive": "naive, paper",
     "shampoo-4-paper": "eigen, paper",
     "shampoo-4": "cholesky, compact",
@@ -336,26 +339,28 @@ _WAYS = {
 
 
 def over_time_runs() -> list[tuple[str, str, Run]]:
-    """(damping, how statistics and roots are kept, the run), in the tables' order."""
-    found = []
+    """Return damping, storage and run of every row, in the order of the table."""
+    rows = []
     for run in read("quantisation-error-over-time/summary.json")["runs"]:
         variant = run["variant"]
         damping = "1e-4" if "damping=1e-4" in variant else "1e-6"
-        way = "eigen, compact" if "method=eigen" in variant else _WAYS[variant.split("-lr=")[0]]
-        found.append((damping, way, run))
-    order = [*_WAYS.values(), "eigen, compact"]
-    return sorted(found, key=lambda own: (own[0], order.index(own[1])))
+        kind = "eigen, compact" if "method=eigen" in variant else _SCHEMES[variant.split("-lr=")[0]]
+        rows.append((damping, kind, run))
+    order = [*_SCHEMES.values(), "eigen, compact"]
+    return sorted(rows, key=lambda row: (row[0], order.index(row[1])))
 
 
 def over_time() -> str:
-    """Errors of watched roots at refreshes, by damping and way."""
+    """Make a table of the errors of watched roots at refreshes, by damping and storage."""
     rows = []
-    for damping, way, run in over_time_runs():
-        found = run["errors"]
-        pairs = zip(found["nre"], found["angle"], strict=True)
+    for damping, scheme, run in over_time_runs():
+        errors = run["errors"]
+        pairs = zip(errors["nre"], errors["angle"], strict=True)
         accuracy = percent(run["accuracy"])
-        rows.append([damping, way, *(f"{nre:.3f}, {angle:.1f}°" for nre, angle in pairs), accuracy])
-    return table(["ε", "kept", *(f"step {step}" for step in found["step"]), "accuracy"], rows)
+        rows.append(
+            [damping, scheme, *(f"{nre:.3f}, {angle:.1f}°" for nre, angle in pairs), accuracy]
+        )
+    return table(["ε", "kept", *(f"step {step}" for step in errors["step"]), "accuracy"], rows)
 
 
 # ------------------------------------------------------------------------------------------ theory
@@ -366,17 +371,19 @@ def theory() -> dict[str, Any]:
 
 
 def lemma_1() -> str:
-    """α and β, and errors of powers beside the lemma's bounds; in bold what is beyond them."""
+    """Make a table of α, β, errors of powers and the lemma's bounds; violations are in bold."""
     rows = []
-    for own in theory()["lemma_1"]:
-        row = [f"{own['mapping']}, {own['bits']} bits, {own['bjorck_steps']}"]
-        row += [f"{own['alpha']:.4f}", f"{own['beta']:.4f}", f"{own['mean_squared_length']:.3f}"]
-        powers = [own["powers"][s] for s in ("-0.25", "-1.0", "-8.0")]
-        row += [_marked(one["nre"], one["nre"] > own["nre_bound"]) for one in powers]
-        row += [f"{own['nre_bound']:.4f}"]
-        row += [f"{own['nre_sharp_bound']:.4f}" if own["orthogonal"] else ""]
-        row += [_marked(one["cosine"], one["cosine"] < own["cosine_bound"]) for one in powers]
-        rows.append([*row, f"{own['cosine_bound']:.4f}"])
+    for case in theory()["lemma_1"]:
+        row = [f"{case['mapping']}, {case['bits']} bits, {case['bjorck_steps']}"]
+        row += [f"{case['alpha']:.4f}", f"{case['beta']:.4f}", f"{case['mean_squared_length']:.3f}"]
+        powers = [case["powers"][s] for s in ("-0.25", "-1.0", "-8.0")]
+        row += [_marked(errors["nre"], errors["nre"] > case["nre_bound"]) for errors in powers]
+        row += [f"{case['nre_bound']:.4f}"]
+        row += [f"{case['nre_sharp_bound']:.4f}" if case["orthogonal"] else ""]
+        row += [
+            _marked(errors["cosine"], errors["cosine"] < case["cosine_bound"]) for errors in powers
+        ]
+        rows.append([*row, f"{case['cosine_bound']:.4f}"])
     head = ["mapping, bits, steps", "α", "β", "length²", "NRE, s = -1/4", "s = -1", "s = -8", "2α"]
     return table([*head, "sharp", "cosine, s = -1/4", "s = -1", "s = -8", "(1 - β)²"], rows)
 
@@ -386,14 +393,14 @@ def _marked(value: float, mark: bool) -> str:
 
 
 def regret(name: str) -> str:
-    """Every way to keep L and R, at both rates."""
-    (problem,) = (own for own in theory()["regret"] if own["name"].startswith(name))
+    """Make a table of the regret for every storage of L and R, at both rates."""
+    (problem,) = (one for one in theory()["regret"] if one["name"].startswith(name))
     rows = []
-    for way, both in problem["ways"].items():
-        row = [f"{way} (default)" if way == "cholesky, compact" else way]
+    for scheme, both in problem["ways"].items():
+        row = [f"{scheme} (default)" if scheme == "cholesky, compact" else scheme]
         for key, text in (("regret", "{:.1f}"), ("first_link", "{:.0f}"), ("bound", "{:.1e}")):
-            row.append(", ".join(text.format(own[key]).replace("e+0", "e") for own in both))
-        row.append(", ".join(f"{own['slack']:,.0f}" for own in both))
+            row.append(", ".join(text.format(outcome[key]).replace("e+0", "e") for outcome in both))
+        row.append(", ".join(f"{outcome['slack']:,.0f}" for outcome in both))
         shares = [both[0][f"{side}_error_trace_over_exact"] for side in ("left", "right")]
         rows.append([*row, ", ".join(f"{share:.2f}" for share in shares)])
     head = ["L and R", "regret at η₁, η₁/4", "first link", "bound", "slack"]
@@ -407,7 +414,7 @@ _SPECTRA_AT = 6e-3  # the learning rate that suits most rows
 
 
 def whitened_momentum() -> str:
-    """Losses of every way to make a step, means over seeds; the best learning rate in bold."""
+    """Make a table of mean losses over seeds by optimizer, with the best rate in bold."""
     by_row: dict[str, list[Run]] = {}
     for run in measured("whitened_momentum_cpu.json")["runs"]:
         by_row.setdefault(run["optimizer"], []).append(run)
@@ -416,7 +423,7 @@ def whitened_momentum() -> str:
     rows = []
     for optimizer, runs in by_row.items():
         at = [[run for run in runs if run["lr"] == lr] for lr in rates]
-        means = [mean(run["loss"] for run in own) for own in at]
+        means = [mean(run["loss"] for run in at_rate) for at_rate in at]
         best = means.index(min(means))
         texts = [f"**{loss:.3f}**" if i == best else f"{loss:.3f}" for i, loss in enumerate(means)]
         peaks = [run.get("peak") for run in at[rates.index(_SPECTRA_AT)]]
@@ -427,7 +434,7 @@ def whitened_momentum() -> str:
 
 # ------------------------------------------------------------------------------------- choosing
 
-# What was changed, by variant; the default, of which everything else was left as it is, in between.
+# Variants by the value of one option; all other options have their defaults.
 _FOUR = "shampoo-4"
 CHOICES: Mapping[str, Mapping[str, str]] = {
     "T1, T2": {
@@ -469,7 +476,7 @@ CHOICES: Mapping[str, Mapping[str, str]] = {
 
 
 def choice_runs(name: str) -> dict[str, list[Run]]:
-    """The runs of each value of something that was changed."""
+    """Return the runs of every value of an option."""
     runs = read("pydoc-gpt-choosing/summary.json")["runs"]
     return {
         value: [run for run in runs if run["variant"] == variant]
@@ -478,7 +485,7 @@ def choice_runs(name: str) -> dict[str, list[Run]]:
 
 
 def choosing(name: str) -> str:
-    """Losses of both seeds, and the state."""
+    """Make a table of the losses of both seeds and of the state, by value of an option."""
     rows = []
     for value, runs in choice_runs(name).items():
         losses = [run["loss"] for run in runs]
@@ -491,17 +498,20 @@ def choosing(name: str) -> str:
 
 
 def compatibility() -> str:
-    """What ``kronbit doctor`` found, by optimizer."""
-    found = measured("compatibility_cpu.json")["optimizers"]
-    checks = next(iter(found.values()))["checks"]
+    """Make a table of the outcomes of ``kronbit doctor``, by optimizer."""
+    outcomes = measured("compatibility_cpu.json")["optimizers"]
+    checks = next(iter(outcomes.values()))["checks"]
     rows = [
-        [check, *(_outcome(own["checks"][check]) for own in found.values())] for check in checks
+        [check, *(_outcome(outcome["checks"][check]) for outcome in outcomes.values())]
+        for check in checks
     ]
-    return table(["", *(f"{name} {own['version']}" for name, own in found.items())], rows)
+    return table(
+        ["", *(f"{name} {outcome['version']}" for name, outcome in outcomes.items())], rows
+    )
 
 
 def _outcome(problem: str) -> str:
-    """Short enough for a column: the kind of an error, or what was seen."""
+    """Shorten an outcome for a column: the kind of an error, or the problem."""
     first, _, rest = problem.partition(": ")
     kind = rest.partition(": ")[0] if first == "ProcessRaisedException" else first
     return kind if rest and " " not in kind else problem
@@ -511,24 +521,26 @@ def _outcome(problem: str) -> str:
 
 
 def lora() -> str:
-    """Losses of both seeds after adapting by LoRA, and the state."""
+    """Make a table of the losses of both seeds after LoRA and of the state."""
     rows = []
-    for name, own in measured("lora_cpu.json")["rows"].items():
-        losses, held = own["losses"], own["second_order_bytes"]
+    for name, row in measured("lora_cpu.json")["rows"].items():
+        losses, size = row["losses"], row["second_order_bytes"]
         texts = ", ".join(f"{loss:.3f}" for loss in losses)
-        rows.append([name, texts, f"{mean(losses):.3f}", f"{held / 1024:.0f} KiB" if held else ""])
+        rows.append([name, texts, f"{mean(losses):.3f}", f"{size / 1024:.0f} KiB" if size else ""])
     return table(["", "validation loss by seed", "mean", "second-order state"], rows)
 
 
 def soak() -> str:
-    """How long runs went, whether they were the same twice, and how memory moved."""
+    """Make a table of the length of runs, the equality of repeated runs, and memory drift."""
     kinds = ("tensors", "peak", "reserved", "host")
     head = ["", "steps", "states compared", "the same", *(f"drift: {kind}" for kind in kinds)]
     rows = []
-    for name, own in measured("soak_h200.json")["setups"].items():
-        drifts = [f"{100 * own['drift'][kind]:.2f} %" for kind in kinds]
-        same = "all" if own["equal"] else "not all"
-        rows.append([name, f"{own['compared_steps']:,}", f"{own['compared_laps']}", same, *drifts])
+    for name, setup in measured("soak_h200.json")["setups"].items():
+        drifts = [f"{100 * setup['drift'][kind]:.2f} %" for kind in kinds]
+        same = "all" if setup["equal"] else "not all"
+        rows.append(
+            [name, f"{setup['compared_steps']:,}", f"{setup['compared_laps']}", same, *drifts]
+        )
     return table(head, rows)
 
 
@@ -567,8 +579,8 @@ TABLES: Mapping[str, Callable[[], str]] = {
 
 
 def filled(text: str) -> str:
-    """A page with its tables made anew."""
-    return _MARKED.sub(lambda found: found[1] + "\n" + TABLES[found[2]]() + "\n" + found[3], text)
+    """Return the text of a page with new tables."""
+    return _MARKED.sub(lambda match: match[1] + "\n" + TABLES[match[2]]() + "\n" + match[3], text)
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Run the trainings that docs/results is made of: a queue for one GPU.
+"""Run the trainings for docs/results: a queue for one GPU.
 
 Usage::
 
@@ -8,25 +8,25 @@ Usage::
     python benchmarks/training/run_queue.py NAME... --data DATA --out RUNS [--together 6]
     python benchmarks/training/run_queue.py --merge
 
-``trainings.py`` says which trainings there are; a NAME is a key of ``TRAININGS`` there.
+``trainings.py`` lists the trainings; a NAME is a key of ``TRAININGS`` there.
 
-``--next`` takes unfinished trainings: those that were stopped, then by stage, the longest first.
-A training starts only if it is expected to end in time, beside the others: within ``--seconds``, or
-within ``--later`` more seconds, for which the machine and RUNS will still be there. After
-``--seconds`` all that run save and stop, and the same command goes on with them. With names,
-``--next`` takes only theirs. Names alone are run completely, whatever time they take.
+``--next`` starts unfinished trainings: stopped ones first, then by stage, the longest first. A
+training starts only if it is expected to end in time next to the others: within ``--seconds``, or
+within ``--later`` more seconds in which the machine and RUNS remain available. After ``--seconds``
+all running trainings save and stop, and the same command resumes them. With names, ``--next`` is
+limited to them. Names without ``--next`` run to the end, whatever time that takes.
 
-Every run is a process. ``--together`` of them run at a time: that changes no result, only
-times, which are left out. Runs whose times are of interest get the GPU for themselves.
+Every run is a process. ``--together`` of them run at a time, which changes no results but times;
+times are therefore left out. Runs that are timed have the GPU to themselves.
 
-A run that ends is written to RESULTS/NAME/runs/RUN.json at once. Results there and in the
-repository's ``results`` are not trained again, so that a machine needs only the repository and
-DATA, and only RESULTS must be kept. ``PYTHONPATH=src`` finds kronbit where it is not installed.
-When a table is complete, its runs are put into RESULTS/NAME/summary.json. After copying RESULTS
-to ``results``, ``--merge`` does so there.
+A finished run is written to RESULTS/NAME/runs/RUN.json at once. Runs with results there or in the
+repository's ``results`` are not trained again, so a machine needs only the repository and DATA, and
+only RESULTS must be kept. ``PYTHONPATH=src`` finds kronbit if it is not installed. The runs of a
+complete table are merged into RESULTS/NAME/summary.json. After RESULTS is copied to ``results``,
+``--merge`` does the same there.
 
-``--status`` prints runs that are done, running, stopped and open, and the minutes that the rest
-takes one after the other on one H200; with names, a line for every run.
+``--status`` prints the number of runs that are done, running, stopped and open, and the minutes
+that the rest takes one after the other on one H200; with names, it prints a line for every run.
 """
 
 from __future__ import annotations
@@ -48,16 +48,16 @@ RESULTS = ROOT / "results"
 
 @dataclass
 class Queue:
-    """Trainings in the order in which they are wanted.
+    """Trainings by priority.
 
     Attributes:
-        runs: All of them.
-        folders: Where they are trained.
-        files: Where their results are.
+        runs: All runs.
+        folders: Folders of the runs.
+        files: Files of their results.
         together: Largest number of trainings at a time.
-        later: Seconds that there will be after this call.
-        fits: True to start only what ends in time.
-        commit: Commit that they are trained with.
+        later: Seconds available after this call.
+        fits: True to start only runs that end in time.
+        commit: Commit of the trainings.
         tried: Runs that were started by this call.
     """
 
@@ -71,10 +71,10 @@ class Queue:
     tried: set[PlannedRun] = field(default_factory=set)
 
     def choose(self, running: Sequence[PlannedRun], left: float) -> Sequence[PlannedRun]:
-        """The runs that start now.
+        """Return the runs to start now.
 
         Args:
-            running: Those that run.
+            running: The runs that are running.
             left: Seconds until the end of this call.
         """
         wanted = [run for run in self.runs if run not in self.tried and not self.is_done(run)]
@@ -88,29 +88,29 @@ class Queue:
         return chosen
 
     def is_done(self, run: PlannedRun) -> bool:
-        """True if a run needs no training any more, or has its process already."""
+        """True if a run is finished or is being trained."""
         if self.folders.is_finished(run) or self.folders.is_running(run):
             return True
-        # A table that is asked for by its name is trained again.
+        # Without ``fits``, a table is trained again although it has results.
         return self.files.is_done(run) if self.fits else self.files.part(run) is not None
 
     def rest(self, run: PlannedRun) -> Estimate:
-        """What a run still takes."""
+        """Estimate the rest of a run."""
         step = self.folders.shown_step if self.folders.is_running(run) else self.folders.saved_step
         return estimate(run).rest(step(run))
 
     def _place(self, run: PlannedRun) -> tuple[bool, int, bool, float]:
-        own = run.trainings
-        return not self.folders.saved_step(run), own.stage, own.alone, -self.rest(run).seconds
+        table = run.trainings
+        return not self.folders.saved_step(run), table.stage, table.alone, -self.rest(run).seconds
 
     def keep(self, run: PlannedRun) -> None:
-        """Write the results of a run, and of its table if that is complete."""
+        """Write the results of a run, and of its table if it is complete."""
         shared = 1 if run.trainings.alone else most_together(self.folders.out, self.together)
         self.files.add(run, self.folders.folder(run), self.commit, shared)
         self.merge(run.table)
 
     def keep_finished(self) -> None:
-        """Write what an earlier call has left unwritten."""
+        """Write results of finished runs that an earlier call did not write."""
         for run in self.runs:
             if self.folders.is_finished(run):
                 known = self.files.is_done(run) if self.fits else self.files.part(run) is not None
@@ -131,7 +131,7 @@ class Queue:
 def startable(
     wanted: Iterable[PlannedRun], running: Sequence[PlannedRun], together: int
 ) -> list[PlannedRun]:
-    """The runs that may start beside those that run."""
+    """Return the runs that may start next to those that are running."""
     chosen: list[PlannedRun] = []
     for run in wanted:
         active = [*running, *chosen]
@@ -143,7 +143,7 @@ def startable(
 
 
 def most_together(out: Path, together: int) -> int:
-    """The largest number of runs that have shared the device, in all calls with this folder."""
+    """Return the largest number of runs that shared the device in any call with this folder."""
     path = out / "together.txt"
     most = max(together, int(path.read_text()) if path.is_file() else 1)
     out.mkdir(parents=True, exist_ok=True)
@@ -152,7 +152,7 @@ def most_together(out: Path, together: int) -> int:
 
 
 def work(queue: Queue, data: Path, seconds: float) -> int:
-    """Train; returns the exit code: 0 if all that was started is finished."""
+    """Train; return the exit code, 0 if all started runs are finished."""
     most_together(queue.folders.out, queue.together)
     queue.keep_finished()
     runner = Runner(queue.folders, data, queue.keep)
@@ -168,7 +168,7 @@ def work(queue: Queue, data: Path, seconds: float) -> int:
 
 
 def show_status(queue: Queue, every_run: bool) -> None:
-    """Print how far the tables are, and what they still take."""
+    """Print the progress of the tables and the estimated time of the rest."""
     head = f"{'stage':5}  {'table':38}{'done':>6}{'running':>9}{'stopped':>9}{'open':>6}"
     print(f"{head}{'minutes':>9}")
     total = 0.0
@@ -217,42 +217,46 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("names", nargs="*", metavar="NAME")
-    parser.add_argument("--next", action="store_true", help="run what fits into the time")
+    parser.add_argument("--next", action="store_true", help="start the runs that fit into the time")
     parser.add_argument("--status", action="store_true", help="print what is done and open")
-    parser.add_argument("--merge", action="store_true", help="put complete tables into one file")
+    parser.add_argument("--merge", action="store_true", help="merge the files of complete tables")
     parser.add_argument("--data", type=Path, help="folder with data sets")
     parser.add_argument("--out", type=Path, help="folder of runs and their checkpoints")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of raw files")
     parser.add_argument("--together", type=int, default=6, help="trainings at a time")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="until all stop")
-    parser.add_argument("--later", type=float, default=0.0, help="seconds of calls after this one")
-    parser.add_argument("--commit", default="", help="commit that they are trained with")
-    given = parser.parse_args(arguments)
-    unknown = sorted(set(given.names) - TRAININGS.keys())
+    parser.add_argument(
+        "--seconds", type=float, default=float("inf"), help="time until all runs stop"
+    )
+    parser.add_argument(
+        "--later", type=float, default=0.0, help="seconds available after this call"
+    )
+    parser.add_argument("--commit", default="", help="commit of the trainings")
+    options = parser.parse_args(arguments)
+    unknown = sorted(set(options.names) - TRAININGS.keys())
     if unknown:
         parser.error(f"no such table: {', '.join(unknown)}; choose from {', '.join(TRAININGS)}")
-    looks = given.status or given.merge
-    if not looks and not (given.next or given.names):
+    read_only = options.status or options.merge
+    if not read_only and not (options.next or options.names):
         parser.error("give names, --next, --status or --merge")
-    if not looks and (given.data is None or given.out is None):
+    if not read_only and (options.data is None or options.out is None):
         parser.error("trainings need --data and --out")
-    names = given.names or sorted(TRAININGS, key=lambda name: TRAININGS[name].stage)
+    names = options.names or sorted(TRAININGS, key=lambda name: TRAININGS[name].stage)
     queue = Queue(
         [run for name in names for run in TRAININGS[name].runs(name)],
-        RunFolders(given.out or ROOT / "runs"),
-        ResultFiles(given.results, () if given.results == RESULTS else (RESULTS,)),
-        given.together,
-        given.later,
-        given.next or looks,
-        given.commit,
+        RunFolders(options.out or ROOT / "runs"),
+        ResultFiles(options.results, () if options.results == RESULTS else (RESULTS,)),
+        options.together,
+        options.later,
+        options.next or read_only,
+        options.commit,
     )
-    if given.merge:
+    if options.merge:
         for name in names:
             queue.merge(name)
-    elif given.status:
-        show_status(queue, bool(given.names))
+    elif options.status:
+        show_status(queue, bool(options.names))
     else:
-        return work(queue, given.data, given.seconds)
+        return work(queue, options.data, options.seconds)
     return 0
 
 

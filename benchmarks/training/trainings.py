@@ -1,6 +1,6 @@
-"""The trainings that docs/results is made of, as data: tables of runs, in stages.
+"""The trainings for docs/results, as data: tables of runs, in stages.
 
-``run_queue.py`` beside this file runs them.
+``run_queue.py`` in this folder runs them.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ class PlannedRun:
     """One training of a table.
 
     Attributes:
-        table: Name of the table; a folder of ``results``.
-        name: Name of the run; a folder and a file in those of the table.
+        table: Name of the table, which is a folder of ``results``.
+        name: Name of the run, which names its folder and its file.
         member: Optimizer, as ``kronbit compare -o`` takes it.
         seed: Seed of weights and batches.
         trainings: The table.
@@ -32,7 +32,7 @@ class PlannedRun:
 
     @property
     def path(self) -> str:
-        """Folder of the run, below that of all runs."""
+        """Folder of the run, relative to the folder of all runs."""
         return f"{self.table}/{self.name}"
 
     @property
@@ -57,7 +57,7 @@ class Trainings:
         seeds: Number of seeds, from 0 on.
         flags: Flags of the command.
         stage: Place in the queue; lower stages run first.
-        alone: True if a run must have the GPU for itself, because its times are of interest.
+        alone: True if a run must have the GPU to itself because it is timed.
     """
 
     recipe: str
@@ -69,12 +69,12 @@ class Trainings:
     alone: bool = False
 
     def words(self, member: str, seed: int) -> list[str]:
-        """The command of one run, without ``--data`` and ``--out``."""
+        """Return the command of one run, without ``--data`` and ``--out``."""
         settings = [f"--set={text}" for text in (*self.settings, f"seed={seed}")]
         return ["compare", self.recipe, "-o", member, *settings, *self.flags]
 
     def runs(self, table: str) -> list[PlannedRun]:
-        """All runs, one seed after the other: a table that is cut off has whole columns."""
+        """Return all runs, seed by seed, so that an interrupted table has complete columns."""
         return [
             PlannedRun(table, self._name(member, seed), member, seed, self)
             for seed in range(self.seeds)
@@ -82,13 +82,13 @@ class Trainings:
         ]
 
     def _name(self, member: str, seed: int) -> str:
-        # The digest keeps results of other settings apart.
+        # The digest distinguishes results of other settings.
         digest = f"{zlib.crc32(shlex.join(self.words(member, seed)).encode()):08x}"
         return re.sub(r"[^\w.-]+", "-", f"{member}-seed{seed}-{digest}")
 
 
 def at_rates(names: Iterable[str], rates: Iterable[str]) -> tuple[str, ...]:
-    """Every optimizer at every learning rate."""
+    """Return every optimizer at every learning rate."""
     rates = tuple(rates)
     return tuple(f"{name} lr={lr}" for name in names for lr in rates)
 
@@ -98,9 +98,9 @@ PAPER = "shampoo-4-paper"
 SOAP = "base base=pytorch_optimizer.SOAP"
 # Rows of the paper's Table 2, with the naive method of its Table 3; the longest first.
 TABLE_2 = ("base longer=1.5", "shampoo-32", "shampoo-4-naive", PAPER)
-# Rows that stand beside it.
+# kronbit's rows next to it.
 OURS = ("shampoo-4",)
-# Settings of the paper in words, so that they outlive a change of defaults.
+# Settings of the paper, spelled out to be independent of defaults.
 PAPERS = (
     *("shampoo.update_every=100", "shampoo.refresh_every=500", "shampoo.first_refresh=null"),
     *("shampoo.beta=0.95", "shampoo.damping=1e-6", "shampoo.start=1e-6"),
@@ -113,22 +113,22 @@ PAPERS_LAYERS = (
     *("kfac.update_every=200", "kfac.refresh_every=2000", "kfac.first_refresh=null"),
     *("kfac.beta=0.9", "kfac.start=0", "kfac.stagger=false"),
 )
-# Only the last checkpoint is of use, and roots are watched in runs of their own.
+# Only the last checkpoint is needed, and separate runs watch the roots.
 _LEAN = ("keep=1", "watched_blocks=0")
 _TEN = ("epochs=10", "warmup_epochs=2", "eval_every=390", *_LEAN)
 _THIRTY = ("epochs=30", "warmup_epochs=5", "eval_every=390", *_LEAN)
 _FULL = ("eval_every=1950", "checkpoint_every=10000", *_LEAN)  # every 5 epochs
-# Errors of one block along the whole training.
+# Errors of one block during the whole training.
 _FULL_WATCHED = (*_FULL[:-1], "watched_blocks=1")
-_PASS = ("steps=1200", "eval_every=100", *_LEAN)  # over 20 million tokens, nearly
+_PASS = ("steps=1200", "eval_every=100", *_LEAN)  # nearly one pass over 20 million tokens
 _THOUSAND = ("steps=1000", "eval_every=1000", "checkpoint_every=1000000", *_LEAN)
-# Tables that were begun before the recipe had drop_path.
+# For tables that were started before the recipe had drop_path.
 _WHOLE = "model.drop_path=0"
 _BF16 = ("--amp", "bf16")
 _BF16_GRAPH = (*_BF16, "--cuda-graph")
 
-# Whether AdamW trains at the paper's learning rate, with bf16 and the recipe's warm-up: at a tenth
-# of Table 2's length with a warm-up of 2 epochs it did not.
+# Checks that AdamW trains at the paper's learning rate with bf16 and the recipe's warm-up. At a
+# tenth of the length of Table 2, with a warm-up of 2 epochs, it did not.
 _PROBE = ("lr=1e-3", "epochs=15", "schedule=constant", "eval_every=390", *_LEAN)
 _PROBES = {
     "cifar100-swin-tiny-probe": Trainings(
@@ -187,7 +187,7 @@ _TIMES = {
     ),
 }
 
-# Learning rates, chosen on a part of the training set.
+# Learning rates, selected on a part of the training set.
 _CHOSEN_ON = "holdout=0.1"
 _TRANSFORMER_RATES = ("2.5e-4", "5e-4", "1e-3")
 _CNN_RATES = ("0.2", "0.4", "0.8")
@@ -220,7 +220,7 @@ _RATES = {
     ),
 }
 
-# The rows of a user's choice: every learning rate, then the best one, longer.
+# Rows with learning rates chosen by us: all rates first, then the best one for more epochs.
 _CHOICES = {
     "cifar100-swin-tiny-10-epochs": Trainings(
         "cifar100-swin-tiny",
@@ -349,7 +349,7 @@ _OTHERS = {
         "cifar100-swin-tiny",
         ("kfac-32", "kfac-4-paper", "adabk-32", "adabk-4-paper"),
         ("lr=2.5e-4", *_THIRTY, *PAPERS_LAYERS),
-        flags=_BF16,  # a CUDA graph leaves out the hooks of layers
+        flags=_BF16,  # a CUDA graph skips the hooks of layers
         stage=6,
     ),
     "cifar100-swin-tiny-bases": Trainings(  # Table 10

@@ -1,13 +1,14 @@
-"""Why Muon is ahead: what its update has that AdamW's with Shampoo has not, one thing at a time.
+"""Compare the updates of Muon and of AdamW with Shampoo, changing one property at a time.
 
 Usage::
 
     OMP_NUM_THREADS=1 python benchmarks/training/whitened_momentum.py --seeds 2 --processes 2 \
         --output result.json
 
-The recipe pydoc-gpt (a small GPT on Python's reference, CPU, minutes). Hidden matrices get the
-optimizer of a row, everything else AdamW; the same learning rate for both, as with Muon. "peak" is
-how far a step is from orthogonal: its largest singular value, over their root mean square.
+The recipe is pydoc-gpt (a small GPT on Python's reference, minutes on a CPU). Hidden matrices get
+the optimizer of a row, all other parameters AdamW, at the same learning rate, as with Muon. "peak"
+measures how far a step is from orthogonal: its largest singular value, divided by their root mean
+square.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from kronbit.lab.schedules import factor
 from kronbit.lab.training.measures import hardware, versions
 from kronbit.lab.training.passes import Objective
 
-DECAY, RMS, MU = 0.1, 0.2, 0.95  # of weights; of Muon's update, per lr; of its momentum
+DECAY, RMS, MU = 0.1, 0.2, 0.95  # weight decay; RMS of Muon's update at lr 1; its momentum
 SELDOM = {"bits": 32, "update_every": 10, "refresh_every": 50, "first_refresh": 5}
 OFTEN = {"bits": 32, "update_every": 2, "refresh_every": 10, "first_refresh": 5}
 ALWAYS = {"bits": 32, "update_every": 1, "refresh_every": 1}
@@ -44,7 +45,7 @@ LOOK_EVERY = 20
 
 
 class Momentum:
-    """Nesterov's average of gradients, in their place: what comes after it sees no other."""
+    """Replaces gradients by their Nesterov average, which is all that later stages see."""
 
     def __init__(self, params: Iterable[Tensor]) -> None:
         self.buffers = {p: torch.zeros_like(p) for p in params}
@@ -57,13 +58,13 @@ class Momentum:
 
 
 def to_rms(tensors: Iterable[Tensor], rms: float) -> None:
-    """Scale each to a root mean square."""
+    """Scale each tensor to a root mean square."""
     for x in tensors:
         x.mul_(rms * x.numel() ** 0.5 / x.norm().clamp(min=1e-20))
 
 
 def orthogonalised(G: Tensor) -> Tensor:
-    """Muon's five Newton-Schulz steps: all singular values near 1. In float32, as CPUs like it."""
+    """Apply Muon's five Newton-Schulz steps in float32: all singular values become nearly 1."""
     a, b, c = 3.4445, -4.7750, 2.0315
     X = G if G.shape[0] <= G.shape[1] else G.T
     X = X / X.norm().clamp(min=1e-20)
@@ -77,10 +78,10 @@ class NormalisedSGD(Optimizer):
     """p ← (1 - lr · decay) p - lr · u, u scaled to Muon's size.
 
     Args:
-        params: What is trained.
+        params: Parameters.
         lr: Learning rate.
-        momentum: Whether u is an average of gradients, else the last one.
-        orthogonal: Whether its singular values are made equal.
+        momentum: True if u is an average of gradients, False if it is the last gradient.
+        orthogonal: True to make the singular values of u equal.
     """
 
     def __init__(
@@ -107,11 +108,11 @@ class Whitened:
     """Shampoo of gradients or of their momentum, and a step of fixed size.
 
     Args:
-        params: What is trained.
+        params: Parameters.
         lr: Learning rate.
-        momentum_first: Whether Shampoo is of the momentum, else the momentum of what Shampoo makes.
-        orthogonal: Whether the momentum after Shampoo is made orthogonal.
-        options: Of Shampoo.
+        momentum_first: True for Shampoo of the momentum, False for momentum of Shampoo.
+        orthogonal: True to make the momentum after Shampoo orthogonal.
+        options: Options of Shampoo.
     """
 
     def __init__(
@@ -138,7 +139,7 @@ class Whitened:
     def step(self) -> None:
         if self.momentum is not None:
             self.momentum()
-        # All steps count alike in the statistics, whichever they are of.
+        # All steps have the same weight in the statistics.
         to_rms([p.grad for p in self.params if p.grad is not None], 1.0)
         self.shampoo.step()
 
@@ -159,7 +160,7 @@ ROWS: dict[str, Maker] = {
     "AdamW": adamw,
     "AdamW + Shampoo": partial(around_adamw, **SELDOM),
     "AdamW + Shampoo, often": partial(around_adamw, **OFTEN),
-    # All others take steps of a fixed size.
+    # The following rows take steps of a fixed size.
     "momentum": partial(NormalisedSGD, momentum=True),
     "Shampoo, then momentum": partial(before_momentum, **SELDOM),
     "momentum, then Shampoo": partial(of_momentum, **SELDOM),
@@ -174,7 +175,7 @@ ROWS: dict[str, Maker] = {
 
 
 def train(row: str, lr: float, seed: int) -> dict[str, Any]:
-    """The loop of the lab, but for the optimizer."""
+    """Train as the lab's loop does, with the optimizer of a row."""
     recipe = find_recipe("pydoc-gpt").with_settings({"seed": seed})
     steps = recipe.steps or 0
     data = open_data(
@@ -185,8 +186,8 @@ def train(row: str, lr: float, seed: int) -> dict[str, Any]:
     model = build(options.pop("name"), **options)
     objective = Objective(classifies=False, amp="off")
     hidden = [p for _, p in hidden_matrices(model)]
-    own = set(hidden)
-    rest = [p for p in model.parameters() if p not in own]
+    hidden_set = set(hidden)
+    rest = [p for p in model.parameters() if p not in hidden_set]
     optimizers = [ROWS[row](hidden, lr), adamw(rest, lr)]
     losses, peaks = [], []
     for step in range(steps):
@@ -232,25 +233,25 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS))
     parser.add_argument("--processes", type=int, default=1)
-    parser.add_argument("--commit", default="", help="that it is run with")
-    given = parser.parse_args()
+    parser.add_argument("--commit", default="", help="commit of the run")
+    arguments = parser.parse_args()
     content: dict[str, Any] = {
         "hardware": hardware(torch.device("cpu")),
         "versions": versions(),
-        "commit": given.commit,
+        "commit": arguments.commit,
         "recipe": "pydoc-gpt",
         "runs": [],
     }
-    cases = list(itertools.product(given.rows, given.rates, range(given.seeds)))
-    with ProcessPoolExecutor(given.processes, get_context("spawn")) as pool:
-        for found in pool.map(train, *zip(*cases, strict=True)):
-            content["runs"].append(found)
+    cases = list(itertools.product(arguments.rows, arguments.rates, range(arguments.seeds)))
+    with ProcessPoolExecutor(arguments.processes, get_context("spawn")) as pool:
+        for result in pool.map(train, *zip(*cases, strict=True)):
+            content["runs"].append(result)
             print(
-                f"{found['optimizer']:45} lr {found['lr']:<7g} seed {found['seed']}: "
-                f"{found['loss']:.4f}, peak {found['peak']:.2f}",
+                f"{result['optimizer']:45} lr {result['lr']:<7g} seed {result['seed']}: "
+                f"{result['loss']:.4f}, peak {result['peak']:.2f}",
                 flush=True,
             )
-            given.output.write_text(json.dumps(content, indent=1) + "\n")
+            arguments.output.write_text(json.dumps(content, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The queue of trainings: its plan, what fits into a time, and results that no machine keeps."""
+"""The queue of trainings plans runs, fits them into a time limit, and merges results."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def small(*members: str, **options: Any) -> trainings.Trainings:
 
 
 def rows_of(path: Path) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = json.loads(path.read_text())["runs"]
-    return found
+    rows: list[dict[str, Any]] = json.loads(path.read_text())["runs"]
+    return rows
 
 
 # ------------------------------------------------------------------------------------------ plan
@@ -48,15 +48,18 @@ def rows_of(path: Path) -> list[dict[str, Any]]:
         for number, name in enumerate(trainings.TRAININGS)
     ],
 )
-def test_every_training_can_begin(name: str) -> None:
-    own = trainings.TRAININGS[name]
-    recipe = find_recipe(own.recipe).with_settings(parse_settings(own.settings))
-    for member in own.members:
-        made = variant(member, recipe)[2]
-        if importlib.util.find_spec(made.base.partition(".")[0]) or "." not in made.base:
-            check_optimizer(made)
-    runs = own.runs(name)
-    assert len({run.name for run in runs}) == own.seeds * len(own.members)
+def test_every_training_can_start(name: str) -> None:
+    planned = trainings.TRAININGS[name]
+    recipe = find_recipe(planned.recipe).with_settings(parse_settings(planned.settings))
+    for member in planned.members:
+        member_recipe = variant(member, recipe)[2]
+        if (
+            importlib.util.find_spec(member_recipe.base.partition(".")[0])
+            or "." not in member_recipe.base
+        ):
+            check_optimizer(member_recipe)
+    runs = planned.runs(name)
+    assert len({run.name for run in runs}) == planned.seeds * len(planned.members)
 
 
 @pytest.mark.parametrize("name", trainings.TRAININGS)
@@ -69,15 +72,15 @@ def test_every_training_has_a_name_and_an_estimate(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in RAW if name in trainings.TRAININGS])
-def test_raw_files_are_of_the_trainings(name: str) -> None:
-    """The table of trainings is what was run."""
-    found = {
+def test_raw_files_match_the_plan(name: str) -> None:
+    """Raw files hold only planned runs; tables of full trainings are complete."""
+    done = {
         (row["variant"], row["seed"]) for row in rows_of(ROOT / "results" / name / "summary.json")
     }
     planned = {(run.variant, run.seed) for run in trainings.TRAININGS[name].runs(name)}
-    assert found <= planned
+    assert done <= planned
     if name.endswith("-epochs"):
-        assert found == planned
+        assert done == planned
 
 
 def test_rows_of_the_paper_have_its_settings() -> None:
@@ -102,16 +105,16 @@ def test_rows_of_the_paper_have_its_settings() -> None:
 # ------------------------------------------------------------------------------------------ time
 
 
-def test_trainings_that_share_a_gpu_end_later() -> None:
+def test_trainings_that_share_a_gpu_finish_later() -> None:
     half, whole = Estimate(10, 100, 0.5), Estimate(10, 100, 1.0)
     assert finish_times([half, half], 2) == pytest.approx([100, 100])
     assert finish_times([whole, whole], 2) == pytest.approx([200, 200])
     assert finish_times([whole, whole], 1) == pytest.approx([100, 200])
-    # The second one is alone after the first one's end.
+    # The second training has the GPU to itself after the first one ends.
     assert finish_times([Estimate(10, 50, 1.0), whole], 2) == pytest.approx([100, 150])
 
 
-def test_only_what_ends_in_time_is_chosen() -> None:
+def test_only_runs_that_end_in_time_are_chosen() -> None:
     runs = small("base", "base lr=1", "base lr=2").runs("small")
     loads = [Estimate(10, seconds, 1.0) for seconds in (300, 120, 90)]
     candidates = list(zip(runs, loads, strict=True))
@@ -121,7 +124,7 @@ def test_only_what_ends_in_time_is_chosen() -> None:
     assert fitting(candidates, [], float("inf"), 2) == runs
 
 
-def test_times_are_taken_alone() -> None:
+def test_timed_runs_have_the_gpu_to_themselves() -> None:
     shared = small("base", "base lr=1").runs("small")
     (alone,) = small("base", alone=True).runs("times")
     assert run_queue.startable([*shared, alone], [], 6) == shared
@@ -133,7 +136,7 @@ def test_times_are_taken_alone() -> None:
 # ----------------------------------------------------------------------------------------- files
 
 
-def test_parts_become_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_of_runs_merge_into_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(trainings.TRAININGS, "small", small("base", "muon"))
     base, muon = trainings.TRAININGS["small"].runs("small")
     earlier, now = tmp_path / "earlier", tmp_path / "now"
@@ -164,7 +167,7 @@ def test_parts_become_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert not part.parent.exists()
     assert files.is_done(base)
 
-    # A row that comes later joins the others.
+    # A row that is planned later joins the table.
     monkeypatch.setitem(trainings.TRAININGS, "small", small("base", "shampoo-4", "muon"))
     new = trainings.TRAININGS["small"].runs("small")[1]
     assert not files.is_done(new)
@@ -177,12 +180,12 @@ def test_parts_become_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 # ------------------------------------------------------------------------------------- trainings
 
 
-def test_the_queue_stops_goes_on_and_keeps_what_is_finished(
+def test_the_queue_stops_resumes_and_keeps_finished_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name in list(trainings.TRAININGS):
         monkeypatch.delitem(trainings.TRAININGS, name)
-    # The shorter one comes second.
+    # The queue runs the longer training first, although the shorter one is listed first.
     monkeypatch.setitem(trainings.TRAININGS, "small", small("base steps=20", "base lr=0.02"))
     second, first = trainings.TRAININGS["small"].runs("small")
     results = tmp_path / "results"
@@ -193,17 +196,17 @@ def test_the_queue_stops_goes_on_and_keeps_what_is_finished(
         return run_queue.main([*words, *places, "--together", "1"])
 
     @contextmanager
-    def until(seen: Callable[[], bool]) -> Iterator[None]:
-        """Time is up as soon as something is there."""
+    def until(condition: Callable[[], bool]) -> Iterator[None]:
+        """Make the time run out once the condition holds."""
         with monkeypatch.context() as patched:
-            patched.setattr(processes.time, "monotonic", lambda: 1e9 if seen() else 0.0)
+            patched.setattr(processes.time, "monotonic", lambda: 1e9 if condition() else 0.0)
             yield
 
     def status() -> str:
         assert queue("one", "--status", "small") == 0
         return capsys.readouterr().out
 
-    assert queue("one", "--next", "--seconds", "20") == 0  # nothing ends in so little time
+    assert queue("one", "--next", "--seconds", "20") == 0  # no run ends in so little time
     assert "started" not in capsys.readouterr().out
     assert "base lr=0.02, seed 0: open" in status()
 
@@ -218,7 +221,7 @@ def test_the_queue_stops_goes_on_and_keeps_what_is_finished(
     assert [row["curve"]["step"] for row in rows_of(part)] == [[40, 80]]
     assert "base lr=0.02, seed 0: done" in status()
 
-    # The second one comes from elsewhere, and another machine knows of both.
+    # The second run comes from another machine, and a third machine sees both results.
     content = json.loads(part.read_text())
     content["runs"][0]["variant"] = second.variant
     part.with_name(f"{second.name}.json").write_text(json.dumps(content))
@@ -226,13 +229,13 @@ def test_the_queue_stops_goes_on_and_keeps_what_is_finished(
     assert "started" not in capsys.readouterr().out
     assert queue("another machine", "--merge") == 0
     assert not part.exists()
-    found = rows_of(results / "small" / "summary.json")
-    assert [row["variant"] for row in found] == ["base-steps=20", "base-lr=0.02"]
-    assert "elsewhere" not in found[1]["command"]
+    rows = rows_of(results / "small" / "summary.json")
+    assert [row["variant"] for row in rows] == ["base-steps=20", "base-lr=0.02"]
+    assert "elsewhere" not in rows[1]["command"]
 
 
 @slow
-def test_trainings_go_on_where_they_stopped(
+def test_stopped_trainings_resume(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(trainings.TRAININGS, "small", small("shampoo-4 lr=0.02"))
@@ -243,34 +246,34 @@ def test_trainings_go_on_where_they_stopped(
             ["small", "--data", "elsewhere", "--out", out, "--results", results, *more]
         )
 
-    def found(folder: str) -> dict[str, Any]:
+    def content_of(folder: str) -> dict[str, Any]:
         path = tmp_path / "results" / folder / "small" / "summary.json"
         content: dict[str, Any] = json.loads(path.read_text())
         return content
 
-    def has_begun() -> bool:
+    def has_checkpoint() -> bool:
         return any((tmp_path / "parts").glob("small/shampoo*/shampoo*/checkpoints/*"))
 
-    # Time is up as soon as there is a checkpoint.
+    # The time runs out as soon as there is a checkpoint.
     with monkeypatch.context() as patched:
-        patched.setattr(processes.time, "monotonic", lambda: 1e9 if has_begun() else 0.0)
+        patched.setattr(processes.time, "monotonic", lambda: 1e9 if has_checkpoint() else 0.0)
         assert run("parts", "--seconds", "60", "--together", "2") == 1
     assert "stopped" in capsys.readouterr().out
     assert not (tmp_path / "results" / "parts").exists()
     assert run("parts", "--together", "1") == 0
-    (one,) = found("parts")["runs"]
-    assert one["curve"]["step"] == [40, 80]
-    assert one["variant"] == "shampoo-4-lr=0.02"
-    assert "elsewhere" not in one["command"]
-    assert "seconds" not in one  # runs that once shared the device have no times
+    (row,) = content_of("parts")["runs"]
+    assert row["curve"]["step"] == [40, 80]
+    assert row["variant"] == "shampoo-4-lr=0.02"
+    assert "elsewhere" not in row["command"]
+    assert "seconds" not in row  # runs that shared the device have no times
 
 
-def test_wrong_calls_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for words, said in (
+def test_bad_arguments_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for words, message in (
         ([], "--next"),
         (["--next"], "--data and --out"),
         (["no-such-table", "--status"], "no such table"),
     ):
         with pytest.raises(SystemExit):
             run_queue.main(words)
-        assert said in capsys.readouterr().err
+        assert message in capsys.readouterr().err

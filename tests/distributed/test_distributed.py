@@ -1,4 +1,4 @@
-"""Several ranks give the results of one process."""
+"""Training on several ranks gives the results of one process."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def network() -> nn.Module:
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, world: int) -> None:
-    """Take ten steps of two passes, the first not synchronised, on this rank's part of a batch."""
+    """Take ten steps, each with one unsynchronised pass; a rank sees its share of every batch."""
     generator = torch.Generator().manual_seed(1)
     for _ in range(10):
         for last in (False, True):
@@ -50,7 +50,8 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, world: 
         optimizer.zero_grad()
 
 
-def train_on_a_rank(rank: int, name: str, options: dict[str, Any], equal: bool) -> list[Any]:
+def train_on_rank(rank: int, name: str, options: dict[str, Any], equal: bool) -> list[Any]:
+    """Return weights and state after training; with ``equal``, all ranks see whole batches."""
     model = network()
     optimizer = OPTIMIZERS[name](model.parameters(), **options)
     part = (0, 1) if equal else (rank, dist.get_world_size())
@@ -62,39 +63,39 @@ def train_on_a_rank(rank: int, name: str, options: dict[str, Any], equal: bool) 
 
 @pytest.mark.parametrize(("name", "world"), [("Shampoo", 2), ("CASPR", 4)])
 def test_ranks_with_equal_gradients_match_one_process(name: str, world: int) -> None:
-    """Weights and state agree bit for bit, and every rank has the whole state."""
-    alone = network()
-    optimizer = OPTIMIZERS[name](alone.parameters(), **OPTIONS)
-    train(alone, optimizer, 0, 1)
-    results = run_on_ranks(world, train_on_a_rank, name, OPTIONS, True)
+    """Weights and state are bit-identical, and every rank holds the complete state."""
+    reference = network()
+    optimizer = OPTIMIZERS[name](reference.parameters(), **OPTIONS)
+    train(reference, optimizer, 0, 1)
+    results = run_on_ranks(world, train_on_rank, name, OPTIONS, True)
     for result in results:
-        for p, q, first in zip(alone.parameters(), result[:6], results[0][:6], strict=True):
+        for p, q, first in zip(reference.parameters(), result[:6], results[0][:6], strict=True):
             assert np.array_equal(q, first)
             assert np.array_equal(q, p.detach().numpy())
         assert len(result) == len(results[0]) > 6
         assert all(map(np.array_equal, result, results[0]))
 
 
-def test_ranks_that_divide_a_batch_match_one_process() -> None:
+def test_ranks_that_split_a_batch_match_one_process() -> None:
     options = {**OPTIONS, "base": "sgd", "bits": 32}
-    alone, start = network(), network()
-    train(alone, Shampoo(alone.parameters(), **options), 0, 1)
-    for result in run_on_ranks(3, train_on_a_rank, "Shampoo", options, False):
-        for p, q, w in zip(alone.parameters(), result[:6], start.parameters(), strict=True):
+    reference, start = network(), network()
+    train(reference, Shampoo(reference.parameters(), **options), 0, 1)
+    for result in run_on_ranks(3, train_on_rank, "Shampoo", options, False):
+        for p, q, w in zip(reference.parameters(), result[:6], start.parameters(), strict=True):
             assert (torch.from_numpy(q) - p.detach()).norm() < 1e-5 * p.detach().norm()
             assert not torch.equal(p, w)
 
 
-def refuse_shards(rank: int) -> list[str]:
-    """Return the errors for parameters whose matrices cannot be assembled."""
+def refuse_unsupported_parameters(rank: int) -> list[str]:
+    """Return the errors about parameters that are sharded in unsupported ways."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     model, plain = network(), network()
     fully_shard(model, mesh=mesh)
     columns = nn.Linear(8, 6, bias=False)
     columns.weight = nn.Parameter(distribute_tensor(columns.weight, mesh, [Shard(1)]))
-    elsewhere = fully_shard(nn.Linear(8, 6), mesh=DeviceMesh("cpu", [1, 0]))
-    zero = nn.Linear(8, 6, bias=False)
-    zero.weight.ds_id = 0
+    other_mesh = fully_shard(nn.Linear(8, 6), mesh=DeviceMesh("cpu", [1, 0]))
+    partitioned = nn.Linear(8, 6, bias=False)
+    partitioned.weight.ds_id = 0
     flat = nn.Linear(8, 6, bias=False)
     flat.weight._is_flat_param = True
     optimizer = Shampoo(plain.parameters(), lr=0.1)
@@ -105,16 +106,16 @@ def refuse_shards(rank: int) -> list[str]:
         lambda: optimizer.add_param_group({"params": list(columns.parameters())}),
         lambda: MFAC(torch.optim.SGD(model.parameters(), lr=0.1)),
         lambda: KFAC(torch.optim.SGD(model.parameters(), lr=0.1), model=model),
-        lambda: Shampoo(zero.parameters(), lr=0.1),
+        lambda: Shampoo(partitioned.parameters(), lr=0.1),
         lambda: Shampoo(flat.parameters(), lr=0.1),
-        lambda: Shampoo([*model.parameters(), *elsewhere.parameters()], lr=0.1),
+        lambda: Shampoo([*model.parameters(), *other_mesh.parameters()], lr=0.1),
     ):
         remedy = "fully_shard|DistributedDataParallel|an optimizer for each"
         with pytest.raises(TypeError, match=remedy) as error:
             call()
         messages.append(str(error.value).split(":")[0].split(", DeviceMesh")[0])
     assert len(optimizer.param_groups) == 1
-    # Parameters that are left to the base may have any placement.
+    # Parameters left to the base optimizer may be sharded in any way that it supports.
     group = {"params": list(columns.parameters()), "precondition": False}
     optimizer = Shampoo([{"params": list(plain.parameters())}, group], lr=0.1)
     for p in (*plain.parameters(), *columns.parameters()):
@@ -126,7 +127,7 @@ def refuse_shards(rank: int) -> list[str]:
 
 
 def disagree(rank: int) -> dict[str, str]:
-    """Return the errors of ranks with different parameters, options or gradients."""
+    """Return the errors if parameters, options or gradients differ between ranks."""
     errors = {}
 
     def step(name: str, width: int = 66, **options: Any) -> Shampoo:
@@ -154,8 +155,8 @@ def disagree(rank: int) -> dict[str, str]:
     return errors
 
 
-def break_down(rank: int) -> str:
-    """Return the error of a rank if the update fails on one of them."""
+def fail_to_update(rank: int) -> str:
+    """Return the error if the update of one rank fails."""
     model = nn.Linear(70, 66)
     optimizer = Shampoo(model.parameters(), **{**OPTIONS, "update_every": 1})
     for p in model.parameters():
@@ -173,8 +174,8 @@ def break_down(rank: int) -> str:
     return "nothing"
 
 
-def wait_in_vain(rank: int) -> str:
-    """Step on one rank only; after the timeout, it continues alone."""
+def time_out(rank: int) -> str:
+    """Return the error if one rank misses the step; the other one continues alone."""
     group = dist.new_group(timeout=timedelta(seconds=2))
     model = nn.Linear(70, 66)
     optimizer = Shampoo(model.parameters(), process_group=group, **OPTIONS)
@@ -194,13 +195,17 @@ def wait_in_vain(rank: int) -> str:
     return message
 
 
-def test_unsupported_parameters_and_ranks_that_disagree_raise_errors() -> None:
-    """Errors name the parameter or the option, and no rank waits for another."""
+def test_incompatible_parameters_and_ranks_are_refused() -> None:
+    """Errors name the parameter or the difference between ranks, and no rank hangs."""
     start = time.monotonic()
-    results = run_on_ranks(2, in_turn, refuse_shards, disagree, break_down, wait_in_vain)
-    refused, disagreed, (first, second), (late, _) = zip(*results, strict=True)
+    refusals, disagreements, (first, second), (late, _) = zip(
+        *run_on_ranks(
+            2, in_turn, refuse_unsupported_parameters, disagree, fail_to_update, time_out
+        ),
+        strict=True,
+    )
     assert time.monotonic() - start < SECONDS / 2
-    for messages in refused:
+    for messages in refusals:
         assert messages == [
             "group 0, parameter 0 is a DTensor with placement S(1), not Shard(0)",
             "weight is a DTensor with placement S(1), not Shard(0)",
@@ -211,7 +216,7 @@ def test_unsupported_parameters_and_ranks_that_disagree_raise_errors() -> None:
             "group 0, parameter 0 is a FlatParameter of FSDP 1, which joins matrices to one vector",
             "group 0, parameter 6 is sharded over another mesh",
         ]
-    for errors in disagreed:
+    for errors in disagreements:
         assert list(errors) == ["parameters", "options", "gradients"]
         shapes = "rank 1 of 2 has group 0, parameter 0 of shape (67, 70) and torch.float32, where"
         assert errors["parameters"].startswith(shapes)
@@ -223,18 +228,22 @@ def test_unsupported_parameters_and_ranks_that_disagree_raise_errors() -> None:
     assert "Timed out" in late or "timeout" in late.lower()
 
 
-def train_layers(rank: int) -> list[Any]:
-    """Train with K-FAC, which averages statistics and divides updates, and without ranks."""
+def train_kfac(rank: int) -> list[Any]:
+    """Train with K-FAC: ranks average statistics and divide updates among them."""
     torch.manual_seed(0)
-    alone, model = (nn.Sequential(nn.Linear(70, 66), nn.Tanh(), nn.Linear(66, 64)) for _ in "ab")
-    model.load_state_dict(alone.state_dict())
+    reference_model, model = (
+        nn.Sequential(nn.Linear(70, 66), nn.Tanh(), nn.Linear(66, 64)) for _ in "ab"
+    )
+    model.load_state_dict(reference_model.state_dict())
     options = {"update_every": 2, "refresh_every": 4, "bits": 32, "lr": 0.1, "base": "sgd"}
-    one = KFAC(alone.parameters(), model=alone, process_group=False, **options)
-    train(alone, one, 0, 1)
+    reference = KFAC(
+        reference_model.parameters(), model=reference_model, process_group=False, **options
+    )
+    train(reference_model, reference, 0, 1)
     parallel = DistributedDataParallel(model)
     optimizer = KFAC(model.parameters(), model=model, **options)
     train(parallel, optimizer, rank, dist.get_world_size())
-    for p, q in zip(model.parameters(), alone.parameters(), strict=True):
+    for p, q in zip(model.parameters(), reference_model.parameters(), strict=True):
         assert (p - q).detach().norm() < 1e-5 * q.detach().norm()
     figures = optimizer.diagnostics()["ranks"]
     assert figures["replicas"] == 3
@@ -242,8 +251,8 @@ def train_layers(rank: int) -> list[Any]:
     return [figures["received_bytes"], *[p.detach().numpy() for p in model.parameters()]]
 
 
-def test_updates_of_layers_are_divided_among_ranks() -> None:
-    first, *others = run_on_ranks(3, train_layers)
+def test_kfac_divides_layers_among_ranks() -> None:
+    first, *others = run_on_ranks(3, train_kfac)
     assert first[0] > 0
     for result in others:
         assert all(map(np.array_equal, result[1:], first[1:]))
@@ -252,13 +261,13 @@ def test_updates_of_layers_are_divided_among_ranks() -> None:
 def fail(rank: int, how: str) -> None:
     if rank == 1:
         if how == "raises":
-            raise ValueError("as requested")
+            raise ValueError("expected failure")
         os.kill(os.getpid(), signal.SIGKILL)
     dist.barrier()
 
 
 @pytest.mark.parametrize(
-    ("how", "message"), [("raises", "as requested"), ("is killed", "exit code -9")]
+    ("how", "message"), [("raises", "expected failure"), ("is killed", "exit code -9")]
 )
 def test_the_failure_of_a_rank_is_reported(how: str, message: str) -> None:
     with pytest.raises(AssertionError, match=message):
@@ -272,7 +281,7 @@ def torchrun(example: str, ranks: int, *arguments: str) -> str:
     return run_script_on_ranks(ranks, str(EXAMPLES / example), *arguments)
 
 
-def test_the_ddp_example_runs_under_torchrun_and_resumes_bit_for_bit(tmp_path: Path) -> None:
+def test_the_ddp_example_resumes_bit_identically(tmp_path: Path) -> None:
     once, twice = tmp_path / "once.pt", tmp_path / "twice.pt"
     output = torchrun("ddp.py", 2, "--steps", "40", "--checkpoint", str(once))
     assert "2 ranks, steps 0 to 40" in output
@@ -289,7 +298,7 @@ def test_the_ddp_example_runs_under_torchrun_and_resumes_bit_for_bit(tmp_path: P
     assert not list(tmp_path.glob("*.new"))
 
 
-def test_the_sharded_example_resumes_on_another_number_of_ranks(tmp_path: Path) -> None:
+def test_the_fsdp_example_resumes_on_another_number_of_ranks(tmp_path: Path) -> None:
     checkpoint = ["--checkpoint", str(tmp_path / "digits")]
     assert "2 ranks, steps 0 to 25" in torchrun("fsdp2.py", 2, "--steps", "25", *checkpoint)
     output = torchrun("fsdp2.py", 3, "--steps", "50", *checkpoint)
@@ -297,8 +306,8 @@ def test_the_sharded_example_resumes_on_another_number_of_ranks(tmp_path: Path) 
     assert float(output.split()[-4]) > 80
 
 
-def sharded_example(rank: int, folder: str, dies: bool) -> Any:
-    """Save twice while training; a rank may die in the second. Or load the checkpoint."""
+def save_and_load_sharded(rank: int, folder: str, dies: bool) -> Any:
+    """Save twice, while a rank dies in the second save; or load the result and return its step."""
     spec = importlib.util.spec_from_file_location("fsdp2", EXAMPLES / "fsdp2.py")
     assert spec is not None
     example = importlib.util.module_from_spec(spec)
@@ -330,8 +339,8 @@ def sharded_example(rank: int, folder: str, dies: bool) -> Any:
     return None
 
 
-def test_a_rank_that_dies_while_saving_keeps_the_last_checkpoint_intact(tmp_path: Path) -> None:
+def test_a_rank_that_dies_while_saving_does_not_damage_the_last_checkpoint(tmp_path: Path) -> None:
     folder = str(tmp_path / "digits")
     with pytest.raises(AssertionError, match="exit code -9"):
-        run_on_ranks(2, sharded_example, folder, True)
-    assert run_on_ranks(2, sharded_example, folder, False) == [5, 5]
+        run_on_ranks(2, save_and_load_sharded, folder, True)
+    assert run_on_ranks(2, save_and_load_sharded, folder, False) == [5, 5]

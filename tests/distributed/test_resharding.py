@@ -1,4 +1,4 @@
-"""Checkpoints of several ranks, saved on some ranks and loaded on others."""
+"""Checkpoints saved on some ranks load on another number of ranks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ from kronbit import Shampoo
 from kronbit.distributed.sharding import local
 
 SAVED, ALL = 5, 9  # steps
-# Ranks of each layout: sharded rows, with two copies ("twice"), or everything ("plain").
+# The ranks of each layout: every rank holds some rows ("twice": two replicas of each shard); in
+# the layout "plain", every rank holds everything.
 LAYOUTS = {
     "four": [0, 1, 2, 3],
     "three": [0, 1, 2],
@@ -39,7 +40,7 @@ LAYOUTS = {
 }
 NAMES = (*LAYOUTS, "plain")
 FEW = [("four", "three"), ("three", "four"), ("plain", "two"), ("twice", "one"), ("two", "plain")]
-PAIRS = [("four", layout) for layout in NAMES[1:]] + [(layout, "four") for layout in NAMES[1:]]
+PAIRS = [("four", name) for name in NAMES[1:]] + [(name, "four") for name in NAMES[1:]]
 PAIRS += [("plain", "three"), ("three", "plain"), ("one", "plain"), ("twice", "two"), *FEW[2:]]
 
 
@@ -47,7 +48,7 @@ def ranks_of(layout: str) -> list[int]:
     return torch.tensor(LAYOUTS.get(layout, [0, 1, 2, 3])).flatten().tolist()
 
 
-def built(mesh: DeviceMesh | None, **options: Any) -> tuple[nn.Module, Shampoo]:
+def build(mesh: DeviceMesh | None, **options: Any) -> tuple[nn.Module, Shampoo]:
     model = Network() if mesh is None else sharded(mesh)
     return model, Shampoo(model.parameters(), **{**OPTIONS, **options})
 
@@ -67,7 +68,7 @@ def load(model: nn.Module, optimizer: Shampoo, path: str, flat: bool, group: Any
         "model": get_model_state_dict(model),
         "optimizer": get_optimizer_state_dict(model, optimizer, options=options),
     }
-    # Layers that never had a gradient have no state in the base, and so none in the checkpoint.
+    # Layers without a gradient have no state in the base optimizer, and none in the checkpoint.
     planner = dcp.DefaultLoadPlanner(allow_partial_load=True)
     dcp.load(content, checkpoint_id=path, process_group=group, planner=planner)
     set_model_state_dict(model, content["model"])
@@ -86,21 +87,21 @@ def steps(model: nn.Module, optimizer: Shampoo, first: int, last: int) -> None:
 
 
 def reshard(rank: int, folder: str, pairs: list[tuple[str, str]]) -> None:
-    """Save in each layout, load in others, and compare the next steps with one process."""
+    """Save in every layout, load in another one, and continue as one process does."""
     network = Network()
     steps(network, Shampoo(network.parameters(), process_group=False, **OPTIONS), 1, ALL)
-    meshes = {layout: mesh_of(ranks) for layout, ranks in LAYOUTS.items()}  # all ranks take part
+    meshes = {layout: mesh_of(ranks) for layout, ranks in LAYOUTS.items()}  # collective
     groups = {layout: dist.new_group(ranks_of(layout)) for layout in NAMES}
     flat = {layout: number % 2 == 0 for number, layout in enumerate(NAMES)}
     for layout in NAMES:
         if rank in ranks_of(layout):
-            model, optimizer = built(meshes.get(layout))
+            model, optimizer = build(meshes.get(layout))
             steps(model, optimizer, 1, SAVED)
             save(model, optimizer, f"{folder}/{layout}", flat[layout], groups[layout])
         dist.barrier()
     for old, new in pairs:
         if rank in ranks_of(new):
-            model, optimizer = built(meshes.get(new))
+            model, optimizer = build(meshes.get(new))
             load(model, optimizer, f"{folder}/{old}", flat[old], groups[new])
             steps(model, optimizer, SAVED + 1, ALL)
             for (name, p), q in zip(model.named_parameters(), network.parameters(), strict=True):
@@ -110,37 +111,37 @@ def reshard(rank: int, folder: str, pairs: list[tuple[str, str]]) -> None:
 
 @pytest.mark.parametrize("pairs", [FEW, pytest.param(PAIRS, marks=slow)], ids=["few", "all"])
 def test_checkpoints_reshard(pairs: list[tuple[str, str]], tmp_path: Path) -> None:
-    """torch.distributed.checkpoint reshards nested and flat state dicts bit for bit."""
+    """Values saved by torch.distributed.checkpoint, nested or flat, are bit-identical."""
     run_on_ranks(4, reshard, str(tmp_path), pairs)
 
 
-def one_file(rank: int, folder: str, bits: int) -> None:
-    """Save in each layout to one file, and load it in another, with other bits, too."""
+def save_one_file(rank: int, folder: str, bits: int) -> None:
+    """Save every layout to one file, and load it in the next layout, with other bits."""
     network = Network()
-    alone = Shampoo(network.parameters(), process_group=False, **OPTIONS)
-    steps(network, alone, 1, SAVED)
-    expected = deepcopy(alone.state_dict())
+    reference = Shampoo(network.parameters(), process_group=False, **OPTIONS)
+    steps(network, reference, 1, SAVED)
+    expected = deepcopy(reference.state_dict())
     weights = deepcopy(network.state_dict())
     meshes = {layout: mesh_of(ranks) for layout, ranks in LAYOUTS.items()}
     layouts: list[tuple[str, dict[str, Any]]] = [(layout, {}) for layout in NAMES]
     layouts.append(("plain", {"shard_state": True}))
     for number, (layout, options) in enumerate(layouts):
         if rank in ranks_of(layout):
-            model, optimizer = built(meshes.get(layout), **options)
+            model, optimizer = build(meshes.get(layout), **options)
             steps(model, optimizer, 1, SAVED)
-            state_dict = kronbit.consolidate_state_dict(optimizer)
-            assert bool(state_dict) == (rank == 0)
+            consolidated = kronbit.consolidate_state_dict(optimizer)
+            assert bool(consolidated) == (rank == 0)
             if rank == 0:
-                same(state_dict, expected, layout)
-                torch.save(state_dict, f"{folder}/{number}.pt")
+                same(consolidated, expected, layout)
+                torch.save(consolidated, f"{folder}/{number}.pt")
         dist.barrier()
     network.load_state_dict(weights)
-    alone = Shampoo(network.parameters(), process_group=False, **{**OPTIONS, "bits": bits})
-    alone.load_state_dict(deepcopy(expected))  # F writes to the tensors that it has loaded
-    steps(network, alone, SAVED + 1, ALL)
+    reference = Shampoo(network.parameters(), process_group=False, **{**OPTIONS, "bits": bits})
+    reference.load_state_dict(deepcopy(expected))  # F modifies the tensors it has loaded
+    steps(network, reference, SAVED + 1, ALL)
     for number, (layout, options) in enumerate(layouts):
         if rank in ranks_of(layout):
-            model, optimizer = built(meshes.get(layout), bits=bits, **options)
+            model, optimizer = build(meshes.get(layout), bits=bits, **options)
             for p, q in zip(model.parameters(), weights.values(), strict=True):
                 local(p.data).copy_(local(like(p, q)))
             other = f"{folder}/{(number + 1) % len(layouts)}.pt"
@@ -154,5 +155,5 @@ def one_file(rank: int, folder: str, bits: int) -> None:
 
 @pytest.mark.parametrize("bits", [pytest.param(4, marks=slow), 8])
 def test_one_file_holds_the_state_of_all_ranks(bits: int, tmp_path: Path) -> None:
-    """The file has the state dict of a single process, and loads on any number of ranks."""
-    run_on_ranks(4, one_file, str(tmp_path), bits)
+    """The file is the state dict of one process, and loads on any number of ranks."""
+    run_on_ranks(4, save_one_file, str(tmp_path), bits)

@@ -1,4 +1,4 @@
-"""Sharded parameters, and state on one rank each, give the results of one process."""
+"""Training with sharded parameters or sharded state gives the results of one process."""
 
 from __future__ import annotations
 
@@ -31,33 +31,33 @@ from kronbit.distributed.sharding import local
 STEPS = 9
 
 
-def check(optimizer: Any, model: nn.Module, alone: Any, network: nn.Module, where: str) -> None:
-    """Compare weights and the state of all ranks with one process, bit for bit."""
+def check(optimizer: Any, model: nn.Module, reference: Any, network: nn.Module, where: str) -> None:
+    """Assert that weights and the state of all ranks are bit-identical to those of one process."""
     for (name, p), q in zip(model.named_parameters(), network.parameters(), strict=True):
         assert torch.equal(whole(p), q), f"{where} {name}"
-    state_dict = kronbit.consolidate_state_dict(optimizer)
-    if state_dict:
-        expected = alone.state_dict()
-        for group in (*state_dict["param_groups"], *expected["param_groups"]):
+    consolidated = kronbit.consolidate_state_dict(optimizer)
+    if consolidated:
+        expected = reference.state_dict()
+        for group in (*consolidated["param_groups"], *expected["param_groups"]):
             group.pop("shard_state", None)
-        same(state_dict, expected, where)
+        same(consolidated, expected, where)
     repaired = torch.tensor(optimizer.diagnostics()["jittered"])
     owners = optimizer._ranks.owners
-    if owners is not None:  # owners count their own repairs, replicas count all
-        dist.all_reduce(repaired, group=owners.link.group)
-    assert repaired == alone.diagnostics()["jittered"] > 0
+    if owners is not None:  # owners count their parameters, replicas count all
+        dist.all_reduce(repaired, group=owners.group)
+    assert repaired == reference.diagnostics()["jittered"] > 0
 
 
 def compare_caspr(rank: int) -> list[int]:
-    return compare_divisions(rank, CASPR)
+    return compare_layouts(rank, CASPR)
 
 
-def compare_divisions(rank: int, make: Any = Shampoo) -> list[int]:
-    """Train with each division of parameters and state; return the bytes of state by division."""
+def compare_layouts(rank: int, make: Any = Shampoo) -> list[int]:
+    """Compare every layout of parameters and state with one process."""
     network = Network()
-    alone = make(network.parameters(), process_group=False, **OPTIONS)
+    reference = make(network.parameters(), process_group=False, **OPTIONS)
     for t in range(1, STEPS):
-        step(network, alone, t)
+        step(network, reference, t)
     sizes = []
     for ranks in ([0, 1, 2, 3], [0, 1, 2], [0], [[0, 1], [2, 3]]):
         flat = torch.tensor(ranks).flatten().tolist()
@@ -67,15 +67,17 @@ def compare_divisions(rank: int, make: Any = Shampoo) -> list[int]:
             optimizer = make(model.parameters(), **OPTIONS)
             for t in range(1, STEPS):
                 step(model, optimizer, t)
-            check(optimizer, model, alone, network, f"{ranks}")
-            assert optimizer.memory()["base"] <= alone.memory()["base"] * (len(ranks) == 1 or 0.7)
+            check(optimizer, model, reference, network, f"{ranks}")
+            assert optimizer.memory()["base"] <= reference.memory()["base"] * (
+                len(ranks) == 1 or 0.7
+            )
         dist.barrier()
     for options in ({"shard_state": True}, {"process_group": dist.group.WORLD}, {}):
         model = Network()
         optimizer = make(model.parameters(), **options, **OPTIONS)
         for t in range(1, STEPS):
             step(model, optimizer, t)
-        check(optimizer, model, alone, network, f"{options}")
+        check(optimizer, model, reference, network, f"{options}")
         held = optimizer.memory()
         sizes.append(held["statistics"] + held["roots"])
         if "shard_state" in options:
@@ -84,16 +86,16 @@ def compare_divisions(rank: int, make: Any = Shampoo) -> list[int]:
     return sizes
 
 
-def accelerated(rank: int) -> None:
-    """Prepare FSDP2 as Accelerate does, which builds the optimizer before it shards parameters."""
+def shard_like_accelerate(rank: int) -> None:
+    """Shard the parameters after the optimizer is made, as Accelerate does for FSDP2."""
     switch = pytest.importorskip("accelerate.utils.fsdp_utils").fsdp2_switch_optimizer_parameters
     network = Network()
-    alone = Shampoo(network.parameters(), process_group=False, **OPTIONS)
+    reference = Shampoo(network.parameters(), process_group=False, **OPTIONS)
     model = Network()
     optimizer = Shampoo(model.parameters(), **OPTIONS)
-    optimizer.load_state_dict(optimizer.state_dict())  # of parameters that are not sharded yet
+    optimizer.load_state_dict(optimizer.state_dict())  # of unsharded parameters
     names = {p.data_ptr(): name for name, p in model.named_parameters()}
-    for group in optimizer.param_groups:  # placeholders with the addresses of parameters
+    for group in optimizer.param_groups:  # placeholders with the addresses of the parameters
         for i, p in enumerate(group["params"]):
             address = p.data_ptr()
             group["params"][i] = torch.empty(1)
@@ -105,49 +107,49 @@ def accelerated(rank: int) -> None:
     new = dict(model.named_parameters())
     switch(optimizer, {address: new[name] for address, name in names.items()})
     for t in range(1, STEPS):
-        step(network, alone, t)
+        step(network, reference, t)
         step(model, optimizer, t)
-    check(optimizer, model, alone, network, "accelerate")
+    check(optimizer, model, reference, network, "accelerate")
     assert optimizer._ranks.owners is not None
 
 
-def made_on(ranks: list[int], **options: Any) -> tuple[nn.Module, Shampoo]:
+def build_on(ranks: list[int], **options: Any) -> tuple[nn.Module, Shampoo]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(70, 66), nn.Tanh(), nn.Linear(66, 67))
     fully_shard(model, mesh=mesh_of(ranks))
     return model, Shampoo(model.parameters(), **{**OPTIONS, **options})
 
 
-def warnings_of_lost_roots(full: bool, **options: Any) -> list[str]:
-    """Return the warnings of lost roots when a state dict after four steps is loaded."""
+def warnings_after_loading(full: bool, **options: Any) -> list[str]:
+    """Return the warnings about lost roots after loading a state dict of four steps."""
     how = StateDictOptions(full_state_dict=full, cpu_offload=True)
-    model, optimizer = made_on([0, 1], **options)
+    model, optimizer = build_on([0, 1], **options)
     for _ in range(4):
         model(torch.ones(3, 70)).square().mean().backward()
         optimizer.step()
     saved = get_optimizer_state_dict(model, optimizer, options=how)
-    if full:  # only the first rank has the state dict
+    if full:  # only rank 0 has a full state dict
         how = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    twin, again = made_on([0, 1], **options)
+    twin, again = build_on([0, 1], **options)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         set_optimizer_state_dict(twin, again, saved, options=how)
-    return [str(one.message) for one in caught if "roots" in str(one.message)]
+    return [str(warning.message) for warning in caught if "roots" in str(warning.message)]
 
 
-def whole_files(rank: int) -> list[list[str]]:
+def load_state_dicts(rank: int) -> list[list[str]]:
     late = {"update_every": 1, "refresh_every": 8, "first_refresh": 6}
     return [
-        warnings_of_lost_roots(True),
-        warnings_of_lost_roots(True, update_every=1),
-        warnings_of_lost_roots(False),
-        warnings_of_lost_roots(True, **late),
+        warnings_after_loading(True),
+        warnings_after_loading(True, update_every=1),
+        warnings_after_loading(False),
+        warnings_after_loading(True, **late),
     ]
 
 
-def test_a_full_state_dict_without_roots_gives_a_warning() -> None:
-    """A full state dict of torch has only the state that the first rank owns."""
-    first, second = run_on_ranks(2, whole_files)
+def test_loading_a_full_state_dict_warns_about_lost_roots() -> None:
+    """A full state dict (FULL_STATE_DICT of Accelerate) holds only the state that rank 0 owns."""
+    first, second = run_on_ranks(2, load_state_dicts)
     assert first == [[], [], [], []]
     (message,), (again,), *nothing = second
     assert message == again
@@ -156,8 +158,8 @@ def test_a_full_state_dict_without_roots_gives_a_warning() -> None:
     assert nothing == [[], []]  # a sharded state dict, and one before the first refresh
 
 
-def wrapped(rank: int) -> None:
-    """Train with Lightning's wrapper, which calls methods of the optimizer on itself."""
+def add_group_by_wrapper(rank: int) -> None:
+    """Add a group by Lightning's wrapper, which passes itself as ``self`` to our methods."""
     wrapper = pytest.importorskip("lightning.pytorch.core.optimizer").LightningOptimizer
     results = []
     for wrap in (lambda optimizer: optimizer, wrapper):
@@ -174,25 +176,25 @@ def wrapped(rank: int) -> None:
     assert all(map(torch.equal, *results))
 
 
-def test_a_group_may_be_added_through_a_wrapper() -> None:
-    run_on_ranks(2, wrapped)
+def test_a_wrapper_can_add_a_group() -> None:
+    run_on_ranks(2, add_group_by_wrapper)
 
 
-def test_parameters_may_be_sharded_after_the_optimizer_was_built() -> None:
-    run_on_ranks(2, accelerated)
+def test_parameters_may_be_sharded_after_the_optimizer_is_made() -> None:
+    run_on_ranks(2, shard_like_accelerate)
 
 
-def test_ranks_match_one_process_bit_for_bit() -> None:
-    """FSDP2, uneven and empty shards, HSDP and replicas, given equal gradients."""
-    for sizes in zip(*run_on_ranks(4, in_turn, compare_divisions, compare_caspr), strict=True):
-        parts, *complete = zip(*sizes, strict=True)
-        for size in complete:
-            assert set(size) == {sum(parts)}
+def test_every_layout_matches_one_process() -> None:
+    """FSDP2 (also uneven and empty shards), HSDP and replicas are bit-identical to one process."""
+    for results in zip(*run_on_ranks(4, in_turn, compare_layouts, compare_caspr), strict=True):
+        parts, *complete = zip(*results, strict=True)
+        for sizes in complete:
+            assert set(sizes) == {sum(parts)}
         assert max(parts) < 0.6 * sum(parts)
 
 
 class Tied(nn.Module):
-    """An embedding that shares its weight with the last layer."""
+    """A network whose last layer shares the weight of the embedding."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -211,7 +213,7 @@ class Tied(nn.Module):
 def train(
     model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, world: int, words: bool
 ) -> None:
-    """Take steps of two passes, the first not synchronised, on this rank's part of a batch."""
+    """Take steps of two passes, the first one unsynchronised; a rank sees its share of a batch."""
     generator = torch.Generator().manual_seed(1)
     for _ in range(STEPS):
         for last in (False, True):
@@ -227,7 +229,7 @@ def train(
 
 
 def train_sharded(rank: int) -> None:
-    """Compare training on three ranks, each with its part of a batch, with one process."""
+    """Compare training on three ranks, each with its share of a batch, with one process."""
     options = {**OPTIONS, "base": "sgd", "bits": 32}
     half = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for words, more in (
@@ -236,13 +238,17 @@ def train_sharded(rank: int) -> None:
         (False, {"mp_policy": half}),
         (True, {}),
     ):
-        alone, start = (Tied() if words else Network() for _ in range(2))
-        train(alone, Shampoo(alone.parameters(), process_group=False, **options), 0, 1, words)
+        reference, start = (Tied() if words else Network() for _ in range(2))
+        train(
+            reference, Shampoo(reference.parameters(), process_group=False, **options), 0, 1, words
+        )
         mesh = mesh_of([0, 1, 2])
         model = fully_shard(Tied(), mesh=mesh) if words else sharded(mesh, **more)
         optimizer = Shampoo(model.parameters(), **options)
         train(model, optimizer, rank, 3, words)
-        for p, q, w in zip(model.parameters(), alone.parameters(), start.parameters(), strict=True):
+        for p, q, w in zip(
+            model.parameters(), reference.parameters(), start.parameters(), strict=True
+        ):
             if q.requires_grad and not torch.equal(q, w):
                 half = "mp_policy" in more
                 error = float((whole(p) - q).detach().norm())
@@ -250,13 +256,13 @@ def train_sharded(rank: int) -> None:
                 assert error < limit, (more, error)
 
 
-def test_training_on_shards_matches_training_in_one_process() -> None:
-    """With and without resharding after the forward pass, in mixed precision, with tied weights."""
+def test_training_on_shards_matches_one_process() -> None:
+    """Results agree with and without resharding, with bf16 passes, and with tied weights."""
     run_on_ranks(3, train_sharded)
 
 
-def fail(rank: int) -> list[str]:
-    """Return the errors that a rank raises if something fails on one of them."""
+def fail_on_one_rank(rank: int) -> list[str]:
+    """Return the errors of this rank after failures of one rank."""
     messages = []
 
     def attempt(optimizer: Shampoo) -> None:
@@ -271,8 +277,8 @@ def fail(rank: int) -> list[str]:
     mesh = mesh_of([0, 1])
     for on_shards in (False, True):
         model = sharded(mesh) if on_shards else Network()
-        shares: dict[str, Any] = {} if on_shards else {"shard_state": True}
-        optimizer = Shampoo(model.parameters(), **shares, **OPTIONS)
+        sharding: dict[str, Any] = {} if on_shards else {"shard_state": True}
+        optimizer = Shampoo(model.parameters(), **sharding, **OPTIONS)
         step(model, optimizer, 1)
         give_gradients(model, 2)
         gradient, model.second.bias.grad = model.second.bias.grad, None
@@ -284,13 +290,13 @@ def fail(rank: int) -> list[str]:
             for preconditioner in optimizer._plan.preconditioners.values():
                 preconditioner._update_own = no_room  # type: ignore[method-assign]
         attempt(optimizer)
-        attempt(Shampoo(model.parameters(), stagger=True, **shares, **OPTIONS))
+        attempt(Shampoo(model.parameters(), stagger=True, **sharding, **OPTIONS))
     return messages
 
 
-def test_a_failure_of_one_owner_raises_an_error_on_all_ranks() -> None:
-    """The same processes check partial gradients, which must be added up."""
-    (_, first), (_, second) = run_on_ranks(2, in_turn, partial, fail)
+def test_all_ranks_learn_of_the_failure_of_one_owner() -> None:
+    """Partial gradients are reduced before the step, and errors reach every rank."""
+    (_, first), (_, second) = run_on_ranks(2, in_turn, reduce_partial_gradients, fail_on_one_rank)
     for rank, messages in ((0, first), (1, second)):
         assert len(messages) == 6
         for missing, failed, staggered in (messages[:3], messages[3:]):
@@ -299,23 +305,23 @@ def test_a_failure_of_one_owner_raises_an_error_on_all_ranks() -> None:
             assert staggered.startswith("stagger=True spreads")
 
 
-def partial(rank: int) -> None:
-    """Compare one process with gradients that are partial sums."""
+def reduce_partial_gradients(rank: int) -> None:
+    """Step with gradients whose placement is Partial."""
     mesh = mesh_of([0, 1])
     torch.manual_seed(0)
     weight, x = torch.randn(66, 70), torch.randn(8, 70)
     p = nn.Parameter(distribute_tensor(weight.clone(), mesh, [Replicate()]))
     q = nn.Parameter(weight.clone())
     options = {**OPTIONS, "base": "sgd", "bits": 32, "lr": 1e-4}
-    one = Shampoo([q], process_group=False, **options)
-    two = Shampoo([p], **options)
+    reference = Shampoo([q], process_group=False, **options)
+    sharded_optimizer = Shampoo([p], **options)
     for _ in range(STEPS):
         (distribute_tensor(x, mesh, [Shard(0)]) @ p.mT).square().sum().backward()
         (x @ q.mT).square().sum().backward()
-        two.step()
-        one.step()
-        two.zero_grad()
-        one.zero_grad()
+        sharded_optimizer.step()
+        reference.step()
+        sharded_optimizer.zero_grad()
+        reference.zero_grad()
     error = (p.full_tensor() - q).detach().norm() / (q.detach() - weight).norm()
     assert error < 1e-4, error
 
@@ -327,38 +333,38 @@ def states(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]
     }
 
 
-def local_rows(rank: int, folder: str) -> None:
-    """Compare blocks="local" with one process per rank, and resume from a checkpoint."""
+def keep_local_rows(rank: int, folder: str) -> None:
+    """Treat the rows of each rank as a matrix; the same number of ranks resumes a checkpoint."""
     mesh = mesh_of([0, 1, 2])
     model, resumed = sharded(mesh), sharded(mesh)
     first, second = (
         Shampoo(network.parameters(), blocks="local", **OPTIONS) for network in (model, resumed)
     )
-    trained = [p for p in model.parameters() if p.requires_grad]
-    alone = [nn.Parameter(local(p).detach().clone()) for p in trained]
-    one = Shampoo(alone, process_group=False, **OPTIONS)
+    params = [p for p in model.parameters() if p.requires_grad]
+    copies = [nn.Parameter(local(p).detach().clone()) for p in params]
+    reference = Shampoo(copies, process_group=False, **OPTIONS)
     for t in range(1, STEPS):
         give_gradients(model, t)
-        for p, q in zip(trained, alone, strict=True):
+        for p, q in zip(params, copies, strict=True):
             q.grad = None if p.grad is None else local(p.grad).clone()
         first.step()
-        one.step()
+        reference.step()
         if t == 4:
             dcp.save(states(model, first), checkpoint_id=folder)
-            content = states(resumed, second)
-            # Layers that never had a gradient have no state in the base.
+            loaded = states(resumed, second)
+            # Layers without a gradient have no state in the base optimizer.
             planner = dcp.DefaultLoadPlanner(allow_partial_load=True)
-            dcp.load(content, checkpoint_id=folder, planner=planner)
-            set_model_state_dict(resumed, content["model"])
-            set_optimizer_state_dict(resumed, second, content["optimizer"])
+            dcp.load(loaded, checkpoint_id=folder, planner=planner)
+            set_model_state_dict(resumed, loaded["model"])
+            set_optimizer_state_dict(resumed, second, loaded["optimizer"])
         if t > 4:
             step(resumed, second, t)
     for p, q in zip(model.parameters(), resumed.parameters(), strict=True):
         assert torch.equal(local(p), local(q))
-    for p, q in zip(trained, alone, strict=True):
+    for p, q in zip(params, copies, strict=True):
         assert torch.equal(local(p), q)
     assert first.diagnostics()["ranks"] == {}
-    # Three rows on two ranks: the second rank's part is no matrix, and the ranks still agree.
+    # One of three rows is on rank 1: a single row is not a matrix, but the ranks still agree.
     mesh = mesh_of([0, 1])
     if rank < 2:
         model = fully_shard(nn.Linear(67, 3), mesh=mesh)
@@ -374,38 +380,38 @@ def local_rows(rank: int, folder: str) -> None:
         kronbit.consolidate_state_dict(first)
 
 
-def test_local_blocks_precondition_the_rows_of_each_rank(tmp_path: Path) -> None:
-    run_on_ranks(3, local_rows, str(tmp_path))
+def test_local_blocks_match_one_process_per_rank(tmp_path: Path) -> None:
+    run_on_ranks(3, keep_local_rows, str(tmp_path))
 
 
-def on_one_gpu(rank: int, on_shards: bool) -> None:
-    """Compare ranks on a GPU with one process."""
+def train_on_one_gpu(rank: int, on_shards: bool) -> None:
+    """Compare ranks on a GPU, with kernels and collectives, with one process."""
     network = Network().cuda()
-    alone = Shampoo(network.parameters(), process_group=False, **OPTIONS)
-    divisions: list[dict[str, Any]] = [{"process_group": dist.group.WORLD}, {"shard_state": True}]
+    reference = Shampoo(network.parameters(), process_group=False, **OPTIONS)
+    layouts: list[dict[str, Any]] = [{"process_group": dist.group.WORLD}, {"shard_state": True}]
     for t in range(1, STEPS):
-        step(network, alone, t)
-    for options in [*divisions, *([{}] if on_shards else [])]:
+        step(network, reference, t)
+    for options in [*layouts, *([{}] if on_shards else [])]:
         if options:
             model: nn.Module = Network().cuda()
-            given = {"process_group": dist.group.WORLD, **options}
+            arguments = {"process_group": dist.group.WORLD, **options}
         else:
-            model, given = sharded(init_device_mesh("cuda", (1,))), {}
-        optimizer = Shampoo(model.parameters(), **given, **OPTIONS)
+            model, arguments = sharded(init_device_mesh("cuda", (1,))), {}
+        optimizer = Shampoo(model.parameters(), **arguments, **OPTIONS)
         for t in range(1, STEPS):
             step(model, optimizer, t)
         for p, q in zip(model.parameters(), network.parameters(), strict=True):
             assert torch.equal(whole(p), q), options
-        state_dict = kronbit.consolidate_state_dict(optimizer)
-        if state_dict:
+        consolidated = kronbit.consolidate_state_dict(optimizer)
+        if consolidated:
             fresh = Network().cuda()
             resumed = Shampoo(fresh.parameters(), process_group=False, **OPTIONS)
-            kronbit.load_consolidated(resumed, state_dict)
-            same(resumed.state_dict()["state"], alone.state_dict()["state"], f"{options}")
+            kronbit.load_consolidated(resumed, consolidated)
+            same(resumed.state_dict()["state"], reference.state_dict()["state"], f"{options}")
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("backend", "world"), [("nccl", 1), ("gloo", 2)])
-def test_ranks_on_a_gpu_match_one_process(backend: str, world: int) -> None:
-    """One GPU serves one rank with NCCL, or two ranks that communicate on the host with gloo."""
-    run_on_ranks(world, on_one_gpu, world == 1, backend=backend)
+def test_ranks_on_a_gpu(backend: str, world: int) -> None:
+    """One rank by NCCL, and two ranks by gloo that share a GPU, match one process."""
+    run_on_ranks(world, train_on_one_gpu, world == 1, backend=backend)

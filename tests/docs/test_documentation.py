@@ -1,4 +1,4 @@
-"""Every example of the README and the docs runs; what is named there exists."""
+"""Examples and commands of the README and the docs run, and the names in them exist."""
 
 from __future__ import annotations
 
@@ -35,30 +35,30 @@ def test_examples_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.gpu
 def test_examples_for_timm_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It cannot be imported beside a CPU build of torch, so that others leave them out."""
+    """Other tests skip these examples: timm cannot be imported with a CPU build of torch."""
     pytest.importorskip("timm")
     monkeypatch.chdir(tmp_path)
     assert markdown.run(ROOT / "docs" / "trainers.md", "timm") == 1
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_relative_links_lead_somewhere(page: Path) -> None:
+def test_targets_of_relative_links_exist(page: Path) -> None:
     for target in re.findall(r"\]\((?!https?://)([^)#]+)", page.read_text(encoding="utf-8")):
         assert (page.parent / target).exists(), target
 
 
 def documented_commands() -> list[str]:
-    found = []
+    lines = []
     for page in PAGES:
         for block in re.findall(r"^```console\n(.*?)^```$", page.read_text("utf-8"), re.M | re.S):
-            found += [line for line in block.splitlines() if " kronbit " in f" {line}"]
-    # The default comparison has tests of its own.
-    return sorted({line for line in found if not line.startswith("pip ")} - {"kronbit compare"})
+            lines += [line for line in block.splitlines() if " kronbit " in f" {line}"]
+    # The default comparison has separate tests.
+    return sorted({line for line in lines if not line.startswith("pip ")} - {"kronbit compare"})
 
 
 @pytest.mark.parametrize("line", documented_commands())
 def test_commands_run(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As they are written, but shorter, and from where a reader would be."""
+    """Commands run as written, with fewer steps, in an empty folder."""
     monkeypatch.chdir(tmp_path)
     words = shlex.split(line, comments=True)
     if words[0] == "torchrun":
@@ -76,9 +76,9 @@ def test_commands_run(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         (tmp_path / "mine.yaml").write_text(find_recipe("pydoc-gpt").to_yaml(), "utf-8")
     run_folder = next((word for word in words if word.startswith("runs/")), None)
     short = ["--set", "steps=2", "--set", "batch=4", "--set", "eval_batches=1"]
-    if run_folder is not None:  # of an earlier run
-        made = ["train", "digits-vit", *short, "--set", "model.depth=1", "--set", "first_refresh=1"]
-        assert cli.run([*made, "--out", run_folder]) == 0
+    if run_folder is not None:  # the command reads an earlier run
+        args = ["train", "digits-vit", *short, "--set", "model.depth=1", "--set", "first_refresh=1"]
+        assert cli.run([*args, "--out", run_folder]) == 0
     elif name in ("train", "compare"):
         words += short
     elif name == "errors":
@@ -90,27 +90,27 @@ def test_commands_run(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def docstring_examples() -> list[Any]:
-    """The indented lines below every ``Example::``, by module and name."""
-    found = []
+    """Return the indented lines below every ``Example::``, with the name of their module."""
+    examples = []
     for path in sorted((ROOT / "src").rglob("*.py")):
         module = ".".join(path.relative_to(ROOT / "src").with_suffix("").parts)
         for node in ast.walk(ast.parse(path.read_text("utf-8"))):
             if not isinstance(node, ast.ClassDef | ast.FunctionDef):
                 continue
-            _, here, rest = (ast.get_docstring(node) or "").partition("Example::\n")
-            if here:
+            _, marker, rest = (ast.get_docstring(node) or "").partition("Example::\n")
+            if marker:
                 indented = re.match(r"(?:    .*\n|\n)+", rest + "\n")
                 code = textwrap.dedent(indented[0] if indented else "")
-                found.append(pytest.param(module, code, id=f"{module}.{node.name}"))
-    return found
+                examples.append(pytest.param(module, code, id=f"{module}.{node.name}"))
+    return examples
 
 
 @pytest.mark.parametrize(("module", "code"), docstring_examples())
 def test_examples_of_docstrings_run(module: str, code: str) -> None:
-    """With a model at hand, and what the module itself knows."""
+    """Examples see a model and the names of their module."""
     parts = {"embedding": nn.Embedding(9, 8), "hidden": nn.Linear(8, 8), "lm_head": nn.Linear(8, 9)}
-    known = {"model": nn.Sequential(OrderedDict(parts)), "kronbit": kronbit, "torch": torch}
-    namespace = vars(kronbit) | vars(importlib.import_module(module)) | known
+    names = {"model": nn.Sequential(OrderedDict(parts)), "kronbit": kronbit, "torch": torch}
+    namespace = vars(kronbit) | vars(importlib.import_module(module)) | names
     exec(code, namespace)
     namespace["opt"].step()
 
@@ -119,16 +119,16 @@ def test_docstrings_have_examples() -> None:
     assert len(docstring_examples()) > 5
 
 
-def test_every_option_is_in_the_docs() -> None:
+def test_every_option_is_documented() -> None:
     text = (ROOT / "docs" / "options.md").read_text(encoding="utf-8")
     assert {name for name in OPTIONS if f"`{name}`" not in text} == set()
 
 
 def test_public_names_have_docstrings() -> None:
     for name in kronbit.__all__:
-        found = getattr(kronbit, name)
-        assert inspect.getdoc(found), name
-        for member, value in inspect.getmembers(found, inspect.isfunction):
+        public = getattr(kronbit, name)
+        assert inspect.getdoc(public), name
+        for member, value in inspect.getmembers(public, inspect.isfunction):
             if not member.startswith("_") and value.__module__.startswith("kronbit"):
                 assert inspect.getdoc(value), f"{name}.{member}"
 
@@ -139,8 +139,8 @@ def test_the_algorithm_map_names_functions_that_exist() -> None:
     assert len(names) > 10
     for name in names:
         module, *rest = name.split(".")
-        found = __import__(module)
+        target = __import__(module)
         for part in rest:
-            if not hasattr(found, part):
-                __import__(f"{found.__name__}.{part}")
-            found = getattr(found, part)
+            if not hasattr(target, part):
+                __import__(f"{target.__name__}.{part}")
+            target = getattr(target, part)

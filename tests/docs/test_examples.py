@@ -1,4 +1,4 @@
-"""The examples run."""
+"""Examples can be imported without running."""
 
 from __future__ import annotations
 

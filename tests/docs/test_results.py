@@ -1,4 +1,4 @@
-"""The pages of results say what the raw files say."""
+"""Tables in the docs match the raw files of results."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PAGES = result_pages.PAGES
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_tables_are_those_of_the_raw_files(page: Path) -> None:
+def test_tables_match_the_raw_files(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     assert result_pages.filled(text) == text, "run python benchmarks/training/result_pages.py"
 
@@ -38,47 +38,47 @@ def test_every_table_is_on_a_page() -> None:
     assert not missing
 
 
-def test_a_run_is_collected_with_its_curves(tmp_path: Path) -> None:
-    given = ["steps=12", "batch=20", "log_every=4", "eval_every=6", "first_refresh=null"]
+def test_a_collected_run_has_its_curves(tmp_path: Path) -> None:
+    settings = ["steps=12", "batch=20", "log_every=4", "eval_every=6", "first_refresh=null"]
     recipe = find_recipe("digits-cnn").with_settings(
-        parse_settings([*given, "update_every=5", "refresh_every=5"])
+        parse_settings([*settings, "update_every=5", "refresh_every=5"])
     )
-    key, label, made = variant("shampoo-4 lr=0.02", recipe)
+    key, label, member_recipe = variant("shampoo-4 lr=0.02", recipe)
     world, running = join_world("none", "cpu"), Running(Path("data"))
     with Display(Console(quiet=True)) as display:
-        member = Member(key, label, made, "kronbit train")
+        member = Member(key, label, member_recipe, "kronbit train")
         run_member(member, tmp_path / "run", world, running, display, False, Interrupts())
     run = read_run(tmp_path / "run")
     path = tmp_path / "results" / "summary.json"
-    collect_results.write(path, {"runs": [collect_results.collected(run, side_by_side=2)]})
-    (found,) = json.loads(path.read_text())["runs"]
-    assert found["lr"] == 0.02
-    assert "seconds" not in found
-    assert found["curve"]["step"] == [6, 12]
-    assert found["curve"]["loss"] == pytest.approx([line["loss"] for line in run.evals], rel=1e-5)
-    # Lines of training end at 4, 6, 8 and 12.
+    collect_results.write(path, {"runs": [collect_results.collect(run, side_by_side=2)]})
+    (row,) = json.loads(path.read_text())["runs"]
+    assert row["lr"] == 0.02
+    assert "seconds" not in row
+    assert row["curve"]["step"] == [6, 12]
+    assert row["curve"]["loss"] == pytest.approx([line["loss"] for line in run.evals], rel=1e-5)
+    # Training losses are logged at steps 4, 6, 8 and 12.
     losses = [line["loss"] for line in run.train]
     means = [(4 * losses[0] + 2 * losses[1]) / 6, (2 * losses[2] + 4 * losses[3]) / 6]
-    assert found["curve"]["train_loss"] == pytest.approx(means, rel=1e-5)
-    assert found["errors"]["step"] == [5, 10]
-    assert len(found["errors"]["off_diagonal"]["nre"]) == 2
+    assert row["curve"]["train_loss"] == pytest.approx(means, rel=1e-5)
+    assert row["errors"]["step"] == [5, 10]
+    assert len(row["errors"]["off_diagonal"]["nre"]) == 2
 
 
-def test_a_run_that_diverged_has_no_figure(tmp_path: Path) -> None:
+def test_a_diverged_run_has_no_score(tmp_path: Path) -> None:
     recipe = find_recipe("digits-cnn").with_settings(
         parse_settings(["steps=12", "batch=20", "log_every=2", "eval_every=2", "lr=1e30"])
     )
-    key, label, made = variant("base", recipe)
+    key, label, member_recipe = variant("base", recipe)
     with Display(Console(quiet=True)) as display:
-        member = Member(key, label, made, "kronbit train --data x --set lr=1e30")
+        member = Member(key, label, member_recipe, "kronbit train --data x --set lr=1e30")
         world, running = join_world("none", "cpu"), Running(Path("data"))
         run_member(member, tmp_path / "run", world, running, display, False, Interrupts())
     target = tmp_path / "summary.json"
     collect_results.write_collected([tmp_path / "run"], target)
-    (found,) = json.loads(target.read_text())["runs"]
-    assert found["diverged"]
-    assert None in found["curve"]["loss"]
-    assert found["command"] == "kronbit train --set lr=1e30"
-    assert result_pages.score_text(found) == "diverged"
+    (row,) = json.loads(target.read_text())["runs"]
+    assert row["diverged"]
+    assert None in row["curve"]["loss"]
+    assert row["command"] == "kronbit train --set lr=1e30"
+    assert result_pages.score_text(row) == "diverged"
     good = {"accuracy": 0.1, "loss": 5.0}
-    assert result_pages.best_of([found, good]) is result_pages.best_of([good, found]) is good
+    assert result_pages.best_of([row, good]) is result_pages.best_of([good, row]) is good

@@ -1,4 +1,4 @@
-"""The documentation as a site: it builds, links lead somewhere, pages look as they should."""
+"""The documentation site builds without warnings, and its links, pages and search work."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built as by ``make docs``, where every warning is an error."""
+    """Build the site as ``make docs`` does, with warnings as errors."""
     folder = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet"]
-    done = subprocess.run(
+    result = subprocess.run(
         [*command, "--site-dir", str(folder)],
         cwd=ROOT,
         env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
@@ -33,12 +33,12 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
         timeout=300,
         check=False,
     )
-    assert done.returncode == 0, done.stderr
+    assert result.returncode == 0, result.stderr
     return folder
 
 
 class Page(HTMLParser):
-    """What a page links to and loads, and what can be linked to in it."""
+    """The links, the loaded files and the anchors of a page."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -48,16 +48,16 @@ class Page(HTMLParser):
         self.feed(path.read_text(encoding="utf-8"))
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        found = dict(attrs)
-        self.anchors |= {value for key in ("id", "name") if (value := found.get(key))}
-        if tag == "a" and found.get("href"):
-            self.links.append(str(found["href"]))
+        attributes = dict(attrs)
+        self.anchors |= {value for key in ("id", "name") if (value := attributes.get(key))}
+        if tag == "a" and attributes.get("href"):
+            self.links.append(str(attributes["href"]))
         for key in ("src", "href") if tag in ("script", "img", "link") else ():
-            if found.get(key) and found.get("rel") != "canonical":
-                self.loaded.append(str(found[key]))
+            if attributes.get(key) and attributes.get("rel") != "canonical":
+                self.loaded.append(str(attributes[key]))
 
 
-def test_every_link_leads_somewhere_and_nothing_is_fetched(site: Path) -> None:
+def test_links_are_valid_and_no_file_is_loaded_from_elsewhere(site: Path) -> None:
     pages = {path: Page(path) for path in site.rglob("*.html")}
     assert len(pages) > 20
     count = 0
@@ -78,7 +78,7 @@ def test_every_link_leads_somewhere_and_nothing_is_fetched(site: Path) -> None:
     assert count > 1000
 
 
-def test_the_reference_has_everything_public(site: Path) -> None:
+def test_the_reference_has_all_public_names(site: Path) -> None:
     import kronbit
 
     anchors = Page(site / "reference.html").anchors
@@ -94,44 +94,45 @@ def test_every_page_is_in_the_navigation(site: Path) -> None:
 
 
 class Server(ThreadingHTTPServer):
-    request_queue_size = 128  # a page asks for all its pictures at once
+    request_queue_size = 128  # a page requests all its images at once
 
 
 def test_pages_in_a_browser(site: Path, browser: Any) -> None:
-    """No errors, all pictures, nothing that leaves the window; and the search finds something."""
+    """Pages have no errors and no missing images, fit the window, and can be searched."""
     handler = partial(SimpleHTTPRequestHandler, directory=str(site))
     with Server(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         try:
             address = f"http://127.0.0.1:{server.server_port}"
-            look_at_all(browser, address, site)
+            check_pages(browser, address, site)
             assert "Björck" in search(browser, address, "rectification")
         finally:
             server.shutdown()
-    told = [line["message"] for line in browser.get_log("browser") if line["level"] == "SEVERE"]
-    assert not [message for message in told if "favicon" not in message]
+    errors = [line["message"] for line in browser.get_log("browser") if line["level"] == "SEVERE"]
+    assert not [message for message in errors if "favicon" not in message]
 
 
-def waited(browser: Any, selector: str) -> Any:
-    """The first element of a kind, once it is there: scripts of a page go on after it is loaded."""
+def wait_for(browser: Any, selector: str) -> Any:
+    """Return the first matching element; scripts may add it after the page is loaded."""
     from selenium.webdriver.common.by import By
     from selenium.webdriver.support.ui import WebDriverWait
 
-    def find(found: Any) -> Any:
-        complete = found.execute_script("return document.readyState") == "complete"
-        return complete and found.find_elements(By.CSS_SELECTOR, selector)
+    def find(driver: Any) -> Any:
+        complete = driver.execute_script("return document.readyState") == "complete"
+        return complete and driver.find_elements(By.CSS_SELECTOR, selector)
 
     return WebDriverWait(browser, 30).until(find)[0]
 
 
-def look_at_all(browser: Any, address: str, site: Path) -> None:
+def check_pages(browser: Any, address: str, site: Path) -> None:
+    """Assert that pages fit narrow and wide windows and show all images."""
     all_names = [path.relative_to(site).as_posix() for path in sorted(site.rglob("*.html"))]
     for width, names in ((400, all_names), (1280, ["index.html", "results/cifar100.html"])):
         size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
         browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
         for name in names:
             browser.get(f"{address}/{name}")
-            waited(browser, "h1")
+            wait_for(browser, "h1")
             wide, images = browser.execute_script(
                 "return [document.documentElement.scrollWidth,"
                 " [...document.images].map(e => [e.src, e.complete && e.naturalWidth])]"
@@ -141,12 +142,12 @@ def look_at_all(browser: Any, address: str, site: Path) -> None:
 
 
 def search(browser: Any, address: str, text: str) -> str:
-    """What the search shows."""
+    """Return the text of the search results."""
     size = {"width": 1280, "height": 900, "deviceScaleFactor": 1, "mobile": False}
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
     browser.get(f"{address}/index.html")
-    waited(browser, ".md-search__input").click()
+    wait_for(browser, ".md-search__input").click()
     browser.switch_to.active_element.send_keys(text)
-    waited(browser, ".md-search-result__item")
-    shown: str = waited(browser, ".md-search-result__list").text
+    wait_for(browser, ".md-search-result__item")
+    shown: str = wait_for(browser, ".md-search-result__list").text
     return shown

@@ -1,4 +1,4 @@
-"""Trainers of other packages: what they do with an optimizer, and that nothing is lost in it."""
+"""Optimizers of kronbit train, save and resume under the trainers of other packages."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ EVERY = {"update_every": 2, "refresh_every": 2, "min_quantized_numel": 0}
 
 
 @pytest.fixture(autouse=True)
-def _accelerate_anew() -> Iterator[None]:
-    """Accelerate remembers for the whole process what its first user, a Trainer say, wanted."""
+def _reset_accelerate() -> Iterator[None]:
+    """Accelerate keeps the settings of its first user, such as a Trainer, in the process."""
     yield
     if "accelerate" in sys.modules:
         from accelerate.state import AcceleratorState, GradientState
@@ -44,7 +44,7 @@ def on_gpu(*values: Any, id: str) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("text", "found"),
+    ("text", "expected"),
     [
         ("bits=4,update_every=10", {"bits": 4, "update_every": 10}),
         ("betas=(0.9, 0.95), lr=1e-3", {"betas": (0.9, 0.95), "lr": 1e-3}),
@@ -61,8 +61,8 @@ def on_gpu(*values: Any, id: str) -> Any:
         ({"bits": "4", "lr": 0.1, "method": "eigen"}, {"bits": 4, "lr": 0.1, "method": "eigen"}),
     ],
 )
-def test_text_becomes_values(text: Any, found: dict[str, Any]) -> None:
-    assert read_options(text) == found
+def test_text_becomes_values(text: Any, expected: dict[str, Any]) -> None:
+    assert read_options(text) == expected
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_bad_text_is_refused(text: str) -> None:
 transformers = pytest.importorskip("transformers")
 
 
-class Words(torch.utils.data.Dataset[dict[str, Tensor]]):
+class RandomTokens(torch.utils.data.Dataset[dict[str, Tensor]]):
     def __len__(self) -> int:
         return 64
 
@@ -118,12 +118,15 @@ def trainer(
     }
     args = transformers.TrainingArguments(**{**settings, **arguments})
     return transformers.Trainer(
-        model=model or gpt2(), args=args, train_dataset=Words(), optimizer_cls_and_kwargs=optimizer
+        model=model or gpt2(),
+        args=args,
+        train_dataset=RandomTokens(),
+        optimizer_cls_and_kwargs=optimizer,
     )
 
 
-def inner(trained: Any) -> Any:
-    """Our optimizer, inside of Accelerate's."""
+def unwrapped(trained: Any) -> Any:
+    """Return our optimizer, without the wrapper of Accelerate."""
     return getattr(trained.optimizer, "optimizer", trained.optimizer)
 
 
@@ -138,33 +141,33 @@ def inner(trained: Any) -> Any:
         on_gpu("cuda", {"fp16": True}, id="cuda-fp16"),
     ],
 )
-def test_the_trainer_takes_the_class_and_resumes_to_the_bit(
+def test_the_trainer_accepts_the_class_and_resumes_bit_identically(
     tmp_path: Path, device: str, amp: dict[str, Any]
 ) -> None:
-    made = Shampoo, {"lr": 1e-3, "weight_decay": 0.1, "bits": 4, **EVERY}
-    whole = trainer(tmp_path, made, device, **amp)
-    whole.train()
-    found = inner(whole)
-    assert isinstance(found, Shampoo)
-    assert all(entry["step"] == 6 for entry in found.state.values())
-    assert found.memory()["roots"] > 0
-    assert {p.device.type for p in found.state} == {device}
-    again = trainer(tmp_path, made, device, **amp)
-    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
-    for p, q in zip(whole.model.parameters(), again.model.parameters(), strict=True):
+    class_and_options = Shampoo, {"lr": 1e-3, "weight_decay": 0.1, "bits": 4, **EVERY}
+    uninterrupted = trainer(tmp_path, class_and_options, device, **amp)
+    uninterrupted.train()
+    optimizer = unwrapped(uninterrupted)
+    assert isinstance(optimizer, Shampoo)
+    assert all(entry["step"] == 6 for entry in optimizer.state.values())
+    assert optimizer.memory()["roots"] > 0
+    assert {p.device.type for p in optimizer.state} == {device}
+    resumed = trainer(tmp_path, class_and_options, device, **amp)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    for p, q in zip(uninterrupted.model.parameters(), resumed.model.parameters(), strict=True):
         assert torch.equal(p, q)
 
 
-def test_the_trainers_walk_is_that_of_a_plain_loop(tmp_path: Path) -> None:
-    """Accumulation, clipping and schedule come before our step, and nothing else."""
+def test_the_trainer_matches_a_plain_loop(tmp_path: Path) -> None:
+    """The Trainer only accumulates, clips and schedules before our step."""
     options = {"lr": 1e-3, "weight_decay": 0.1, **EVERY}
     trained = trainer(tmp_path, (Shampoo, options))
-    seen: list[dict[str, Any]] = []
+    inputs: list[dict[str, Any]] = []
     trained.model.register_forward_pre_hook(
-        lambda _, args, kwargs: seen.append(kwargs), with_kwargs=True
+        lambda _, args, kwargs: inputs.append(kwargs), with_kwargs=True
     )
     trained.train()
-    batches = iter(seen)
+    batches = iter(inputs)
     model = gpt2()
     decay = trained.get_decay_parameter_names(model)
     named = list(model.named_parameters())
@@ -177,7 +180,7 @@ def test_the_trainers_walk_is_that_of_a_plain_loop(tmp_path: Path) -> None:
         for group in optimizer.param_groups:
             group["lr"] = 1e-3 * (1 - t / 6)
         for _ in range(2):
-            model(**next(batches)).loss.backward()  # by the number of tokens in both
+            model(**next(batches)).loss.backward()  # scaled by the number of tokens of both batches
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
@@ -186,47 +189,47 @@ def test_the_trainers_walk_is_that_of_a_plain_loop(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["Shampoo", "CASPR", "KFAC", "AdaBK"])
-def test_a_factory_sees_the_model(tmp_path: Path, name: str) -> None:
+def test_a_factory_names_the_parameters_of_the_model(tmp_path: Path, name: str) -> None:
     from kronbit.integrations import transformers as factories
 
     factory = getattr(factories, f"{name}Factory")
     options = {"lr": 1e-3, "weight_decay": 0.1, "skip": "*.wpe.*", "optim_args": "bits=8"}
     trained = trainer(tmp_path, (factory, {**options, **EVERY}), max_steps=3)
     trained.train()
-    found = inner(trained)
-    assert type(found) is factory.optimizer
-    assert found.config.bits == 8
+    optimizer = unwrapped(trained)
+    assert type(optimizer) is factory.optimizer
+    assert optimizer.config.bits == 8
     by_name = {
-        own: (p, group)
-        for group in found.param_groups
-        for own, p in zip(group["param_names"], group["params"], strict=True)
+        key: (p, group)
+        for group in optimizer.param_groups
+        for key, p in zip(group["param_names"], group["params"], strict=True)
     }
     assert by_name.keys() == dict(trained.model.named_parameters()).keys()
-    for own, (p, group) in by_name.items():
-        assert group["weight_decay"] == (0.1 if p.ndim >= 2 else 0.0), own
-        assert group["precondition"] == ("wpe" not in own)
-    assert "transformer.h.0.attn.c_attn.weight" in found.summary()
-    assert found.memory()["roots"] > 0
+    for key, (p, group) in by_name.items():
+        assert group["weight_decay"] == (0.1 if p.ndim >= 2 else 0.0), key
+        assert group["precondition"] == ("wpe" not in key)
+    assert "transformer.h.0.attn.c_attn.weight" in optimizer.summary()
+    assert optimizer.memory()["roots"] > 0
 
 
 @pytest.mark.gpu
-def test_steps_that_the_trainers_scaler_skips_have_not_been(tmp_path: Path) -> None:
-    made = Shampoo, {"lr": 1e-3, **EVERY}
-    trained = trainer(tmp_path, made, "cuda", fp16=True, max_steps=12)
+def test_steps_skipped_by_the_scaler_of_the_trainer_are_not_counted(tmp_path: Path) -> None:
+    class_and_options = Shampoo, {"lr": 1e-3, **EVERY}
+    trained = trainer(tmp_path, class_and_options, "cuda", fp16=True, max_steps=12)
     scaler = torch.amp.GradScaler("cuda", init_scale=2.0**27, growth_interval=1000)
     trained.accelerator.scaler = scaler
     trained.train()
-    found = inner(trained)
+    optimizer = unwrapped(trained)
     skipped = 27 - int(torch.tensor(scaler.get_scale()).log2())
     assert 0 < skipped < 12
-    assert {entry["step"] for entry in found.state.values()} == {12 - skipped}
-    assert found.diagnostics()["skipped_gradients"] == 0
+    assert {entry["step"] for entry in optimizer.state.values()} == {12 - skipped}
+    assert optimizer.diagnostics()["skipped_gradients"] == 0
     assert all(torch.isfinite(p).all() for p in trained.model.parameters())
 
 
 @pytest.mark.gpu
-def test_layers_are_watched_without_the_trainers_scale(tmp_path: Path) -> None:
-    """As the docs say it: the scaler is there before the optimizer is."""
+def test_statistics_exclude_the_scale_of_the_trainer(tmp_path: Path) -> None:
+    """The scaler exists before the optimizer, as the docs say, and can be handed to it."""
     from kronbit.integrations.transformers import KFACFactory
 
     factors = {}
@@ -235,28 +238,28 @@ def test_layers_are_watched_without_the_trainers_scale(tmp_path: Path) -> None:
         trained = trainer(tmp_path, (KFACFactory, options), "cuda", max_steps=1, **{amp: True})
         trained.optimizer_cls_and_kwargs[1]["grad_scaler"] = trained.accelerator.scaler
         trained.train()
-        entries = inner(trained).state.values()
+        entries = unwrapped(trained).state.values()
         factors[amp] = [blocks_of(entry)["block_0"] for entry in entries if blocks_of(entry)]
     assert len(factors["fp16"]) == 4
-    for own, other in zip(factors["fp16"], factors["bf16"], strict=True):
+    for scaled, plain in zip(factors["fp16"], factors["bf16"], strict=True):
         for side in ("left", "right"):
-            assert relative_error(own[side]["matrix"], other[side]["matrix"]) < 0.03
+            assert relative_error(scaled[side]["matrix"], plain[side]["matrix"]) < 0.03
 
 
 @pytest.mark.parametrize("as_text", [False, True])
-def test_options_of_groups_may_come_as_text(as_text: bool) -> None:
+def test_options_of_groups_may_be_text(as_text: bool) -> None:
     from kronbit.integrations.transformers import ShampooFactory
 
-    given = {"weight_decay": "0.1", "skip": "*.wpe.*"}
+    options = {"weight_decay": "0.1", "skip": "*.wpe.*"}
     if as_text:
-        given = {"optim_args": "weight_decay=0.1, skip=*.wpe.*"}
-    optimizer = ShampooFactory()(gpt2(), lr=1e-3, **given)
-    found = {(group["weight_decay"], group["precondition"]) for group in optimizer.param_groups}
-    assert found == {(0.1, True), (0.0, True), (0.1, False)}
+        options = {"optim_args": "weight_decay=0.1, skip=*.wpe.*"}
+    optimizer = ShampooFactory()(gpt2(), lr=1e-3, **options)
+    pairs = {(group["weight_decay"], group["precondition"]) for group in optimizer.param_groups}
+    assert pairs == {(0.1, True), (0.0, True), (0.1, False)}
 
 
 @pytest.mark.parametrize("option", ["bits=8", "weight_decay=0.1"])
-def test_an_option_that_is_given_twice_is_refused(option: str) -> None:
+def test_an_option_given_twice_is_refused(option: str) -> None:
     from kronbit.integrations.transformers import ShampooFactory
 
     name = option.split("=")[0]
@@ -267,7 +270,7 @@ def test_an_option_that_is_given_twice_is_refused(option: str) -> None:
 # --------------------------------------------------------------------------------- Accelerate
 
 
-def test_accelerate_prepares_without_changing_anything(
+def test_accelerate_prepares_without_changing_the_optimizer(
     tmp_path: Path, device: torch.device
 ) -> None:
     accelerate = pytest.importorskip("accelerate")
@@ -294,7 +297,7 @@ def test_accelerate_prepares_without_changing_anything(
     for p, q in zip(model.parameters(), twin.parameters(), strict=True):
         assert torch.equal(p, q)
     assert {entry["step"] for entry in optimizer.state.values()} == {4}
-    # And what it saves is what it goes on with.
+    # Training after load_state repeats training after save_state.
     accelerator.save_state(str(tmp_path))
     results = []
     for t in range(2):
@@ -314,8 +317,8 @@ def test_accelerate_prepares_without_changing_anything(
 @pytest.mark.gpu
 def test_accelerate_scales_in_fp16() -> None:
     accelerate = pytest.importorskip("accelerate")
-    own = accelerate.utils.GradScalerKwargs(init_scale=2.0**30, growth_interval=1000)
-    accelerator = accelerate.Accelerator(mixed_precision="fp16", kwargs_handlers=[own])
+    scaling = accelerate.utils.GradScalerKwargs(init_scale=2.0**30, growth_interval=1000)
+    accelerator = accelerate.Accelerator(mixed_precision="fp16", kwargs_handlers=[scaling])
     model = nn.Linear(20, 30)
     optimizer = Shampoo(model.parameters(), lr=1e-2, **EVERY)
     model, prepared = accelerator.prepare(model, optimizer)
@@ -332,8 +335,8 @@ def test_accelerate_scales_in_fp16() -> None:
     assert all(torch.isfinite(p).all() for p in model.parameters())
 
 
-def sharded_by_accelerate(rank: int, folder: str) -> list[list[Any]]:
-    """Weights by Accelerate's FSDP2, saved and loaded on the way, and those of one process."""
+def train_with_accelerate_fsdp2(rank: int, folder: str) -> list[list[Any]]:
+    """Return weights trained with FSDP2, saved and loaded midway, and those of one process."""
     import accelerate
 
     plugin = accelerate.utils.FullyShardedDataParallelPlugin(
@@ -342,7 +345,7 @@ def sharded_by_accelerate(rank: int, folder: str) -> list[list[Any]]:
     accelerator = accelerate.Accelerator(fsdp_plugin=plugin)
     assert accelerator.is_fsdp2
     network = nn.Sequential(nn.Linear(70, 66), nn.Tanh(), nn.Linear(66, 5)).cuda()
-    alone = Shampoo(network.parameters(), lr=1e-2, process_group=False, **EVERY)
+    reference = Shampoo(network.parameters(), lr=1e-2, process_group=False, **EVERY)
     model = copy.deepcopy(network)
     optimizer = Shampoo(model.parameters(), lr=1e-2, **EVERY)
     model, prepared = accelerator.prepare(model, optimizer)
@@ -352,25 +355,25 @@ def sharded_by_accelerate(rank: int, folder: str) -> list[list[Any]]:
         prepared.step()
         prepared.zero_grad()
         network(x).square().mean().backward()
-        alone.step()
-        alone.zero_grad()
+        reference.step()
+        reference.zero_grad()
         if t == 3:
             accelerator.save_state(folder)
             accelerator.wait_for_everyone()
             accelerator.load_state(folder)
     assert optimizer._ranks.owners is not None
-    whole = [p.full_tensor().tolist() for p in model.parameters()]
+    weights = [p.full_tensor().tolist() for p in model.parameters()]
     accelerator.end_training()
-    return [whole, [p.tolist() for p in network.parameters()]]
+    return [weights, [p.tolist() for p in network.parameters()]]
 
 
 @pytest.mark.gpu
-def test_accelerate_shards_and_goes_on(tmp_path: Path) -> None:
-    """FSDP2 by NCCL on a single rank: its optimizers have their parameters exchanged."""
+def test_accelerate_shards_and_resumes(tmp_path: Path) -> None:
+    """Accelerate exchanges the parameters of optimizers for FSDP2; NCCL has a single rank."""
     pytest.importorskip("accelerate")
-    given = sharded_by_accelerate, str(tmp_path)
-    for whole, alone in run_on_ranks(1, *given, backend="torchrun"):
-        for p, q in zip(whole, alone, strict=True):
+    function_and_folder = train_with_accelerate_fsdp2, str(tmp_path)
+    for weights, expected in run_on_ranks(1, *function_and_folder, backend="torchrun"):
+        for p, q in zip(weights, expected, strict=True):
             torch.testing.assert_close(torch.tensor(p), torch.tensor(q), rtol=1e-4, atol=1e-6)
 
 
@@ -397,9 +400,9 @@ def lightning_module(manual: bool) -> Any:
             return loss
 
         def on_train_end(self) -> None:
-            """Before all state is moved to the host: AdamW would wait for counters elsewhere."""
+            """Check the step counters while they are still on their devices."""
             states = self.optimizers().optimizer.base.state.values()
-            self.counted_on_host = all(own["step"].is_cpu for own in states if "step" in own)
+            self.counted_on_host = all(state["step"].is_cpu for state in states if "step" in state)
 
         def configure_optimizers(self) -> torch.optim.Optimizer:
             if manual:
@@ -412,23 +415,23 @@ def lightning_module(manual: bool) -> Any:
 
 
 def fit(folder: Path, manual: bool, device: str, precision: str, **more: Any) -> Any:
-    """Three epochs, with a checkpoint after each."""
+    """Train three epochs and save a checkpoint after each."""
     lightning = pytest.importorskip("lightning")
     callbacks = pytest.importorskip("lightning.pytorch.callbacks")
-    if precision == "16-mixed":  # with a scale that is too large at first
+    if precision == "16-mixed":  # the initial scale overflows
         from lightning.pytorch.plugins import MixedPrecision
 
         scaler = torch.amp.GradScaler(device, init_scale=2.0**22, growth_interval=1000)
-        how: dict[str, Any] = {"plugins": MixedPrecision(precision, device, scaler)}
+        arguments: dict[str, Any] = {"plugins": MixedPrecision(precision, device, scaler)}
     else:
-        how = {"precision": precision}
+        arguments = {"precision": precision}
     x = torch.randn(48, 20, generator=torch.Generator().manual_seed(0))
     data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x), batch_size=8)
     module = lightning_module(manual)
-    own = lightning.Trainer(
+    trainer = lightning.Trainer(
         accelerator=device,
         devices=1,
-        **how,
+        **arguments,
         max_epochs=3,
         callbacks=[callbacks.ModelCheckpoint(folder, filename="{epoch}", save_top_k=-1)],
         default_root_dir=folder,
@@ -436,7 +439,7 @@ def fit(folder: Path, manual: bool, device: str, precision: str, **more: Any) ->
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    own.fit(module, data, **more)
+    trainer.fit(module, data, **more)
     return module
 
 
@@ -451,25 +454,27 @@ def fit(folder: Path, manual: bool, device: str, precision: str, **more: Any) ->
         on_gpu("cuda", "16-mixed", id="cuda-fp16"),
     ],
 )
-def test_lightning_trains_and_resumes_to_the_bit(
+def test_lightning_trains_and_resumes_bit_identically(
     tmp_path: Path, manual: bool, device: str, precision: str
 ) -> None:
-    """Automatic optimisation runs both passes in the closure; K-FAC goes by hand."""
-    whole = fit(tmp_path / "whole", manual, device, precision)
-    optimizer = whole.optimizers().optimizer
+    """Automatic optimisation runs the passes in a closure; K-FAC uses manual optimisation."""
+    uninterrupted = fit(tmp_path / "whole", manual, device, precision)
+    optimizer = uninterrupted.optimizers().optimizer
     assert optimizer.memory()["roots"] > 0
     (steps,) = {entry["step"] for entry in optimizer.state.values()}
     assert (10 < steps < 18) if precision == "16-mixed" else steps == 18
     assert optimizer.diagnostics()["skipped_gradients"] == 0
-    kept = tmp_path / "whole" / "epoch=1.ckpt"
-    again = fit(tmp_path / "again", manual, device, precision, ckpt_path=kept, weights_only=True)
-    assert whole.counted_on_host
-    assert again.counted_on_host
-    for p, q in zip(whole.parameters(), again.parameters(), strict=True):
+    checkpoint = tmp_path / "whole" / "epoch=1.ckpt"
+    resumed = fit(
+        tmp_path / "again", manual, device, precision, ckpt_path=checkpoint, weights_only=True
+    )
+    assert uninterrupted.counted_on_host
+    assert resumed.counted_on_host
+    for p, q in zip(uninterrupted.parameters(), resumed.parameters(), strict=True):
         assert torch.equal(p, q)
 
 
-def test_a_group_may_be_added_through_lightnings_wrapper() -> None:
+def test_the_wrapper_of_lightning_can_add_a_group() -> None:
     pytest.importorskip("lightning")
     from lightning.pytorch.core.optimizer import LightningOptimizer
 
@@ -485,8 +490,8 @@ def test_a_group_may_be_added_through_lightnings_wrapper() -> None:
     assert blocks_of(optimizer.state[model[1].weight])
 
 
-def test_groups_that_are_put_into_the_place_of_others_are_loaded() -> None:
-    """As Lightning's BaseFinetuning does before a resumed run loads its state."""
+def test_replaced_param_groups_load_state() -> None:
+    """BaseFinetuning of Lightning replaces the groups before a resumed run loads its state."""
     model, twin = (nn.Sequential(nn.Linear(20, 30), nn.Linear(30, 5)) for _ in range(2))
     optimizer = KFAC(torch.optim.SGD(model[0].parameters(), lr=0.1), model=model, **EVERY)
     optimizer.add_param_group({"params": list(model[1].parameters())})
@@ -494,17 +499,17 @@ def test_groups_that_are_put_into_the_place_of_others_are_loaded() -> None:
         optimizer.zero_grad()
         model(torch.randn(8, 20)).square().mean().backward()
         optimizer.step()
-    again = KFAC(torch.optim.SGD(twin[0].parameters(), lr=0.1), model=twin, **EVERY)
-    new = {**again.param_groups[0], "params": list(twin[1].parameters())}
-    again.param_groups = [again.param_groups[0], new]
-    again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    assert_same_state(again.state_dict()["state"], optimizer.state_dict()["state"])
+    resumed = KFAC(torch.optim.SGD(twin[0].parameters(), lr=0.1), model=twin, **EVERY)
+    new = {**resumed.param_groups[0], "params": list(twin[1].parameters())}
+    resumed.param_groups = [resumed.param_groups[0], new]
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert_same_state(resumed.state_dict()["state"], optimizer.state_dict()["state"])
 
 
 # -------------------------------------------------------------------------------------- Hydra
 
 
-def test_hydra_makes_it_of_a_config() -> None:
+def test_hydra_builds_an_optimizer_from_a_config() -> None:
     hydra = pytest.importorskip("hydra.utils")
     omegaconf = pytest.importorskip("omegaconf")
     config = omegaconf.OmegaConf.create(
@@ -536,7 +541,7 @@ def test_hydra_makes_it_of_a_config() -> None:
         ("KFAC", {}, [1, 1, 1, 1]),
     ],
 )
-def test_low_rank_factors_are_in_proportion(
+def test_low_rank_factors_are_preconditioned(
     name: str, options: dict[str, Any], blocks: list[int], device: torch.device
 ) -> None:
     peft = pytest.importorskip("peft")
@@ -546,11 +551,11 @@ def test_low_rank_factors_are_in_proportion(
     model = peft.get_peft_model(gpt2(width=64), config).to(device)
     factory = getattr(factories, f"{name}Factory")()
     optimizer = factory(model, lr=1e-2, **options, **EVERY)
-    (group,) = optimizer.param_groups  # those that are frozen are nobody's
+    (group,) = optimizer.param_groups  # without frozen parameters
     names = [name.split(".")[-3] for name in group["param_names"]]
     assert names == ["lora_A", "lora_B"] * 2
     assert "lora_A.default.weight" in optimizer.summary()
-    x = Words()[0]["input_ids"][None].to(device)
+    x = RandomTokens()[0]["input_ids"][None].to(device)
     losses = []
     for _ in range(8):
         loss = model(input_ids=x, labels=x).loss
@@ -564,24 +569,24 @@ def test_low_rank_factors_are_in_proportion(
     assert counts["discarded_roots"] == counts["skipped_gradients"] == counts["ungrafted"] == 0
 
 
-def test_low_rank_factors_resume_to_the_bit_in_the_trainer(tmp_path: Path) -> None:
+def test_low_rank_factors_resume_bit_identically_in_the_trainer(tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     from kronbit.integrations.transformers import ShampooFactory
 
     config = peft.LoraConfig(r=4, target_modules=["c_attn"], fan_in_fan_out=True)
     results = []
     for resume in (None, str(tmp_path / "checkpoint-3")):
-        made = ShampooFactory, {"lr": 1e-2, **EVERY}
-        own = trainer(tmp_path, made, model=peft.get_peft_model(gpt2(), config))
-        own.train(resume_from_checkpoint=resume)
-        results.append([p for p in own.model.parameters() if p.requires_grad])
+        class_and_options = ShampooFactory, {"lr": 1e-2, **EVERY}
+        trained = trainer(tmp_path, class_and_options, model=peft.get_peft_model(gpt2(), config))
+        trained.train(resume_from_checkpoint=resume)
+        results.append([p for p in trained.model.parameters() if p.requires_grad])
     assert len(results[0]) == 2
     assert all(map(torch.equal, *results))
 
 
-def test_timm_finds_them_by_name(device: torch.device) -> None:
+def test_timm_creates_optimizers_by_name(device: torch.device) -> None:
     optim = pytest.importorskip("timm.optim", exc_type=ImportError)
-    importlib.import_module("kronbit.integrations.timm")  # registers them
+    importlib.import_module("kronbit.integrations.timm")  # registers the names
 
     assert {"shampoo4bit", "caspr4bit"} <= set(optim.list_optimizers())
     model = nn.Sequential(nn.Linear(20, 70), nn.LayerNorm(70), nn.Linear(70, 8)).to(device)
@@ -611,61 +616,61 @@ def run_example(monkeypatch: pytest.MonkeyPatch, name: str, *arguments: str) -> 
     runpy.run_path(str(EXAMPLES / name), run_name="__main__")
 
 
-def test_the_example_of_the_trainer_learns_and_goes_on(
+def test_the_trainer_example_learns_and_resumes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("accelerate")
     out = "--out", str(tmp_path)
     run_example(monkeypatch, "hf_trainer.py", "--steps", "20", *out, "--optim-args", "bits=8")
     run_example(monkeypatch, "hf_trainer.py", "--steps", "40", *out, "--resume")
-    told = capsys.readouterr().out
-    losses = [float(loss) for loss in re.findall(r"'loss': '?([\d.]+)", told)]
+    output = capsys.readouterr().out
+    losses = [float(loss) for loss in re.findall(r"'loss': '?([\d.]+)", output)]
     assert len(losses) == 2
     assert losses[1] < 0.7 * losses[0]
-    assert "wpe.weight" in told
+    assert "wpe.weight" in output
 
 
-def test_the_example_of_lora_learns(
+def test_the_lora_example_learns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("peft")
     run_example(monkeypatch, "lora.py", "--steps", "40", "--out", str(tmp_path))
-    told = capsys.readouterr().out
-    losses = [float(loss) for loss in re.findall(r"'loss': '?([\d.]+)", told)]
-    assert losses[7] < 0.5 * losses[4]  # after it could count, by adapters alone
-    assert "lora_B.default.weight" in told
-    assert "wte.weight" not in told
+    output = capsys.readouterr().out
+    losses = [float(loss) for loss in re.findall(r"'loss': '?([\d.]+)", output)]
+    assert losses[7] < 0.5 * losses[4]  # the adapters alone learn a second task
+    assert "lora_B.default.weight" in output
+    assert "wte.weight" not in output
 
 
-def test_the_example_of_accelerate_learns_and_goes_on(
+def test_the_accelerate_example_learns_and_resumes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("accelerate")
     out = "--out", str(tmp_path)
     run_example(monkeypatch, "accelerate_loop.py", *out, "--epochs", "3")
-    told = capsys.readouterr().out
-    # As `accelerate launch` starts it.
+    output = capsys.readouterr().out
+    # `accelerate launch` starts the script in the same way.
     script = str(EXAMPLES / "accelerate_loop.py")
-    told += run_script_on_ranks(2, script, *out, "--epochs", "1", "--resume")
-    losses = [float(loss) for loss in re.findall(r"epoch \d: loss ([\d.]+)", told)]
+    output += run_script_on_ranks(2, script, *out, "--epochs", "1", "--resume")
+    losses = [float(loss) for loss in re.findall(r"epoch \d: loss ([\d.]+)", output)]
     assert len(losses) == 4
     assert losses == sorted(losses, reverse=True)
 
 
-def test_the_example_of_hydra_learns(
+def test_the_hydra_example_learns(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("hydra.utils")
-    given = "optimizer.bits=8", "optimizer.base=sgd", "optimizer.lr=0.1"
-    run_example(monkeypatch, "hydra_config.py", *given)
-    told = capsys.readouterr().out
-    first, last = (float(loss) for loss in re.findall(r"loss ([\d.]+)", told))
+    overrides = "optimizer.bits=8", "optimizer.base=sgd", "optimizer.lr=0.1"
+    run_example(monkeypatch, "hydra_config.py", *overrides)
+    output = capsys.readouterr().out
+    first, last = (float(loss) for loss in re.findall(r"loss ([\d.]+)", output))
     assert last < 0.5 * first
-    assert "Shampoo around SGD" in told
+    assert "Shampoo around SGD" in output
 
 
 @pytest.mark.parametrize("name", ["shampoo4bit", "caspr4bit"])
-def test_the_example_of_timm_learns(
+def test_the_timm_example_learns(
     name: str,
     device: torch.device,
     monkeypatch: pytest.MonkeyPatch,
@@ -675,28 +680,28 @@ def test_the_example_of_timm_learns(
     if device.type == "cpu":
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     run_example(monkeypatch, "timm_registry.py", "--opt", name)
-    told = capsys.readouterr().out
-    first, last = (float(loss) for loss in re.findall(r"loss ([\d.]+)", told))
+    output = capsys.readouterr().out
+    first, last = (float(loss) for loss in re.findall(r"loss ([\d.]+)", output))
     assert last < 0.7 * first
-    assert "precondition=False" in told  # its head
+    assert "precondition=False" in output  # the head
 
 
-def test_the_example_of_torchtitan_goes_on_to_the_bit(
+def test_the_torchtitan_example_resumes_bit_identically(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("torchtitan")
     monkeypatch.chdir(tmp_path)
     run_example(monkeypatch, "torchtitan_container.py")
-    told = capsys.readouterr().out
-    first, last, again = (
-        float(loss) for loss in re.findall(r"(?:loss|checkpoint:) ([\d.]+)", told)
+    output = capsys.readouterr().out
+    first, last, resumed = (
+        float(loss) for loss in re.findall(r"(?:loss|checkpoint:) ([\d.]+)", output)
     )
-    assert last == again < 0.7 * first
-    assert re.search(r"tok_embeddings.weight .* precondition=False", told)
-    assert re.search(r"layers.0.weight .* cholesky", told)
+    assert last == resumed < 0.7 * first
+    assert re.search(r"tok_embeddings.weight .* precondition=False", output)
+    assert re.search(r"layers.0.weight .* cholesky", output)
 
 
-def test_torchtitans_own_optimizers_are_still_known() -> None:
+def test_torchtitan_still_resolves_its_optimizers() -> None:
     pytest.importorskip("torchtitan")
     from kronbit.integrations.torchtitan import KronbitOptimizers
 
@@ -705,8 +710,8 @@ def test_torchtitans_own_optimizers_are_still_known() -> None:
         KronbitOptimizers._resolve_optimizer_factory("Adagrad")
 
 
-def test_torchtitans_config_takes_every_option() -> None:
-    """Of groups, of the whole, of the base; and refuses what nobody knows."""
+def test_the_torchtitan_config_accepts_every_option() -> None:
+    """Options of groups, of the optimizer and of the base are accepted, unknown ones refused."""
     pytest.importorskip("torchtitan")
     from kronbit.integrations.torchtitan import shampoo4bit
 
@@ -717,9 +722,9 @@ def test_torchtitans_config_takes_every_option() -> None:
     assert isinstance(optimizer.base, torch.optim.SGD)
     assert optimizer.config.workspace_mb == 64
     for group in optimizer.param_groups:
-        found = group["lr"], group["momentum"], group["bits"], group["precondition"]
-        assert found == (0.1, 0.9, 8, group["params"][0].ndim == 2)
-    config = shampoo4bit(foreach=True, fused=False)  # before what the container says
+        values = group["lr"], group["momentum"], group["bits"], group["precondition"]
+        assert values == (0.1, 0.9, 8, group["params"][0].ndim == 2)
+    config = shampoo4bit(foreach=True, fused=False)  # takes precedence over the container
     (optimizer,) = config.build(model_parts=[nn.Linear(20, 30)])
     assert (optimizer.param_groups[0]["foreach"], optimizer.param_groups[0]["fused"]) == (
         True,
@@ -729,7 +734,7 @@ def test_torchtitans_config_takes_every_option() -> None:
         shampoo4bit(refresh_evry=10).build(model_parts=[nn.Linear(20, 30)])
 
 
-def test_what_torchtitan_can_do_to_its_own_adamw_only_is_refused() -> None:
+def test_implementations_for_adamw_of_torchtitan_are_refused() -> None:
     pytest.importorskip("torchtitan")
     from kronbit.integrations.torchtitan import shampoo4bit
 
@@ -740,24 +745,24 @@ def test_what_torchtitan_can_do_to_its_own_adamw_only_is_refused() -> None:
 
 
 @pytest.mark.parametrize("name", ["Shampoo", "CASPR"])
-def test_the_example_of_import_paths_learns(
+def test_the_import_path_example_learns(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    given = ["--optimizer_type", f"kronbit.{name}", "--optimizer_args", "bits=8", "first_refresh=5"]
-    run_example(monkeypatch, "import_path.py", *given, "betas=(0.9, 0.95)", "method='cholesky'")
-    found = re.findall(r"(\w+): loss ([\d.]+) to ([\d.]+)", capsys.readouterr().out)
-    assert [kind for kind, _, _ in found] == [name, "Shampoo"]
-    assert all(float(last) < float(first) for _, first, last in found)
+    args = ["--optimizer_type", f"kronbit.{name}", "--optimizer_args", "bits=8", "first_refresh=5"]
+    run_example(monkeypatch, "import_path.py", *args, "betas=(0.9, 0.95)", "method='cholesky'")
+    lines = re.findall(r"(\w+): loss ([\d.]+) to ([\d.]+)", capsys.readouterr().out)
+    assert [kind for kind, _, _ in lines] == [name, "Shampoo"]
+    assert all(float(last) < float(first) for _, first, last in lines)
 
 
-def test_the_example_of_lightning_learns_and_goes_on(
+def test_the_lightning_example_learns_and_resumes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("lightning")
     out = "--out", str(tmp_path)
     run_example(monkeypatch, "lightning_module.py", "--epochs", "2", *out)
-    kept = "--checkpoint", str(tmp_path / "epoch=1.ckpt")
-    run_example(monkeypatch, "lightning_module.py", "--epochs", "4", *out, *kept)
+    checkpoint = "--checkpoint", str(tmp_path / "epoch=1.ckpt")
+    run_example(monkeypatch, "lightning_module.py", "--epochs", "4", *out, *checkpoint)
     losses = [float(loss) for loss in re.findall(r"^loss ([\d.]+)", capsys.readouterr().out, re.M)]
     assert len(losses) == 2
     assert losses[1] < 0.7 * losses[0]

@@ -1,4 +1,4 @@
-"""K-FAC and AdaBK: statistics compared with explicit computations, and hooks."""
+"""K-FAC and AdaBK: statistics match explicit computations, and hooks survive unusual passes."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ EXACT: dict[str, Any] = {"bits": 32, "beta": 0.0, "update_every": 1, "refresh_ev
 
 def statistics(optimizer: KFAC, weight: Tensor, block: int = 0) -> tuple[Tensor, Tensor]:
     """Return L and R of a layer."""
-    sides = optimizer.state[weight][f"block_{block}"]
-    return sides["left"]["matrix"], sides["right"]["matrix"]
+    factors = optimizer.state[weight][f"block_{block}"]
+    return factors["left"]["matrix"], factors["right"]["matrix"]
 
 
 def mean_square(rows: Tensor) -> Tensor:
@@ -51,7 +51,7 @@ def mean_square(rows: Tensor) -> Tensor:
     return rows.mT @ rows / rows.shape[-2]
 
 
-def test_statistics_of_linear_layers_match_explicit_ones(device: torch.device) -> None:
+def test_statistics_of_linear_layers_match_explicit_computations(device: torch.device) -> None:
     model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 4, bias=False))
     x, target = torch.randn(30, 5), torch.randint(0, 4, (30,))
     y0, y2 = (
@@ -80,7 +80,7 @@ def test_statistics_of_linear_layers_match_explicit_ones(device: torch.device) -
     ],
 )
 @pytest.mark.parametrize("shared", ["expand", "reduce"])
-def test_statistics_of_convolutions_match_explicit_ones(
+def test_statistics_of_convolutions_match_explicit_computations(
     shared: str, options: dict[str, Any], device: torch.device
 ) -> None:
     conv = nn.Conv2d(8, 12, **options)
@@ -108,7 +108,7 @@ def test_statistics_of_convolutions_match_explicit_ones(
 
 
 class Attention(nn.Module):
-    """One attention head with a fused projection."""
+    """One head with a fused projection; tokens share the weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -120,7 +120,9 @@ class Attention(nn.Module):
 
 
 @pytest.mark.parametrize("shared", ["expand", "reduce"])
-def test_statistics_of_attention_match_explicit_ones(shared: str, device: torch.device) -> None:
+def test_statistics_of_attention_match_explicit_computations(
+    shared: str, device: torch.device
+) -> None:
     model = Attention()
     x = torch.randn(4, 5, 6)
 
@@ -159,7 +161,7 @@ def test_conv1d_of_transformers_is_a_transposed_linear_layer() -> None:
 
 
 def test_a_linear_network_with_a_squared_loss_has_the_exact_factors() -> None:
-    """The Fisher matrix of ½ ‖W x - t‖² is L ⊗ R if residuals are independent of x."""
+    """For ½ ‖W x - t‖² with residuals independent of x, the Fisher matrix is L ⊗ R."""
     model = nn.Linear(4, 3, bias=False)
     x = torch.randn(1, 4, dtype=torch.float64).float().repeat(50, 1)
     x *= torch.where(torch.rand(50, 1) < 0.5, -1.0, 1.0)  # the same x xᵀ everywhere
@@ -192,19 +194,19 @@ def squared_error(target: Tensor, out: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("kind", "method", "bits", "storage"),
     [
-        # AdaBK differs only in its options.
-        pytest.param(kind, *method, marks=slow if kind is AdaBK and method[1] != 4 else ())
-        for method in METHODS
+        # AdaBK differs by its options alone.
+        pytest.param(kind, *case, marks=slow if kind is AdaBK and case[1] != 4 else ())
+        for case in METHODS
         for kind in (KFAC, AdaBK)
     ],
 )
-def test_runs_match_the_oracle(
+def test_training_matches_the_oracle(
     kind: type[KFAC], method: str, bits: int, storage: str, device: torch.device
 ) -> None:
-    """Steps with updates at 2, 4, 6, 8 and refreshes at 4, 8; orders above and below 64."""
+    """Training matches with updates at steps 2, 4, 6, 8, refreshes at 4 and 8, orders around 64."""
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(70, 66), nn.Tanh(), nn.Linear(66, 70, bias=False))
-    reference_model = copy.deepcopy(model).double()
+    oracle_model = copy.deepcopy(model).double()
     model.to(device)
     schedule = {"update_every": 2, "refresh_every": 4, "bits": bits, "method": method}
     optimizer = kind(sgd(model), model=model, storage=storage, **schedule)
@@ -218,27 +220,27 @@ def test_runs_match_the_oracle(
         **schedule,
         **{name: getattr(c, name) for name in names},
     )
-    first, second = reference_model[0], reference_model[2]
+    first, second = oracle_model[0], oracle_model[2]
     reference = oracle.KFAC(
-        [(first.weight, first.bias), (second.weight, None)], sgd(reference_model), options
+        [(first.weight, first.bias), (second.weight, None)], sgd(oracle_model), options
     )
-    start = copy.deepcopy(reference_model)
+    start = copy.deepcopy(oracle_model)
     for _ in range(9):
         x, target = torch.randn(300, 70), torch.randn(300, 70)
         loss = partial(squared_error, target)
         step(model, optimizer, loss, x.to(device))
-        ys = [output_gradients(reference_model, name, loss, x) for name in "02"]
+        ys = [output_gradients(oracle_model, name, loss, x) for name in "02"]
         reference.first_order.zero_grad()
-        hidden = reference_model[1](first(x.double()))
+        hidden = oracle_model[1](first(x.double()))
         loss(second(hidden)).backward()
         rows = [(with_one(x.double()), ys[0]), (hidden.detach(), ys[1])]
         with torch.no_grad():
             reference.step(rows)
     for p, q, w in zip(
-        model.parameters(), reference_model.parameters(), start.parameters(), strict=True
+        model.parameters(), oracle_model.parameters(), start.parameters(), strict=True
     ):
         moved = (p.detach().cpu().double() - w).detach()
-        # A code that rounding moves over a threshold adds an error of a few 1e-3, more at 3 bits.
+        # Rounding may move a code across a threshold: a change of a few 1e-3, more at 3 bits.
         tolerance = {32: 1e-3, 8: 1e-2, 4: 1e-2, 3: 3e-2}[bits]
         assert relative_error(moved, (q - w).detach()) < tolerance
 
@@ -261,7 +263,7 @@ def after_one_update(
     return L.clone(), R.clone()
 
 
-def in_two(model: nn.Module, optimizer: KFAC, x: Tensor) -> None:
+def in_two_passes(model: nn.Module, optimizer: KFAC, x: Tensor) -> None:
     for half in x.chunk(2):
         model(half).square().mean().backward()
 
@@ -270,32 +272,34 @@ def in_two(model: nn.Module, optimizer: KFAC, x: Tensor) -> None:
     "passes",
     [after_a_failure, after_gradients_were_dropped, beside_evaluation, through_a_copy],
 )
-def test_only_passes_that_contribute_to_the_gradient_count(
+def test_only_passes_that_made_the_gradient_count(
     passes: Callable[[nn.Module, KFAC, Tensor], None],
 ) -> None:
-    for actual, expected in zip(after_one_update(passes), after_one_update(plainly), strict=True):
-        assert torch.equal(actual, expected)
+    for result, expected in zip(after_one_update(passes), after_one_update(plainly), strict=True):
+        assert torch.equal(result, expected)
 
 
 def test_several_backward_passes_are_one_batch() -> None:
-    """Here y is twice as large, as losses are means over half as many examples."""
-    (L, R), (L2, R2) = after_one_update(plainly), after_one_update(in_two)
+    """Statistics are those of one batch, but y is scaled: each loss is a mean over half of it."""
+    (L, R), (L2, R2) = after_one_update(plainly), after_one_update(in_two_passes)
     assert relative_error(R2, R) < 1e-6
     assert relative_error(L2, 4 * L) < 1e-6
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_activation_checkpointing_does_not_count_twice(reentrant: bool) -> None:
-    def saving(model: nn.Module, optimizer: KFAC, x: Tensor) -> None:
+    def checkpointed(model: nn.Module, optimizer: KFAC, x: Tensor) -> None:
         out = checkpoint(model, x.requires_grad_(), use_reentrant=reentrant)
         out.square().mean().backward()
 
-    for actual, expected in zip(after_one_update(saving), after_one_update(plainly), strict=True):
-        assert torch.equal(actual, expected)
+    for result, expected in zip(
+        after_one_update(checkpointed), after_one_update(plainly), strict=True
+    ):
+        assert torch.equal(result, expected)
 
 
-def test_a_layer_in_two_checkpointed_parts_collects_the_rows_of_both() -> None:
-    def saving(model: nn.Module, optimizer: KFAC, x: Tensor) -> None:
+def test_a_layer_in_two_checkpoints_has_the_rows_of_both() -> None:
+    def checkpointed(model: nn.Module, optimizer: KFAC, x: Tensor) -> None:
         hidden = checkpoint(model[0], x.requires_grad_(), use_reentrant=False)
         checkpoint(model[0], hidden, use_reentrant=False).square().mean().backward()
 
@@ -305,14 +309,14 @@ def test_a_layer_in_two_checkpointed_parts_collects_the_rows_of_both() -> None:
     torch.manual_seed(2)
     model = nn.Sequential(nn.Linear(6, 6))
     twin = copy.deepcopy(model)
-    for actual, expected in zip(
-        after_one_update(saving, model), after_one_update(twice, twin), strict=True
+    for result, expected in zip(
+        after_one_update(checkpointed, model), after_one_update(twice, twin), strict=True
     ):
-        assert torch.equal(actual, expected)
+        assert torch.equal(result, expected)
 
 
-def test_inputs_are_saved_as_autograd_saves_tensors() -> None:
-    """Hooks on saved tensors, as of checkpointing and offloading, apply to saved inputs."""
+def test_inputs_are_saved_like_tensors_of_autograd() -> None:
+    """Saved-tensor hooks (checkpointing, offloading) apply to the inputs that kronbit keeps."""
     model = nn.Linear(6, 5)
     x = torch.randn(8, 6)
     packed: list[Tensor] = []
@@ -331,20 +335,20 @@ def test_inputs_are_saved_as_autograd_saves_tensors() -> None:
     assert relative_error(R, mean_square(with_one(2 * x))) < 1e-6
 
 
-def test_the_scale_of_the_loss_is_removed() -> None:
+def test_statistics_are_unscaled() -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**13)
 
     def scaled(model: nn.Module, optimizer: KFAC, x: Tensor) -> None:
         scaler.scale(model(x).square().mean()).backward()
         scaler.unscale_(optimizer)
 
-    for actual, expected in zip(
+    for result, expected in zip(
         after_one_update(scaled, grad_scaler=scaler), after_one_update(plainly), strict=True
     ):
-        assert relative_error(actual, expected) < 1e-6
+        assert relative_error(result, expected) < 1e-6
 
 
-def test_steps_that_a_scaler_skips_do_not_count() -> None:
+def test_steps_skipped_by_a_scaler_leave_no_rows() -> None:
     torch.manual_seed(2)
     model = nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3))
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
@@ -355,13 +359,13 @@ def test_steps_that_a_scaler_skips_do_not_count() -> None:
         scaler.scale(model(x).square().mean() * factor).backward()
         scaler.step(optimizer)
         scaler.update()
-    for actual, expected in zip(
+    for result, expected in zip(
         statistics(optimizer, model[0].weight), after_one_update(plainly), strict=True
     ):
-        assert relative_error(actual, expected) < 1e-6
+        assert relative_error(result, expected) < 1e-6
 
 
-def test_a_module_that_is_called_twice_collects_the_rows_of_both_calls() -> None:
+def test_a_module_that_is_called_twice_has_the_rows_of_both() -> None:
     class Twice(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -395,7 +399,7 @@ def test_frozen_and_unused_layers_are_skipped() -> None:
     assert optimizer.diagnostics()["missed_statistics"] == 0
 
 
-def test_hooks_exist_only_before_steps_that_update() -> None:
+def test_hooks_are_present_only_before_updates() -> None:
     model = nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3))
     optimizer = KFAC(sgd(model), model=model, bits=32, update_every=3, refresh_every=6)
     for t in range(1, 10):
@@ -406,7 +410,7 @@ def test_hooks_exist_only_before_steps_that_update() -> None:
     assert hooks(model) == 2
     optimizer.close()
     assert hooks(model) == 0
-    before = [side.clone() for side in statistics(optimizer, model[0].weight)]
+    before = [A.clone() for A in statistics(optimizer, model[0].weight)]
     with pytest.warns(RuntimeWarning, match="2 layer.s., '0' first, have a gradient, but were not"):
         step(model, optimizer, lambda out: out.square().mean(), torch.randn(8, 6))
     assert optimizer.diagnostics()["missed_statistics"] == 2
@@ -416,7 +420,7 @@ def test_hooks_exist_only_before_steps_that_update() -> None:
         assert torch.equal(old, new)
 
 
-def test_layers_that_are_left_to_the_base_are_not_watched() -> None:
+def test_excluded_layers_have_no_hooks() -> None:
     model = nn.Sequential(nn.Linear(6, 40), nn.Linear(40, 5), nn.Conv2d(3, 3, 1, groups=3))
     groups = [{"params": model[0].parameters()}, {"params": model[1].parameters()}]
     groups[1]["precondition"] = False
@@ -429,9 +433,9 @@ def test_layers_that_are_left_to_the_base_are_not_watched() -> None:
 
 
 @slow
-def test_nonfinite_gradients_of_layers_become_zero_with_kernels(kernels: torch.device) -> None:
-    """This includes layers that are left to the base."""
-    weights = []
+def test_nonfinite_gradients_of_excluded_layers_become_zero(kernels: torch.device) -> None:
+    """A layer above max_order keeps its gradients and its guard."""
+    results = []
     for zeroed in (True, False):
         torch.manual_seed(5)
         model = nn.Sequential(nn.Linear(70, 66), nn.Linear(66, 80), nn.Linear(80, 3)).to(kernels)
@@ -446,16 +450,16 @@ def test_nonfinite_gradients_of_layers_become_zero_with_kernels(kernels: torch.d
                     model[1].weight.grad.zero_()
                     model[2].bias.grad.zero_()
             optimizer.step()
-        weights.append([p.detach().cpu() for p in model.parameters()])
-    for p, q in zip(*weights, strict=True):
+        results.append([p.detach().cpu() for p in model.parameters()])
+    for p, q in zip(*results, strict=True):
         assert torch.isfinite(p).all()
         assert torch.equal(p, q)
 
 
 @pytest.mark.parametrize("bias", [True, False])
-def test_memory_formats_give_the_same_weights(bias: bool, kernels: torch.device) -> None:
+def test_memory_format_does_not_matter(bias: bool, kernels: torch.device) -> None:
     """Without a bias, the gradient of a convolution is preconditioned in place."""
-    weights = []
+    results = []
     for layout in (torch.contiguous_format, torch.channels_last):
         torch.manual_seed(5)
         layers = nn.Conv2d(4, 8, 3, groups=2, bias=bias), nn.Conv2d(8, 4, 2, bias=bias)
@@ -465,7 +469,7 @@ def test_memory_formats_give_the_same_weights(bias: bool, kernels: torch.device)
         taps = [route(layer.weight).taps for layer in model]
         assert taps == ([1, 1] if bias else [9, 4])
         if kernels.type == "cpu":
-            pytest.skip("slow in the interpreter")
+            pytest.skip("interpreted kernels are slow")
         for _ in range(2):
             optimizer.zero_grad()
             model(torch.randn(5, 4, 8, 8).to(kernels)).square().mean().backward()
@@ -475,12 +479,12 @@ def test_memory_formats_give_the_same_weights(bias: bool, kernels: torch.device)
         assert all(guard._addresses.values)
         expected = {0, 1} if layout == torch.channels_last and not bias else set()
         assert guard._addresses.channels_last == expected
-        weights.append([p.detach().cpu() for p in model.parameters()])
-    for p, q in zip(*weights, strict=True):
+        results.append([p.detach().cpu() for p in model.parameters()])
+    for p, q in zip(*results, strict=True):
         assert relative_error(p, q) < 1e-4
 
 
-def test_layers_that_are_used_in_some_steps_miss_no_update() -> None:
+def test_layers_used_in_some_steps_miss_no_statistics() -> None:
     experts = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
     optimizer = KFAC(sgd(experts), model=experts, bits=32, update_every=3, refresh_every=100)
     for t in range(24):
@@ -503,8 +507,8 @@ def test_empty_batches_add_no_rows(shape: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("foreign", [True, False])
-def test_other_biases_are_left_alone(foreign: bool) -> None:
-    """Biases of another optimizer, and biases with precondition=False, keep their gradients."""
+def test_biases_left_to_others_are_unchanged(foreign: bool) -> None:
+    """A bias of another optimizer, or with precondition=False, keeps its gradient."""
     model = nn.Linear(6, 5)
     groups: list[dict[str, Any]] = [{"params": [model.weight]}]
     if not foreign:
@@ -518,7 +522,7 @@ def test_other_biases_are_left_alone(foreign: bool) -> None:
     assert statistics(optimizer, model.weight)[1].shape == (6, 6)
 
 
-def test_layers_that_are_added_later_are_watched_at_once() -> None:
+def test_layers_added_later_have_hooks_at_once() -> None:
     model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
     optimizer = KFAC(model[0].parameters(), base="sgd", lr=0.1, model=model, **EXACT)
     step(model, optimizer, lambda out: out.square().mean(), torch.randn(8, 6))
@@ -529,7 +533,7 @@ def test_layers_that_are_added_later_are_watched_at_once() -> None:
     assert optimizer.diagnostics()["missed_statistics"] == 0
 
 
-def test_staggered_layers_miss_no_update_even_if_copied_at_every_step() -> None:
+def test_staggered_layers_miss_no_statistics_if_copied_at_every_step() -> None:
     model = nn.Sequential(*(nn.Linear(6 + i, 7 + i) for i in range(6)))
     optimizer = KFAC(
         sgd(model), model=model, bits=32, update_every=4, refresh_every=8, stagger=True
@@ -539,7 +543,7 @@ def test_staggered_layers_miss_no_update_even_if_copied_at_every_step() -> None:
         model, optimizer = copy.deepcopy((model, optimizer))
         assert optimizer.diagnostics()["missed_statistics"] == 0
     for layer in model:
-        assert all(side.any() for side in statistics(optimizer, layer.weight))
+        assert all(A.any() for A in statistics(optimizer, layer.weight))
 
 
 def test_functional_calls_and_changed_inputs_do_not_count() -> None:
@@ -551,30 +555,32 @@ def test_functional_calls_and_changed_inputs_do_not_count() -> None:
 
     def with_another_pass(model: nn.Module, optimizer: KFAC, x: Tensor) -> None:
         spoilt = x * 3
-        with torch.autocast("cpu", dtype=torch.bfloat16):  # autograd saves a copy
+        with torch.autocast("cpu", dtype=torch.bfloat16):  # autograd saves a bf16 copy
             out = model[0](spoilt)
             spoilt.zero_()
         out.sum().backward()
         model[2](torch.relu(model[0](x))).square().mean().backward()
 
     expected = after_one_update(plainly)
-    for passes in (with_others, with_another_pass):
-        assert all(map(torch.equal, after_one_update(passes), expected))
+    for result, reference in zip(after_one_update(with_others), expected, strict=True):
+        assert torch.equal(result, reference)
+    for result, reference in zip(after_one_update(with_another_pass), expected, strict=True):
+        assert torch.equal(result, reference)
 
 
 def test_hooks_do_not_keep_an_optimizer_alive() -> None:
     model = nn.Linear(6, 5)
     optimizer = KFAC(sgd(model), model=model, **EXACT)
-    gone = weakref.ref(optimizer._statistics)
+    reference = weakref.ref(optimizer._statistics)
     del optimizer
     gc.collect()
-    assert gone() is None
+    assert reference() is None
     model(torch.randn(2, 6)).sum().backward()
 
 
 @pytest.mark.parametrize("method", ["dense", "eigen", "naive", "cholesky"])
 def test_fewer_rows_than_columns_still_give_roots(method: str) -> None:
-    """At 8 bits, the update is closer to the exact one than G is, despite low-rank statistics."""
+    """With statistics of low rank at 8 bits, the update is nearer to the exact one than G is."""
     torch.manual_seed(6)
     model = nn.Linear(99, 90)
     bits = 32 if method == "dense" else 8
@@ -594,7 +600,7 @@ def test_fewer_rows_than_columns_still_give_roots(method: str) -> None:
 
 
 @pytest.mark.parametrize("method", ["dense", "eigen", "naive", "cholesky"])
-def test_a_refresh_before_any_statistics_leaves_the_gradient(method: str) -> None:
+def test_a_refresh_before_the_first_update_keeps_the_gradient(method: str) -> None:
     model = nn.Linear(70, 66)
     bits = 32 if method == "dense" else 4
     optimizer = KFAC(
@@ -605,8 +611,8 @@ def test_a_refresh_before_any_statistics_leaves_the_gradient(method: str) -> Non
         model(torch.randn(8, 70)).square().mean().backward()
         expected = [p.grad.clone() for p in model.parameters()]
         optimizer.step()
-        for p, gradient in zip(model.parameters(), expected, strict=True):
-            assert torch.equal(p.grad, gradient)
+        for p, grad in zip(model.parameters(), expected, strict=True):
+            assert torch.equal(p.grad, grad)
 
 
 def test_weight_and_bias_are_grafted_together() -> None:
@@ -636,12 +642,12 @@ def test_keep_gradients_restores_gradients() -> None:
     assert torch.equal(with_bias(model), before)
 
 
-def test_nonfinite_gradients_change_neither_statistics_nor_weights(device: torch.device) -> None:
+def test_nonfinite_gradients_are_ignored(device: torch.device) -> None:
     model = nn.Linear(6, 5).to(device)
     optimizer = KFAC(sgd(model), model=model, **EXACT)
     x = torch.randn(9, 6, device=device)
     step(model, optimizer, lambda out: out.pow(2).mean(), x)
-    before = [side.clone() for side in statistics(optimizer, model.weight)]
+    before = [A.clone() for A in statistics(optimizer, model.weight)]
     weights = [p.detach().clone() for p in model.parameters()]
     step(model, optimizer, lambda out: out.pow(2).mean() * torch.inf, x)
     for old, new in zip(before, statistics(optimizer, model.weight), strict=True):
@@ -651,7 +657,7 @@ def test_nonfinite_gradients_change_neither_statistics_nor_weights(device: torch
     assert optimizer.diagnostics()["skipped_gradients"] > 0
 
 
-def test_a_run_resumes_bit_for_bit(device: torch.device) -> None:
+def test_training_resumes_bit_identically(device: torch.device) -> None:
     def build() -> tuple[nn.Module, KFAC]:
         torch.manual_seed(3)
         model = nn.Sequential(nn.Linear(70, 66), nn.ReLU(), nn.Linear(66, 3)).to(device)
@@ -676,7 +682,7 @@ def test_a_run_resumes_bit_for_bit(device: torch.device) -> None:
 
 
 def test_statistics_of_other_algorithms_are_refused() -> None:
-    """AdaBK loads statistics of K-FAC, with another exponent. Shampoo refuses them."""
+    """AdaBK loads statistics of K-FAC, whose roots differ in the exponent; Shampoo refuses them."""
     model = nn.Sequential(nn.Linear(70, 66, bias=False))
     every = {"update_every": 1, "refresh_every": 1}
     kfac = KFAC(sgd(model), model=model, **every)
@@ -695,7 +701,7 @@ def test_statistics_of_other_algorithms_are_refused() -> None:
 
 
 @pytest.mark.parametrize("shape", [(6,), (8, 6), (2, 4, 6), (2, 2, 2, 6)])
-def test_inputs_may_have_any_number_of_axes(shape: tuple[int, ...]) -> None:
+def test_inputs_may_have_any_rank(shape: tuple[int, ...]) -> None:
     model = nn.Linear(6, 5)
     optimizer = KFAC(sgd(model), model=model, **EXACT)
     x = torch.randn(shape)
@@ -705,7 +711,7 @@ def test_inputs_may_have_any_number_of_axes(shape: tuple[int, ...]) -> None:
     assert relative_error(R, mean_square(with_one(x.reshape(-1, 6)))) < 1e-6
 
 
-def test_an_optimizer_may_be_copied_with_its_model() -> None:
+def test_an_optimizer_can_be_copied_with_its_model() -> None:
     model = nn.Linear(6, 5)
     optimizer = KFAC(sgd(model), model=model, **EXACT)
     twin, other = copy.deepcopy((model, optimizer))
@@ -719,7 +725,7 @@ def test_an_optimizer_may_be_copied_with_its_model() -> None:
         assert torch.equal(a, b)
 
 
-def test_the_summary_says_why_layers_are_left_out() -> None:
+def test_the_summary_gives_reasons_for_excluded_parameters() -> None:
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -745,7 +751,7 @@ def test_the_summary_says_why_layers_are_left_out() -> None:
 
 
 @pytest.mark.parametrize("options", [{"bits": 32}, {}, {"method": "eigen", "storage": "paper"}])
-def test_memory_equals_its_estimate(options: dict[str, Any]) -> None:
+def test_memory_equals_the_estimate(options: dict[str, Any]) -> None:
     model = nn.Sequential(nn.Conv2d(8, 70, 3), nn.Flatten(), nn.Linear(70, 65), nn.LayerNorm(65))
     optimizer = KFAC(torch.optim.AdamW(model.parameters()), model=model, **options)
     step(model, optimizer, lambda out: out.square().mean(), torch.randn(4, 8, 3, 3))
@@ -754,23 +760,23 @@ def test_memory_equals_its_estimate(options: dict[str, Any]) -> None:
         kronbit.estimate_memory([(3, 4)], optimizer=KFAC)
 
 
-def test_state_of_swin_tiny_is_7_or_14_times_smaller_than_at_32_bits() -> None:
-    """One block of each of the four stages suffices, as depth hardly changes the ratio."""
+def test_4_bits_take_a_seventh_or_a_fourteenth_of_32_bits() -> None:
+    """Layers have the widths of the stages of Swin-Tiny; their number hardly matters."""
     layers = []
     for width in (96, 192, 384, 768):
         layers += [nn.Linear(width, 3 * width), nn.Linear(width, width)]
         layers += [nn.Linear(width, 4 * width), nn.Linear(4 * width, width)]
     model = nn.Sequential(*layers)
     paper = {"method": "eigen", "storage": "paper"}
-    full, as_paper, ours = (
+    full_bytes, paper_bytes, compact_bytes = (
         kronbit.estimate_memory(model, optimizer=KFAC, base=None, **options)["total"]
         for options in ({"bits": 32}, paper, {})
     )
-    assert full / as_paper > 7.0
-    assert full / ours > 14.0
+    assert full_bytes / paper_bytes > 7.0
+    assert full_bytes / compact_bytes > 14.0
 
 
-def train_on_a_rank(rank: int) -> list[Any]:
+def train_on_rank(rank: int) -> list[Any]:
     torch.manual_seed(4)
     model = nn.Sequential(nn.Linear(70, 66), nn.Tanh(), nn.Linear(66, 65), nn.Linear(65, 3))
     parallel = DistributedDataParallel(model)
@@ -789,9 +795,9 @@ def test_ranks_average_their_statistics() -> None:
     optimizer = KFAC(sgd(model), model=model, bits=32, update_every=2, refresh_every=4)
     for _ in range(5):
         step(model, optimizer, lambda out: out.square().mean(), torch.randn(32, 70))
-    averaged = [torch.from_numpy(p) for p in run_on_ranks(2, train_on_a_rank)[0]]
-    # Losses of ranks are means over half of the examples, so only y is twice as large.
-    for p, q, w in zip(model.parameters(), averaged, start, strict=True):
+    results = [torch.from_numpy(p) for p in run_on_ranks(2, train_on_rank)[0]]
+    # The loss of a rank is a mean over half of the examples, so y (and only y) is twice as large.
+    for p, q, w in zip(model.parameters(), results, start, strict=True):
         assert relative_error(q - w, p.detach() - w) < 1e-3
 
 
@@ -812,7 +818,7 @@ def test_ranks_average_their_statistics() -> None:
         ({"qr_iterations": 1}, ValueError, "qr_iterations=1 is for method='eigen'"),
     ],
 )
-def test_wrong_arguments_are_refused(
+def test_bad_arguments_are_refused(
     arguments: dict[str, Any], error: type[Exception], message: str
 ) -> None:
     model = nn.Linear(3, 3)

@@ -1,4 +1,4 @@
-"""The paper's convergence appendix: regret of the perturbed Shampoo, which kronbit perturbs."""
+"""The paper's convergence appendix: regret of Shampoo with perturbations that kronbit makes."""
 
 from __future__ import annotations
 
@@ -43,18 +43,18 @@ def problem(name: str) -> Problem:
 
 
 @cache
-def run(name: str, way: str) -> Outcome:
-    own = problem(name)
-    return perturbed_shampoo(own, WAYS[way], own.natural_rate())
+def run(name: str, scheme: str) -> Outcome:
+    case = problem(name)
+    return perturbed_shampoo(case, WAYS[scheme], case.natural_rate())
 
 
 EVERY_PROBLEM = pytest.mark.parametrize("name", MAKERS)
-EVERY_WAY = pytest.mark.parametrize("way", ["exact", *PERTURBED])
+EVERY_SCHEME = pytest.mark.parametrize("scheme", ["exact", *PERTURBED])
 
 
 # -------------------------------------------------------------------------------- the perturbation
 
-# The most that one round may change of J, relative to its largest eigenvalue.
+# Upper limit of the change of J in one round, relative to its largest eigenvalue.
 LARGEST_ERROR = {
     "dense, 32 bits": 1e-6,
     "naive, paper": 0.08,
@@ -64,16 +64,16 @@ LARGEST_ERROR = {
     "cholesky, compact": 0.13,
     "cholesky, compact, 3 bits": 0.25,
     "cholesky, compact, 8 bits": 0.01,
-    "eigen, 32 bits": 0.4,  # one QR iteration, and gradients that have nothing in common
+    "eigen, 32 bits": 0.4,  # one QR iteration, and independent gradients
     "eigen, paper": 0.45,
     "eigen, compact": 0.45,
 }
 
 
-@pytest.mark.parametrize("way", [way for way in WAYS if way != "exact"])
-def test_what_is_kept_is_near_what_was_to_be_kept(way: str) -> None:
-    """L_t = g(J_t), and ρ_t adds up how far it is from J_t: else ρ would hide any mistake."""
-    side = Side(64, WAYS[way])
+@pytest.mark.parametrize("scheme", [scheme for scheme in WAYS if scheme != "exact"])
+def test_the_perturbation_is_small_and_adds_up_to_rho(scheme: str) -> None:
+    """L_t = g(J_t) is near J_t, and ρ_t is the sum of distances: a large ρ would hide errors."""
+    side = Side(64, WAYS[scheme])
     rho, worst = 0.0, 0.0
     torch.manual_seed(0)
     for _ in range(30):
@@ -83,14 +83,14 @@ def test_what_is_kept_is_near_what_was_to_be_kept(way: str) -> None:
         error = float(torch.linalg.matrix_norm(J - side.perturbed, ord=2))
         rho, worst = rho + error, max(worst, error / float(torch.linalg.matrix_norm(J, ord=2)))
         assert side.rho == pytest.approx(rho, rel=1e-9)
-    assert worst < LARGEST_ERROR[way]
-    assert (worst > LARGEST_ERROR[way] / 3) == (way != "dense, 32 bits")
+    assert worst < LARGEST_ERROR[scheme]
+    assert (worst > LARGEST_ERROR[scheme] / 3) == (scheme != "dense, 32 bits")
 
 
 @slow
 def test_most_of_the_eigen_methods_perturbation_is_not_quantisation() -> None:
-    """With gradients that change this much, one QR iteration cannot follow the eigenvectors."""
-    rho = {way: run("linear", way).left.rho for way in WAYS if "eigen" in way}
+    """One QR iteration cannot follow the eigenvectors of gradients that change this much."""
+    rho = {scheme: run("linear", scheme).left.rho for scheme in WAYS if "eigen" in scheme}
     assert rho["eigen, 32 bits"] > 0.7 * rho["eigen, paper"]
     assert rho["eigen, paper, converged"] < 0.7 * rho["eigen, paper"]
 
@@ -105,7 +105,7 @@ class Shifted(Side):
 
 
 def test_the_printed_error_term_is_nearly_attained() -> None:
-    """B_t = 2 ρ_t I + Σ X_t with such errors, and without gradients tr(L̂^¼) = m (ε + 2 ρ)^¼."""
+    """B_t = 2 ρ_t I + Σ X_t if errors only add; without gradients, tr(L̂^¼) = m (ε + 2 ρ)^¼."""
     side = Shifted(8, WAYS["dense, 32 bits"])
     for _ in range(1000):
         side.add(torch.zeros(8, 8, dtype=torch.float64))
@@ -118,14 +118,14 @@ def test_the_printed_error_term_is_nearly_attained() -> None:
 # -------------------------------------------------------------------------- lemmas of the appendix
 
 
-def least(A: Tensor) -> float:
+def least_eigenvalue(A: Tensor) -> float:
     return float(torch.linalg.eigvalsh(A).min())
 
 
-@pytest.mark.parametrize("way", PERTURBED)
-def test_accumulated_errors_keep_preconditioners_in_order(way: str) -> None:
+@pytest.mark.parametrize("scheme", PERTURBED)
+def test_accumulated_errors_keep_preconditioners_in_order(scheme: str) -> None:
     """B_t = ρ_t I + L_t: B_{t-1} + X_t ⪯ B_t, and Σ X ⪯ B_t ⪯ 2 ρ_t I + Σ X."""
-    side = Side(64, WAYS[way])
+    side = Side(64, WAYS[scheme])
     before, without, negative = side.perturbed, 0.0, 0.0
     eye = torch.eye(64, dtype=torch.float64)
     torch.manual_seed(0)
@@ -135,15 +135,15 @@ def test_accumulated_errors_keep_preconditioners_in_order(way: str) -> None:
         side.add(X)
         B = side.rho * eye + side.perturbed
         rounding = 1e-12 * side.rho
-        assert least(B - before - X) >= -rounding
-        assert least(B - side.total) >= -rounding
-        assert least(2 * side.rho * eye + side.total - B) >= -rounding
-        without = min(without, least(side.perturbed - old - X))
-        negative = min(negative, least(side.perturbed))
+        assert least_eigenvalue(B - before - X) >= -rounding
+        assert least_eigenvalue(B - side.total) >= -rounding
+        assert least_eigenvalue(2 * side.rho * eye + side.total - B) >= -rounding
+        without = min(without, least_eigenvalue(side.perturbed - old - X))
+        negative = min(negative, least_eigenvalue(side.perturbed))
         before = B
-    # It is ρ that does it: what is kept, alone, is out of order; the naive one is indefinite.
+    # ρ is needed: L_t alone is not ordered, and the naive L_t is indefinite.
     assert without < -1
-    assert (negative < -1) == (way == "naive, paper")
+    assert (negative < -1) == (scheme == "naive, paper")
 
 
 @settings(deadline=None)
@@ -158,7 +158,7 @@ def test_kronecker_products_dominate_the_full_matrix(
     full = G.flatten(1).mT @ G.flatten(1) / r
     product = kronecker_root((G @ G.mT).sum(0), (G.mT @ G).sum(0))
     rounding = 1e-9 * float(product.trace())
-    assert least(product - full - EPSILON * torch.eye(m * n).double()) >= -rounding
+    assert least_eigenvalue(product - full - EPSILON * torch.eye(m * n).double()) >= -rounding
 
 
 def kronecker_root(L: Tensor, R: Tensor) -> Tensor:
@@ -171,7 +171,7 @@ def kronecker_root(L: Tensor, R: Tensor) -> Tensor:
 
 @settings(deadline=None)
 @given(st.integers(1, 8), st.integers(1, 20), st.floats(1e-4, 1.0), seeds)
-def test_gradients_in_their_own_norm_sum_up_to_twice_a_trace(
+def test_the_sum_of_gradient_norms_is_at_most_twice_a_trace(
     d: int, rounds: int, ridge: float, seed: int
 ) -> None:
     """Σ gᵀ Ĥ_t⁻¹ g ≤ 2 tr(Ĥ_T), with Ĥ_t = (ρ I + Σ g gᵀ)^½."""
@@ -184,111 +184,111 @@ def test_gradients_in_their_own_norm_sum_up_to_twice_a_trace(
     assert total <= 2 * float(lam.sqrt().sum())
 
 
-def test_the_rank_counts() -> None:
-    """With the identity, of rank 2, half of g gᵀ is below the product, and g gᵀ is not."""
+def test_the_rank_matters() -> None:
+    """For the identity (rank 2), the product dominates g gᵀ / 2 but not g gᵀ."""
     G = torch.eye(2).double()
     g, product = G.flatten(), kronecker_root(G, G)
-    assert least(product - torch.outer(g, g) / 2) >= 0
-    assert least(product - torch.outer(g, g)) < -0.9
+    assert least_eigenvalue(product - torch.outer(g, g) / 2) >= 0
+    assert least_eigenvalue(product - torch.outer(g, g)) < -0.9
 
 
 # --------------------------------------------------------------------------------- the problems
 
 
 @EVERY_PROBLEM
-def test_nothing_fixed_is_better(name: str) -> None:
-    own = problem(name)
+def test_the_best_fixed_point_has_the_least_loss(name: str) -> None:
+    case = problem(name)
 
     def total(W: Tensor) -> float:
-        return sum(float(own.loss(t, W)) for t in range(own.rounds))
+        return sum(float(case.loss(t, W)) for t in range(case.rounds))
 
-    least_total, size = total(own.best), float(own.best.norm())
+    least_total, size = total(case.best), float(case.best.norm())
     torch.manual_seed(0)
     for scale in (1e-3, 1e-2, 0.1, 1.0):
-        W = own.best + scale * torch.randn_like(own.best)
-        if name == "linear":  # of those in the ball
+        W = case.best + scale * torch.randn_like(case.best)
+        if name == "linear":  # only points of the ball are allowed
             W = W * size / W.norm()
         assert total(W) > least_total
 
 
 @EVERY_PROBLEM
-def test_gradients_have_the_rank_that_is_said(name: str) -> None:
-    own = problem(name)
-    W = torch.randn_like(own.best)
-    ranks = [int(torch.linalg.matrix_rank(own.gradient(t, W)[1])) for t in range(own.rounds)]
-    assert max(ranks) == own.rank
+def test_gradients_have_the_stated_rank(name: str) -> None:
+    case = problem(name)
+    W = torch.randn_like(case.best)
+    ranks = [int(torch.linalg.matrix_rank(case.gradient(t, W)[1])) for t in range(case.rounds)]
+    assert max(ranks) == case.rank
 
 
 # ---------------------------------------------------------------------------------- the theorem
 
 
-@EVERY_WAY
+@EVERY_SCHEME
 @EVERY_PROBLEM
-def test_regret_is_bounded(name: str, way: str) -> None:
-    """For a fixed η, with the D that was measured: every link of the proof."""
-    found = run(name, way)
-    assert found.regret > 0
-    assert found.regret <= found.first_link
-    # Norms become traces.
-    assert found.moved <= found.farthest**2 * found.trace
-    assert found.gradients <= 2 * found.rank * found.trace
-    assert found.first_link <= found.bound
-    # And ρ and μ are told apart from the exact sums.
-    assert found.bound <= found.printed_bound * (1 + 1e-9)
-    for side in (found.left, found.right):
-        assert (side.rho > 0) == (way != "exact")
+def test_regret_is_bounded(name: str, scheme: str) -> None:
+    """Every link of the proof holds for a fixed η and the measured D."""
+    outcome = run(name, scheme)
+    assert outcome.regret > 0
+    assert outcome.regret <= outcome.first_link
+    # The second link replaces norms by traces.
+    assert outcome.moved <= outcome.farthest**2 * outcome.trace
+    assert outcome.gradients <= 2 * outcome.rank * outcome.trace
+    assert outcome.first_link <= outcome.bound
+    # The printed bound separates ρ and μ from the exact sums.
+    assert outcome.bound <= outcome.printed_bound * (1 + 1e-9)
+    for side in (outcome.left, outcome.right):
+        assert (side.rho > 0) == (scheme != "exact")
 
 
 @pytest.mark.parametrize("times", [0.1, 4.0])
 def test_regret_is_bounded_for_other_rates(times: float) -> None:
-    own = problem("logistic")
-    found = perturbed_shampoo(own, WAYS["cholesky, compact"], times * own.natural_rate())
-    assert 0 < found.regret <= found.first_link <= found.bound
+    case = problem("logistic")
+    outcome = perturbed_shampoo(case, WAYS["cholesky, compact"], times * case.natural_rate())
+    assert 0 < outcome.regret <= outcome.first_link <= outcome.bound
 
 
-@EVERY_WAY
-def test_the_first_link_is_an_equation_for_linear_losses(way: str) -> None:
-    """But for what the proof drops; so nothing in it is loose by mistake."""
-    found = run("linear", way)
-    exact = found.first_link - found.left_over / (2 * found.eta)
-    assert found.regret == pytest.approx(exact, rel=1e-9)
+@EVERY_SCHEME
+def test_the_first_link_is_an_equation_for_linear_losses(scheme: str) -> None:
+    """For linear losses, the link is exact up to the term that the proof drops."""
+    outcome = run("linear", scheme)
+    exact = outcome.first_link - outcome.left_over / (2 * outcome.eta)
+    assert outcome.regret == pytest.approx(exact, rel=1e-9)
 
 
-def test_the_bound_is_near_for_one_weight() -> None:
-    """D² tr(H) is m n times what m n weights alike would need. With one, little is lost."""
-    own = linear_losses(1, 1, 1)
-    found = perturbed_shampoo(own, None, own.natural_rate())
-    assert found.regret <= found.bound < 3 * found.regret
+def test_the_bound_is_tight_for_one_weight() -> None:
+    """D² tr(H) is loose by a factor of m n for m n equal weights, and tight for one weight."""
+    case = linear_losses(1, 1, 1)
+    outcome = perturbed_shampoo(case, None, case.natural_rate())
+    assert outcome.regret <= outcome.bound < 3 * outcome.regret
 
 
-@pytest.mark.parametrize("way", [*PERTURBED, "cholesky, compact, 3 bits"])
-def test_the_bound_is_not_far_for_a_few_quantised_weights(way: str) -> None:
-    """No factor of it could be forgotten: not r, and not the gradients' share."""
-    own = linear_losses(4, 4, 2, 20)
-    found = perturbed_shampoo(own, WAYS[way], own.natural_rate())
-    assert min(found.left.rho, found.right.rho) > 0.1
-    assert found.regret <= found.bound < 30 * found.regret
-    assert found.moved > 0.04 * found.farthest**2 * found.trace
-    assert found.gradients > 0.04 * (2 * found.rank * found.trace)
+@pytest.mark.parametrize("scheme", [*PERTURBED, "cholesky, compact, 3 bits"])
+def test_the_bound_is_fairly_tight_for_a_few_quantised_weights(scheme: str) -> None:
+    """The bound is tight enough that a missing factor (r, the gradients' term) breaks the test."""
+    case = linear_losses(4, 4, 2, 20)
+    outcome = perturbed_shampoo(case, WAYS[scheme], case.natural_rate())
+    assert min(outcome.left.rho, outcome.right.rho) > 0.1
+    assert outcome.regret <= outcome.bound < 30 * outcome.regret
+    assert outcome.moved > 0.04 * outcome.farthest**2 * outcome.trace
+    assert outcome.gradients > 0.04 * (2 * outcome.rank * outcome.trace)
 
 
-def test_the_last_step_is_no_part_of_d() -> None:
-    """D is over W_1, ..., W_T, at which losses were taken; W_{T+1} may be farther away."""
-    own = linear_losses(4, 4, 2, rounds=1)
-    found = perturbed_shampoo(own, None, 10 * own.natural_rate())
-    start, end = (float((W - own.best).norm()) for W in found.path)
-    assert found.farthest == pytest.approx(start, rel=1e-12)
+def test_d_excludes_the_last_point() -> None:
+    """D is taken over W_1, ..., W_T, where losses are evaluated; W_{T+1} may be farther away."""
+    case = linear_losses(4, 4, 2, rounds=1)
+    outcome = perturbed_shampoo(case, None, 10 * case.natural_rate())
+    start, end = (float((W - case.best).norm()) for W in outcome.path)
+    assert outcome.farthest == pytest.approx(start, rel=1e-12)
     assert end > 2 * start
 
 
-@pytest.mark.parametrize("way", PERTURBED)
-def test_the_bound_is_far_for_many(way: str) -> None:
-    """That is known ("very slack"): by how much is in docs/results/theory.md."""
+@pytest.mark.parametrize("scheme", PERTURBED)
+def test_the_bound_is_loose_for_many_weights(scheme: str) -> None:
+    """The paper calls the bound "very slack"; docs/results/theory.md has the ratios."""
     for name in MAKERS:
-        found = run(name, way)
-        assert 1e3 < found.bound / found.regret < 1e5
-        # The two sums that the paper says are "about the same" for 4 bits.
-        for side in (found.left, found.right):
+        outcome = run(name, scheme)
+        assert 1e3 < outcome.bound / outcome.regret < 1e5
+        # The paper calls these two sums "about the same" for 4 bits.
+        for side in (outcome.left, outcome.right):
             assert 1 < side.error_trace() / side.exact_trace() < 10
 
 
@@ -297,29 +297,29 @@ def test_the_bound_is_far_for_many(way: str) -> None:
 
 def test_the_printed_rate_is_right_where_the_start_is_farthest() -> None:
     """η = D / √(2r), and the bound is √(2r) D times both traces, literally."""
-    found = run("least squares", "cholesky, compact")
-    assert found.farthest == pytest.approx(found.start_distance, rel=1e-12)
-    assert found.eta == pytest.approx(found.farthest / math.sqrt(2 * found.rank), rel=1e-12)
-    printed = math.sqrt(2 * found.rank) * found.farthest
-    printed *= found.left.printed_trace() * found.right.printed_trace()
-    assert found.printed_bound == pytest.approx(printed, rel=1e-12)
-    assert found.regret <= printed
+    outcome = run("least squares", "cholesky, compact")
+    assert outcome.farthest == pytest.approx(outcome.start_distance, rel=1e-12)
+    assert outcome.eta == pytest.approx(outcome.farthest / math.sqrt(2 * outcome.rank), rel=1e-12)
+    printed = math.sqrt(2 * outcome.rank) * outcome.farthest
+    printed *= outcome.left.printed_trace() * outcome.right.printed_trace()
+    assert outcome.printed_bound == pytest.approx(printed, rel=1e-12)
+    assert outcome.regret <= printed
 
 
 def test_the_printed_rate_need_not_exist() -> None:
     """D is the largest distance of a run, which depends on η: η = D / √(2r) is an equation.
 
     Gradients of linear losses do not depend on W, so that W_t = η S_t, and D / η is the largest
-    ‖S_t - W* / η‖: a convex function of 1 / η. Its minimum lies above √(2r), so none solves it.
+    ‖S_t - W* / η‖: a convex function of 1 / η. Its minimum is above √(2r), so no η solves it.
     """
-    found = run("linear", "exact")
-    S = found.path[:-1] / found.eta
+    outcome = run("linear", "exact")
+    S = outcome.path[:-1] / outcome.eta
 
     def distance_over_rate(inverse: float) -> float:
-        return float((S - found.best * inverse).flatten(1).norm(dim=1).max())
+        return float((S - outcome.best * inverse).flatten(1).norm(dim=1).max())
 
-    # With W_1 = 0, D / η is at least ‖W*‖ / η: beyond this, larger than at η = ∞.
-    low, high = 0.0, distance_over_rate(0.0) / found.start_distance
+    # With W_1 = 0, D / η is at least ‖W*‖ / η; above this bound it exceeds its value at η = ∞.
+    low, high = 0.0, distance_over_rate(0.0) / outcome.start_distance
     for _ in range(100):
         third = (high - low) / 3
         if distance_over_rate(low + third) < distance_over_rate(high - third):
@@ -327,4 +327,4 @@ def test_the_printed_rate_need_not_exist() -> None:
         else:
             low += third
     assert distance_over_rate(low) == pytest.approx(6.025, abs=0.01)
-    assert math.sqrt(2 * found.rank) == 2
+    assert math.sqrt(2 * outcome.rank) == 2

@@ -1,6 +1,6 @@
-"""The paper's lemmas and its proposition on quantised preconditioners, against float64 matrices.
+"""The paper's lemmas and proposition on quantised preconditioners, tested on float64 matrices.
 
-Lemma 1 is also tried on what kronbit's quantiser and Björck's steps really make of eigenvectors.
+Lemma 1 is also tested on eigenvectors that went through kronbit's quantiser and Björck's steps.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kronbit.factors import Batch, Factors
 from kronbit.lab.quantisation.errors import Statistic, restored_vectors, synthetic_matrix
 from kronbit.quantization import Quantizer
 
-ROUNDING = 1e-6  # of float64 powers of matrices, relative to what is compared
+ROUNDING = 1e-6  # relative rounding error of float64 powers of matrices
 seeds = st.integers(0, 2**32 - 1)
 
 
@@ -32,8 +32,8 @@ def orthogonal(n: int, seed: int) -> Tensor:
 
 
 @st.composite
-def turned(draw: st.DrawFn) -> tuple[Tensor, Tensor, Tensor, float]:
-    """U, an orthogonal V, λ over six orders of magnitude, and s."""
+def rotated_matrices(draw: st.DrawFn) -> tuple[Tensor, Tensor, Tensor, float]:
+    """Draw U, an orthogonal V, λ over six orders of magnitude, and s."""
     n = draw(st.integers(2, 10))
     exponents = draw(st.lists(st.floats(-3, 3), min_size=n, max_size=n))
     U, noise = orthogonal(n, draw(seeds)), orthogonal(n, draw(seeds))
@@ -47,7 +47,7 @@ def turned(draw: st.DrawFn) -> tuple[Tensor, Tensor, Tensor, float]:
 
 
 @settings(deadline=None)
-@given(turned())
+@given(rotated_matrices())
 def test_lemma_1_holds_for_every_spectrum_and_power(
     case: tuple[Tensor, Tensor, Tensor, float],
 ) -> None:
@@ -55,15 +55,15 @@ def test_lemma_1_holds_for_every_spectrum_and_power(
     B, B_1 = power((U * lam) @ U.mT, s), power((V * lam) @ V.mT, s)
     alpha, beta = alpha_beta(V, U)
     assert nre(B_1, B) <= 2 * alpha + ROUNDING
-    assume(beta <= 1)  # (2) asks for 1 - β ≥ 0
+    assume(beta <= 1)  # (2) requires 1 - β ≥ 0
     assert cosine(B, B_1) >= (1 - beta) ** 2 - ROUNDING
     assert beta == pytest.approx(alpha**2 / 2, abs=ROUNDING)
     assert nre(B_1, B) <= sharp(alpha) + ROUNDING
 
 
 @pytest.mark.parametrize("angle", [0.01, 0.1, 0.5])
-def test_lemma_1_is_approached_but_for_a_factor(angle: float) -> None:
-    """By one eigenvalue that dwarfs the other, (2) is; and (1) up to a factor of √2."""
+def test_lemma_1_is_tight_up_to_a_factor(angle: float) -> None:
+    """If one eigenvalue dominates, bound (2) is attained, and bound (1) up to a factor of √2."""
     c, s = math.cos(angle), math.sin(angle)
     V = torch.tensor([[c, -s], [s, c]], dtype=torch.float64)
     lam = torch.tensor([1.0, 1e-13]).double()
@@ -75,7 +75,7 @@ def test_lemma_1_is_approached_but_for_a_factor(angle: float) -> None:
 
 
 def test_the_sharp_bound_is_for_small_alpha() -> None:
-    """Vectors that point the other way make the same matrix, and 1 - β is negative for them."""
+    """Vectors of opposite sign make the same matrix, and have a negative 1 - β."""
     U, lam = torch.eye(3).double(), torch.tensor([1.0, 2.0, 5.0]).double()
     V = torch.stack([-U[0], U[2], U[1]], 1)
     alpha, beta = alpha_beta(V, U)
@@ -85,7 +85,7 @@ def test_the_sharp_bound_is_for_small_alpha() -> None:
 
 
 def test_errors_depend_on_the_spectrum_though_the_bounds_do_not() -> None:
-    """The paper says that the errors are independent of Λ and s; its lemma says it of bounds."""
+    """The paper calls the errors independent of Λ and s; its lemma proves it of the bounds only."""
     statistic = synthetic_matrix(64)
     V = restored_vectors(statistic, Quantizer(), 4)
     errors = []
@@ -105,46 +105,46 @@ POWERS = (-8.0, -1.0, -0.5, -0.25, 0.5, 1.0)
 def test_lemma_1_on_quantised_eigenvectors(mapping: str, bits: int) -> None:
     statistic, quantizer = synthetic_matrix(256), Quantizer(bits, mapping)
     plain, once, full = (restored(statistic, quantizer, k, POWERS) for k in (0, 1, 4))
-    # After four steps V is orthogonal, and everything holds, at every power.
+    # After four steps V is orthogonal, and the lemma holds at every power.
     assert full.orthogonal
     for error, cos in full.errors.values():
         assert error <= sharp(full.alpha) < full.nre_bound
         assert cos >= full.cosine_bound
     assert full.beta == pytest.approx(full.alpha**2 / 2, abs=1e-5)
-    # Without it, the lemma does not apply: lengths and angles of V are raised to the power, too.
-    for short in (plain, once):
-        assert not short.orthogonal
-        assert short.errors[-0.25][0] < short.nre_bound
-        assert short.errors[-0.25][1] > short.cosine_bound
-        assert short.errors[-8.0][0] > short.nre_bound
-    # One step is enough for (2), though not for (1): β is large, because columns are short.
+    # The lemma does not apply if V is not orthogonal: the power acts on its lengths and angles too.
+    for result in (plain, once):
+        assert not result.orthogonal
+        assert result.errors[-0.25][0] < result.nre_bound
+        assert result.errors[-0.25][1] > result.cosine_bound
+        assert result.errors[-8.0][0] > result.nre_bound
+    # One step suffices for (2) but not for (1): β is large because columns are too short.
     assert once.errors[-8.0][1] > once.cosine_bound
-    # The first step does nearly all for α, and too little for β: it leaves columns too short.
+    # The first step nearly completes α but not β: columns remain too short.
     assert full.alpha < once.alpha < 0.8 * plain.alpha
     assert once.alpha < 1.1 * full.alpha
     assert once.beta > 3 * full.beta
     assert once.length < 0.99 < 1 - 1e-5 < full.length
 
 
-def test_the_papers_alpha_and_beta_are_those_of_rectified_linear2() -> None:
-    """0.1 and 0.005 are "roughly" met, it says: after four steps, at 4 bits."""
+def test_alpha_and_beta_of_the_paper_match_rectified_linear2() -> None:
+    """At 4 bits, α < 0.1 and β < 0.005 hold after four steps."""
     statistic = synthetic_matrix(256)
-    found = {
+    results = {
         (mapping, steps): restored(statistic, Quantizer(4, mapping), steps, ())
         for mapping, steps in (("linear2", 0), ("linear2", 1), ("linear2", 4), ("dt", 4))
     }
-    assert found["linear2", 4].alpha < 0.1
-    assert found["linear2", 4].beta < 0.005
-    assert found["linear2", 0].alpha > 0.1
-    assert found["linear2", 1].beta > 0.005
-    assert found["dt", 4].alpha > 0.1
+    assert results["linear2", 4].alpha < 0.1
+    assert results["linear2", 4].beta < 0.005
+    assert results["linear2", 0].alpha > 0.1
+    assert results["linear2", 1].beta > 0.005
+    assert results["dt", 4].alpha > 0.1
 
 
-def test_an_update_loses_trace_unless_rectified_to_the_end() -> None:
-    """Björck's σ ↦ (3 σ - σ³) / 2 is at most 1: after one step, columns are too short."""
+def test_an_update_loses_trace_unless_fully_rectified() -> None:
+    """Björck's map σ ↦ (3 σ - σ³) / 2 is at most 1, so columns are too short after one step."""
     statistic, rows = synthetic_matrix(128), slice(0, 1)
     A = (statistic.U * statistic.lam) @ statistic.U.mT
-    kept = {}
+    shares = {}
     for steps in (1, 4):
         config = Config(method="eigen", beta=1.0, start=0.0, update_rectify=steps)
         factors = Factors(128, 1, config.format(128), 0.0, "cpu")
@@ -152,12 +152,12 @@ def test_an_update_loses_trace_unless_rectified_to_the_end() -> None:
             factors.tensors[name].copy_(leaf)
         lam = factors.tensors["eigenvalues"]
         before = float(lam.sum())
-        nothing, all_rows = torch.zeros(1, 128, 128), torch.ones(1, dtype=torch.bool)
-        _, replaced = Batch([(factors, rows)]).update(nothing, all_rows, config)
+        zeros, all_rows = torch.zeros(1, 128, 128), torch.ones(1, dtype=torch.bool)
+        _, replaced = Batch([(factors, rows)]).update(zeros, all_rows, config)
         assert bool(replaced)
-        kept[steps] = float(lam.sum()) / before
-    assert 0.98 < kept[1] < 0.99
-    assert kept[4] == pytest.approx(1, abs=1e-4)
+        shares[steps] = float(lam.sum()) / before
+    assert 0.98 < shares[1] < 0.99
+    assert shares[4] == pytest.approx(1, abs=1e-4)
 
 
 # --------------------------------------------------------------------------------------- Lemma 2
@@ -172,7 +172,7 @@ def h_2(ell: float, c: float, t: float, s: float) -> float:
 
 
 def two_valued(m: int, n: int, c: float, small: float, lam: float = 1.0) -> Tensor:
-    """Eigenvalues c λ m times, then small λ n times."""
+    """Return m eigenvalues c λ, then n eigenvalues small λ."""
     return lam * torch.tensor([c] * m + [small] * n, dtype=torch.float64)
 
 
@@ -194,34 +194,36 @@ def test_lemma_2_closed_forms(
 
 
 @given(ratios, factors, factors, st.lists(st.floats(-3, -1e-3), min_size=2, max_size=2))
-def test_lemma_2_first_error_falls_with_s(c: float, k: float, ell: float, two: list[float]) -> None:
-    lower, higher = sorted(two)
+def test_lemma_2_first_error_falls_with_s(
+    c: float, k: float, ell: float, pair: list[float]
+) -> None:
+    lower, higher = sorted(pair)
     assert h_1(lower, ell, c, k) >= h_1(higher, ell, c, k) * (1 - 1e-12)
 
 
 def test_lemma_2_needs_c_at_least_one() -> None:
-    """The proof says "since c ≥ 0"; it uses ln c ≥ 0. Below 1, the error rises with s."""
+    """The proof states c ≥ 0 but uses ln c ≥ 0: for c < 1, the error rises with s."""
     assert h_1(-2.0, 1.0, 0.1, 1.5) < h_1(-0.5, 1.0, 0.1, 1.5)
 
 
 @given(ratios, factors, st.floats(-3, 3), st.lists(factors, min_size=2, max_size=2))
-def test_lemma_2_first_error_rises_with_l(c: float, k: float, s: float, two: list[float]) -> None:
-    fewer, more = sorted(two)
+def test_lemma_2_first_error_rises_with_l(c: float, k: float, s: float, pair: list[float]) -> None:
+    fewer, more = sorted(pair)
     assert h_1(s, fewer, c, k) <= h_1(s, more, c, k) * (1 + 1e-12)
 
 
 @given(ratios, factors, exponents, st.lists(factors, min_size=2, max_size=2), st.booleans())
 def test_lemma_2_cosine_is_least_at_its_turning_point(
-    c: float, k: float, s: float, two: list[float], left: bool
+    c: float, k: float, s: float, pair: list[float], left: bool
 ) -> None:
     t = k / c
     turning = (c / t) ** s
-    # Two places on one side of it.
-    near, far = sorted(x if x >= 1 else 1 / x for x in two)
+    # Two points on the same side of the turning point.
+    near, far = sorted(x if x >= 1 else 1 / x for x in pair)
     near, far = (turning / near, turning / far) if left else (turning * near, turning * far)
     assert h_2(turning, c, t, s) <= h_2(near, c, t, s) * (1 + 1e-9)
     assert h_2(near, c, t, s) <= h_2(far, c, t, s) * (1 + 1e-9)
-    # (3): both errors there depend on k^s alone.
+    # (3): at the turning point, both errors depend on k^s alone.
     x = k**s
     assert h_1(s, turning, c, k) == pytest.approx(abs(x - 1) / math.sqrt(x + 1), rel=1e-9)
     assert h_2(turning, c, t, s) == pytest.approx(2 / math.sqrt(2 + x + 1 / x), rel=1e-9)
@@ -250,9 +252,9 @@ def test_proposition_1_where_small_eigenvalues_are_perturbed(c: float, s: float)
 
 @pytest.mark.parametrize(("s", "per_small", "n"), [(-0.25, 15, 1), (-0.25, 20, 4), (-0.5, 224, 1)])
 def test_proposition_1_on_matrices(s: float, per_small: int, n: int) -> None:
-    """With real quantised eigenvectors, whose α and β are measured.
+    """The proposition holds for quantised eigenvectors with measured α and β.
 
-    l = (c / t)^s = n / m must be a ratio of integers: c follows from it, and is at least 1000.
+    l = (c / t)^s = n / m must be a ratio of integers; it determines c, which is at least 1000.
     """
     m = per_small * n
     c = T_OF_4_BITS * per_small ** (-1 / s)
@@ -272,15 +274,15 @@ def test_proposition_1_on_matrices(s: float, per_small: int, n: int) -> None:
 @settings(deadline=None, max_examples=20)
 @given(st.sampled_from([(-0.25, 15), (-0.5, 224)]), seeds)
 def test_proposition_1_at_its_limit(case: tuple[float, int], seed: int) -> None:
-    """Any rotation that moves one column by 0.1, and none farther."""
+    """The proposition holds for any rotation that moves one column by 0.1 and none farther."""
     s, m = case
     c = T_OF_4_BITS * m ** (-1 / s)
     U, noise, lam = torch.eye(m + 1).double(), orthogonal(m + 1, seed), two_valued(m, 1, c, 1.0)
-    turn = noise - noise.mT
-    low, high = 0.0, 1.0  # the farthest column is at 0.1 for some angle in between
+    generator = noise - noise.mT
+    low, high = 0.0, 1.0  # for some angle in between, the farthest column moves by 0.1
     for _ in range(50):
         angle = (low + high) / 2
-        V = torch.linalg.matrix_exp(angle * turn)
+        V = torch.linalg.matrix_exp(angle * generator)
         low, high = (angle, high) if alpha_beta(V, U)[0] < 0.1 else (low, angle)
     alpha, beta = alpha_beta(V, U)
     assert alpha == pytest.approx(0.1, rel=1e-9)

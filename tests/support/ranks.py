@@ -1,4 +1,4 @@
-"""Functions on several gloo ranks, each a process; used by tests of distributed runs."""
+"""Run functions on several ranks, each in its own process, for distributed tests."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-SECONDS = 120  # where there are few cores, ranks take long
-# Ranks are forked from a process that has imported these, once: torch alone takes seconds.
+SECONDS = 120  # with few cores, ranks are slow
+# Ranks are forked from a process that has imported these once: importing torch takes seconds.
 _IMPORTED = [
     "torch.distributed.checkpoint",
     "torch.distributed.fsdp",
@@ -37,16 +37,18 @@ def run_on_ranks(
     """Call ``function(rank, *args)`` on every rank of a process group.
 
     Args:
-        world: How many ranks.
-        function: At the top level of its module; what it returns must not hold shared tensors.
-        *args: What else it is given.
-        backend: How ranks talk; with "torchrun", the function is told as by that.
+        world: Number of ranks.
+        function: A function at the top level of its module. Its result must not hold shared
+            tensors.
+        *args: Further arguments of the function.
+        backend: Backend of the process group. With "torchrun", no group is made; environment
+            variables are set as torchrun sets them.
 
     Returns:
-        What each rank has returned, in order.
+        The results of all ranks, in order.
 
     Raises:
-        AssertionError: If a rank fails, or all of them take too long; with each rank's traceback.
+        AssertionError: If a rank fails or all of them take too long; with each rank's traceback.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -62,11 +64,11 @@ def run_on_ranks(
     ]
     for process in processes:
         process.start()
-    found: dict[int, Any] = {}
+    results: dict[int, Any] = {}
     failed: dict[int, str] = {}
     end = time.monotonic() + SECONDS
     try:
-        while len(found) + len(failed) < world and time.monotonic() < end:
+        while len(results) + len(failed) < world and time.monotonic() < end:
             try:
                 rank, good, answer = answers.get(timeout=1)
             except queue.Empty:
@@ -75,28 +77,28 @@ def run_on_ranks(
                     for rank, process in enumerate(processes)
                     if process.exitcode and rank not in failed
                 ]
-                if dead:  # without a word, as by a signal
+                if dead:  # without an answer, for example killed by a signal
                     failed |= {rank: f"exit code {processes[rank].exitcode}" for rank in dead}
                     break
                 continue
-            (found if good else failed)[rank] = answer
-            if failed:  # the others would wait for it
+            (results if good else failed)[rank] = answer
+            if failed:  # the other ranks would wait for it
                 end = min(end, time.monotonic() + 5)
     finally:
         for process in processes:
-            process.join(timeout=0 if failed or len(found) < world else 30)
+            process.join(timeout=0 if failed or len(results) < world else 30)
             if process.is_alive():
                 process.kill()
                 process.join()
-    if failed or len(found) < world:
-        lost = sorted(set(range(world)) - set(found) - set(failed))
-        told = [f"rank {rank}:\n{text}" for rank, text in sorted(failed.items())]
-        raise AssertionError("\n".join([*told, f"no answer from {lost}" if lost else ""]))
-    return [found[rank] for rank in range(world)]
+    if failed or len(results) < world:
+        missing = sorted(set(range(world)) - set(results) - set(failed))
+        messages = [f"rank {rank}:\n{text}" for rank, text in sorted(failed.items())]
+        raise AssertionError("\n".join([*messages, f"no answer from {missing}" if missing else ""]))
+    return [results[rank] for rank in range(world)]
 
 
 def _files_of(*values: Any) -> dict[str, str]:
-    """Test modules that functions are from, by name: no ``sys.path`` of a rank leads to them."""
+    """Return files of the functions' test modules by name: ranks cannot import these by name."""
     names = {value.__module__ for value in values if isinstance(value, FunctionType)}
     return {name: sys.modules[name].__file__ for name in names if name.startswith("tests.")}
 
@@ -110,15 +112,15 @@ def _load(name: str, path: str) -> None:
 
 
 def run_script_on_ranks(world: int, script: str, *arguments: str) -> str:
-    """Run a program as torchrun does, but in processes that need not import torch first.
+    """Run a program as torchrun does, in processes that have already imported torch.
 
     Args:
-        world: How many ranks.
-        script: The path of a file, or the name of a module.
-        *arguments: The program's.
+        world: Number of ranks.
+        script: Path of a file, or name of a module.
+        *arguments: Arguments of the program.
 
     Returns:
-        What the first rank has printed.
+        The output of the first rank.
     """
     first: str = run_on_ranks(world, _script, script, arguments, backend="torchrun")[0]
     return first
@@ -127,17 +129,17 @@ def run_script_on_ranks(world: int, script: str, *arguments: str) -> str:
 def _script(rank: int, script: str, arguments: tuple[str, ...]) -> str:
     sys.argv = [script, *arguments]
     run = runpy.run_path if script.endswith(".py") else runpy.run_module
-    with contextlib.redirect_stdout(io.StringIO()) as said:
+    with contextlib.redirect_stdout(io.StringIO()) as output:
         try:
             run(script, run_name="__main__")
         except SystemExit as end:
             if end.code:
-                raise RuntimeError(f"exit code {end.code}\n{said.getvalue()}") from end
-    return said.getvalue()
+                raise RuntimeError(f"exit code {end.code}\n{output.getvalue()}") from end
+    return output.getvalue()
 
 
 def in_turn(rank: int, *functions: Callable[[int], Any]) -> list[Any]:
-    """Several functions on the same ranks: to start processes takes longer than most of them."""
+    """Call several functions on the same ranks: starting processes takes longer than most calls."""
     return [function(rank) for function in functions]
 
 
@@ -155,9 +157,9 @@ def _rank(
         for name, path in modules.items():
             _load(name, path)
         function, args = pickle.loads(call)
-        if backend == "torchrun":  # the program itself begins and ends its group
-            known = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "MASTER_PORT": port}
-            os.environ |= {name: str(value) for name, value in known.items()}
+        if backend == "torchrun":  # the program makes its process group
+            variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "MASTER_PORT": port}
+            os.environ |= {name: str(value) for name, value in variables.items()}
             os.environ["MASTER_ADDR"] = "127.0.0.1"
             answer = function(rank, *args)
         else:

@@ -1,4 +1,4 @@
-"""A network on shards, and its comparison with a whole one."""
+"""A network for tests of sharded parameters, and a comparison with an unsharded run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ OPTIONS: dict[str, Any] = {"lr": 0.01, "update_every": 2, "refresh_every": 4, "m
 
 
 class Network(nn.Module):
-    """Odd sizes, few rows; layers that are frozen, without effect, or without a gradient."""
+    """Odd sizes and few rows; layers that are frozen, without effect, or without gradients."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -27,7 +27,7 @@ class Network(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.frozen(torch.tanh(self.second(torch.tanh(self.first(x)))))
-        # FSDP2 cannot do with layers that are not called at all, in bf16.
+        # FSDP2 in bf16 requires that every layer is called.
         return self.last(torch.tanh(x)) + 0 * (self.dead(x).sum() + self.unused(x).sum())
 
 
@@ -44,7 +44,7 @@ def mesh_of(ranks: list[Any]) -> DeviceMesh:
 
 
 def give_gradients(model: nn.Module, t: int) -> None:
-    """Not finite in parts now and then, and zero in a dead layer."""
+    """Set random gradients: some non-finite at t = 3, all zero in the dead layer."""
     generator = torch.Generator().manual_seed(t)
     for name, p in model.named_parameters():
         if not p.requires_grad or name.startswith("unused"):
@@ -67,8 +67,8 @@ def whole(p: Tensor) -> Tensor:
     return p.full_tensor() if isinstance(p, DTensor) else p
 
 
-def same(found: Any, expected: Any, where: str = "") -> None:
-    a, b = (dict(tree_flatten_with_path(value)[0]) for value in (found, expected))
+def same(actual: Any, expected: Any, where: str = "") -> None:
+    a, b = (dict(tree_flatten_with_path(value)[0]) for value in (actual, expected))
     assert a.keys() == b.keys()
     for key, value in a.items():
         equal = torch.equal(value, b[key]) if isinstance(value, Tensor) else value == b[key]

@@ -102,7 +102,7 @@ class Side:
         return float((lam**0.25).sum())
 
     def _updated(self, X: Tensor, config: Config) -> Tensor:
-        """Update with kronbit, including its repairs, and return the matrix that the state holds."""
+        """Update with kronbit, including its repairs, and return the stored matrix."""
         rows = slice(0, 1)
         batch = Batch([(self._factors, rows)])
         for number in range(1 + len(self._factors.method.repairs)):

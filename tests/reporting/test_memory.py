@@ -1,4 +1,4 @@
-"""Memory is an assertion: of rest, of estimates, and of the peak."""
+"""Memory of the state, estimates of it, and the peak during a step."""
 
 from __future__ import annotations
 
@@ -70,13 +70,13 @@ def sum_of_tensors(value: Any) -> int:
         ({}, None, CONVERGED_ROOT),
     ],
 )
-def test_kernels_need_what_a_row_of_a_batch_is_counted_for(
+def test_kernels_need_the_memory_that_the_batch_size_assumes(
     options: dict[str, Any],
     attempt: Attempt | None,
     cost: Cost,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Launches do nothing here: what is counted are the tensors around them."""
+    """Launches do nothing here; the test counts the tensors that the host allocates."""
     pytest.importorskip("triton")
     from kronbit.kernels import cholesky, compact, evaluation, matmul, power, split
     from kronbit.kernels import quantization as quantiser
@@ -88,18 +88,18 @@ def test_kernels_need_what_a_row_of_a_batch_is_counted_for(
     monkeypatch.setattr(guard, "why_not", lambda device: None)
     trusted = torch.ones(k, dtype=torch.bool)
     batch = Batch([(factors, slice(0, k))])
-    with Allocations() as found:
+    with Allocations() as used:
         if attempt is None:
             batch.refresh(config)
         else:
             batch.update(torch.zeros(k, n, n), trusted, config, attempt)
-    matrices = found.peak / (4 * k * n**2)
+    matrices = used.peak / (4 * k * n**2)
     assert cost.square - 0.5 < matrices < cost.square + 0.1
 
 
 @pytest.mark.parametrize("options", METHODS, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_estimate_is_memory_is_the_sum_of_the_state(
+def test_the_estimate_and_memory_equal_the_size_of_the_state(
     options: dict[str, Any], dtype: torch.dtype
 ) -> None:
     model = network(dtype)
@@ -114,7 +114,7 @@ def test_estimate_is_memory_is_the_sum_of_the_state(
     "base",
     ["sgd", "adam", "nadamw", "adagrad", "rmsprop", "schedulefree-adamw", "schedulefree-sgd"],
 )
-def test_estimates_know_the_bases(base: str) -> None:
+def test_estimates_are_exact_for_every_base(base: str) -> None:
     if base.startswith("schedulefree"):
         pytest.importorskip("schedulefree")
     model = network()
@@ -122,7 +122,7 @@ def test_estimates_know_the_bases(base: str) -> None:
     assert optimizer.memory() == estimate_memory(model, base=base, lr=1e-2)
 
 
-def test_estimates_know_8_bit_adamw_whose_tables_are_shared() -> None:
+def test_estimates_are_exact_for_8_bit_adamw_with_shared_tables() -> None:
     pytest.importorskip("bitsandbytes")
     model = network()
     optimizer = stepped(model, base="adamw8bit", lr=1e-2)
@@ -144,7 +144,7 @@ def test_estimates_take_shapes_and_allocate_nothing() -> None:
 
 @pytest.mark.parametrize(("bits", "block_size"), [(4, 64), (8, 256), (3, 64), (6, 128)])
 def test_a_quantised_element_takes_bits_plus_scale(bits: int, block_size: int) -> None:
-    """The paper's 4 + 32/64 = 4.5 bits, to the byte, beside float32 eigenvalues and diagonals."""
+    """Sizes match the paper's 4 + 32/64 = 4.5 bits, plus float32 eigenvalues and diagonals."""
     n = 1280
     memory = estimate_memory([(n, n)], bits=bits, block_size=block_size, max_order=n, **PAPER)
     quantised = n * n * (bits + 32 / block_size) / 8
@@ -153,7 +153,7 @@ def test_a_quantised_element_takes_bits_plus_scale(bits: int, block_size: int) -
     assert memory["roots"] == 2 * (quantised + vector)
 
 
-def test_about_seven_times_smaller_than_32_bits() -> None:
+def test_4_bits_take_about_seven_times_less_than_32_bits() -> None:
     shapes = [(1200, 1200), (768, 3072), (384, 1536)]
     small, large = (
         estimate_memory(shapes, **options) for options in ({"bits": 4, **PAPER}, {"bits": 32})
@@ -162,7 +162,7 @@ def test_about_seven_times_smaller_than_32_bits() -> None:
     assert 7.0 <= ratio <= 7.1
 
 
-def test_estimates_of_parameters_pass_over_frozen_ones() -> None:
+def test_estimates_skip_frozen_parameters() -> None:
     model = network()
     expected = estimate_memory(model)
     assert estimate_memory(model.parameters()) == expected
@@ -172,24 +172,24 @@ def test_estimates_of_parameters_pass_over_frozen_ones() -> None:
 
 
 @pytest.mark.parametrize(
-    ("what", "message"),
+    ("model", "message"),
     [
         (nn.Parameter(torch.ones(3, 3)), "got one tensor"),
         ([{"params": []}], "expected a module, parameters or shapes"),
         ((64, 64), "expected a module, parameters or shapes; got 64"),
     ],
 )
-def test_estimates_of_something_else_are_refused(what: Any, message: str) -> None:
+def test_estimates_of_other_types_are_refused(model: Any, message: str) -> None:
     with pytest.raises(TypeError, match=message):
-        estimate_memory(what)
+        estimate_memory(model)
 
 
-def test_a_base_that_cannot_be_estimated_says_so() -> None:
+def test_an_unsupported_base_cannot_be_estimated() -> None:
     with pytest.raises(ValueError, match=r"Adafactor' cannot be estimated.*base=None"):
         estimate_memory([(64, 64)], base="torch.optim.Adafactor")
 
 
-def test_memory_before_the_first_step_is_nothing() -> None:
+def test_memory_before_the_first_step_is_zero() -> None:
     optimizer = Shampoo(network().parameters(), lr=1e-2)
     assert optimizer.memory() == {"statistics": 0, "roots": 0, "base": 0, "total": 0}
 
@@ -202,13 +202,13 @@ def test_memory_before_the_first_step_is_nothing() -> None:
         {"bits": 4},
         pytest.param({"bits": 4, **PAPER}, marks=slow),
         pytest.param({"bits": 4, "method": "naive"}, marks=slow),
-        *(pytest.param(own, marks=slow) for own in METHODS[1:-1]),
+        *(pytest.param(options, marks=slow) for options in METHODS[1:-1]),
         pytest.param({**PAPER, "root": "schur_newton"}, marks=slow),
     ],
     ids=str,
 )
 def test_the_peak_stays_within_the_workspace(make: Any, options: dict[str, Any]) -> None:
-    """On every kind of step, for stacks that are many times the workspace."""
+    """The bound holds at every kind of step, for stacks many times larger than the workspace."""
     workspace = 2 * 2**20
     shapes = [(64, 64)] * 90 + [(64, 192)] * 30 + [(151, 100)] * 30 + [(300, 300)]
     params = [nn.Parameter(torch.randn(shape)) for shape in shapes]
@@ -235,7 +235,7 @@ def test_the_peak_stays_within_the_workspace(make: Any, options: dict[str, Any])
 
 @slow
 def test_the_peak_stays_within_the_workspace_for_channels_last_convolutions() -> None:
-    """Their gradients are copied to be read as matrices: a few at a time, not all at once."""
+    """Their gradients are copied to be read as matrices, only a few at a time."""
     workspace = 2 * 2**20
     params = [
         nn.Parameter(torch.randn(32, 32, 3, 3).to(memory_format=torch.channels_last))
@@ -274,7 +274,7 @@ def test_the_peak_stays_within_the_workspace_for_channels_last_convolutions() ->
     ids=str,
 )
 def test_the_peak_stays_within_the_workspace_on_the_gpu(options: dict[str, Any]) -> None:
-    """As the allocator sees it, cuSOLVER's scratch included."""
+    """The allocator's peak includes cuSOLVER's scratch memory."""
     workspace = 64 * 2**20
     shapes = [(512, 512)] * 30 + [(512, 256)] * 30 + [(300, 700)] * 10 + [(2000, 768)]
     params = [nn.Parameter(torch.randn(shape, device="cuda")) for shape in shapes]
@@ -290,24 +290,24 @@ def test_the_peak_stays_within_the_workspace_on_the_gpu(options: dict[str, Any])
         for p in params:
             p.grad = torch.randn_like(p)
         torch.cuda.synchronize()
-        rest = torch.cuda.memory_allocated()
+        before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
         optimizer.step()
-        peak = torch.cuda.max_memory_allocated() - rest
+        peak = torch.cuda.max_memory_allocated() - before
         if t > 4:  # the first steps allocate state and library workspaces
             assert peak < 1.1 * workspace, t
 
 
-def test_state_bytes_of_a_layout_are_those_of_the_stack() -> None:
+def test_state_bytes_equal_the_size_of_the_stacks() -> None:
     optimizer = stepped(network(), lr=1e-2, max_order=70)
     for preconditioner in optimizer._plan.preconditioners.values():
         expected = [
             sum(state_bytes(member.blocking, member.config).values())
             for member in preconditioner.stacks.members
         ]
-        held = sum(
+        actual = sum(
             sum_of_tensors(factors.tensors)
             for group in preconditioner.stacks.groups
             for factors in (group.left, group.right)
         )
-        assert sum(expected) == held
+        assert sum(expected) == actual

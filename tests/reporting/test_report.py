@@ -26,7 +26,7 @@ def run(model: nn.Module, optimizer: Shampoo, steps: int) -> None:
 
 
 @pytest.mark.parametrize("rich", [True, False])
-def test_summary_shows_each_parameter_or_why_not(
+def test_the_summary_shows_each_parameter_or_the_reason_against_it(
     rich: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not rich:
@@ -50,7 +50,7 @@ def test_summary_shows_each_parameter_or_why_not(
     }
     assert "66 x 130" in rows["0.weight"]
     assert "cholesky" in rows["0.weight"]
-    assert "4/32" in rows["0.weight"]  # 130 is cut into 100 and 30; 30 stays in 32 bits
+    assert "4/32" in rows["0.weight"]  # 130 is cut into 100 and 30; order 30 stays in 32 bits
     assert f"{sizes['0.weight']:,}" in rows["0.weight"]
     assert "not a matrix" in rows["1.weight"]
     assert "frozen: requires_grad=False" in text
@@ -61,21 +61,21 @@ def test_summary_shows_each_parameter_or_why_not(
     assert "workspace: 256 MiB; an update at the largest order, 100" in text
 
 
-def test_summary_names_parameters_by_place_where_they_have_no_name() -> None:
+def test_the_summary_numbers_unnamed_parameters() -> None:
     optimizer = Shampoo([torch.nn.Parameter(torch.ones(3, 3))], lr=0.1, precondition=False)
     assert "group 0, parameter 0" in optimizer.summary()
     assert "precondition=False" in optimizer.summary()
     assert "first preconditioned step: never" in optimizer.summary()
 
 
-def test_names_are_shown_as_they_are() -> None:
+def test_the_summary_does_not_interpret_markup_in_names() -> None:
     names = ["[bold]w[/bold]", "a[/b]"]
     params = [(name, nn.Parameter(torch.ones(3, 3))) for name in names]
     text = Shampoo(params, lr=0.1).summary()
     assert all(name in text for name in names)
 
 
-def test_diagnostics_before_during_and_after() -> None:
+def test_diagnostics_before_and_after_steps() -> None:
     model, optimizer = build(update_every=1, refresh_every=2, method="eigen")
     counters = (
         "skipped_gradients",
@@ -91,11 +91,11 @@ def test_diagnostics_before_during_and_after() -> None:
     figures = {"kernels": {}, "cuda_graph": {}, "products": {}, "ranks": {}, "groups": []}
     assert empty == {**dict.fromkeys(counters, 0), **figures}
     run(model, optimizer, 3)
-    found = optimizer.diagnostics()
-    assert found["kernels"] == {"cpu": "no kernels for cpu"}
-    assert found["products"] == {24: 2}
-    assert [group["shape"] for group in found["groups"]] == [(66, 130), (5, 66)]
-    for group in found["groups"]:
+    diagnostics = optimizer.diagnostics()
+    assert diagnostics["kernels"] == {"cpu": "no kernels for cpu"}
+    assert diagnostics["products"] == {24: 2}
+    assert [group["shape"] for group in diagnostics["groups"]] == [(66, 130), (5, 66)]
+    for group in diagnostics["groups"]:
         assert group["blocks"] == 1
         assert group["device"] == "cpu"
         low, high = group["graft_ratio"]
@@ -103,10 +103,12 @@ def test_diagnostics_before_during_and_after() -> None:
         for side in ("left", "right"):
             assert group[side]["condition"] > 1
             assert group[side]["orthogonality_error"] < 0.5
-    assert sum(group["householder"] for group in found["groups"]) == found["householder"]
+    assert (
+        sum(group["householder"] for group in diagnostics["groups"]) == diagnostics["householder"]
+    )
 
 
-def test_a_refused_graph_is_reported_whoever_wanted_it() -> None:
+def test_diagnostics_report_a_refused_graph() -> None:
     model, optimizer = build(update_every=1, refresh_every=2)
     run(model, optimizer, 1)
     assert optimizer.diagnostics()["cuda_graph"] == {"cpu": "not refused"}
@@ -115,7 +117,7 @@ def test_a_refused_graph_is_reported_whoever_wanted_it() -> None:
     assert optimizer.diagnostics()["cuda_graph"] == {"cpu": "no room"}
 
 
-def test_graft_ratio_is_that_of_the_last_step() -> None:
+def test_the_graft_ratio_is_that_of_the_last_step() -> None:
     p = nn.Parameter(torch.zeros(64, 66))
     optimizer = Shampoo(torch.optim.SGD([p], lr=0.0), update_every=1, refresh_every=1)
     G = torch.randn(64, 66)
@@ -143,40 +145,40 @@ def test_counts_survive_a_new_plan() -> None:
 
 
 @pytest.mark.parametrize("enough", [5e-6, 1.0])
-def test_a_root_that_does_not_converge_is_tried_with_more_damping(
+def test_a_root_that_does_not_converge_is_repeated_with_more_damping(
     enough: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from kronbit.factors import cholesky
 
     original = cholesky.converged_inverse_root
 
-    def only_from(A: torch.Tensor, p: int, damping: float, orders: None) -> torch.Tensor:
+    def converge_if_damped(A: torch.Tensor, p: int, damping: float, orders: None) -> torch.Tensor:
         root = original(A, p, damping, orders)
         return root if damping >= enough else root * torch.nan
 
     p = nn.Parameter(torch.zeros(64, 66))
     optimizer = Shampoo([p], base="sgd", lr=0.1, update_every=1, refresh_every=1)
-    monkeypatch.setattr(cholesky, "converged_inverse_root", only_from)
+    monkeypatch.setattr(cholesky, "converged_inverse_root", converge_if_damped)
     p.grad = torch.randn(64, 66)
     optimizer.step()
-    found = optimizer.diagnostics()
-    assert found["redamped"] == 2
-    assert found["discarded_roots"] == (2 if enough == 1 else 0)
+    diagnostics = optimizer.diagnostics()
+    assert diagnostics["redamped"] == 2
+    assert diagnostics["discarded_roots"] == (2 if enough == 1 else 0)
     left = optimizer._plan.preconditioners[p.device].stacks.groups[0].left
     assert bool(left.is_identity(slice(0, 1))) == (enough == 1)
 
 
-def test_a_warning_if_most_of_the_matrices_are_left_out() -> None:
-    """As where somebody has flattened them; once, and with the table."""
+def test_a_warning_if_few_elements_are_preconditioned() -> None:
+    """Flattened matrices cause one warning, which shows the table."""
     flat = [nn.Parameter(torch.ones(2**17)), nn.Parameter(torch.ones(8, 8))]
     optimizer = Shampoo(flat, lr=0.1)
     for p in flat:
         p.grad = torch.ones_like(p)
-    told = (
+    message = (
         r"(?s)only 0\.0 % of 131,136 elements are preconditioned\. group 0, parameter 0 is a "
         "vector of 131,072: if .* use fully_shard .*not a matrix"
     )
-    with pytest.warns(RuntimeWarning, match=told):
+    with pytest.warns(RuntimeWarning, match=message):
         optimizer.step()
     groups = [{"params": flat[:1], "precondition": False}, {"params": flat[1:]}]
     with warnings.catch_warnings():

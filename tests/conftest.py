@@ -18,11 +18,11 @@ from kronbit.kernels import guard
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--slow", action="store_true", help="run what is marked slow, without a GPU")
+    parser.addoption("--slow", action="store_true", help="run slow tests without a GPU too")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skip what is marked ``gpu`` where there is none, and what is ``slow`` unless asked for."""
+    """Skip ``gpu`` tests without a GPU, and ``slow`` tests without ``--slow``."""
     for item in items:
         if item.get_closest_marker("gpu"):
             if not torch.cuda.is_available():
@@ -33,13 +33,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest) -> torch.device:
-    """Every test that takes it runs on the CPU, and on a GPU where there is one."""
+    """Run the test on the CPU and, if there is one, on a GPU."""
     return torch.device(request.param)
 
 
 @pytest.fixture
 def kernels(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> torch.device:
-    """The device, with kernels in use: on the CPU they are interpreted."""
+    """Return the device with kernels enabled. On the CPU, Triton interprets them."""
     pytest.importorskip("triton")
     if device.type == "cpu":
         monkeypatch.setattr(guard, "why_not", lambda device: None)
@@ -48,9 +48,9 @@ def kernels(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> torch.devi
 
 @pytest.fixture(autouse=True)
 def _float32_products(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Equivalences hold to float32's rounding; products in bf16 have tests of their own."""
+    """Keep products in float32, as equivalence tests assume; bf16 products have their own tests."""
     if not request.node.get_closest_marker("bf16_products"):
-        monkeypatch.setattr(KernelProducts, "choose", lambda *_: None)  # float32 from the start
+        monkeypatch.setattr(KernelProducts, "choose", lambda *_: None)  # never reduced precision
 
 
 @pytest.fixture(autouse=True)
@@ -60,7 +60,7 @@ def _seed() -> None:
 
 @pytest.fixture
 def repeatable(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Forward and backward passes on a GPU that are the same every time; our step always is."""
+    """Make forward and backward passes on a GPU deterministic. The optimizer's step always is."""
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     yield
@@ -69,7 +69,7 @@ def repeatable(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def browser() -> Iterator[Any]:
-    """Headless Chromium, where it and its driver are installed."""
+    """Start headless Chromium, or skip the test if it or its driver is not installed."""
     webdriver = pytest.importorskip("selenium.webdriver")
     binary = next(
         filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
@@ -83,6 +83,6 @@ def browser() -> Iterator[Any]:
         options.add_argument(flag)
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
     service = webdriver.ChromeService(executable_path=driver)
-    found = webdriver.Chrome(options=options, service=service)
-    yield found
-    found.quit()
+    browser_driver = webdriver.Chrome(options=options, service=service)
+    yield browser_driver
+    browser_driver.quit()

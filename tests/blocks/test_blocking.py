@@ -15,13 +15,13 @@ from kronbit.config import Config
 
 
 def blocking(shape: tuple[int, ...], **options: object) -> Blocking:
-    found = route(shape, Config(**options))
-    assert isinstance(found, Blocking)
-    return found
+    result = route(shape, Config(**options))
+    assert isinstance(result, Blocking)
+    return result
 
 
 @given(st.integers(1, 5000), st.integers(1, 1500), st.sampled_from(["greedy", "even"]))
-def test_cut_is_the_papers(length: int, max_order: int, split: str) -> None:
+def test_cut_matches_the_oracle(length: int, max_order: int, split: str) -> None:
     sizes = cut(length, max_order, split)
     assert sum(sizes) == length
     assert max(sizes) <= max_order
@@ -55,35 +55,35 @@ def test_blocks_tile_every_matrix_once(
     config = Config(
         max_order=max_order, split=split, batch_dims=batch_dims, split_sizes=split_sizes
     )
-    found = route(tuple(shape), config)
+    result = route(tuple(shape), config)
     if len(sides) < 2:
-        assert found == "not a matrix"
+        assert result == "not a matrix"
         return
-    assert isinstance(found, Blocking)
-    E, M, N = found.matrices
+    assert isinstance(result, Blocking)
+    E, M, N = result.matrices
     assert math.prod(shape) == E * M * N
     count = torch.zeros(E, M, N, dtype=torch.int)
     numbers = torch.full((E, M, N), -1)
-    pieces = [piece for grid in found.grids for piece in grid.blocks()]
+    pieces = [piece for grid in result.grids for piece in grid.blocks()]
     for piece in pieces:
         assert 1 <= piece.m <= max_order
         assert 1 <= piece.n <= max_order
         if split_sizes is not None:
             assert (piece.row < split_sizes[0]) == (piece.row + piece.m <= split_sizes[0])
-        place = (
+        index = (
             piece.batch,
             slice(piece.row, piece.row + piece.m),
             slice(piece.column, piece.column + piece.n),
         )
-        count[place] += 1
-        numbers[place] = piece.index
+        count[index] += 1
+        numbers[index] = piece.index
     assert (count == 1).all()
-    assert sorted(piece.index for piece in pieces) == list(range(len(found)))
-    # numbered row by row: the first elements of the blocks come in the order of the numbers
+    assert sorted(piece.index for piece in pieces) == list(range(len(result)))
+    # Blocks are numbered row by row: their first elements come in the order of their numbers.
     corners = sorted((piece.batch, piece.row, piece.column, piece.index) for piece in pieces)
-    assert [corner[-1] for corner in corners] == list(range(len(found)))
-    # a grid's view lists its blocks in the order of blocks()
-    for grid in found.grids:
+    assert [corner[-1] for corner in corners] == list(range(len(result)))
+    # A grid's view lists its blocks in the order of blocks().
+    for grid in result.grids:
         listed = view_blocks(grid, numbers).reshape(-1, *grid.shape)
         for piece, values in zip(grid.blocks(), listed, strict=True):
             assert (values == piece.index).all()
@@ -116,7 +116,7 @@ def test_shapes_become_matrices_as_in_the_paper() -> None:
     assert route((3, 4), Config(precondition=False)) == "precondition=False"
 
 
-def test_split_sizes_take_rows_or_else_columns() -> None:
+def test_split_sizes_cut_rows_or_else_columns() -> None:
     rows = blocking((12, 5), split_sizes=(4, 4, 4))
     assert [grid.shape for grid in rows.grids] == [(4, 5)]
     assert len(rows) == 3

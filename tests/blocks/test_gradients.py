@@ -1,4 +1,4 @@
-"""What becomes of gradients: in place or kept, every layout, dtype and kind."""
+"""Gradients: preconditioned in place or kept, in every layout, dtype and kind."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kronbit import CASPR, Shampoo
 from kronbit.blocks.gradients import plain_dtypes
 
 
-def test_gradients_become_preconditioned_in_place_or_stay(device: torch.device) -> None:
+def test_gradients_are_preconditioned_in_place_or_kept(device: torch.device) -> None:
     for keep in (False, True):
         model = network(device)
         base = torch.optim.SGD(model.parameters(), lr=0.0)
@@ -22,11 +22,11 @@ def test_gradients_become_preconditioned_in_place_or_stay(device: torch.device) 
         run(model, optimizer, 4)
         optimizer.zero_grad()
         backward(model, 4)
-        held = {p: p.grad for p in model.parameters()}
-        before = {p: g.clone() for p, g in held.items() if g is not None}
+        grads = {p: p.grad for p in model.parameters()}
+        before = {p: g.clone() for p, g in grads.items() if g is not None}
         optimizer.step()
         for p, grad in before.items():
-            assert p.grad is held[p]
+            assert p.grad is grads[p]
             assert torch.equal(p.grad, grad) == (keep or p.dim() < 2 or p.numel() == 0)
             if p.numel():
                 assert p.grad.norm().item() == pytest.approx(grad.norm().item(), rel=1e-5)
@@ -41,7 +41,7 @@ def test_keeping_gradients_changes_nothing_else() -> None:
     assert same(*final)
 
 
-def test_kept_gradients_come_back_when_the_base_fails() -> None:
+def test_kept_gradients_are_restored_if_the_base_fails() -> None:
     class Failing(torch.optim.SGD):
         def step(self, closure: Any = None) -> None:
             raise MemoryError
@@ -74,36 +74,36 @@ def test_memory_format_of_convolutions_does_not_matter(
     assert relative_error(*results) < 1e-6
 
 
-def test_only_strange_gradients_need_a_closer_look() -> None:
-    """To look at every gradient at every step takes the host longer than the rest of it."""
+def test_only_unusual_gradients_are_inspected_one_by_one() -> None:
+    """Inspecting every gradient at every step takes the host longer than the rest of the step."""
     single, last = {torch.float32}, torch.randn(6, 4, 3, 3).to(memory_format=torch.channels_last)
     volume = torch.randn(6, 4, 3, 3, 2).to(memory_format=torch.channels_last_3d)
     assert plain_dtypes([torch.randn(3, 4), last, volume]) == single
     assert plain_dtypes([last.half()]) == {torch.float16}
-    for strange in (
+    for unusual in (
         torch.randn(3, 4).t(),
         last[:, ::2],
         torch.randn(1, 4, 3, 3).expand(6, 4, 3, 3),
         torch.randn(3, 4).to_sparse(),
         torch.randn(3, 4, dtype=torch.complex64),
     ):
-        assert plain_dtypes([last, strange]) is None
+        assert plain_dtypes([last, unusual]) is None
 
 
 @pytest.mark.parametrize("kind", ["transposed", "expanded row", "expanded scalar", "strided"])
 def test_gradients_are_read_by_value_whatever_their_strides(kind: str) -> None:
     start = torch.randn(70, 66)
-    strange = {
+    unusual = {
         "transposed": torch.randn(66, 70).t(),
         "expanded row": torch.randn(1, 66).expand(70, 66),
         "expanded scalar": torch.ones(1, 1).expand(70, 66),
         "strided": torch.randn(140, 132)[::2, ::2],
     }[kind]
     results = []
-    for grad in (strange.clone(memory_format=torch.preserve_format), strange.contiguous().clone()):
+    for grad in (unusual.clone(memory_format=torch.preserve_format), unusual.contiguous().clone()):
         p = nn.Parameter(start.clone())
         optimizer = Shampoo([p], base="sgd", lr=0.1, update_every=1, refresh_every=1)
-        p.grad = strange if grad.stride() == strange.stride() else grad
+        p.grad = unusual if grad.stride() == unusual.stride() else grad
         optimizer.step()
         results.append(p.detach())
     assert relative_error(*results) < 1e-6
@@ -174,7 +174,7 @@ def test_float16_gradients_saturate_instead_of_overflowing(device: torch.device)
     assert torch.isfinite(p).all()
 
 
-def test_sparse_and_complex_gradients_say_what_to_do() -> None:
+def test_errors_for_sparse_and_complex_gradients_name_a_remedy() -> None:
     embedding = nn.Embedding(10, 4, sparse=True)
     optimizer = Shampoo(embedding.named_parameters(), base="sgd", lr=0.1)
     embedding(torch.tensor([1])).sum().backward()
@@ -194,15 +194,15 @@ def test_sparse_and_complex_gradients_say_what_to_do() -> None:
     optimizer.param_groups[0]["precondition"] = False
     optimizer.step()
     assert not torch.equal(p.detach(), torch.ones(4, 4, dtype=torch.complex64))
-    vector = nn.Parameter(torch.ones(4, dtype=torch.complex64))  # left to F anyway
+    vector = nn.Parameter(torch.ones(4, dtype=torch.complex64))  # F alone updates vectors
     optimizer = Shampoo([vector], base="sgd", lr=0.1)
     vector.grad = torch.ones_like(vector)
     optimizer.step()
     assert not torch.equal(vector.detach(), torch.ones(4, dtype=torch.complex64))
 
 
-def test_parameters_without_gradient_keep_their_own_time() -> None:
-    """A parameter that missed steps is where it would be had it been alone."""
+def test_parameters_without_gradient_do_not_advance() -> None:
+    """A parameter that misses steps ends where it would end alone, without these steps."""
     missing, always = nn.Parameter(torch.ones(70, 66)), nn.Parameter(torch.ones(70, 66))
     alone = nn.Parameter(torch.ones(70, 66))
     together = Shampoo([missing, always], base="sgd", lr=0.1, **FAST)
@@ -220,8 +220,8 @@ def test_parameters_without_gradient_keep_their_own_time() -> None:
     assert torch.equal(missing, alone)
 
 
-def test_zero_grad_either_way() -> None:
-    """To None or to zero: the same run, although the second one's gradients hold G̃ before."""
+def test_zero_grad_to_none_and_to_zero_agree() -> None:
+    """Zeroed gradients hold G̃ before, which does not change the run."""
     results = []
     for set_to_none in (True, False):
         model = network()

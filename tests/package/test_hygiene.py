@@ -1,4 +1,4 @@
-"""What a library must not do on the side: no network, no files, no processes."""
+"""Side effects that a library must not have: no network, no files, no processes."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ import subprocess
 import sys
 from pathlib import Path
 
-# Everything that leaves the process is told to such hooks, which cannot be taken off again.
+# Audit hooks see everything that leaves the process. They cannot be removed: run a new process.
 SCRIPT = """
 import sys
 
-seen = []
+events = []
 
 
 def hook(event, args):
     if event == "open":
         mode, flags = args[1:]
-        written = any(letter in mode for letter in "wax+") if mode else flags & 3
-        seen.extend([(event, args)] if written else [])
+        writes = any(letter in mode for letter in "wax+") if mode else flags & 3
+        events.extend([(event, args)] if writes else [])
     elif event.partition(".")[0] in ("socket", "subprocess", "urllib", "http", "ftplib"):
-        seen.append((event, args))
+        events.append((event, args))
     elif event in ("os.mkdir", "os.rename", "os.remove", "os.system", "os.posix_spawn"):
-        seen.append((event, args))
+        events.append((event, args))
 
 
 sys.addaudithook(hook)
@@ -40,7 +40,7 @@ def steps(optimizer):
 
 
 steps(torch.optim.AdamW(model.parameters()))
-theirs = len(seen)
+expected = len(events)
 import kronbit
 
 for optimizer in (
@@ -52,15 +52,15 @@ for optimizer in (
     print(optimizer.summary())
     optimizer.diagnostics()
 kronbit.estimate_memory(model)
-assert not seen[theirs:], seen[theirs:]
+assert not events[expected:], events[expected:]
 open("written", "w").close()
-assert len(seen) == theirs + 1  # the hook works
+assert len(events) == expected + 1  # the hook works
 """
 
 
 def test_nothing_leaves_the_process(tmp_path: Path) -> None:
-    """At import or in steps, beside what a step of torch's own AdamW does."""
-    done = subprocess.run(
+    """Imports and steps cause no audit events beyond those of torch.optim.AdamW."""
+    result = subprocess.run(
         [sys.executable, "-c", SCRIPT],
         cwd=tmp_path,
         env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"},
@@ -69,5 +69,5 @@ def test_nothing_leaves_the_process(tmp_path: Path) -> None:
         timeout=120,
         check=False,
     )
-    assert done.returncode == 0, done.stderr
+    assert result.returncode == 0, result.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["written"]

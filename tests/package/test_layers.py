@@ -1,4 +1,4 @@
-"""Imports point down: every room knows only the rooms below it."""
+"""Imports point down: a room imports only the rooms below it."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pathlib import Path
 import kronbit
 
 ROOT = Path(kronbit.__file__).parent
-# From the lowest layer to the highest. A room may import itself and the layers below it; rooms of
-# one layer do not know each other. Top-level modules are rooms of one file.
+# From the lowest layer to the highest. A room may import itself and the layers below it, but not
+# another room of its layer. Top-level modules are rooms of one file.
 LAYERS = (
     ("interruptions", "messages", "quantization"),
     ("config",),
@@ -42,7 +42,7 @@ ALL = {
 
 
 def imports(module: str) -> Iterator[str]:
-    """All modules of ours that a module imports: in functions and for types alone, too."""
+    """Yield the kronbit modules that a module imports, also in functions and for type checking."""
     for node in ast.walk(ast.parse(ALL[module].read_text())):
         names = []
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "kronbit":
@@ -73,10 +73,14 @@ def test_imports_point_down() -> None:
     assert not upward, "\n".join(upward)
 
 
-def test_no_import_is_a_cycle() -> None:
-    """Modules of one room do not import each other in a circle either."""
-    left = {module: set(imports(module)) - {module} for module in ALL}
-    while left:
-        free = {module for module, targets in left.items() if not targets & left.keys()}
-        assert free, f"these import each other: {', '.join(sorted(left))}"
-        left = {module: targets for module, targets in left.items() if module not in free}
+def test_imports_have_no_cycle() -> None:
+    """Modules of one room do not import each other in a cycle either."""
+    remaining = {module: set(imports(module)) - {module} for module in ALL}
+    while remaining:
+        independent = {
+            module for module, targets in remaining.items() if not targets & remaining.keys()
+        }
+        assert independent, f"these import each other: {', '.join(sorted(remaining))}"
+        remaining = {
+            module: targets for module, targets in remaining.items() if module not in independent
+        }

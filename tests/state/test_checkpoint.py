@@ -63,7 +63,7 @@ def run(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, first: i
 
 
 def saved(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Through a file, as untrusted pickles are refused."""
+    """Return the state dict after a round trip through a file, without trusted pickles."""
     buffer = io.BytesIO()
     torch.save(optimizer.state_dict(), buffer)
     buffer.seek(0)
@@ -73,7 +73,7 @@ def saved(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 def resume(
     build: Any, model: nn.Module, optimizer: Any, steps: int, first: int
 ) -> tuple[nn.Module, Any]:
-    """A new process: the same weights, a new optimizer, the checkpoint."""
+    """Resume as a new process does: the same weights, a new optimizer, the checkpoint."""
     twin = copy.deepcopy(model)
     other = build(twin)
     other.load_state_dict(saved(optimizer))
@@ -126,7 +126,7 @@ def test_resume_is_exact_for_every_base(
 
 
 def test_resume_before_the_first_refresh_is_exact() -> None:
-    """No root has been refreshed: the resumed run must know that too."""
+    """No root has been refreshed yet, and the resumed optimizer knows it."""
     assert_resumes(
         lambda m: Shampoo(m.parameters(), lr=1e-2, update_every=2, refresh_every=7),
         "cpu",
@@ -141,14 +141,14 @@ def test_checkpoints_move_between_cpu_and_cuda_bit_for_bit(method: str, bits: in
     def build(m: nn.Module) -> Shampoo:
         return Shampoo(m.parameters(), lr=1e-2, method=method, bits=bits, **FAST)
 
-    for here, there in (("cpu", "cuda"), ("cuda", "cpu")):
-        model = network(here)
+    for source, target in (("cpu", "cuda"), ("cuda", "cpu")):
+        model = network(source)
         optimizer = build(model)
         run(model, optimizer, 4)
-        other = build(network(there))
+        other = build(network(target))
         other.load_state_dict(saved(optimizer))
         assert_same_state(optimizer.state_dict()["state"], other.state_dict()["state"])
-        back = build(network(here))
+        back = build(network(source))
         back.load_state_dict(saved(other))
         assert_same_state(optimizer.state_dict()["state"], back.state_dict()["state"])
 
@@ -166,8 +166,8 @@ def test_state_dict_is_plain_and_small() -> None:
     assert buffer.tell() < 1.2 * optimizer.memory()["total"] + 20_000
 
 
-def test_loading_before_the_first_step_and_loading_nothing() -> None:
-    """As Accelerate does in `prepare`: a round trip of an optimizer that has not stepped."""
+def test_a_state_dict_without_state_loads_before_the_first_step() -> None:
+    """Accelerate's `prepare` loads an optimizer's state dict before its first step."""
     plain, model = network(), network()
     run(plain, Shampoo(plain.parameters(), lr=1e-2, **FAST), 5)
     optimizer = Shampoo(model.parameters(), lr=1e-2, **FAST)
@@ -178,7 +178,7 @@ def test_loading_before_the_first_step_and_loading_nothing() -> None:
         assert torch.equal(p, q)
 
 
-def test_numbers_come_from_the_checkpoint_and_storage_from_the_optimizer() -> None:
+def test_numeric_options_come_from_the_checkpoint_and_storage_from_the_optimizer() -> None:
     model = network()
     optimizer = Shampoo(model.parameters(), lr=1e-2, beta=0.5, damping=1e-3, **FAST)
     run(model, optimizer, 3)
@@ -231,7 +231,7 @@ def test_other_bits_and_methods_are_converted(
     other.load_state_dict(saved(optimizer))
     params = zip(model.parameters(), twin.parameters(), strict=True)
     for p, q in params:
-        if p not in optimizer.state:  # the bias of a dead layer
+        if p not in optimizer.state:  # the bias of a layer without gradients
             continue
         assert optimizer.state[p]["step"] == other.state[q]["step"]
         assert_same_state(optimizer.state[p]["base"], other.state[q]["base"])
@@ -247,7 +247,7 @@ def test_other_bits_and_methods_are_converted(
     for (A, root), (B, other_root) in zip(*figures, strict=True):
         assert relative_error(B, A) < tolerance
         assert relative_error(other_root, root) < tolerance
-    # and it trains on, preconditioned at once
+    # Training continues, and the first step is preconditioned.
     other.zero_grad()
     run(twin, other, 4, first=7)
     assert all(torch.isfinite(p).all() for p in twin.parameters())
@@ -255,7 +255,7 @@ def test_other_bits_and_methods_are_converted(
 
 
 def test_conversion_to_the_same_format_is_the_identity() -> None:
-    """Small orders are float32 under every number of bits: those tensors do not change."""
+    """Factors of small order are float32 at any number of bits, so their tensors do not change."""
     model = network()
     optimizer = Shampoo(model.parameters(), lr=1e-2, **FAST)
     run(model, optimizer, 4)
@@ -267,28 +267,28 @@ def test_conversion_to_the_same_format_is_the_identity() -> None:
 
 
 @pytest.mark.parametrize("bits", [4, 32])
-def test_the_first_format_meant_the_papers_method_by_default(bits: int) -> None:
+def test_format_1_defaults_to_the_papers_method(bits: int) -> None:
     model = network()
-    written = {} if bits == 32 else PAPER
-    optimizer = Shampoo(model.parameters(), lr=1e-2, bits=bits, **written, **FAST)
+    options = {} if bits == 32 else PAPER
+    optimizer = Shampoo(model.parameters(), lr=1e-2, bits=bits, **options, **FAST)
     run(model, optimizer, 4)
     state = copy.deepcopy(saved(optimizer))
     old = copy.deepcopy(state)
     for group in old["param_groups"]:
         group |= {"kronbit_format": 1, "method": None}
         del group["storage"], group["trace_scaling"]
-    found = []
-    for some in (state, old):
+    loaded = []
+    for source in (state, old):
         other = Shampoo(network().parameters(), lr=1e-2, **FAST)
-        other.load_state_dict(copy.deepcopy(some))
-        found.append(other.state_dict())
-    assert_same_state(found[0]["state"], found[1]["state"])
-    assert found[1]["param_groups"] == found[0]["param_groups"]
-    assert found[1]["param_groups"][0]["kronbit_format"] == 2
+        other.load_state_dict(copy.deepcopy(source))
+        loaded.append(other.state_dict())
+    assert_same_state(loaded[0]["state"], loaded[1]["state"])
+    assert loaded[1]["param_groups"] == loaded[0]["param_groups"]
+    assert loaded[1]["param_groups"][0]["kronbit_format"] == 2
 
 
 def damage(state: dict[str, Any], kind: str) -> str:
-    """Break a checkpoint; returns what the error must name."""
+    """Damage a checkpoint and return a pattern of the expected message."""
     entry, groups = state["state"][0], state["param_groups"]
     left = entry["block_0"]["left"]
     if kind == "missing block":
@@ -401,13 +401,13 @@ def damage(state: dict[str, Any], kind: str) -> str:
         "other cut",
     ],
 )
-def test_what_does_not_fit_is_refused_and_nothing_changes(kind: str, fresh: bool) -> None:
-    state = written()
+def test_damaged_state_is_refused_and_nothing_changes(kind: str, fresh: bool) -> None:
+    state = small_checkpoint()
     message = damage(state, kind)
     assert_refused(state, message, fresh)
 
 
-def written() -> Any:
+def small_checkpoint() -> Any:
     model = network()
     optimizer = Shampoo(model.parameters(), lr=1e-2, max_order=70, **PAPER, **FAST)
     run(model, optimizer, 4)
@@ -431,8 +431,8 @@ def assert_refused(state: Any, message: str, fresh: bool = False) -> None:
         assert torch.equal(p, q)
 
 
-# Where, in what was written; what is there instead; and what the message says of it.
-OUT_OF_PLACE: list[tuple[tuple[Any, ...], Any, str]] = [
+# Path of an entry in a state dict, its wrong value, and a pattern of the message.
+WRONG_ENTRIES: list[tuple[tuple[Any, ...], Any, str]] = [
     (("state",), None, "state is NoneType; expected a dict"),
     (("state",), [1], "state is list; expected a dict"),
     (("state", 0), torch.ones(3), r"state\[0\] is Tensor; expected a dict"),
@@ -464,11 +464,11 @@ OUT_OF_PLACE: list[tuple[tuple[Any, ...], Any, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("place", "value", "message"), OUT_OF_PLACE)
-def test_what_is_out_of_place_is_refused(place: tuple[Any, ...], value: Any, message: str) -> None:
-    state = written()
-    *way, last = place
-    reduce(getitem, way, state)[last] = value
+@pytest.mark.parametrize(("path", "value", "message"), WRONG_ENTRIES)
+def test_wrong_entries_are_refused(path: tuple[Any, ...], value: Any, message: str) -> None:
+    state = small_checkpoint()
+    *parents, last = path
+    reduce(getitem, parents, state)[last] = value
     assert_refused(state, message)
 
 
@@ -481,32 +481,32 @@ def test_what_is_out_of_place_is_refused(place: tuple[Any, ...], value: Any, mes
     ],
 )
 def test_tensors_without_numbers_are_refused(side: str, change: Any, message: str) -> None:
-    state = written()
-    held = state["state"][0][side]
-    held = held if side == "base" else held["left"]
-    held.update({name: change(value) for name, value in held.items()})
+    state = small_checkpoint()
+    leaves = state["state"][0][side]
+    leaves = leaves if side == "base" else leaves["left"]
+    leaves.update({name: change(value) for name, value in leaves.items()})
     assert_refused(state, message)
 
 
 @pytest.mark.parametrize("kind", ["complex", "sparse", "numpy", "none"])
-def test_what_torch_takes_is_taken(kind: str) -> None:
-    """Complex vectors, sparse momentum, numbers of numpy, a momentum that has not begun."""
+def test_unusual_state_of_torch_optimizers_loads(kind: str) -> None:
+    """Complex vectors, sparse momentum, NumPy scalars and a missing momentum buffer load."""
     p = nn.Parameter(torch.randn(66, 40))
     q = nn.Parameter(torch.randn(5, dtype=torch.complex64 if kind == "complex" else None))
     table = nn.Parameter(torch.randn(9, 4))
     base = torch.optim.AdamW if kind in ("complex", "numpy") else torch.optim.SGD
-    more: Any = {} if base is torch.optim.AdamW else {"momentum": 0.9}
+    settings: Any = {} if base is torch.optim.AdamW else {"momentum": 0.9}
 
-    def made() -> Any:
+    def make() -> Any:
         rest = {"params": [q, table], "precondition": False}
-        return Shampoo([{"params": [p]}, rest], base, lr=1e-2, **more, **FAST)
+        return Shampoo([{"params": [p]}, rest], base, lr=1e-2, **settings, **FAST)
 
     def grads() -> None:
         p.grad, q.grad, table.grad = torch.randn_like(p), torch.randn_like(q), torch.ones(9, 4)
         if kind == "sparse":
             table.grad = table.grad.to_sparse(1)
 
-    optimizer = made()
+    optimizer = make()
     grads()
     optimizer.step()
     state = copy.deepcopy(optimizer.state_dict())
@@ -516,15 +516,15 @@ def test_what_torch_takes_is_taken(kind: str) -> None:
         entry["step"], entry["product_bits"] = np.int64(1), np.int64(0)
     elif kind == "none":
         entry["base"]["momentum_buffer"] = None
-    again = made()
-    again.load_state_dict(state)
-    assert again.state[p]["step"] == 1
+    other = make()
+    other.load_state_dict(state)
+    assert other.state[p]["step"] == 1
     grads()
-    again.step()
+    other.step()
 
 
 @pytest.mark.parametrize("names", [["a"], 5])
-def test_names_that_are_too_few_are_refused_before_anything_changes(names: Any) -> None:
+def test_too_few_parameter_names_are_refused_and_nothing_changes(names: Any) -> None:
     p = nn.Parameter(torch.randn(66, 40))
     optimizer = Shampoo([("weight", p), ("bias", nn.Parameter(torch.randn(3)))], lr=1e-2, **FAST)
     state = copy.deepcopy(optimizer.state_dict())
@@ -535,8 +535,8 @@ def test_names_that_are_too_few_are_refused_before_anything_changes(names: Any) 
 
 
 @pytest.mark.parametrize("name", ["exp_avg_sq", "max_exp_avg_sq"])
-def test_a_square_that_is_negative_is_refused(name: str) -> None:
-    """One bit of a file may do that, and the next step would make weights NaN."""
+def test_negative_second_moments_are_refused(name: str) -> None:
+    """A flipped bit in a file can cause one, and the next step would turn weights into NaN."""
     p = nn.Parameter(torch.randn(66, 40))
     optimizer = Shampoo([p], lr=1e-2, amsgrad=True, **FAST)
     p.grad = torch.randn(66, 40)
@@ -547,8 +547,8 @@ def test_a_square_that_is_negative_is_refused(name: str) -> None:
         optimizer.load_state_dict(state)
 
 
-class OfSomebodyElse(torch.optim.Optimizer):
-    """Its names mean other things than torch's."""
+class UnrelatedBase(torch.optim.Optimizer):
+    """A base whose state uses names of torch's optimizers for other quantities."""
 
     def __init__(self, params: Any, lr: float) -> None:
         super().__init__(params, {"lr": lr})
@@ -560,15 +560,15 @@ class OfSomebodyElse(torch.optim.Optimizer):
             self.state[p].update(step=-1, least=float("inf"), note=None)
 
 
-def test_names_of_other_bases_are_theirs() -> None:
+def test_state_of_unknown_bases_is_not_validated_by_name() -> None:
     p = nn.Parameter(torch.randn(66, 40))
-    optimizer = Shampoo([p], OfSomebodyElse, lr=1e-2, **FAST)
+    optimizer = Shampoo([p], UnrelatedBase, lr=1e-2, **FAST)
     p.grad = torch.randn(66, 40)
     optimizer.step()
-    again = Shampoo([p], OfSomebodyElse, lr=1e-2, **FAST)
-    again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    assert again.state[p]["base"]["least"] == float("inf")
-    assert_same_state(again.state_dict()["state"], optimizer.state_dict()["state"])
+    other = Shampoo([p], UnrelatedBase, lr=1e-2, **FAST)
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert other.state[p]["base"]["least"] == float("inf")
+    assert_same_state(other.state_dict()["state"], optimizer.state_dict()["state"])
 
 
 @pytest.mark.parametrize("state", [None, 5, [1]])
@@ -579,8 +579,8 @@ def test_only_a_dict_is_a_state_dict(state: Any) -> None:
 
 
 @pytest.mark.parametrize("stepped", [False, True])
-def test_a_checkpoint_of_the_base_alone_goes_to_the_base(stepped: bool) -> None:
-    """From AdamW to Shampoo in the middle of a run: F goes on, the statistics start fresh."""
+def test_a_checkpoint_of_a_plain_base_loads_into_the_base(stepped: bool) -> None:
+    """A run changes from AdamW to Shampoo: F's state continues, and statistics start fresh."""
     model = network()
     base = torch.optim.AdamW(model.parameters(), lr=1e-2)
     run(model, base, 2)
@@ -605,7 +605,7 @@ def test_a_checkpoint_of_the_base_alone_goes_to_the_base(stepped: bool) -> None:
     assert [group["precondition"] for group in optimizer.param_groups] == [False, True]
     twin.load_state_dict(model.state_dict())
     run(model, base, 2, first=2)
-    run(twin, optimizer, 2, first=2)  # before our first refresh: the same run
+    run(twin, optimizer, 2, first=2)  # before the first refresh, both runs are equal
     for p, q in zip(model.parameters(), twin.parameters(), strict=True):
         assert torch.equal(p, q)
     assert optimizer.state[twin.second.weight]["step"] == 2
@@ -613,8 +613,8 @@ def test_a_checkpoint_of_the_base_alone_goes_to_the_base(stepped: bool) -> None:
     optimizer.load_state_dict(saved(optimizer))
 
 
-def test_the_state_of_another_cut_starts_fresh_but_keeps_the_base() -> None:
-    """What the error of a changed `max_order` advises."""
+def test_after_a_change_of_max_order_only_the_base_state_is_kept() -> None:
+    """The error for a changed `max_order` advises loading the base's state alone."""
     model = network()
     optimizer = Shampoo(model.parameters(), lr=1e-2, max_order=70, **FAST)
     run(model, optimizer, 4)
@@ -664,8 +664,8 @@ def test_a_base_that_fails_to_load_changes_nothing() -> None:
     assert before["param_groups"] == optimizer.state_dict()["param_groups"]
 
 
-def test_state_that_is_wider_than_the_parameter_is_not_rounded() -> None:
-    """A base that keeps float32 momentum of bf16 parameters: torch's loader would cast it."""
+def test_state_of_a_wider_dtype_than_the_parameter_is_not_rounded() -> None:
+    """A base may keep float32 momentum of bf16 parameters, which torch's loader would cast."""
 
     class Wide(torch.optim.Optimizer):
         def __init__(self, params: Any, lr: float = 0.1) -> None:
@@ -685,7 +685,7 @@ def test_state_that_is_wider_than_the_parameter_is_not_rounded() -> None:
     assert_resumes(lambda m: Shampoo(Wide(m.parameters(), lr=1e-2), **FAST), "cpu", torch.bfloat16)
 
 
-def test_preconditioning_may_begin_with_a_checkpoint_that_had_none() -> None:
+def test_preconditioning_can_start_from_a_checkpoint_without_statistics() -> None:
     model = network()
     optimizer = Shampoo(model.parameters(), lr=1e-2, precondition=False)
     run(model, optimizer, 3)
@@ -702,7 +702,7 @@ def test_preconditioning_may_begin_with_a_checkpoint_that_had_none() -> None:
         switched_off.load_state_dict(saved(other))
 
 
-def test_parameters_that_the_checkpoint_does_not_know_start_fresh_with_a_warning() -> None:
+def test_parameters_missing_in_the_checkpoint_start_fresh_with_a_warning() -> None:
     model = network()
     model.second.weight.requires_grad_(False)
     optimizer = Shampoo(model.parameters(), lr=1e-2, **FAST)
@@ -721,18 +721,18 @@ def test_load_hooks_run() -> None:
     model = network()
     optimizer = Shampoo(model.parameters(), lr=1e-2)
     run(model, optimizer, 1)
-    seen = []
-    optimizer.register_load_state_dict_pre_hook(lambda o, s: seen.append("pre"))
-    optimizer.register_load_state_dict_post_hook(lambda o: seen.append("post"))
+    calls = []
+    optimizer.register_load_state_dict_pre_hook(lambda o, s: calls.append("pre"))
+    optimizer.register_load_state_dict_post_hook(lambda o: calls.append("post"))
     optimizer.load_state_dict(state_dict=copy.deepcopy(optimizer.state_dict()))
-    assert seen == ["pre", "post"]
+    assert calls == ["pre", "post"]
 
 
 @pytest.mark.parametrize("flat", [False, True])
 def test_distributed_checkpoint_round_trip(flat: bool, tmp_path: Path) -> None:
-    """Including its zero-gradient, zero-lr first step, which must leave weights as they are."""
+    """The zero-gradient, zero-lr step by which torch creates the state does not change weights."""
     options = StateDictOptions(flatten_optimizer_state_dict=flat)
-    # a layer that never had a gradient has no state in torch's optimizers, but gets one there
+    # A layer without gradients has no state in torch's optimizers, but gets one by that step.
     model = network()
     del model.dead
     optimizer = Shampoo(model.parameters(), lr=1e-2, **FAST)
@@ -753,10 +753,10 @@ def test_distributed_checkpoint_round_trip(flat: bool, tmp_path: Path) -> None:
         assert torch.equal(p, q)
 
 
-def test_preconditioning_goes_on_although_the_schedule_was_changed_before(
+def test_preconditioning_continues_after_a_change_of_the_schedule(
     device: torch.device,
 ) -> None:
-    """Who is preconditioned is in the state; it does not follow from today's intervals."""
+    """The state, not the current intervals, says which parameters are preconditioned."""
     p, q = (nn.Parameter(torch.ones(64, 66, device=device)) for _ in range(2))
     optimizer = Shampoo([p], base="sgd", lr=0.1, update_every=1, refresh_every=3)
     for t in range(5):
@@ -764,18 +764,18 @@ def test_preconditioning_goes_on_although_the_schedule_was_changed_before(
         if t == 4:
             optimizer.param_groups[0]["refresh_every"] = 500
         optimizer.step()
-    again = Shampoo([q], base="sgd", lr=0.1)
-    again.load_state_dict(optimizer.state_dict())
+    resumed = Shampoo([q], base="sgd", lr=0.1)
+    resumed.load_state_dict(optimizer.state_dict())
     optimizer.add_param_group({"params": [nn.Parameter(torch.ones(64, 70, device=device))]})
     G = torch.randn(64, 66).to(device)
-    for parameter, one in ((p, optimizer), (q, again)):
+    for parameter, stepping in ((p, optimizer), (q, resumed)):
         parameter.grad = G.clone()
-        one.step()
+        stepping.step()
         assert not torch.equal(parameter.grad, G)
     assert torch.equal(p.grad, q.grad)
 
 
-def test_a_checkpoint_without_product_bits_says_by_its_roots_who_is_preconditioned() -> None:
+def test_without_product_bits_the_roots_say_which_parameters_are_preconditioned() -> None:
     p, q = (nn.Parameter(torch.ones(64, 66)) for _ in range(2))
     optimizer = Shampoo([p], base="sgd", lr=0.1, update_every=1, refresh_every=2)
     for steps, preconditioned in ((1, 0), (2, 24)):
@@ -783,9 +783,9 @@ def test_a_checkpoint_without_product_bits_says_by_its_roots_who_is_precondition
         optimizer.step()
         saved = copy.deepcopy(optimizer.state_dict())
         assert saved["state"][0].pop("product_bits") == preconditioned
-        again = Shampoo([q], base="sgd", lr=0.1)
-        again.load_state_dict(saved)
-        assert again.state[q]["product_bits"] == preconditioned, steps
+        resumed = Shampoo([q], base="sgd", lr=0.1)
+        resumed.load_state_dict(saved)
+        assert resumed.state[q]["product_bits"] == preconditioned, steps
 
 
 @pytest.mark.parametrize("remove", [True, False])
@@ -817,6 +817,6 @@ def test_roots_of_another_exponent_are_converted() -> None:
         for key, block in optimizer.state[p].items() if p in optimizer.state else ():
             if key.startswith("block"):
                 for side, leaves in block.items():
-                    found, root = other.state[q][key][side], leaves["root"]
-                    assert torch.equal(found["matrix"], leaves["matrix"])
-                    assert relative_error(found["root"], root @ root) < 1e-5
+                    converted, root = other.state[q][key][side], leaves["root"]
+                    assert torch.equal(converted["matrix"], leaves["matrix"])
+                    assert relative_error(converted["root"], root @ root) < 1e-5

@@ -1,4 +1,4 @@
-"""Checkpoints of earlier formats, damaged files, full disks, folders that cannot be written to."""
+"""Checkpoints of earlier formats, damaged files, and folders that are not writable."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ def gradients(params: list[nn.Parameter], t: int) -> None:
 
 
 @pytest.mark.parametrize("number", [1, 2])
-def test_files_of_every_format_are_read_and_runs_go_on(number: int) -> None:
-    """Written by the versions of their time, which also wrote down how their runs went on."""
+def test_runs_resume_from_files_of_every_format(number: int) -> None:
+    """Files of earlier versions also hold the weights that those versions reached afterwards."""
     saved = torch.load(ROOT / "checkpoints" / f"format{number}.pt", weights_only=True)
     groups = saved["optimizer"]["param_groups"]
     assert groups[0]["kronbit_format"] == number
     params = [nn.Parameter(w.clone()) for w in saved["weights"]]
-    written = {"method": "eigen", "storage": "paper"} if number == 1 else {}
-    optimizer = Shampoo(params, lr=1.0, **written)
+    options = {"method": "eigen", "storage": "paper"} if number == 1 else {}
+    optimizer = Shampoo(params, lr=1.0, **options)
     optimizer.load_state_dict(copy.deepcopy(saved["optimizer"]))  # F writes to it
     assert optimizer.param_groups[0]["lr"] == 0.01
     assert optimizer.param_groups[0]["kronbit_format"] == 2
@@ -46,15 +46,15 @@ def test_files_of_every_format_are_read_and_runs_go_on(number: int) -> None:
         gradients(params, t)
         optimizer.step()
     for p, before, after in zip(params, saved["weights"], saved["after"], strict=True):
-        # A code may be rounded otherwise; a root that was lost would turn the direction.
+        # Codes may be rounded differently, but a lost root would change the direction.
         assert relative_error(p.detach() - before, after - before) < 2e-2
-    # And as what is the default today.
+    # The current defaults convert the state.
     params = [nn.Parameter(w.clone()) for w in saved["weights"]]
-    today = Shampoo(params, lr=1.0)
-    today.load_state_dict(copy.deepcopy(saved["optimizer"]))
+    converted = Shampoo(params, lr=1.0)
+    converted.load_state_dict(copy.deepcopy(saved["optimizer"]))
     for t in range(5, 9):
         gradients(params, t)
-        today.step()
+        converted.step()
     for p, before, after in zip(params, saved["weights"], saved["after"], strict=True):
         assert relative_error(p.detach() - before, after - before) < 0.3
 
@@ -70,12 +70,12 @@ def small_run() -> tuple[list[nn.Parameter], Shampoo]:
 
 
 def loads(path: Path, checked: bool) -> bool:
-    """Whether a file loads; if not, an error leaves everything as it was."""
+    """Return True if a file loads. Otherwise, check that the error changes nothing."""
     params, optimizer = small_run()
     state = copy.deepcopy(optimizer.state_dict())
     try:
         content = checkpoints.read(path) if checked else torch.load(path, weights_only=True)
-    except Exception as error:  # torch raises anything
+    except Exception as error:  # torch raises errors of many types
         assert not checked or isinstance(error, LabError)  # noqa: PT017
         return False
     try:
@@ -86,7 +86,7 @@ def loads(path: Path, checked: bool) -> bool:
         return False
     if checked:
         assert_same_state(optimizer.state_dict()["state"], state["state"])
-    # A number may have become huge, such that F's step with it overflows: nobody can know.
+    # A changed number may be so large that F's step overflows, which loading cannot detect.
     loaded = tensors(optimizer.state_dict()["state"])
     huge = any(leaf.is_floating_point() and leaf.abs().max() > 1e30 for leaf in loaded.values())
     gradients(params, 4)
@@ -99,26 +99,28 @@ def loads(path: Path, checked: bool) -> bool:
 
 @pytest.mark.parametrize("checked", [True, False])
 @pytest.mark.parametrize("count", [30, pytest.param(1000, marks=slow)])
-def test_damaged_files_load_whole_or_not_at_all(count: int, checked: bool, tmp_path: Path) -> None:
-    """With a bit flipped in any region of the file, or cut off there.
+def test_damaged_files_load_completely_or_not_at_all(
+    count: int, checked: bool, tmp_path: Path
+) -> None:
+    """Files have a flipped bit or are truncated, in all regions of the file.
 
-    The lab looks at the checksums, so that it sees every change of a number. Others may get a
-    number that is wrong, but none that is no number, and never a part of a checkpoint.
+    The lab verifies checksums, so that it detects every changed number. Without checksums, a number
+    may be wrong, but it is never non-finite, and a checkpoint is never loaded in part.
     """
     _, optimizer = small_run()
     path = checkpoints.save(tmp_path, 4, {"optimizer": optimizer.state_dict()}, keep=1)
     good = path.read_bytes()
     draw = random.Random(0)
-    cut_off = flipped = 0
+    truncated = flipped = 0
     for region in range(count):
         first, last = len(good) * region // count, len(good) * (region + 1) // count - 1
         at = draw.randint(first, last)
         path.write_bytes(good[:at] + bytes([good[at] ^ (1 << draw.randrange(8))]) + good[at + 1 :])
         flipped += loads(path, checked)
         path.write_bytes(good[:at])
-        cut_off += loads(path, checked)
-    assert cut_off == 0
-    assert flipped < count / 2 if checked else flipped > 0  # there is room between the records
+        truncated += loads(path, checked)
+    assert truncated == 0
+    assert flipped < count / 2 if checked else flipped > 0  # some bytes are padding
 
 
 class Malicious:
@@ -127,13 +129,13 @@ class Malicious:
 
 
 @pytest.mark.parametrize("format", ["torch", "pickle"])
-def test_no_code_of_a_checkpoint_is_run(
+def test_loading_a_checkpoint_runs_no_code_of_it(
     format: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    place = tmp_path / "run" / "checkpoints"
-    place.mkdir(parents=True)
-    path = place / "step-00000004.pt"
+    folder = tmp_path / "run" / "checkpoints"
+    folder.mkdir(parents=True)
+    path = folder / "step-00000004.pt"
     content = {"format": 1, "step": 4, "model": Malicious()}
     if format == "torch":
         torch.save(content, path)
@@ -144,8 +146,8 @@ def test_no_code_of_a_checkpoint_is_run(
     assert not (tmp_path / "it has been run").exists()
 
 
-def test_nothing_is_ever_unpickled_as_it_comes() -> None:
-    """The only ways of ours to read a file that could hold code are those that run none."""
+def test_no_source_unpickles_untrusted_files() -> None:
+    """Sources read files that could hold code only with functions that do not run it."""
     sources = [
         *(ROOT.parents[1] / "src").rglob("*.py"),
         *(ROOT.parents[1] / "examples").glob("*.py"),
@@ -156,16 +158,16 @@ def test_nothing_is_ever_unpickled_as_it_comes() -> None:
         for call in text.split("torch.load(")[1:]:
             calls += 1
             assert "weights_only=True" in call[:200].split("\n\n")[0], path
-        if path.name != "battery.py":  # it pickles and reads an optimizer of its own
+        if path.name != "battery.py":  # it pickles an optimizer and reads that content
             assert "pickle.load" not in text, path
         assert "allow_pickle=True" not in text, path
     assert calls >= 3
 
 
-def test_a_folder_that_cannot_be_written_to_is_named(
+def test_the_error_for_a_read_only_folder_names_the_last_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By an error of the system's, as root may write anywhere."""
+    """The error of the file system is simulated, because root may write to any folder."""
     checkpoints.save(tmp_path, 1, {"model": {}}, keep=2)
     real = Path.open
 
@@ -180,8 +182,8 @@ def test_a_folder_that_cannot_be_written_to_is_named(
     assert checkpoints.load_last(tmp_path)["step"] == 1
 
 
-def test_ctrl_c_while_saving_leaves_the_last_one_whole(tmp_path: Path) -> None:
-    """At every line: what stands under a checkpoint's name is the old one or the new one."""
+def test_ctrl_c_while_saving_leaves_a_complete_checkpoint(tmp_path: Path) -> None:
+    """After Ctrl-C at any line, the last checkpoint is either the old one or the new one."""
     with interrupted_at(0) as lines:
         checkpoints.save(tmp_path / "count", 2, {"x": torch.ones(3)}, keep=2)
     for nth in range(1, lines[0] + 1):
@@ -189,15 +191,14 @@ def test_ctrl_c_while_saving_leaves_the_last_one_whole(tmp_path: Path) -> None:
         checkpoints.save(folder, 1, {"x": torch.zeros(3)}, keep=2)
         with interrupted_at(nth), pytest.raises(KeyboardInterrupt):
             checkpoints.save(folder, 2, {"x": torch.ones(3)}, keep=2)
-        found = checkpoints.load_last(folder)
-        assert torch.equal(found["x"], torch.full((3,), float(found["step"] - 1)))
-        # The next one clears up what is left of it.
+        last = checkpoints.load_last(folder)
+        assert torch.equal(last["x"], torch.full((3,), float(last["step"] - 1)))
+        # The next save removes remains of the interrupted one.
         checkpoints.save(folder, 3, {"x": torch.ones(3)}, keep=1)
         assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step-00000003.pt"]
 
 
-def test_a_state_dict_is_read_while_ctrl_c_comes() -> None:
-    """Taking one changes nothing, wherever it ends."""
+def test_ctrl_c_in_state_dict_changes_nothing() -> None:
     _, optimizer = small_run()
     before = copy.deepcopy(optimizer.state_dict())
     with interrupted_at(0) as lines:
@@ -208,20 +209,20 @@ def test_a_state_dict_is_read_while_ctrl_c_comes() -> None:
         assert_same_state(optimizer.state_dict()["state"], before["state"])
 
 
-def test_ctrl_c_while_loading_leaves_something_that_can_be_loaded_into() -> None:
-    """Wherever it ends, loading once more gives what the checkpoint holds."""
+def test_loading_can_be_repeated_after_ctrl_c() -> None:
+    """After Ctrl-C at any line, loading content gives the state of the checkpoint."""
     params, source = small_run()
     saved = copy.deepcopy(source.state_dict())
     gradients(params, 4)
     source.step()
     _, optimizer = small_run()
-    again = copy.deepcopy(saved)
+    content = copy.deepcopy(saved)
     with interrupted_at(0) as lines:
-        optimizer.load_state_dict(again)
+        optimizer.load_state_dict(content)
     for nth in random.Random(0).sample(range(1, lines[0]), 15):
         _, optimizer = small_run()
-        again = copy.deepcopy(saved)
+        content = copy.deepcopy(saved)
         with interrupted_at(nth), pytest.raises(KeyboardInterrupt):
-            optimizer.load_state_dict(again)
+            optimizer.load_state_dict(content)
         optimizer.load_state_dict(copy.deepcopy(saved))
         assert same_state(optimizer.state_dict()["state"], saved["state"])

@@ -1,4 +1,4 @@
-"""Gradients as they come when a training goes wrong: what they touch stays sound, and only that."""
+"""Hard gradients, as in failing trainings: all state stays finite, and other parameters agree."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def gradient(kind: str, shape: tuple[int, ...], seed: int) -> Tensor:
             s[1:] = 0.0
         elif kind == "equal eigenvalues":
             s.fill_(1.0)
-        else:  # of G Gᵀ
+        else:  # the condition of G Gᵀ
             s = torch.logspace(0, -10, len(s), dtype=torch.float64)
         grad = ((U * s) @ Vh).float().view(shape)
     return grad
@@ -66,8 +66,8 @@ def build(make: Any = Shampoo, **options: Any) -> tuple[list[nn.Parameter], Any]
     torch.manual_seed(0)
     params = [nn.Parameter(torch.randn(shape)) for shape in SHAPES]
     base = torch.optim.AdamW(params, lr=1e-2)
-    known = {"max_order": 40, "update_every": 1, "refresh_every": 2, "min_quantized_numel": 0}
-    return params, make(base, **{**known, **options})
+    defaults = {"max_order": 40, "update_every": 1, "refresh_every": 2, "min_quantized_numel": 0}
+    return params, make(base, **{**defaults, **options})
 
 
 def examples(count: int) -> hypothesis.settings:
@@ -80,13 +80,11 @@ steps = st.lists(
 methods = st.sampled_from(METHODS)
 
 
-def any_gradient_in_any_parameter_at_any_step(
-    walk: list[tuple[int, str]], method: tuple[str, int], make: Any
-) -> None:
-    """Who never had a bad one walks as if nobody had; what is kept can always be loaded."""
+def check_any_gradient(walk: list[tuple[int, str]], method: tuple[str, int], make: Any) -> None:
+    """Check that bad gradients do not affect other parameters and that the state can be loaded."""
     options = {"method": method[0], "bits": method[1], "storage": "paper"}
     params, optimizer = build(make, **options)
-    twins, peaceful = build(make, **options)
+    twins, reference = build(make, **options)
     touched = set()
     for t, (number, kind) in enumerate(walk):
         touched |= {number} if kind != "ordinary" else set()
@@ -94,11 +92,11 @@ def any_gradient_in_any_parameter_at_any_step(
             q.grad = gradient("ordinary", p.shape, 100 * t + i)
             p.grad = gradient(kind, p.shape, 100 * t + i) if i == number else q.grad.clone()
         optimizer.step()
-        peaceful.step()
+        reference.step()
         for i, (p, q) in enumerate(zip(params, twins, strict=True)):
             assert torch.isfinite(p).all(), (t, i)
             assert i in touched or torch.equal(p, q), (t, i)
-    # Loading refuses what is not finite, or not what it should be.
+    # Loading refuses state that is not finite or does not fit.
     _, again = build(make, **options)
     again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     assert_same_state(again.state_dict()["state"], optimizer.state_dict()["state"])
@@ -107,10 +105,10 @@ def any_gradient_in_any_parameter_at_any_step(
 @examples(15)
 @hypothesis.given(steps, methods, st.sampled_from([Shampoo, CASPR]))
 def test_any_gradient(walk: list[tuple[int, str]], method: tuple[str, int], make: Any) -> None:
-    any_gradient_in_any_parameter_at_any_step(walk, method, make)
+    check_any_gradient(walk, method, make)
 
 
-# What comes into a layer: as a factor of ordinary inputs, or instead of them.
+# The scale of a layer's inputs.
 INPUTS = {"ordinary": 1.0, "zero": 0.0, "denormal": 1e-40, "huge": 1e30, "inf": math.inf}
 INPUTS |= {"nan": math.nan}
 
@@ -121,28 +119,28 @@ INPUTS |= {"nan": math.nan}
     st.sampled_from([KFAC, AdaBK]),
 )
 def test_any_input_and_gradient_of_a_layer(walk: list[tuple[str, str]], make: Any) -> None:
-    """A layer gets hard inputs and gradients; another one never notices."""
+    """Hard inputs and gradients of one layer do not affect another layer."""
 
     def build() -> tuple[nn.ModuleList, Any]:
         torch.manual_seed(0)
         model = nn.ModuleList([nn.Linear(20, 24), nn.Linear(12, 9)])
         base = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        known = {"update_every": 1, "refresh_every": 2, "min_quantized_numel": 0}
-        return model, make(base, model=model, **known)
+        every = {"update_every": 1, "refresh_every": 2, "min_quantized_numel": 0}
+        return model, make(base, model=model, **every)
 
-    (model, optimizer), (twin, peaceful) = build(), build()
-    for t, (given, kind) in enumerate(walk):
+    (model, optimizer), (twin, reference) = build(), build()
+    for t, (inputs, kind) in enumerate(walk):
         generator = torch.Generator().manual_seed(t)
         x, y = torch.randn(8, 20, generator=generator), torch.randn(8, 12, generator=generator)
-        for own, scale in ((model, INPUTS[given]), (twin, 1.0)):
-            own.zero_grad()
+        for network, scale in ((model, INPUTS[inputs]), (twin, 1.0)):
+            network.zero_grad()
             sum(
-                layer(z).square().mean() for layer, z in zip(own, (scale * x, y), strict=True)
+                layer(z).square().mean() for layer, z in zip(network, (scale * x, y), strict=True)
             ).backward()
         if kind != "ordinary":
             model[0].weight.grad = gradient(kind, (24, 20), t)
         optimizer.step()
-        peaceful.step()
+        reference.step()
         assert all(torch.isfinite(p).all() for p in model.parameters()), t
         assert all(map(torch.equal, model[1].parameters(), twin[1].parameters())), t
     _, again = build()
@@ -153,21 +151,21 @@ def test_any_input_and_gradient_of_a_layer(walk: list[tuple[str, str]], make: An
 @slow
 @examples(500)
 @hypothesis.given(steps, methods, st.sampled_from([Shampoo, CASPR]))
-def test_any_gradient_at_length(
+def test_any_gradient_many_examples(
     walk: list[tuple[int, str]], method: tuple[str, int], make: Any
 ) -> None:
-    any_gradient_in_any_parameter_at_any_step(walk, method, make)
+    check_any_gradient(walk, method, make)
 
 
 @pytest.mark.parametrize("bits", [4, 32])
-def test_a_loss_that_explodes_and_vanishes(bits: int) -> None:
-    """From 1 to 1e15, to 1e-25, and back: once it is forgotten, all is as without it."""
+def test_exploding_and_vanishing_gradients_are_forgotten(bits: int) -> None:
+    """Gradients scale from 1 to 1e15, to 1e-25 and back; later steps match a normal run."""
     params, optimizer = build(bits=bits, beta=0.2, refresh_every=6)
     others, reference = build(bits=bits, beta=0.2, refresh_every=6)
     for t in range(72):  # 0.2⁶⁰ (1e15)² is 1e-12
         scale = 1.0 if t < 4 else 1e15 if t < 8 else 1e-25 if t < 12 else 1.0
-        for own, factor in ((params, scale), (others, 1.0)):
-            for i, p in enumerate(own):
+        for group, factor in ((params, scale), (others, 1.0)):
+            for i, p in enumerate(group):
                 p.grad = factor * gradient("ordinary", p.shape, 100 * t + i)
         optimizer.step()
         reference.step()
@@ -176,22 +174,22 @@ def test_a_loss_that_explodes_and_vanishes(bits: int) -> None:
         if bits == 32:
             assert p.grad is not None
             assert q.grad is not None
-            assert angle(p.grad, q.grad) < 0.01  # of G̃
-        elif "block_0" in optimizer.state[p]:  # roundings differ; the size of L is what it was
-            own, expected = (
-                optimizer_.state[r]["block_0"]["left"]["diagonal"].norm()
-                for optimizer_, r in ((optimizer, p), (reference, q))
+            assert angle(p.grad, q.grad) < 0.01  # between the G̃
+        elif "block_0" in optimizer.state[p]:  # codes differ, so compare the size of L
+            actual, expected = (
+                owner.state[r]["block_0"]["left"]["diagonal"].norm()
+                for owner, r in ((optimizer, p), (reference, q))
             )
-            assert 0.5 < own / expected < 2.0
+            assert 0.5 < actual / expected < 2.0
     assert optimizer.diagnostics()["skipped_gradients"] == 0
 
 
 @pytest.mark.parametrize(("method", "bits"), METHODS)
-def test_equal_eigenvalues_leave_the_direction(method: str, bits: int) -> None:
-    """All of L are equal, and all of R: L̂ G R̂ is a multiple of G."""
+def test_equal_eigenvalues_keep_the_direction(method: str, bits: int) -> None:
+    """If L and R are multiples of the identity, L̂ G R̂ is a multiple of G."""
     p = nn.Parameter(torch.zeros(64, 64))
-    own = {"method": method, "bits": bits, "storage": "paper", "min_quantized_numel": 0}
-    optimizer = Shampoo(torch.optim.SGD([p], lr=1.0), update_every=1, refresh_every=1, **own)
+    options = {"method": method, "bits": bits, "storage": "paper", "min_quantized_numel": 0}
+    optimizer = Shampoo(torch.optim.SGD([p], lr=1.0), update_every=1, refresh_every=1, **options)
     for t in range(4):
         torch.manual_seed(t)
         G = orthogonal(64, 64, dtype=torch.float32)
@@ -200,42 +198,42 @@ def test_equal_eigenvalues_leave_the_direction(method: str, bits: int) -> None:
         assert angle(p.grad, G) < (5.0 if bits < 6 else 1.0 if bits < 32 else 0.01)
 
 
-def test_a_condition_of_1e20_is_the_oracles() -> None:
-    """In 32 bits: what float32 cannot tell from zero is damped, as it is in float64."""
+def test_a_condition_of_1e20_matches_the_oracle() -> None:
+    """Damping covers the eigenvalues of L that float32 cannot distinguish from zero."""
     p, q = nn.Parameter(torch.zeros(40, 36)), nn.Parameter(torch.zeros(40, 36).double())
     options: dict[str, Any] = {"bits": 32, "method": "dense", "damping": 1e-4}
     options |= {"update_every": 1, "refresh_every": 1}
-    ours = Shampoo(torch.optim.SGD([p], lr=1.0), **options)
-    theirs = oracle.Shampoo([q], torch.optim.SGD([q], lr=1.0), oracle.Options(**options))
+    optimizer = Shampoo(torch.optim.SGD([p], lr=1.0), **options)
+    reference = oracle.Shampoo([q], torch.optim.SGD([q], lr=1.0), oracle.Options(**options))
     for t in range(5):
         grad = gradient("condition 1e20", (40, 36), t)
         p.grad, q.grad = grad.clone(), grad.double()
-        ours.step()
-        theirs.step()
+        optimizer.step()
+        reference.step()
         assert relative_error(p.detach(), q.detach()) < 1e-2
 
 
 def test_gradients_may_change_their_memory_format_at_every_step() -> None:
-    def walk(turned: bool) -> list[Tensor]:
+    def walk(change_format: bool) -> list[Tensor]:
         params, optimizer = build(bits=32)
         for t in range(6):
             for i, p in enumerate(params):
                 grad = gradient("ordinary", p.shape, 100 * t + i)
-                if turned and p.dim() == 4 and t % 2:
+                if change_format and p.dim() == 4 and t % 2:
                     grad = grad.to(memory_format=torch.channels_last)
-                elif turned and p.dim() == 2 and t % 3 == 1:
+                elif change_format and p.dim() == 2 and t % 3 == 1:
                     grad = grad.t().contiguous().t()
                 p.grad = grad
             optimizer.step()
         return [p.detach() for p in params]
 
-    # Norms are summed in the order of memory, so not to the bit.
-    for found, expected in zip(walk(True), walk(False), strict=True):
-        assert relative_error(found, expected) < 1e-5
+    # Norms are summed in memory order, so results are not bitwise equal.
+    for actual, expected in zip(walk(True), walk(False), strict=True):
+        assert relative_error(actual, expected) < 1e-5
 
 
 def test_parameters_may_change_their_dtype_between_steps() -> None:
-    """The second-order state stays what it was; gradients are rounded from then on."""
+    """Second-order state stays float32; gradients have the new dtype."""
 
     def walk(dtypes: list[torch.dtype]) -> list[Tensor]:
         torch.manual_seed(0)
@@ -255,10 +253,10 @@ def test_parameters_may_change_their_dtype_between_steps() -> None:
         assert optimizer.state[params[0]]["step"] == 9
         return [p.detach().double() for p in params]
 
-    single, double, brain = torch.float32, torch.float64, torch.bfloat16
+    single, double, bf16 = torch.float32, torch.float64, torch.bfloat16
     expected = walk([single] * 9)
     wider = walk([single] * 3 + [double] * 3 + [single] * 3)
-    narrower = walk([single] * 3 + [brain] * 3 + [double] * 3)
-    for exact, found, rounded in zip(expected, wider, narrower, strict=True):
-        assert relative_error(found, exact) < 1e-5
-        assert 1e-4 < relative_error(rounded, exact) < 1e-2  # weights lose bits in between
+    narrower = walk([single] * 3 + [bf16] * 3 + [double] * 3)
+    for exact, lossless, rounded in zip(expected, wider, narrower, strict=True):
+        assert relative_error(lossless, exact) < 1e-5
+        assert 1e-4 < relative_error(rounded, exact) < 1e-2  # weights are rounded to bf16

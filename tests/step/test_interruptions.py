@@ -1,4 +1,4 @@
-"""A step that ends in the middle, by want of memory or by Ctrl-C, and is then taken again."""
+"""Steps that are interrupted by an out-of-memory error or by Ctrl-C, and then repeated."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from kronbit.step.failures import Progress
 from kronbit.step.preconditioner import Preconditioner
 from kronbit.step.state_plan import StatePlan
 
-WAYS: dict[str, dict[str, Any]] = {
+CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "default": {},
     "paper": {"method": "eigen", "storage": "paper"},
     "naive": {"method": "naive", "storage": "paper"},
@@ -31,17 +31,17 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 def start(
-    way: str, make: Any = Shampoo, steps: int = 3, **options: Any
+    configuration: str, make: Any = Shampoo, steps: int = 3, **options: Any
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """A network one gradient before a step that updates and refreshes."""
+    """Return a network and an optimizer whose next step updates and refreshes."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(40, 33), nn.Tanh(), nn.Linear(33, 24), nn.Tanh())
     model.append(nn.Linear(24, 70, bias=False))
-    own: dict[str, Any] = {"max_order": 48, "min_quantized_numel": 0}
-    own |= {"update_every": 2, "refresh_every": 4}
+    defaults: dict[str, Any] = {"max_order": 48, "min_quantized_numel": 0}
+    defaults |= {"update_every": 2, "refresh_every": 4}
     base = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    own |= {"model": model} if make in (KFAC, AdaBK) else {}
-    optimizer = make(base, **{**own, **WAYS[way], **options})
+    defaults |= {"model": model} if make in (KFAC, AdaBK) else {}
+    optimizer = make(base, **{**defaults, **CONFIGURATIONS[configuration], **options})
     for t in range(steps):
         backward(model, t)
         optimizer.step()
@@ -68,18 +68,18 @@ def note_of(error: BaseException) -> str:
     return "".join(getattr(error, "__notes__", ()))
 
 
-def assert_whole(state: Any, before: Any, after: Any) -> None:
-    """Every statistic, and every root, is the old one or the new one: no mixture of both."""
+def assert_consistent(state: Any, before: Any, after: Any) -> None:
+    """Check that every statistic and every root is either the old one or the new one."""
     for index, entry in state.items():
         for key in [key for key in entry if key.startswith("block")]:
             for side, leaves in entry[key].items():
                 for root in (False, True):
                     names = [name for name in leaves if name.startswith("root") == root]
-                    found = [
-                        all(torch.equal(leaves[n], then[index][key][side][n]) for n in names)
-                        for then in (before, after)
+                    matches = [
+                        all(torch.equal(leaves[n], other[index][key][side][n]) for n in names)
+                        for other in (before, after)
                     ]
-                    assert any(found), (index, key, side, root)
+                    assert any(matches), (index, key, side, root)
 
 
 def sampled(total: int, count: int) -> list[int]:
@@ -89,19 +89,21 @@ def sampled(total: int, count: int) -> list[int]:
 Interruption: TypeAlias = tuple[Callable[[Any], Any], type[BaseException]]
 
 
-def interruptions(count: int, way: str, make: Any, **options: Any) -> Iterator[Interruption]:
-    """Ways to interrupt the step: each takes the optimizer, and comes with what it raises."""
-    _, optimizer = start(way, make, **options)
+def interruptions(
+    count: int, configuration: str, make: Any, **options: Any
+) -> Iterator[Interruption]:
+    """Yield functions that interrupt an optimizer's step, each with the error that it raises."""
+    _, optimizer = start(configuration, make, **options)
     with NthOperation() as operations:
         optimizer.step()
     for nth in sampled(operations.count, count):
 
-        def starve(optimizer: Any, nth: int = nth) -> None:
+        def run_out_of_memory(optimizer: Any, nth: int = nth) -> None:
             with NthOperation(nth, lasting=nth % 2 == 0):
                 optimizer.step()
 
-        yield starve, torch.OutOfMemoryError
-    _, optimizer = start(way, make, **options)
+        yield run_out_of_memory, torch.OutOfMemoryError
+    _, optimizer = start(configuration, make, **options)
     with interrupted_at(0) as lines:
         optimizer.step()
     for nth in sampled(lines[0], count):
@@ -114,41 +116,44 @@ def interruptions(count: int, way: str, make: Any, **options: Any) -> Iterator[I
 
 
 @pytest.mark.parametrize("count", [10, pytest.param(100, marks=slow)])
-@pytest.mark.parametrize(("way", "make"), [*((way, Shampoo) for way in WAYS), ("default", CASPR)])
-def test_a_step_can_be_taken_again(way: str, make: Any, count: int) -> None:
-    """Wherever it ended, nothing is torn; and if F had not begun, the second try is as the first.
+@pytest.mark.parametrize(
+    ("configuration", "make"),
+    [*((configuration, Shampoo) for configuration in CONFIGURATIONS), ("default", CASPR)],
+)
+def test_an_interrupted_step_can_be_repeated(configuration: str, make: Any, count: int) -> None:
+    """State stays consistent; unless F has begun, the repeated step gives the uninterrupted result.
 
-    What F does not do to its end cannot be undone by us: then nothing but finite weights is asked.
+    kronbit cannot undo a partial step of F. In that case, weights must only stay finite.
     """
     options = {"keep_gradients": True}
-    _, reference = start(way, make, **options)
+    _, reference = start(configuration, make, **options)
     before = copy.deepcopy(reference.state_dict()["state"])
     reference.step()
     after = reference.state_dict()["state"]
-    through = 0
-    for interrupt, error in interruptions(count, way, make, **options):
-        model, optimizer = start(way, make, **options)
-        own, old = grads(model), weights(model)
+    repeated = 0
+    for interrupt, error in interruptions(count, configuration, make, **options):
+        model, optimizer = start(configuration, make, **options)
+        old_grads, old = grads(model), weights(model)
         with pytest.raises(error) as caught:
             interrupt(optimizer)
-        assert all(map(torch.equal, grads(model), own))
-        assert_whole(optimizer.state_dict()["state"], before, after)
+        assert all(map(torch.equal, grads(model), old_grads))
+        assert_consistent(optimizer.state_dict()["state"], before, after)
         base_began = "had begun" in note_of(caught.value) or not all(
             map(torch.equal, weights(model), old)
         )
         optimizer.step()
         assert all(torch.isfinite(p).all() for p in model.parameters())
         if not base_began:
-            through += 1
+            repeated += 1
             assert_same_state(optimizer.state_dict()["state"], after)
             assert optimizer.state_dict()["state"][0]["step"] == 4
-    assert through > count
+    assert repeated > count
 
 
 @pytest.mark.parametrize("keep", [False, True])
-def test_a_step_counts_or_it_does_not(keep: bool) -> None:
-    """Ctrl-C at every line from F on: the note says which it is, and either way a run goes on."""
-    for _ in range(2):  # the first one also does what is done once in a process
+def test_the_note_says_if_the_step_counts(keep: bool) -> None:
+    """Ctrl-C at every line from F on: the note is right, and the run continues correctly."""
+    for _ in range(2):  # the first run also does the work that is done once per process
         model, reference = start("default", keep_gradients=keep)
         with interrupted_at(0) as lines:
             reference.step()
@@ -156,22 +161,22 @@ def test_a_step_counts_or_it_does_not(keep: bool) -> None:
     backward(model, 4)
     reference.step()
     fourth = weights(model)
-    found = set()
+    outcomes = set()
     for nth in itertools.count(lines[0] - 90):
         model, optimizer = start("default", keep_gradients=keep)
-        own, old = grads(model), weights(model)
+        old_grads, old = grads(model), weights(model)
         try:
             with interrupted_at(nth):
                 optimizer.step()
-            break  # that was one line too far
+            break  # beyond the last line
         except KeyboardInterrupt as error:
             note = note_of(error)
         through = "The step is through, and counts: do not take it again" in note
         assert optimizer.state_dict()["state"][0]["step"] == 3 + through
-        found.add((through, "had begun" in note))
+        outcomes.add((through, "had begun" in note))
         if through:
             assert all(map(torch.equal, weights(model), third))
-            assert not keep or all(map(torch.equal, grads(model), own))
+            assert not keep or all(map(torch.equal, grads(model), old_grads))
         elif "had begun" not in note:
             assert "no weight has changed" in note
             assert all(map(torch.equal, weights(model), old))
@@ -182,14 +187,14 @@ def test_a_step_counts_or_it_does_not(keep: bool) -> None:
         backward(model, 4)
         optimizer.step()
         assert all(map(torch.equal, weights(model), fourth))
-    assert found == {(True, False), (False, False), (False, True)}
+    assert outcomes == {(True, False), (False, False), (False, True)}
 
 
 @pytest.mark.parametrize("keep", [False, True])
-def test_a_step_is_counted_right_while_python_ends_it(keep: bool) -> None:
-    """Ctrl-C in Python's own code around ``with``, where no line of ours can answer it.
+def test_the_step_count_is_right_if_context_managers_are_interrupted(keep: bool) -> None:
+    """Ctrl-C arrives in contextlib, outside of kronbit's code.
 
-    Looked at while the error is still being handled: nothing of the step may come after that.
+    State is read while the error is handled: the step must not change it afterwards.
     """
     model, reference = start("default", keep_gradients=keep)
     with interrupted_at(0, contextlib.__file__) as lines:
@@ -207,68 +212,70 @@ def test_a_step_is_counted_right_while_python_ends_it(keep: bool) -> None:
             step = optimizer.state_dict()["state"][0]["step"]
             counts.add(step)
             assert (step == 4) == all(map(torch.equal, weights(model), third))
-            assert_whole(optimizer.state_dict()["state"], before, reference.state_dict()["state"])
-            found = copy.deepcopy(optimizer.state_dict()["state"])
-        assert_same_state(optimizer.state_dict()["state"], found)
+            assert_consistent(
+                optimizer.state_dict()["state"], before, reference.state_dict()["state"]
+            )
+            state = copy.deepcopy(optimizer.state_dict()["state"])
+        assert_same_state(optimizer.state_dict()["state"], state)
     assert counts == {3, 4}
 
 
-def test_kept_gradients_come_back_whatever_the_base_does_to_them() -> None:
+def test_kept_gradients_are_restored_if_the_base_replaces_them() -> None:
     model, optimizer = start("default", keep_gradients=True)
-    own: Any = optimizer
+    wrapper: Any = optimizer
 
     def replace(*_: Any) -> None:
         for p in model.parameters():
             p.grad = torch.zeros_like(p)
 
-    own.base.register_step_pre_hook(replace)
+    wrapper.base.register_step_pre_hook(replace)
     before = grads(model)
     optimizer.step()
     assert all(map(torch.equal, grads(model), before))
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_what_is_being_written_is_written(way: str) -> None:
-    """Codes, scales and the rest of a row are written one after the other: all, or none of them."""
-    _, reference = start(way)
+@pytest.mark.parametrize("configuration", CONFIGURATIONS)
+def test_rows_are_written_completely_or_not_at_all(configuration: str) -> None:
+    """The tensors of a row are written one after the other; an error leaves no partial row."""
+    _, reference = start(configuration)
     before = copy.deepcopy(reference.state_dict()["state"])
-    with NthOperation(name="where.self_out") as written:
+    with NthOperation(name="where.self_out") as writes:
         reference.step()
     after = reference.state_dict()["state"]
-    assert written.count > 8
-    for nth in range(1, written.count + 1, 3):
-        _, optimizer = start(way)
+    assert writes.count > 8
+    for nth in range(1, writes.count + 1, 3):
+        _, optimizer = start(configuration)
         with NthOperation(nth, "where.self_out"), pytest.raises(torch.OutOfMemoryError):
             optimizer.step()
-        assert_whole(optimizer.state_dict()["state"], before, after)
+        assert_consistent(optimizer.state_dict()["state"], before, after)
         optimizer.step()
         assert_same_state(optimizer.state_dict()["state"], after)
 
 
 @pytest.mark.parametrize("make", [KFAC, AdaBK])
-def test_statistics_of_layers_are_taken_again(make: Any) -> None:
-    """The layers' inputs and output gradients are still there for the second try."""
+def test_an_interrupted_step_on_statistics_of_layers_can_be_repeated(make: Any) -> None:
+    """Inputs and output gradients of the layers are still available for the repeated step."""
     options = {"keep_gradients": True}
     _, reference = start("default", make, **options)
     reference.step()
-    through = 0
+    repeated = 0
     for interrupt, error in interruptions(6, "default", make, **options):
         model, optimizer = start("default", make, **options)
         old = weights(model)
         with pytest.raises(error) as caught:
             interrupt(optimizer)
         if "had begun" not in note_of(caught.value) and all(map(torch.equal, weights(model), old)):
-            through += 1
+            repeated += 1
             optimizer.step()
             assert_same_state(optimizer.state_dict()["state"], reference.state_dict()["state"])
-    assert through > 6
+    assert repeated > 6
 
 
 @pytest.mark.parametrize("where", ["update", "refresh", "precondition"])
-def test_the_error_says_what_to_do(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_note_names_a_remedy(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for keep in (False, True):
         model, optimizer = start("default", keep_gradients=keep)
-        own, old = grads(model), weights(model)
+        old_grads, old = grads(model), weights(model)
 
         def fail(*_: Any) -> None:
             raise torch.OutOfMemoryError("out of memory")
@@ -285,16 +292,16 @@ def test_the_error_says_what_to_do(where: str, monkeypatch: pytest.MonkeyPatch) 
         assert ("compute them anew" in note) == (not intact)
         assert "step() can be called again" in note
         if intact:
-            assert all(map(torch.equal, grads(model), own))
+            assert all(map(torch.equal, grads(model), old_grads))
 
 
-def test_gradients_that_are_computed_anew_give_the_same_step() -> None:
+def test_a_step_repeated_with_recomputed_gradients_gives_the_same_result() -> None:
     _, reference = start("default")
     reference.step()
     model, optimizer = start("default")
     with NthOperation() as operations:
         optimizer.step()
-    found = []
+    notes = []
     for back in range(1, operations.count, 2):  # from the end: F, then the gradients
         model, optimizer = start("default")
         old = weights(model)
@@ -303,19 +310,19 @@ def test_gradients_that_are_computed_anew_give_the_same_step() -> None:
         note = note_of(caught.value)
         if "had begun" in note or "is through" in note:
             continue
-        found.append(note)
-        assert "compute them anew" in found[-1]
+        notes.append(note)
+        assert "compute them anew" in notes[-1]
         assert all(map(torch.equal, weights(model), old))
         backward(model, 3)
         optimizer.step()
         assert_same_state(optimizer.state_dict()["state"], reference.state_dict()["state"])
-        if len(found) == 4:
+        if len(notes) == 4:
             break
-    assert len(found) == 4
+    assert len(notes) == 4
 
 
 def test_two_failures_in_a_row_and_other_gradients() -> None:
-    """Each statistic is updated once per step, by whichever gradient was there when it was."""
+    """Each statistic is updated once per step, with the gradient of its first complete update."""
     model, optimizer = start("default")
     with NthOperation() as operations:
         optimizer.step()
@@ -328,46 +335,46 @@ def test_two_failures_in_a_row_and_other_gradients() -> None:
     twin, reference = start("default")
     reference.step()
     assert_same_state(optimizer.state_dict()["state"], reference.state_dict()["state"])
-    # And the steps after that are nobody's second try: they update all of them.
+    # Later steps repeat no earlier step and update all statistics.
     for t in range(4, 8):
-        for own_model, own in ((model, optimizer), (twin, reference)):
-            backward(own_model, t)
-            own.step()
+        for network, stepping in ((model, optimizer), (twin, reference)):
+            backward(network, t)
+            stepping.step()
     assert_same_state(optimizer.state_dict()["state"], reference.state_dict()["state"])
 
 
-def test_closures_and_hooks_that_fail_leave_everything() -> None:
+def test_failing_closures_and_hooks_change_nothing() -> None:
     model, optimizer = start("default", steps=5)
-    own, old = grads(model), weights(model)
+    old_grads, old = grads(model), weights(model)
     state = copy.deepcopy(optimizer.state_dict()["state"])
 
     def fail(*_: Any) -> Any:
-        raise RuntimeError("of the user's own")
+        raise RuntimeError("of the user")
 
-    with pytest.raises(RuntimeError, match="of the user's own"):
+    with pytest.raises(RuntimeError, match="of the user"):
         optimizer.step(fail)
     handle = optimizer.register_step_pre_hook(fail)
-    with pytest.raises(RuntimeError, match="of the user's own"):
+    with pytest.raises(RuntimeError, match="of the user"):
         optimizer.step()
     handle.remove()
-    assert all(map(torch.equal, [*weights(model), *grads(model)], [*old, *own]))
+    assert all(map(torch.equal, [*weights(model), *grads(model)], [*old, *old_grads]))
     assert_same_state(optimizer.state_dict()["state"], state)
-    # Of a hook that comes afterwards, the step is whole.
+    # If a post hook fails, the step is complete.
     twin, reference = start("default", steps=5)
     reference.step()
     optimizer.register_step_post_hook(fail)
-    with pytest.raises(RuntimeError, match="of the user's own"):
+    with pytest.raises(RuntimeError, match="of the user"):
         optimizer.step()
     assert all(map(torch.equal, weights(model), weights(twin)))
     assert_same_state(optimizer.state_dict()["state"], reference.state_dict()["state"])
 
 
-def test_planning_that_fails_is_done_again() -> None:
-    """At the first step, and when the state was replaced from outside."""
+def test_interrupted_planning_is_repeated() -> None:
+    """Planning happens at the first step and after the state was replaced from outside."""
     for steps in (0, 3):
         _, reference = start("default", steps=steps)
         reference.step()
-        through = 0
+        repeated = 0
         optimizer = _replaced(start("default", steps=steps)[1])
         with interrupted_at(0) as lines:
             optimizer.step()
@@ -377,14 +384,14 @@ def test_planning_that_fails_is_done_again() -> None:
                 optimizer.step()
             notes = getattr(caught.value, "__notes__", ["gradients are as they were"])
             if "gradients are as they were" in notes[0]:
-                through += 1
+                repeated += 1
                 optimizer.step()
                 assert_same_state(optimizer.state_dict()["state"], reference.state_dict()["state"])
-        assert through > 4
+        assert repeated > 4
 
 
-def test_a_plan_that_is_bound_but_not_known_is_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After tensors were replaced, planning ends between its last two steps."""
+def test_an_incomplete_plan_is_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After tensors were replaced, planning fails between its last two steps."""
     _, reference = start("default")
     reference.step()
     _, optimizer = start("default")
@@ -401,8 +408,8 @@ def test_a_plan_that_is_bound_but_not_known_is_made_anew(monkeypatch: pytest.Mon
     assert_same_state(optimizer.state_dict()["state"], reference.state_dict()["state"])
 
 
-def test_a_step_that_is_through_is_not_continued(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C while it is being settled: the next one updates all that is due."""
+def test_a_complete_step_is_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C arrives while a complete step is settled: the next step updates all that is due."""
     twin, reference = start("default")
     model, optimizer = start("default")
     settle = Progress.settle
@@ -419,14 +426,14 @@ def test_a_step_that_is_through_is_not_continued(monkeypatch: pytest.MonkeyPatch
         optimizer.step()
     reference.step()
     for t in range(4, 7):
-        for own_model, own in ((model, optimizer), (twin, reference)):
-            backward(own_model, t)
-            own.step()
+        for network, stepping in ((model, optimizer), (twin, reference)):
+            backward(network, t)
+            stepping.step()
     assert_same_state(optimizer.state_dict()["state"], reference.state_dict()["state"])
 
 
 def _replaced(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """As after offloading: every tensor of the state is another one."""
+    """Replace every tensor of the state by a copy, as offloading does."""
     for entry in optimizer.state.values():
         for key in [key for key in entry if key.startswith("block")]:
             entry[key] = copy.deepcopy(entry[key])
@@ -436,7 +443,7 @@ def _replaced(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 @pytest.mark.gpu
 @pytest.mark.parametrize("keep", [True, False])
 def test_memory_runs_out_on_a_gpu(keep: bool) -> None:
-    """For real: all that is free is taken away before a step that needs a workspace."""
+    """All free memory is allocated before a step that needs a workspace."""
 
     def make() -> tuple[nn.Module, Any]:
         torch.manual_seed(0)
@@ -455,17 +462,17 @@ def test_memory_runs_out_on_a_gpu(keep: bool) -> None:
     del twin, reference
     model, optimizer = make()
     torch.cuda.empty_cache()
-    hoard: list[Tensor] = []
+    allocated: list[Tensor] = []
     for size in (2**30, 2**26, 2**22, 2**20):
         while True:
             try:
-                hoard.append(torch.empty(size, dtype=torch.uint8, device="cuda"))
+                allocated.append(torch.empty(size, dtype=torch.uint8, device="cuda"))
             except torch.OutOfMemoryError:
                 break
     with pytest.raises(torch.OutOfMemoryError) as caught:
         optimizer.step()
     assert "no weight has changed" in caught.value.__notes__[0]
-    hoard.clear()
+    allocated.clear()
     torch.cuda.empty_cache()
     if not keep:
         backward(model, 3)

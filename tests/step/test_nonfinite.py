@@ -38,10 +38,10 @@ def blocks(optimizer: Any, p: Tensor) -> dict[str, Any]:
 @pytest.mark.parametrize("bad", BAD)
 @pytest.mark.parametrize("when", [0, pytest.param(1, marks=slow), 3])
 @pytest.mark.parametrize("which", [0, 1, 2])
-def test_zero_keeps_one_bad_gradient_from_doing_anything(
+def test_zero_discards_one_bad_gradient(
     bad: float, when: int, which: int, device: torch.device
 ) -> None:
-    """Its G̃ is zero and its statistics stay; the others go on as if nothing had happened."""
+    """Its G̃ is zero and its statistics do not change; other parameters are not affected."""
     params, optimizer = build(device)
     twins, reference = build(device)
     for t in range(5):
@@ -92,7 +92,7 @@ def test_bad_gradients_in_all_parameters_never_enter_the_statistics(
     assert optimizer.diagnostics()["skipped_gradients"] == 4
 
 
-def test_pass_hands_the_gradient_over_untouched(device: torch.device) -> None:
+def test_pass_leaves_the_gradient_unchanged(device: torch.device) -> None:
     params, optimizer = build(device, nonfinite="pass")
     for t in range(3):
         feed(params, t)
@@ -130,7 +130,7 @@ def test_raise_names_the_parameter_and_changes_nothing(device: torch.device) -> 
     optimizer.step()
 
 
-def test_one_warning_in_all() -> None:
+def test_the_warning_comes_once() -> None:
     params, optimizer = build(torch.device("cpu"))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -144,11 +144,11 @@ def test_one_warning_in_all() -> None:
         "1 non-finite gradient(s) so far: kept out of the statistics; see "
         "diagnostics()['skipped_gradients'] and the option 'nonfinite'"
     )
-    assert warning.filename == __file__  # it points at the caller of step()
+    assert warning.filename == __file__  # the warning points to the caller of step()
 
 
 @pytest.mark.gpu
-def test_a_step_does_not_wait_for_the_device_and_the_warning_comes_late() -> None:
+def test_a_step_does_not_wait_for_the_device_and_warns_later() -> None:
     params, optimizer = build(torch.device("cuda"), update_every=3, refresh_every=3)
     feed(params, 0)
     params[0].grad[0, 0] = math.nan
@@ -158,7 +158,7 @@ def test_a_step_does_not_wait_for_the_device_and_the_warning_comes_late() -> Non
         for t in (1, 2):
             feed(params, t)
             optimizer.step()
-        # step 4 is ordinary, with and without active roots, on every parameter
+        # Step 4 neither updates nor refreshes.
         feed(params, 3)
         with no_host_sync():
             optimizer.step()
@@ -166,7 +166,7 @@ def test_a_step_does_not_wait_for_the_device_and_the_warning_comes_late() -> Non
 
 
 def test_an_overflowing_product_falls_back_to_the_gradient(device: torch.device) -> None:
-    """Statistics of tiny gradients, then a normal one: L̂ G R̂ leaves float32."""
+    """After statistics of tiny gradients, L̂ G R̂ of a larger gradient overflows float32."""
     p = nn.Parameter(torch.zeros(64, 66, device=device))
     optimizer = Shampoo(torch.optim.SGD([p], lr=1.0), update_every=1, refresh_every=1, beta=0)
     p.grad = 1e-19 * torch.randn(64, 66, device=device)

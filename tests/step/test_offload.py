@@ -1,4 +1,4 @@
-"""Statistics in the host's memory: the same numbers, elsewhere."""
+"""Statistics in host memory give the same results as statistics on the device."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def trained(
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_offloaded_statistics_are_the_same_to_the_bit(
+def test_offloaded_statistics_are_bitwise_equal(
     options: dict[str, Any], device: torch.device
 ) -> None:
     params, plain = trained(device, **options)
@@ -55,55 +55,55 @@ def test_offloaded_statistics_are_the_same_to_the_bit(
                     assert leaf.device.type == (device.type if is_root(name) else "cpu")
                     assert is_root(name) or leaf.is_pinned() == (device.type == "cuda")
     assert offloaded.memory() == plain.memory()
-    mine, theirs = plain.state_dict()["state"], offloaded.state_dict()["state"]
-    on_host = torch.utils._pytree.tree_map_only(torch.Tensor, torch.Tensor.cpu, (mine, theirs))
+    states = plain.state_dict()["state"], offloaded.state_dict()["state"]
+    on_host = torch.utils._pytree.tree_map_only(torch.Tensor, torch.Tensor.cpu, states)
     assert_same_state(*on_host)
 
 
 @pytest.mark.parametrize("before", [False, True])
 @pytest.mark.parametrize("after", [False, True])
-def test_a_checkpoint_may_be_loaded_to_either_place(
+def test_a_checkpoint_loads_with_and_without_offloading(
     before: bool, after: bool, device: torch.device
 ) -> None:
     _, first = trained(device, offload_statistics=before)
     saved = first.state_dict()
     expected, _ = trained(device, start=copy.deepcopy(saved))
-    found, optimizer = trained(device, start=copy.deepcopy(saved), offload_statistics=after)
-    for p, other in zip(expected, found, strict=True):
+    params, optimizer = trained(device, start=copy.deepcopy(saved), offload_statistics=after)
+    for p, other in zip(expected, params, strict=True):
         assert torch.equal(p, other)
-    again = copy.deepcopy(optimizer)  # tensors that are copied leave pinned memory
-    for p in again.param_groups[0]["params"]:
+    twin = copy.deepcopy(optimizer)  # copies are not in pinned memory
+    for p in twin.param_groups[0]["params"]:
         p.grad = torch.ones_like(p)
-    again.step()
+    twin.step()
 
 
-def test_a_checkpoint_is_converted_on_the_way_there(device: torch.device) -> None:
+def test_a_checkpoint_is_converted_when_loaded_with_offloading(device: torch.device) -> None:
     _, first = trained(device, bits=8, method="eigen")
     saved = first.state_dict()
     options = {"bits": 4, "trace_scaling": True}
     expected, _ = trained(device, start=copy.deepcopy(saved), **options)
-    found, _ = trained(device, start=copy.deepcopy(saved), offload_statistics=True, **options)
-    for p, other in zip(expected, found, strict=True):
+    params, _ = trained(device, start=copy.deepcopy(saved), offload_statistics=True, **options)
+    for p, other in zip(expected, params, strict=True):
         assert torch.equal(p, other)
 
 
 @pytest.mark.gpu
-def test_the_gpu_keeps_the_roots_alone() -> None:
-    held = {}
+def test_the_gpu_holds_only_the_roots() -> None:
+    allocated = {}
     for offload in (False, True):
-        gc.collect()  # or what an earlier test has left is freed in between
+        gc.collect()  # otherwise garbage of an earlier test may be freed in between
         before = torch.cuda.memory_allocated()
         p = nn.Parameter(torch.zeros(2048, 2048, device="cuda"))
         p.grad = torch.randn_like(p)
         optimizer = Shampoo([p], base="sgd", lr=0.1, max_order=1024, offload_statistics=offload)
         optimizer.step()
-        held[offload] = torch.cuda.memory_allocated() - before
+        allocated[offload] = torch.cuda.memory_allocated() - before
         memory = optimizer.memory()
         del p, optimizer
-    assert held[False] - held[True] == pytest.approx(memory["statistics"], rel=0.02)
+    assert allocated[False] - allocated[True] == pytest.approx(memory["statistics"], rel=0.02)
 
 
-def test_it_holds_for_the_whole_optimizer() -> None:
+def test_offloading_is_an_option_of_the_whole_optimizer() -> None:
     p = nn.Parameter(torch.zeros(3, 3))
     with pytest.raises(ValueError, match="offload_statistics holds for the whole optimizer"):
         Shampoo([{"params": [p], "offload_statistics": True}], lr=0.1)

@@ -19,7 +19,7 @@ TURNS = [Turn(i / 7, right) for i in range(7) for right in (False, True)]
 
 
 @pytest.mark.parametrize(("update", "refresh"), [(10, 50), (20, 20), (30, 10)])
-def test_every_block_runs_the_papers_schedule_with_its_own_delay(update: int, refresh: int) -> None:
+def test_every_block_runs_the_papers_schedule_with_a_delay(update: int, refresh: int) -> None:
     config = Config(update_every=update, refresh_every=refresh, stagger=True)
     paper = Config(update_every=update, refresh_every=refresh)
     longest = max(update, refresh)
@@ -30,10 +30,10 @@ def test_every_block_runs_the_papers_schedule_with_its_own_delay(update: int, re
     assert delays[-2] < longest
     for turn, lag in zip(TURNS, delays, strict=True):
         for t in range(1, 4 * longest):
-            late = t - lag
-            assert updates_at(config, t, turn) == (late > 0 and updates_at(paper, late))
-            late -= 1  # the refresh follows the update
-            assert refreshes_at(config, t, turn) == (late > 0 and refreshes_at(paper, late))
+            shifted = t - lag
+            assert updates_at(config, t, turn) == (shifted > 0 and updates_at(paper, shifted))
+            shifted -= 1  # the refresh follows the update
+            assert refreshes_at(config, t, turn) == (shifted > 0 and refreshes_at(paper, shifted))
     assert all(delay(paper, turn) == 0 for turn in TURNS)
 
 
@@ -54,14 +54,14 @@ def test_blocks_of_a_turn_have_similar_orders_unless_there_are_few(
     members = [grouping.Member(route((8, n), config), config) for n in orders]
     groups = grouping.make_groups(members, torch.device("cpu"))
     phases = {s.member: s.phase for group in groups for s in group.segments}
-    places = [round(phases[i] * len(set(phases.values()))) for i in range(len(orders))]
-    # Four of 96 fill a batch; 70 is near the fifth. 20 and 8 are not near 40, but 40 is not much.
-    assert places == [0] * 4 + [1] * 3 + [2] * 4
+    numbers = [round(phases[i] * len(set(phases.values()))) for i in range(len(orders))]
+    # Four of 96 fill a batch; 70 is close to the fifth. 20 and 8 differ from 40, but all are small.
+    assert numbers == [0] * 4 + [1] * 3 + [2] * 4
 
 
 @pytest.fixture
 def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks of these tests are small: let each have a turn of its own."""
+    """Give each of the small blocks of these tests its own turn."""
     monkeypatch.setattr(grouping, "_BATCH", 1)
 
 
@@ -84,10 +84,10 @@ def feed(params: list[Tensor], t: int, only: set[int] | None = None) -> None:
 
 
 @pytest.mark.usefixtures("small_batches")
-def test_statistics_are_those_of_a_run_that_starts_later() -> None:
-    """A block with delay d has the state that an unstaggered one has d steps earlier.
+def test_statistics_match_a_run_that_starts_later() -> None:
+    """A block with delay d has the state that an unstaggered block has d steps earlier.
 
-    To the bit on the CPU; sums on a GPU may round differently in another batch.
+    The states are bitwise equal on the CPU; on a GPU, sums may round differently in another batch.
     """
     device = torch.device("cpu")
     params, optimizer = build(True, device)
@@ -95,20 +95,20 @@ def test_statistics_are_those_of_a_run_that_starts_later() -> None:
     for t in range(steps):
         feed(params, t)
         optimizer.step()
-    (own,) = optimizer._plan.preconditioners.values()
+    (preconditioner,) = optimizer._plan.preconditioners.values()
     config = optimizer.config
-    seen = set()
+    delays = set()
     for i, number in ((0, 0), (1, 1), (3, 2)):
-        for turn in own.turns[number]:
-            late = delay(config, turn)
-            seen.add(late)
+        for turn in preconditioner.turns[number]:
+            lag = delay(config, turn)
+            delays.add(lag)
             alone, reference = build(False, device)
-            for t in range(late, steps):
+            for t in range(lag, steps):
                 feed(alone, t, only={i})
                 reference.step()
             keys = {
                 f"block_{block.index}"
-                for group in own.stacks.groups
+                for group in preconditioner.stacks.groups
                 for segment in group.segments
                 if segment.member == number and segment.phase == turn.phase
                 for span in group.spans
@@ -119,9 +119,9 @@ def test_statistics_are_those_of_a_run_that_starts_later() -> None:
             assert keys
             side = "right" if turn.right else "left"
             for key in keys:
-                mine, theirs = optimizer.state[params[i]][key], reference.state[alone[i]][key]
-                assert_same_state({0: mine[side]}, {0: theirs[side]})
-    assert seen == {0, 2, 4, 6, 8}
+                staggered, plain = optimizer.state[params[i]][key], reference.state[alone[i]][key]
+                assert_same_state({0: staggered[side]}, {0: plain[side]})
+    assert delays == {0, 2, 4, 6, 8}
 
 
 @pytest.mark.usefixtures("small_batches")
@@ -135,40 +135,40 @@ def test_a_parameter_waits_until_all_its_blocks_have_been_refreshed(device: torc
         for i, p in enumerate(params):
             if not torch.equal(p.grad, before[i]):
                 changed.setdefault(i, t)
-    (own,) = optimizer._plan.preconditioners.values()
+    (preconditioner,) = optimizer._plan.preconditioners.values()
     expected = {
-        i: first_preconditioned_step(optimizer.config, own.turns[number][-1])
+        i: first_preconditioned_step(optimizer.config, preconditioner.turns[number][-1])
         for i, number in ((0, 0), (1, 1), (3, 2))
     }
     assert changed == expected
-    assert len(own.turns[1]) == 4
+    assert len(preconditioner.turns[1]) == 4
 
 
 @pytest.mark.usefixtures("small_batches")
 @pytest.mark.parametrize("when", [5, 9, 11, 15])
-def test_resuming_is_exact_in_the_middle_of_an_interval(when: int, device: torch.device) -> None:
+def test_resuming_is_exact_within_an_interval(when: int, device: torch.device) -> None:
     params, optimizer = build(True, device)
     for t in range(22):
         if t == when:
             saved = copy.deepcopy(optimizer.state_dict())
-            again, resumed = build(True, device)
+            twins, resumed = build(True, device)
             with torch.no_grad():
-                for p, q in zip(params, again, strict=True):
+                for p, q in zip(params, twins, strict=True):
                     q.copy_(p)
             resumed.load_state_dict(saved)
         feed(params, t)
         optimizer.step()
         if t >= when:
-            feed(again, t)
+            feed(twins, t)
             resumed.step()
-            for p, q in zip(params, again, strict=True):
+            for p, q in zip(params, twins, strict=True):
                 assert torch.equal(p.grad, q.grad), t
     assert_same_state(optimizer.state_dict()["state"], resumed.state_dict()["state"])
 
 
 @pytest.mark.usefixtures("small_batches")
-def test_state_that_does_not_say_so_is_not_taken_for_refreshed_too_early() -> None:
-    """Between the first refreshes of L̂ and R̂, in a checkpoint without ``product_bits``."""
+def test_parameters_without_product_bits_are_not_preconditioned_too_early() -> None:
+    """A checkpoint without ``product_bits`` is saved between the first refreshes of L̂ and R̂."""
     device = torch.device("cpu")
     params, optimizer = build(True, device)
     for t in range(10):  # L̂ at the ninth step, R̂ at the eleventh
@@ -177,30 +177,30 @@ def test_state_that_does_not_say_so_is_not_taken_for_refreshed_too_early() -> No
     saved = copy.deepcopy(optimizer.state_dict())
     for entry in saved["state"].values():
         entry.pop("product_bits", None)
-    again, resumed = build(True, device)
+    twins, resumed = build(True, device)
     resumed.load_state_dict(saved)
     refreshed = []
-    for own, some in ((optimizer, params), (resumed, again)):
-        (there,) = own._plan.preconditioners.values()
-        before = set(there.stacks.refreshed)
-        feed(some, 10)
-        own.step()
-        refreshed.append((before, there.stacks.refreshed))
+    for stepping, weights in ((optimizer, params), (resumed, twins)):
+        (preconditioner,) = stepping._plan.preconditioners.values()
+        before = set(preconditioner.stacks.refreshed)
+        feed(weights, 10)
+        stepping.step()
+        refreshed.append((before, preconditioner.stacks.refreshed))
     assert refreshed[0] == refreshed[1]
     assert not refreshed[0][0]
     assert refreshed[0][1]
 
 
 @pytest.mark.usefixtures("small_batches")
-def test_no_step_does_all_the_work() -> None:
-    """Over one interval every side is refreshed once, and never two batches at a step."""
+def test_each_step_handles_at_most_one_batch() -> None:
+    """In one interval, each side is updated and refreshed once, at different steps."""
     params, optimizer = build(True, torch.device("cpu"), update_every=16, refresh_every=16)
     feed(params, 0)
     optimizer.step()
-    (own,) = optimizer._plan.preconditioners.values()
+    (preconditioner,) = optimizer._plan.preconditioners.values()
     delays = [
         delay(optimizer.config, Turn(segment.phase, right)) + refresh
-        for group in own.stacks.groups
+        for group in preconditioner.stacks.groups
         for segment in group.segments
         for right in (False, True)
         for refresh in (0, 1)

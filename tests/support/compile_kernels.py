@@ -1,6 +1,6 @@
-"""Compile every kernel for compute capability 9.0, on a machine without a GPU.
+"""Compile every kernel for compute capability 9.0 on a machine without a GPU.
 
-Launches are turned into compilations; the host code around them runs as it is.
+Each launch becomes a compilation; the host code around it runs unchanged.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ CPU = torch.device("cpu")
 
 
 class NoDevice:
-    """As much of a driver as the compiler asks for."""
+    """The part of a driver that the compiler calls."""
 
     def get_current_target(self) -> GPUTarget:
         return GPUTarget("cuda", 90, 32)
@@ -78,15 +78,15 @@ def matrices(n: int) -> None:
         quantiser.decode_parts_(empty_split(1, n, n, CPU), 0, codes, scales, bits, "linear2", 64)
         for block, tiled in ((64, True), (32, True), (64, False)):
             scales = compact.block_scales(X, True, block, tiled)
-            own = bits, "linear2", block
-            codes = compact.nearest_codes(X, scales, True, *own, tiled)
-            codes_of, tops = reference.quantize_scales(scales)
+            storage = bits, "linear2", block
+            codes = compact.nearest_codes(X, scales, True, *storage, tiled)
+            scale_codes, tops = reference.quantize_scales(scales)
             for mirrored in (True, False):
-                compact.decode(codes, codes_of, tops, torch.ones(1, n), mirrored, *own)
+                compact.decode(codes, scale_codes, tops, torch.ones(1, n), mirrored, *storage)
         compact.round_scales_(torch.ones(1, 300))
         scales = compact.block_scales(X.mT, False, 64, False)
-        codes = compact.nearest_codes(X.mT, scales, False, *own, False)
-        compact.decode(codes, *reference.quantize_scales(scales), None, False, *own)
+        codes = compact.nearest_codes(X.mT, scales, False, *storage, False)
+        compact.decode(codes, *reference.quantize_scales(scales), None, False, *storage)
     for bound in (1.0, torch.ones(1), None):
         a = split(torch.randn(1, n, n), bound)
     multiply(a, a)
@@ -120,7 +120,7 @@ def main() -> None:
     before = len(compiled)
     for n in (64, 33, 130):
         matrices(n)
-    assert len(compiled) == before, "a variant was compiled for the value of an integer"
+    assert len(compiled) == before, "a kernel was specialised on the value of an integer"
     grads = [torch.zeros(70, 66), torch.zeros(12, 40)]
     addresses = AddressTable(2, CPU)
     addresses.fill(grads)
@@ -132,21 +132,22 @@ def main() -> None:
         for bits, storage in ((4, "paper"), (3, "paper"), (32, "paper"), (4, "compact")):
             config = Config(bits=bits, storage=storage, max_order=100)
             members = [Member(route(tuple(grad.shape), config), config) for grad in grads]
-            own = Preconditioner(members, rules.Algorithm(rule), 2**20, False, CPU)
+            preconditioner = Preconditioner(members, rules.Algorithm(rule), 2**20, False, CPU)
+            stacks = preconditioner.stacks
             finite, due = torch.ones(2, dtype=torch.bool), {i: Due(config) for i in (0, 1)}
             measured = Measured(grads, norms.norms, finite, addresses, by_kernels=True)
-            for parts in batches(due_parts(own.stacks.groups, due), own.stacks.workspace, UPDATE):
-                GradientStatistics().outer_products(own.stacks, measured, due)(parts)
+            for parts in batches(due_parts(stacks.groups, due), stacks.workspace, UPDATE):
+                GradientStatistics().outer_products(stacks, measured, due)(parts)
             direct = Precision(False, direct=not rule[0].left)
             for precision in (Precision(False), direct, Precision(True)):
-                products = GroupedProducts(own.stacks, {0, 1}, precision)
+                products = GroupedProducts(stacks, {0, 1}, precision)
                 products.step(addresses)
             products.compare(addresses, norms.norms, direct)
     for dtype in (torch.float32, torch.bfloat16):
-        nothing_is_left_after_the_warm_up(dtype)
+        check_that_warm_up_compiles_everything(dtype)
 
 
-def nothing_is_left_after_the_warm_up(dtype: torch.dtype) -> None:
+def check_that_warm_up_compiles_everything(dtype: torch.dtype) -> None:
     shapes = ((320, 64), (64, 512), (8,))
     params = [torch.nn.Parameter(torch.randn(*shape, dtype=dtype)) for shape in shapes]
     every = {"update_every": 1, "refresh_every": 1}

@@ -1,4 +1,4 @@
-"""Faults that tests bring about: want of memory, and Ctrl-C."""
+"""Injected faults: running out of memory, and Ctrl-C."""
 
 from __future__ import annotations
 
@@ -18,9 +18,12 @@ SOURCES = str(Path(kronbit.__file__).parent)
 
 
 class NthOperation(TorchDispatchMode):
-    """Raises in the place of the nth operation, or of the nth of a name; -1: counts them only.
+    """Raise an out-of-memory error at the nth operation.
 
-    With ``lasting``, everything that takes memory fails from then on.
+    Args:
+        nth: Number of the operation, from 1; -1 only counts operations.
+        name: Count only operations whose name contains this.
+        lasting: Also fail all later operations that allocate memory.
     """
 
     def __init__(self, nth: int = -1, name: str = "", lasting: bool = False) -> None:
@@ -28,18 +31,26 @@ class NthOperation(TorchDispatchMode):
         self.count, self._nth, self._name, self._lasting = 0, nth, name, lasting
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        counts = not func.is_view and self._name in str(func)  # a view needs no memory
+        counts = not func.is_view and self._name in str(func)  # a view allocates nothing
         self.count += counts
-        takes_memory = counts and not func._schema.is_mutable
-        lasts = self._lasting and takes_memory and 0 < self._nth <= self.count
-        if lasts or (counts and self.count == self._nth):
+        allocates = counts and not func._schema.is_mutable
+        still_failing = self._lasting and allocates and 0 < self._nth <= self.count
+        if still_failing or (counts and self.count == self._nth):
             raise torch.OutOfMemoryError("out of memory. Tried to allocate 20.00 MiB.")
         return func(*args, **(kwargs or {}))
 
 
 @contextmanager
 def interrupted_at(nth: int, where: str = SOURCES) -> Iterator[list[int]]:
-    """Ctrl-C at the nth line of ours, or of other sources; 0: counts them only."""
+    """Raise KeyboardInterrupt at the nth executed line of certain sources.
+
+    Args:
+        nth: Number of the line, from 1; 0 only counts lines.
+        where: Path prefix of the sources; by default kronbit.
+
+    Yields:
+        A list whose one element is the number of lines executed so far.
+    """
     count = [0]
 
     def trace(frame: FrameType, event: str, _: Any) -> Any:
@@ -51,9 +62,9 @@ def interrupted_at(nth: int, where: str = SOURCES) -> Iterator[list[int]]:
                 raise KeyboardInterrupt
         return trace
 
-    before = sys.gettrace()
+    previous = sys.gettrace()
     sys.settrace(trace)
     try:
         yield count
     finally:
-        sys.settrace(before)
+        sys.settrace(previous)

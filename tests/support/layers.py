@@ -1,4 +1,4 @@
-"""Layers, what they have seen, and ways to train them, for tests of hooks."""
+"""Inputs and output gradients of layers, and backward passes, for tests of hooks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def sgd(model: nn.Module, lr: float = 0.1) -> torch.optim.SGD:
 def output_gradients(
     model: nn.Module, layer: str, loss: Callable[[Tensor], Tensor], *inputs: Tensor
 ) -> Tensor:
-    """∂loss / ∂(output of a layer), by a perturbation of that output: no hook of kronbit's."""
+    """Return ∂loss / ∂(output of a layer) by perturbing that output, without kronbit's hooks."""
     twin = copy.deepcopy(model).double()
     module, params = twin.get_submodule(layer), dict(twin.named_parameters())
     exact = tuple(x.double() for x in inputs)
@@ -40,6 +40,7 @@ def output_gradients(
 
 
 def with_one(x: Tensor) -> Tensor:
+    """Append a constant 1 to each row, for the bias."""
     return torch.cat([x, torch.ones_like(x[..., :1])], -1)
 
 
@@ -50,20 +51,20 @@ def step(model: nn.Module, optimizer: KFAC, loss: Callable[[Tensor], Tensor], *x
 
 
 def patches(conv: nn.Conv2d, x: Tensor) -> Tensor:
-    """(groups, images x places, channels x kernel): place by place, as a convolution is defined."""
+    """Return patches (groups, images x positions, channels x kernel), from the definition."""
     mode = "constant" if conv.padding_mode == "zeros" else conv.padding_mode
     before = conv._reversed_padding_repeated_twice
     x = functional.pad(x.double(), before, mode=mode)
     kh, kw = conv.kernel_size
     dh, dw = conv.dilation
     sh, sw = conv.stride
-    found = []
+    windows = []
     for image in x:
         for i in range(0, image.shape[1] - dh * (kh - 1), sh):
             for j in range(0, image.shape[2] - dw * (kw - 1), sw):
                 window = image[:, i : i + dh * (kh - 1) + 1 : dh, j : j + dw * (kw - 1) + 1 : dw]
-                found.append(window.reshape(conv.groups, -1))
-    return torch.stack(found, 1)
+                windows.append(window.reshape(conv.groups, -1))
+    return torch.stack(windows, 1)
 
 
 def plainly(model: nn.Module, optimizer: KFAC, x: Tensor) -> None:
@@ -73,7 +74,7 @@ def plainly(model: nn.Module, optimizer: KFAC, x: Tensor) -> None:
 def after_a_failure(model: nn.Module, optimizer: KFAC, x: Tensor) -> None:
     model(x * 3).square().mean().backward()
     optimizer.zero_grad()
-    model[0](x)  # and then an exception: it has no backward pass
+    model[0](x)  # no backward pass, as after an exception
     plainly(model, optimizer, x)
 
 

@@ -1,8 +1,7 @@
-"""Runs the Python examples of Markdown files: ``python tests/support/markdown.py README.md``.
+"""Run the Python examples of Markdown files: ``python tests/support/markdown.py README.md``.
 
-The blocks of one file share a namespace and run in order, as a reader would type them. Needs
-nothing but what the examples need. A block with ``title="needs timm"`` stands for itself, and is
-left out where that package cannot be imported.
+The blocks of one file share a namespace and run in order. The script imports only what the examples
+import. A block with ``title="needs timm"`` is skipped if that package cannot be imported.
 """
 
 from __future__ import annotations
@@ -18,16 +17,27 @@ _BLOCK = re.compile(
 
 
 def run(path: Path, package: str | None = None) -> int:
-    """Execute all blocks, or those that need a certain package; returns how many there were."""
+    """Execute the blocks of a file.
+
+    Args:
+        path: The Markdown file.
+        package: Execute only blocks that need this package. By default, execute all blocks whose
+            packages can be imported.
+
+    Returns:
+        The number of executed blocks.
+    """
     text = path.read_text(encoding="utf-8")
     blocks = list(_BLOCK.finditer(text))
     if len(blocks) != text.count("\n```python"):
-        raise ValueError(f"{path}: a block of Python is not written as others are")
+        raise ValueError(f"{path}: a Python block has an unexpected format")
     namespace: dict[str, object] = {"__name__": "__main__"}
     count = 0
     for block in blocks:
         needs = block["package"]
-        if (package is None and not _there(needs)) or (package is not None and needs != package):
+        if (package is None and not _importable(needs)) or (
+            package is not None and needs != package
+        ):
             continue
         line = text.count("\n", 0, block.start("code"))
         code = compile("\n" * line + block["code"], str(path), "exec")
@@ -36,10 +46,10 @@ def run(path: Path, package: str | None = None) -> int:
     return count
 
 
-def _there(package: str | None) -> bool:
+def _importable(package: str | None) -> bool:
     try:
         return package is None or bool(importlib.import_module(package))
-    except Exception:  # some are installed, but not for this torch
+    except Exception:  # for example, built for another torch
         return False
 
 

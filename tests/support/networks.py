@@ -1,4 +1,4 @@
-"""A small network with every kind of parameter, and how to train and compare it."""
+"""A small network with every kind of parameter; functions that train and compare it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ FAST: dict[str, Any] = {"update_every": 2, "refresh_every": 4}
 
 
 class Network(nn.Module):
-    """Linear, convolution, norm, a scalar, experts, and layers that never get a gradient."""
+    """Linear, convolution, norm, scalar and expert parameters, and layers without gradients."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ def backward(model: nn.Module, seed: int) -> Tensor:
 
 
 def run(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, first: int = 0) -> None:
-    """Steps ``first`` to ``first + steps``; the same data for the same step, always."""
+    """Run steps ``first`` to ``first + steps``. Data depends only on the number of the step."""
     for t in range(first, first + steps):
         optimizer.zero_grad()
         backward(model, t)
@@ -62,7 +62,7 @@ def same(left: list[Tensor], right: list[Tensor]) -> bool:
 
 
 def tensors(value: Any, path: str = "") -> dict[str, Tensor]:
-    """All tensors in nested dicts by their path."""
+    """Return all tensors of nested dicts, by path."""
     if isinstance(value, Tensor):
         return {path: value}
     items = value.items() if isinstance(value, dict) else ()
@@ -70,7 +70,7 @@ def tensors(value: Any, path: str = "") -> dict[str, Tensor]:
 
 
 def assert_same_state(left: Any, right: Any) -> None:
-    """The same tensors, to the bit, at the same places, and the same step counts."""
+    """Check that two states have bitwise equal tensors at the same paths, and equal steps."""
     a, b = tensors(left), tensors(right)
     assert a.keys() == b.keys()
     for key, tensor in a.items():

@@ -1,4 +1,4 @@
-"""Named tolerances, random matrices, and the configurations that many tests go through."""
+"""Common configurations, random matrices, and measures of error."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-# The paper's own way to keep a preconditioner; the default is another one.
+# The paper's method and storage, which are not the defaults.
 PAPER: dict[str, Any] = {"method": "eigen", "storage": "paper"}
-# Every way to keep a preconditioner, with every number of bits that it takes.
+# Every method with the bits that it supports.
 METHODS = [
     ("dense", 32),
     ("eigen", 32),
@@ -30,14 +30,14 @@ METHODS = [
 ]
 
 
-# For tests and cases that take long on a CPU, mostly since kernels are interpreted there, and that
-# others stand for: a GPU takes all of them.
+# Marks tests that are slow on a CPU, mostly because Triton interprets kernels there, and whose
+# property a faster test covers. A GPU runs all of them.
 slow = pytest.mark.slow
 
 
 @contextmanager
 def no_host_sync() -> Iterator[None]:
-    """An error for whatever waits for the GPU inside."""
+    """Raise an error if an operation in the block waits for the GPU."""
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -47,32 +47,32 @@ def no_host_sync() -> Iterator[None]:
 
 
 def orthogonal(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
-    """Random orthogonal matrices."""
+    """Return random orthogonal matrices."""
     return torch.linalg.qr(torch.randn(*shape, dtype=torch.float64))[0].to(dtype)
 
 
 def spd(k: int, n: int, condition: float) -> Tensor:
-    """Random symmetric positive definite matrices in float64, eigenvalues spaced in logarithm."""
+    """Return random positive definite matrices in float64 with log-spaced eigenvalues."""
     U = orthogonal(k, n, n)
     spectrum = torch.logspace(0, -torch.log10(torch.tensor(condition)).item(), n).double()
     return (U * spectrum) @ U.mT
 
 
 def relative_error(x: Tensor, reference: Tensor) -> float:
-    """‖x - reference‖ / ‖reference‖ in float64."""
+    """Return ‖x - reference‖ / ‖reference‖ in float64."""
     x, reference = x.detach().cpu().double(), reference.detach().cpu().double()
     return float((x - reference).norm() / reference.norm())
 
 
 def angle(x: Tensor, reference: Tensor) -> float:
-    """Degrees between two tensors."""
+    """Return the angle between two tensors in degrees."""
     x, reference = x.detach().cpu().double().flatten(), reference.detach().cpu().double().flatten()
     cosine = x @ reference / (x.norm() * reference.norm())
     return float(torch.rad2deg(torch.arccos(cosine.clamp(-1, 1))))
 
 
 def same_state(a: Any, b: Any) -> bool:
-    """Whether nested dicts hold the same tensors, to the bit, and the same other values."""
+    """True if nested dicts hold bitwise equal tensors and equal other values."""
     if isinstance(a, dict):
         return a.keys() == b.keys() and all(same_state(a[key], b[key]) for key in a)
     return torch.equal(a, b) if isinstance(a, Tensor) else a == b

@@ -1,8 +1,8 @@
-"""The paper's algorithms, one matrix at a time: literal, slow, in float64 or float32.
+"""The paper's algorithms, one matrix at a time: literal and slow, in float64 or float32.
 
-Written from the paper; no line of kronbit is used here. Where the paper is silent the oracle makes
-the choices that kronbit documents: signs of QR, the start of the power iteration, when a Newton
-iteration is stopped.
+The oracle is written from the paper and uses no code of kronbit. Where the paper leaves a choice
+open, the oracle follows kronbit's documentation: the signs of QR, the start of the power iteration,
+and when a Newton iteration stops.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PAPER_CODEBOOKS = {
 
 
 def codebook(mapping: str, bits: int) -> list[float]:
-    """R(0), ..., R(2^b - 1)."""
+    """Return R(0), ..., R(2^b - 1)."""
     count = 2**bits
     if mapping == "dt":
         values = {0.0, 1.0}
@@ -50,7 +50,7 @@ def codebook(mapping: str, bits: int) -> list[float]:
 def quantize_row(
     row: Tensor, bits: int, mapping: str, block: int
 ) -> tuple[list[int], list[Tensor]]:
-    """Codes and scales of one vector."""
+    """Return codes and scales of one vector."""
     book = torch.tensor(codebook(mapping, bits), dtype=torch.float32).double()
     codes: list[int] = []
     scales: list[Tensor] = []
@@ -73,7 +73,7 @@ def dequantize_row(
 
 
 def nearest(values: Tensor, book: list[float]) -> list[int]:
-    """The first of the nearest codes of each value."""
+    """Return the nearest code of each value; the first one if several are equally near."""
     table = torch.tensor(book, dtype=torch.float32).double()
     return [int(i) for i in (values.double()[:, None] - table).abs().argmin(1)]
 
@@ -83,9 +83,13 @@ def packed_bytes(count: int, bits: int) -> int:
 
 
 def triangle_blocks(n: int, bits: int) -> tuple[int, list[tuple[int, range]]]:
-    """Whichever of tiles of 32, of 64 (which must save a hundredth), and rows is the smallest.
+    """Choose the smallest layout of a triangle: tiles of 32, tiles of 64, or rows.
 
-    Returns the length of a block, and (row, columns) of each in order; some lie outside.
+    Tiles of 64 must save one percent.
+
+    Returns:
+        The length of a block, and (row, columns) of each block in order. Parts of a block may lie
+        outside of the matrix.
     """
     best = None
     for side in (32, 64, None):
@@ -114,7 +118,7 @@ def bjorck(V: Tensor, steps: int) -> Tensor:
 
 
 def qr(X: Tensor) -> Tensor:
-    """Householder's Q, signed so that R has a non-negative diagonal."""
+    """Return Householder's Q, signed so that R has a non-negative diagonal."""
     Q, R = torch.linalg.qr(X)
     return Q * torch.where(R.diagonal() < 0, -1, 1)
 
@@ -130,7 +134,7 @@ def power_iteration(A: Tensor, steps: int = 10) -> Tensor:
 
 
 def schur_newton(A: Tensor, p: int, ridge: float, steps: int) -> Tensor:
-    """(A + λmax ε I)^(-1/p) by the coupled Newton iteration."""
+    """Compute (A + λmax ε I)^(-1/p) by the coupled Newton iteration."""
     n = len(A)
     eye = torch.eye(n, dtype=A.dtype)
     damped = A + power_iteration(A) * ridge * eye
@@ -151,7 +155,7 @@ def schur_newton(A: Tensor, p: int, ridge: float, steps: int) -> Tensor:
 
 @dataclass
 class Options:
-    """The options that the oracle knows, with the paper's defaults."""
+    """Options of the oracle, with the paper's defaults."""
 
     bits: int = 4
     root_bits: int | None = None
@@ -178,9 +182,9 @@ class Options:
 
 @dataclass
 class Kept:
-    """A matrix as it is kept: plain, or row by row in codes, the diagonal apart or not.
+    """A stored matrix: plain, or quantised row by row, with or without a separate diagonal.
 
-    Compact, there are codes of blocks, codes of their scales, and scales of these.
+    Compact storage holds codes of blocks, codes of their scales, and the scales of these codes.
     """
 
     plain: Tensor | None = None
@@ -216,11 +220,11 @@ class Factor:
             return Kept(plain=X.clone())
         if self.o.storage == "compact":
             return self.keep_compact(X, bits, diagonal)
-        apart = X.diagonal().clone() if diagonal else None
-        X = X - torch.diag(apart) if apart is not None else X
+        separated = X.diagonal().clone() if diagonal else None
+        X = X - torch.diag(separated) if separated is not None else X
         o = self.o
         rows = [quantize_row(row, bits, o.mapping, o.block_size) for row in X]
-        return Kept(diagonal=apart, rows=rows)
+        return Kept(diagonal=separated, rows=rows)
 
     def keep_compact(self, X: Tensor, bits: int, triangle: bool) -> Kept:
         n = self.n
@@ -237,10 +241,10 @@ class Factor:
             values.append(block)
         book = [(j / 255) ** 2 for j in range(256)]
         scales = torch.stack([block.abs().max() for block in values])
-        for some in scales.split(256):
-            top = some.max()
+        for chunk in scales.split(256):
+            top = chunk.max()
             kept.tops.append(top)
-            kept.scales += nearest(some / top if top > 0 else some, book)
+            kept.scales += nearest(chunk / top if top > 0 else chunk, book)
         book = codebook(self.o.mapping, bits)
         for block, scale in zip(values, self.restored_scales(kept), strict=True):
             normalized = block / scale if scale > 0 else block
@@ -283,7 +287,7 @@ class Factor:
         return X if kept.diagonal is None else X + torch.diag(kept.diagonal)
 
     def vectors(self, steps: int) -> Tensor:
-        """V with eigenvectors as columns; a kept row is an eigenvector."""
+        """Return V with eigenvectors as columns. Storage holds them as rows."""
         V = self.restore(self.kept, self.bits).T
         return bjorck(V, 0 if self.bits == 32 else steps)
 
@@ -330,7 +334,7 @@ class Factor:
 
 
 def pieces(length: int, max_order: int, split: str) -> list[tuple[int, int]]:
-    """(start, stop) of the pieces of a side."""
+    """Return (start, stop) of the pieces of a side."""
     size = max_order
     if split == "even" and length > max_order:
         number = 1
@@ -344,7 +348,7 @@ def pieces(length: int, max_order: int, split: str) -> list[tuple[int, int]]:
 
 
 class Shampoo:
-    """Algorithm "Practical 4-bit Shampoo" (or CASPR, or 32-bit), parameter by parameter."""
+    """Algorithm "Practical 4-bit Shampoo", or CASPR, or 32-bit Shampoo, parameter by parameter."""
 
     def __init__(
         self,
@@ -413,7 +417,7 @@ class KFAC:
         self.factors: list[tuple[Factor, Factor]] = []
 
     def step(self, rows: list[tuple[Tensor, Tensor]]) -> None:
-        """One step; ``rows`` are x (with a constant 1 for a bias) and y of each layer."""
+        """Take one step; ``rows`` are x (with a constant 1 for a bias) and y of each layer."""
         self.t += 1
         o = self.o
         for number, ((W, b), (x, y)) in enumerate(zip(self.layers, rows, strict=True)):

@@ -1,7 +1,7 @@
-"""The perturbed Shampoo of the paper's convergence appendix, literally, on online convex problems.
+"""The perturbed Shampoo of the paper's convergence appendix, on online convex problems.
 
-All in float64, but for the perturbation: that is what kronbit's own updates and its quantiser do to
-a preconditioner, in float32, as an optimizer would hold it.
+Everything is in float64 except the perturbation, which is the effect of kronbit's updates and its
+quantiser on a preconditioner, in float32.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from kronbit.config import Config
 from kronbit.factors import Batch, Factors
 from kronbit.linalg.orthogonal import Attempt
 
-EPSILON = 1e-4  # ε of the algorithm: absolute, unlike the library's damping
+EPSILON = 1e-4  # ε of the algorithm; absolute, unlike kronbit's damping
 
 
 def kept(**options: Any) -> Config:
-    """Options of a preconditioner as the appendix has it: a plain sum that starts from zero."""
+    """Return options for the appendix's preconditioner: a plain sum that starts from zero."""
     return Config(beta=1.0, start=0.0, min_quantized_numel=0, **options)
 
 
-# Ways to keep L and R. ``None`` is the unperturbed algorithm, in float64.
+# Methods and storages of L and R. ``None`` is the unperturbed algorithm in float64.
 WAYS: dict[str, Config | None] = {
     "exact": None,
     "dense, 32 bits": kept(bits=32),
     "naive, paper": kept(method="naive", storage="paper"),
     "naive, compact": kept(method="naive", storage="compact"),
-    # One QR iteration per update only approaches eigenvectors, and one of Björck's steps leaves
-    # them short. The first has nothing but the former, and the third is without either.
+    # One QR iteration per update only approaches the eigenvectors, and a single Björck step leaves
+    # them too short. The first has only the former error, and the third has neither.
     "eigen, 32 bits": kept(bits=32, method="eigen"),
     "eigen, paper": kept(method="eigen", storage="paper"),
     "eigen, paper, converged": kept(
@@ -54,11 +54,11 @@ WAYS: dict[str, Config | None] = {
 
 
 class Side:
-    """One of the two preconditioners, with the error that was made so far.
+    """One of the two preconditioners, with its accumulated error.
 
     Args:
-        order: Of the matrix.
-        config: How it is kept; ``None``: exactly.
+        order: Order of the matrix.
+        config: Options of the preconditioner; ``None`` keeps it exactly.
 
     Attributes:
         total: The exact Σ X_t.
@@ -74,7 +74,7 @@ class Side:
             self._factors = Factors(order, 1, config.format(order), config.start_value, "cpu")
 
     def add(self, X: Tensor) -> None:
-        """J_t = L_{t-1} + X_t; L_t = g(J_t); ρ_t = ρ_{t-1} + ‖J_t - L_t‖₂."""
+        """Set J_t = L_{t-1} + X_t, L_t = g(J_t), ρ_t = ρ_{t-1} + ‖J_t - L_t‖₂."""
         J = self.perturbed + X
         self.total += X
         if self._config is None:
@@ -84,25 +84,25 @@ class Side:
         self.rho += float(torch.linalg.eigvalsh(J - self.perturbed).abs().max())
 
     def hat(self) -> Tensor:
-        """L̂_t = (ε + ρ_t) I + L_t."""
+        """Return L̂_t = (ε + ρ_t) I + L_t."""
         ridge = torch.full_like(self.total[0], EPSILON + self.rho)
         return self.perturbed + torch.diag(ridge)
 
     def printed_trace(self) -> float:
-        """2^¼ m ρ^¼ + tr(L̃^¼), with L̃ = ε I + Σ X_t: no less than tr(L̂^¼)."""
+        """Return 2^¼ m ρ^¼ + tr(L̃^¼), with L̃ = ε I + Σ X_t. It is at least tr(L̂^¼)."""
         return self.error_trace() + self.exact_trace()
 
     def error_trace(self) -> float:
-        """2^¼ m ρ^¼."""
+        """Return 2^¼ m ρ^¼."""
         return float(len(self.total) * (2 * self.rho) ** 0.25)
 
     def exact_trace(self) -> float:
-        """tr(L̃^¼)."""
+        """Return tr(L̃^¼)."""
         lam = torch.linalg.eigvalsh(self.total).clamp(min=0) + EPSILON
         return float((lam**0.25).sum())
 
     def _updated(self, X: Tensor, config: Config) -> Tensor:
-        """The library's update, with its repairs, and the matrix that its state stands for."""
+        """Update with kronbit, including its repairs, and return the stored matrix."""
         rows = slice(0, 1)
         batch = Batch([(self._factors, rows)])
         for number in range(1 + len(self._factors.method.repairs)):
@@ -110,16 +110,16 @@ class Side:
             good, replaced = batch.update(X.float().unsqueeze(0), finite, config, Attempt(number))
             if bool(good):
                 break
-        assert bool(replaced)  # or this would be the matrix of the round before
+        assert bool(replaced)  # or the matrix would be that of the previous round
         A = self._factors.method.matrix(self._factors.leaves(rows))[0].double()
-        # The proofs need a symmetric matrix. Rows that are quantised one by one give one that is
-        # not quite so; its symmetric part is nearer to J.
+        # The proofs need a symmetric matrix. Quantising row by row breaks the symmetry slightly;
+        # the symmetric part is closer to J.
         return (A + A.mT) / 2
 
 
 @dataclass(frozen=True, eq=False)
 class Outcome:
-    """A run with a fixed η, and every quantity that the proof of the theorem goes through.
+    """A run with a fixed η, and all quantities in the proof of the theorem.
 
     Attributes:
         eta: η.
@@ -128,7 +128,7 @@ class Outcome:
         best: W*.
         regret: Σ f_t(W_t) - Σ f_t(W*).
         moved: Σ (w_t - w*)ᵀ (H_t - H_{t-1}) (w_t - w*), with H_t = L̂_t^¼ ⊗ R̂_t^¼ and H_0 = 0.
-        left_over: ‖w_{T+1} - w*‖² in the norm of H_T, which the proof drops.
+        left_over: ‖w_{T+1} - w*‖² in the norm of H_T; the proof drops it.
         gradients: Σ (‖g_t‖* in the norm of H_t)².
         trace: tr(H_T).
         left: L and its ρ.
@@ -159,7 +159,7 @@ class Outcome:
 
     @property
     def first_link(self) -> float:
-        """What the proof begins with, before norms become traces."""
+        """The start of the proof, before norms become traces."""
         return self.moved / (2 * self.eta) + self.eta / 2 * self.gradients
 
     @property
@@ -169,7 +169,7 @@ class Outcome:
 
     @property
     def printed_bound(self) -> float:
-        """The same in terms of ρ, μ and the exact sums, as the theorem prints it."""
+        """The bound in terms of ρ, μ and the exact sums, as the theorem prints it."""
         return self._factor() * self.left.printed_trace() * self.right.printed_trace()
 
     def _factor(self) -> float:
@@ -178,14 +178,14 @@ class Outcome:
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """Convex losses f_1, ..., f_T of a matrix, and the best fixed one.
+    """Convex losses f_1, ..., f_T of a matrix, and the best fixed matrix.
 
     Attributes:
-        name: In words.
+        name: A readable name.
         rounds: T.
-        rank: r, which no gradient's rank exceeds.
+        rank: r, an upper bound of the gradients' ranks.
         loss: f_t(W) for t = 0, ..., T - 1.
-        best: W*, which minimises their sum.
+        best: W*, which minimises the sum of the losses.
     """
 
     name: str
@@ -195,11 +195,11 @@ class Problem:
     best: Tensor
 
     def natural_rate(self) -> float:
-        """The theorem's η = D / √(2r), if no W_t were farther from W* than W_1 = 0."""
+        """Return the theorem's η = D / √(2r), assuming D = ‖W_1 - W*‖ with W_1 = 0."""
         return float(self.best.norm()) / math.sqrt(2 * self.rank)
 
     def gradient(self, t: int, W: Tensor) -> tuple[float, Tensor]:
-        """f_t(W) and G_t."""
+        """Return f_t(W) and G_t."""
         W = W.detach().requires_grad_()
         value = self.loss(t, W)
         (G,) = torch.autograd.grad(value, W)
@@ -207,9 +207,9 @@ class Problem:
 
 
 def perturbed_shampoo(problem: Problem, config: Config | None, eta: float) -> Outcome:
-    """The appendix's algorithm, step by step.
+    """Run the appendix's algorithm.
 
-    Its W_0 is W_1 here: that is where the first gradient is taken.
+    W_1 here is the appendix's W_0, where the first gradient is computed.
     """
     m, n = problem.best.shape
     left, right = Side(m, config), Side(n, config)
@@ -223,8 +223,8 @@ def perturbed_shampoo(problem: Problem, config: Config | None, eta: float) -> Ou
         left.add(G @ G.mT)
         right.add(G.mT @ G)
         spectra = [torch.linalg.eigh(side.hat()) for side in (left, right)]
-        inverse, old = [composed(*own, -0.25) for own in spectra], H
-        H = [composed(*own, 0.25) for own in spectra]
+        inverse, old = [composed(*spectrum, -0.25) for spectrum in spectra], H
+        H = [composed(*spectrum, 0.25) for spectrum in spectra]
         distance = W - problem.best
         moved += _square(distance, *H) - _square(distance, *old)
         gradients += _square(G, *inverse)
@@ -245,7 +245,7 @@ def perturbed_shampoo(problem: Problem, config: Config | None, eta: float) -> Ou
 
 
 def _square(E: Tensor, left: Tensor, right: Tensor) -> float:
-    """eᵀ (left ⊗ right) e, with e = vec(E) by rows; right is symmetric."""
+    """Return eᵀ (left ⊗ right) e, with e = vec(E) by rows; right is symmetric."""
     return float((E * (left @ E @ right)).sum())
 
 
@@ -253,7 +253,7 @@ def _square(E: Tensor, left: Tensor, right: Tensor) -> float:
 
 
 def linear_losses(m: int = 64, n: int = 80, rank: int = 2, rounds: int = 80) -> Problem:
-    """f_t(W) = ⟨C_t, W⟩ with random C_t; W* is the best one in the unit ball."""
+    """Return f_t(W) = ⟨C_t, W⟩ with random C_t. W* is the best matrix in the unit ball."""
     generator = torch.Generator().manual_seed(0)
     a = torch.randn(rounds, m, rank, dtype=torch.float64, generator=generator)
     b = torch.randn(rounds, rank, n, dtype=torch.float64, generator=generator)
@@ -265,7 +265,7 @@ def linear_losses(m: int = 64, n: int = 80, rank: int = 2, rounds: int = 80) -> 
 
 
 def denoising(rounds: int = 80, batch: int = 4) -> Problem:
-    """Least squares: the pixels of handwritten digits, from the same with noise."""
+    """Return a least-squares problem: predict the pixels of digits from noisy pixels."""
     clean, noisy, _ = _digits(rounds, batch)
 
     def loss(t: int, W: Tensor) -> Tensor:
@@ -276,9 +276,9 @@ def denoising(rounds: int = 80, batch: int = 4) -> Problem:
 
 
 def classification(rounds: int = 80, batch: int = 4) -> Problem:
-    """Logistic regression with ten classes: which digit it is, from noisy pixels.
+    """Return a logistic regression with ten classes: predict the digit from noisy pixels.
 
-    Labels are smoothed, so that the minimum is attained even if the classes can be separated.
+    Labels are smoothed, so that the minimum is attained even if the classes are separable.
     """
     _, noisy, labels = _digits(rounds, batch)
 
@@ -311,7 +311,7 @@ def classification(rounds: int = 80, batch: int = 4) -> Problem:
 
 
 def _digits(rounds: int, batch: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Pixels (T, batch, 64) in [0, 1], the same with noise, and labels (T, batch)."""
+    """Return pixels (T, batch, 64) in [0, 1], noisy pixels, and labels (T, batch)."""
     generator = torch.Generator().manual_seed(0)
     images, labels = load_digits(return_X_y=True)
     chosen = torch.randperm(len(images), generator=generator)[: rounds * batch]

@@ -1,4 +1,4 @@
-"""Stacks of factors beside the oracle's single matrices."""
+"""Stacks of factors, and the oracle's single matrices to compare them with."""
 
 from __future__ import annotations
 
@@ -31,25 +31,26 @@ def all_trusted(factors: Factors) -> Tensor:
 def update(
     factors: Factors, M: Tensor, trusted: Tensor, config: Config, rows: slice | None = None
 ) -> int:
-    """As the preconditioner does: what cannot be done so is done again by what is most robust.
+    """Update rows as the preconditioner does: rows that fail are repeated by the last repair.
 
-    Returns how many rows were refused.
+    Returns:
+        The number of refused rows.
     """
     rows = everything(factors) if rows is None else rows
     good, replaced = Batch([(factors, rows)]).update(M.clone(), trusted, config)
     count = int((trusted & good & ~replaced).sum())
-    for i, again in enumerate((trusted & ~good).tolist()):
-        if again:
+    for i, repeat in enumerate((trusted & ~good).tolist()):
+        if repeat:
             one = Batch([(factors, slice(rows.start + i, rows.start + i + 1))])
-            here = slice(i, i + 1)
+            index = slice(i, i + 1)
             last = Attempt(len(factors.method.repairs))
-            _, replaced = one.update(M[here].clone(), trusted[here], config, last)
+            _, replaced = one.update(M[index].clone(), trusted[index], config, last)
             count += int(~replaced)
     return count
 
 
 def refresh(factors: Factors, config: Config, rows: slice | None = None) -> list[bool]:
-    """Refresh; returns which rows were replaced."""
+    """Refresh roots and return for each row if it was replaced."""
     replaced = Batch([(factors, everything(factors) if rows is None else rows)]).refresh(config)
     return list(replaced.tolist())
 
@@ -66,17 +67,17 @@ def codes(factors: Factors, name: str, row: int, bits: int) -> list[list[int]]:
 def run_both(
     n: int, device: torch.device, dtype: torch.dtype, updates: int = 3, **options: Any
 ) -> tuple[Factors, list[oracle.Factor]]:
-    """Three matrices through the same updates and a refresh, batched and one by one."""
+    """Update and refresh three matrices, as a stack and one by one by the oracle."""
     config = Config(**{"storage": "paper", **options})
-    ours = stack(n, 3, config, device)
-    theirs = [oracle.Factor(n, oracle.Options(**options), dtype) for _ in range(3)]
+    factors = stack(n, 3, config, device)
+    expected = [oracle.Factor(n, oracle.Options(**options), dtype) for _ in range(3)]
     generator = torch.Generator().manual_seed(n)
     for _ in range(updates):
         M = gram(3, n, generator)
-        update(ours, M.to(device), all_trusted(ours), config)
-        for factor, m in zip(theirs, M, strict=True):
-            factor.update(m.to(dtype))
-    refresh(ours, config)
-    for factor in theirs:
-        factor.refresh()
-    return ours, theirs
+        update(factors, M.to(device), all_trusted(factors), config)
+        for single, m in zip(expected, M, strict=True):
+            single.update(m.to(dtype))
+    refresh(factors, config)
+    for single in expected:
+        single.refresh()
+    return factors, expected

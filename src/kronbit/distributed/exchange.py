@@ -20,7 +20,7 @@ class Exchange(Protocol):
     def divides(self) -> bool:
         """True while this rank does only a part of the work."""
 
-    def own(self, parts: Iterable[Part]) -> Iterable[Part]:
+    def assigned(self, parts: Iterable[Part]) -> Iterable[Part]:
         """Return the rows that this rank computes."""
 
     def shared(
@@ -46,7 +46,7 @@ class Alone:
 
     divides = False
 
-    def own(self, parts: Iterable[Part]) -> Iterable[Part]:
+    def assigned(self, parts: Iterable[Part]) -> Iterable[Part]:
         """Return all rows."""
         return parts
 

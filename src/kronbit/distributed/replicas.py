@@ -44,7 +44,7 @@ class Replicas:
         self.apart = 0
         self.received = 0
 
-    def own(self, parts: Iterable[Part]) -> Iterable[Part]:
+    def assigned(self, parts: Iterable[Part]) -> Iterable[Part]:
         """Return the rows that this rank computes: its share, or all."""
         if not self.divides:
             return parts

@@ -154,7 +154,7 @@ class Backend(Protocol):
         """
 
     def shifted(self, X: Tensor, room: Tensor | None, shift: float) -> Tensor:
-        """As ``whitened`` in one pass, with Rᵀ R = Xᵀ X + shift I."""
+        """Whiten in one pass, with Rᵀ R = Xᵀ X + shift I."""
 
     def encode_rows(
         self, X: Tensor, diagonal: bool, bits: int, mapping: str, block_size: int

@@ -1,1 +1,1 @@
-"""What one step does: the plan, the schedule, update, refresh, precondition, failures."""
+"""One step: the plan, the schedule, update, refresh, precondition, failures."""

@@ -28,7 +28,7 @@ def refuse_capture() -> None:
     if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             "step() cannot be part of a CUDA graph: at every step, the host decides which blocks "
-            "are updated. Capture forward and backward alone; the step has graphs of its own "
+            "are updated. Capture forward and backward alone; the step captures graphs itself "
             "(cuda_graph=True)"
         )
 

@@ -187,7 +187,7 @@ class Preconditioner:
         return failed
 
     def _may_share(self, part: Part, attempt: int | None = None) -> bool:
-        """Whether orders may share a batch: one launch for several is worth copies."""
+        """True if orders may share a batch: one launch for several is worth the copies."""
         # Without kernels there are no launches.
         return backend(self.stacks.device).by_kernels and part.factors.method.allows_padding(
             part.config, attempt
@@ -206,7 +206,7 @@ class Preconditioner:
         mixed = partial(self._may_share, attempt=0)
         if not self.progress.failed():
             return self._remembered(due, UPDATE, mixed)
-        assigned = self.exchange.own(due_parts(self.stacks.groups, due))
+        assigned = self.exchange.assigned(due_parts(self.stacks.groups, due))
         return self._cut(self.progress.left(assigned), UPDATE, mixed)
 
     def _first_refreshes(self, due: Mapping[int, Due]) -> list[Portion]:
@@ -224,7 +224,7 @@ class Preconditioner:
         key = cost, self.exchange.divides, *dues
 
         def cut() -> tuple[list[Due], list[Portion]]:
-            assigned = self.exchange.own(due_parts(self.stacks.groups, due))
+            assigned = self.exchange.assigned(due_parts(self.stacks.groups, due))
             return list(due.values()), list(self._cut(assigned, cost, mixed))
 
         return self._cuts.obtain(key, cut)[1]

@@ -65,7 +65,7 @@ def first_preconditioned_step(config: Config, last: Turn = LAST_TURN) -> int:
 
 
 def turns_at(event: Event, config: Config, t: int, turns: Iterable[Turn]) -> frozenset[Turn]:
-    """Those of the given turns that come at step t."""
+    """Return the given turns that come at step t."""
     candidates = turns if config.stagger else _SHARED_TURN
     return frozenset(turn for turn in candidates if event(config, t, turn))
 

@@ -1,4 +1,4 @@
-"""What a step does: its parameters sorted by device once, scheduled and measured at every step."""
+"""The plan of a step: parameters sorted by device once, scheduled and measured at every step."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ def parameter() -> nn.Parameter:
     return nn.Parameter(torch.randn(66, 70))
 
 
-def moved(optimizer: torch.optim.Optimizer, p: nn.Parameter, steps: int = 3) -> torch.Tensor:
+def trained(optimizer: torch.optim.Optimizer, p: nn.Parameter, steps: int = 3) -> torch.Tensor:
     generator = torch.Generator().manual_seed(1)
     for _ in range(steps):
         p.grad = torch.randn(66, 70, generator=generator)
@@ -36,14 +36,14 @@ def moved(optimizer: torch.optim.Optimizer, p: nn.Parameter, steps: int = 3) -> 
 
 
 @pytest.mark.parametrize("name", EXPECTED)
-def test_names_build_the_bases_of_the_paper(name: str) -> None:
+def test_names_make_the_papers_bases(name: str) -> None:
     kind, settings = EXPECTED[name]
     p, q = parameter(), parameter()
     by_name = Shampoo([p], base=name, lr=1e-2)
     assert type(by_name.base) is kind
     assert settings.items() <= by_name.param_groups[0].items()
-    ready = Shampoo(kind([q], lr=1e-2, **settings))
-    assert torch.equal(moved(by_name, p), moved(ready, q))
+    instance = Shampoo(kind([q], lr=1e-2, **settings))
+    assert torch.equal(trained(by_name, p), trained(instance, q))
 
 
 def test_settings_of_a_name_are_defaults_only() -> None:
@@ -52,7 +52,7 @@ def test_settings_of_a_name_are_defaults_only() -> None:
     assert optimizer.param_groups[0]["weight_decay"] == 0.5
 
 
-def test_classes_paths_and_factories() -> None:
+def test_a_base_may_be_a_class_a_path_or_a_factory() -> None:
     for base in (
         torch.optim.RAdam,
         "torch.optim.RAdam",
@@ -64,7 +64,7 @@ def test_classes_paths_and_factories() -> None:
     assert type(Shampoo([parameter()]).base) is torch.optim.AdamW
 
 
-def test_a_ready_base_is_taken_with_or_without_its_parameters() -> None:
+def test_an_optimizer_is_accepted_with_or_without_its_parameters() -> None:
     p = parameter()
     for arguments in ((), ([p],), ([{"params": p}],), ([("weight", p)],)):
         base = torch.optim.SGD([p], lr=0.1)
@@ -75,7 +75,7 @@ def test_a_ready_base_is_taken_with_or_without_its_parameters() -> None:
         Shampoo(base="adamw")
 
 
-def test_an_option_of_the_base_that_has_the_name_of_ours_is_refused() -> None:
+def test_a_base_with_an_option_of_the_same_name_is_refused() -> None:
     class Lion(torch.optim.SGD):
         def __init__(self, params: Any, lr: float = 0.1) -> None:
             super().__init__(params, lr=lr)
@@ -110,12 +110,12 @@ def test_groups_and_names_reach_the_base() -> None:
         ({"eps": 1e-8, "bits": 5}, ValueError, "bits must be one of .* got 5"),
     ],
 )
-def test_mistakes_are_named(arguments: dict[str, Any], error: Any, message: str) -> None:
+def test_errors_name_the_mistake(arguments: dict[str, Any], error: Any, message: str) -> None:
     with pytest.raises(error, match=message):
         Shampoo([parameter()], **arguments)
 
 
-def test_contradictions_are_refused_and_change_nothing() -> None:
+def test_contradicting_arguments_are_refused_and_change_nothing() -> None:
     base = torch.optim.SGD([parameter()], lr=0.1)
     before = dict(base.param_groups[0])
     with pytest.raises(TypeError, match=r"got an optimizer and base='adamw'"):
@@ -130,14 +130,14 @@ def test_contradictions_are_refused_and_change_nothing() -> None:
     del base.param_groups[0]["beta"]
     assert dict(base.param_groups[0]) == before
     wrapped = Shampoo(base)
-    for again in (wrapped, base):
+    for wrapped_or_base in (wrapped, base):
         with pytest.raises(TypeError, match="already"):
-            Shampoo(again)
+            Shampoo(wrapped_or_base)
     with pytest.raises(TypeError, match="LBFGS"):
         Shampoo([parameter()], base="torch.optim.LBFGS")
 
 
-def test_a_bad_group_added_later_changes_nothing() -> None:
+def test_a_bad_group_is_refused_and_changes_nothing() -> None:
     optimizer = Shampoo([parameter()], lr=0.1)
     with pytest.raises(ValueError, match="bits"):
         optimizer.add_param_group({"params": [parameter()], "bits": 5})
@@ -150,7 +150,7 @@ def test_schedule_free_bases_switch_modes() -> None:
         p = parameter()
         optimizer = Shampoo([p], base=name, lr=0.1, update_every=1, refresh_every=2)
         optimizer.train()
-        moved(optimizer, p)
+        trained(optimizer, p)
         training = p.detach().clone()
         optimizer.eval()
         assert not torch.equal(p, training)
@@ -161,21 +161,23 @@ def test_schedule_free_bases_switch_modes() -> None:
     plain.eval()
 
 
-def test_8_bit_adamw() -> None:
+def test_8_bit_adamw_updates_weights_and_keeps_8_bit_state() -> None:
     pytest.importorskip("bitsandbytes")
     p = parameter()
     optimizer = Shampoo([p], base="adamw8bit", lr=1e-2, update_every=1, refresh_every=2)
     before = p.detach().clone()
-    moved(optimizer, p)
+    trained(optimizer, p)
     assert not torch.equal(p, before)
     assert optimizer.state[p]["base"]["state1"].dtype == torch.uint8
 
 
 def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = importlib.util.find_spec
+    find_spec = importlib.util.find_spec
     absent = {"bitsandbytes", "torchao", "schedulefree"}
     monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name, *a: None if name in absent else found(name, *a)
+        importlib.util,
+        "find_spec",
+        lambda name, *a: None if name in absent else find_spec(name, *a),
     )
     with pytest.raises(ImportError, match=r"pip install bitsandbytes.*pip install torchao"):
         Shampoo([parameter()], base="adamw8bit", lr=0.1)
@@ -183,7 +185,7 @@ def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
         Shampoo([parameter()], base="schedulefree-adamw", lr=0.1)
 
 
-def test_a_broken_package_is_reported_and_the_other_one_tried(
+def test_a_broken_package_is_reported_and_its_alternative_tried(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: object())
@@ -193,7 +195,7 @@ def test_a_broken_package_is_reported_and_the_other_one_tried(
         Shampoo([parameter()], base="adamw8bit", lr=0.1)
 
 
-def test_torchao_is_taken_where_bitsandbytes_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torchao_is_used_without_bitsandbytes(monkeypatch: pytest.MonkeyPatch) -> None:
     class AdamW8bit(torch.optim.AdamW):
         pass
 
@@ -207,29 +209,29 @@ def test_torchao_is_taken_where_bitsandbytes_is_not(monkeypatch: pytest.MonkeyPa
     assert first_order.NAMES["adamw8bit"][0]() is AdamW8bit
 
 
-class Elsewhere(torch.Tensor):
-    """As if it were on another device."""
+class OtherDevice(torch.Tensor):
+    """A tensor that pretends to be on another device."""
 
     def cpu(self) -> torch.Tensor:  # type: ignore[override]
         return self.as_subclass(torch.Tensor)
 
 
 def test_counters_of_the_base_stay_on_the_host() -> None:
-    """Lightning moves all state after a resume, and F would wait for them at every step."""
+    """Lightning moves all state after a resume; F would then wait for the device at every step."""
     p = parameter()
     optimizer = Shampoo([p], base="adamw", lr=1e-2)
-    moved(optimizer, p)
-    held = optimizer.state[p]["base"]
-    optimizer.state[p]["base"] = {**held, "step": held["step"].as_subclass(Elsewhere)}
-    moved(optimizer, p)
+    trained(optimizer, p)
+    state = optimizer.state[p]["base"]
+    optimizer.state[p]["base"] = {**state, "step": state["step"].as_subclass(OtherDevice)}
+    trained(optimizer, p)
     assert type(optimizer.base.state[p]["step"]) is torch.Tensor
     assert optimizer.base.state[p]["step"] == 6
 
 
-def test_counters_of_a_parameter_that_has_moved_go_with_it() -> None:
-    """Fused and capturable implementations have them on the parameter's device."""
+def test_counters_move_with_their_parameter() -> None:
+    """Fused and capturable implementations keep counters on the parameter's device."""
     step = torch.tensor(1.0)
     old = {"exp_avg": torch.empty(2, device="meta"), "step": step}
-    new = {"exp_avg": torch.empty(2), "step": step.as_subclass(Elsewhere)}
+    new = {"exp_avg": torch.empty(2), "step": step.as_subclass(OtherDevice)}
     _keep_on_host(old, new, torch.device("cpu"))
-    assert type(new["step"]) is Elsewhere
+    assert type(new["step"]) is OtherDevice

@@ -1,4 +1,4 @@
-"""Param groups by name and by kind of module."""
+"""Param groups by name and by type of module."""
 
 from __future__ import annotations
 
@@ -33,31 +33,35 @@ SHARED = {"embedding.weight"}
     [
         ((), BIASES | MATRICES | SHARED, set()),
         (nn.Embedding, BIASES | MATRICES, SHARED),
-        ("head.*", BIASES | MATRICES, SHARED),  # under its other name
+        ("head.*", BIASES | MATRICES, SHARED),  # the second name of a tied weight
         (["hidden.?.weight"], BIASES | SHARED, MATRICES),
         ((nn.Embedding, "*.bias"), MATRICES, BIASES | SHARED),
         (nn.Module, set(), BIASES | MATRICES | SHARED),
     ],
     ids=["nothing", "embeddings", "head", "matrices", "both", "all"],
 )
-def test_groups(skip: Any, kept: set[str], skipped: set[str]) -> None:
+def test_skipped_names_and_types_form_a_second_group(
+    skip: Any, kept: set[str], skipped: set[str]
+) -> None:
     groups = param_groups(Tied(), skip=skip)
-    found = {
+    precondition = {
         group.get("precondition", True): {name for name, _ in group["params"]} for group in groups
     }
-    assert found == {k: v for k, v in ((True, kept), (False, skipped)) if v}
-    assert len(groups) == len(found)
+    assert precondition == {k: v for k, v in ((True, kept), (False, skipped)) if v}
+    assert len(groups) == len(precondition)
 
 
 class Adapted(nn.Module):
-    """As peft calls the factors of a low-rank update."""
+    """A module with peft's names for the factors of a low-rank update."""
 
     def __init__(self) -> None:
         super().__init__()
         self.base = nn.Linear(300, 200)
         self.lora_A = nn.ModuleDict({"default": nn.Linear(300, 4, bias=False)})
         self.lora_B = nn.ModuleDict({"default": nn.Linear(4, 200, bias=False)})
-        self.explora_head = nn.Parameter(torch.zeros(5, 5))  # another word
+        self.explora_head = nn.Parameter(
+            torch.zeros(5, 5)
+        )  # not a low-rank factor, despite its name
 
 
 def test_low_rank_factors_have_smaller_blocks() -> None:
@@ -72,7 +76,7 @@ def test_low_rank_factors_have_smaller_blocks() -> None:
         p.grad = torch.ones_like(p)
     optimizer.step()
     blocks = [len(blocks_of(optimizer.state[p])) for p in model.parameters()]
-    assert blocks == [1, 1, 0, 3, 2]  # 4 x 300 and 200 x 4, by sides of at most 128
+    assert blocks == [1, 1, 0, 3, 2]  # 4 x 300 and 200 x 4 have sides of at most 128
     assert len(param_groups(model)) == 1
     _, left_out = param_groups(model, skip="lora_*", low_rank_order=128)
     assert left_out["precondition"] is False
@@ -102,6 +106,8 @@ def test_skipped_parameters_are_left_to_the_base() -> None:
         ([torch.Tensor], TypeError, "got <class 'torch.Tensor'>"),
     ],
 )
-def test_what_is_not_there_is_refused(skip: Any, error: type[Exception], message: str) -> None:
+def test_patterns_without_a_match_are_refused(
+    skip: Any, error: type[Exception], message: str
+) -> None:
     with pytest.raises(error, match=message):
         param_groups(Tied(), skip=skip)

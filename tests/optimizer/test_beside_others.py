@@ -1,4 +1,4 @@
-"""What else is in a training loop: scalers, averages, other optimizers, threads, workers."""
+"""Other parts of a training loop: scalers, averages, other optimizers, threads, workers."""
 
 from __future__ import annotations
 
@@ -47,15 +47,15 @@ def trained(
     return [p.detach().clone() for p in model.parameters()]
 
 
-def assert_equal(some: list[Tensor], others: list[Tensor]) -> None:
-    for p, q in zip(some, others, strict=True):
+def assert_equal(actual: list[Tensor], expected: list[Tensor]) -> None:
+    for p, q in zip(actual, expected, strict=True):
         assert torch.equal(p, q)
 
 
-def test_a_step_that_the_scaler_skips_has_not_been() -> None:
-    """Neither the step count nor statistics know of it."""
+def test_a_step_that_the_scaler_skips_does_not_count() -> None:
+    """A skipped step changes neither the step count nor the statistics."""
     model, twin = network(), network()
-    optimizer, plain = (Shampoo(own.parameters(), lr=1e-2, **EVERY) for own in (model, twin))
+    optimizer, plain = (Shampoo(module.parameters(), lr=1e-2, **EVERY) for module in (model, twin))
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     for t, x in enumerate(batches(6)):
         model.zero_grad()
@@ -78,7 +78,7 @@ def test_a_step_that_the_scaler_skips_has_not_been() -> None:
     assert_same_state(optimizer.state_dict()["state"], plain.state_dict()["state"])
 
 
-def test_averages_of_weights_are_beside_it() -> None:
+def test_averages_of_weights_do_not_affect_training() -> None:
     model, twin = network(), network()
     average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
     optimizer = Shampoo(model.parameters(), lr=1e-2, **EVERY)
@@ -91,12 +91,12 @@ def test_averages_of_weights_are_beside_it() -> None:
         expected = weight.clone() if expected is None else 0.5 * expected + 0.5 * weight
     assert expected is not None
     torch.testing.assert_close(average.module[0].weight.detach(), expected)
-    again = trained(twin, Shampoo(twin.parameters(), lr=1e-2, **EVERY))
-    assert_equal(list(model.parameters()), again)
+    expected_weights = trained(twin, Shampoo(twin.parameters(), lr=1e-2, **EVERY))
+    assert_equal(list(model.parameters()), expected_weights)
 
 
 @pytest.mark.parametrize("make", [Shampoo, CASPR])
-def test_two_optimizers_of_one_model_are_one(make: Any) -> None:
+def test_two_optimizers_of_one_model_equal_one_optimizer(make: Any) -> None:
     model, twin = network(), network()
     whole = trained(model, make(model.parameters(), lr=1e-2, **EVERY))
     halves = [make(part.parameters(), lr=1e-2, **EVERY) for part in (twin[0], twin[2])]
@@ -109,8 +109,8 @@ def test_two_optimizers_of_one_model_are_one(make: Any) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*duplicate parameters")
 @pytest.mark.parametrize("keep", [False, True])
-def test_a_matrix_that_is_listed_twice_has_one_state(keep: bool) -> None:
-    """Tied weights: torch only warns, and F takes two steps with the one G̃."""
+def test_a_parameter_listed_twice_has_one_state(keep: bool) -> None:
+    """For tied weights, torch only warns, and F takes two steps with the same G̃."""
     tied, twin = network(), network()
     first, bias, *rest = tied.parameters()
     plain_sgd: Any = {"base": torch.optim.SGD, "lr": 1e-2, **EVERY}
@@ -123,22 +123,22 @@ def test_a_matrix_that_is_listed_twice_has_one_state(keep: bool) -> None:
         plain.step()
         grad = twin[0].weight.grad
         assert grad is not None
-        twin[0].weight.data.add_(grad, alpha=-1e-2)  # F's second one
+        twin[0].weight.data.add_(grad, alpha=-1e-2)  # F's second step
     assert_equal(list(tied.parameters()), list(twin.parameters()))
-    again = Shampoo([first, bias, first, *rest], **plain_sgd)
-    again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    assert_same_state(again.state_dict()["state"], optimizer.state_dict()["state"])
+    other = Shampoo([first, bias, first, *rest], **plain_sgd)
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert_same_state(other.state_dict()["state"], optimizer.state_dict()["state"])
 
 
 @pytest.mark.filterwarnings("ignore:.*duplicate parameters")
-def test_eva_takes_what_is_listed_twice() -> None:
+def test_eva_accepts_parameters_listed_twice() -> None:
     model, twin = network(), network()
     params = [*model.parameters(), model[0].weight]
     optimizer = EVA(params, torch.optim.SGD, model=model, lr=0.0)
     plain = EVA(twin.parameters(), torch.optim.SGD, model=twin, lr=0.0)
     for x in batches(3):
-        for own, stepping in ((model, optimizer), (twin, plain)):
-            backward(own, x)
+        for module, stepping in ((model, optimizer), (twin, plain)):
+            backward(module, x)
             stepping.step()
     for p, q in zip(model.parameters(), twin.parameters(), strict=True):
         assert p.grad is not None
@@ -146,44 +146,44 @@ def test_eva_takes_what_is_listed_twice() -> None:
         assert torch.equal(p.grad, q.grad)
 
 
-def in_threads(*work: Callable[[], None]) -> None:
-    failed: list[BaseException] = []
+def in_threads(*functions: Callable[[], None]) -> None:
+    errors: list[BaseException] = []
 
-    def guarded(own: Callable[[], None]) -> None:
+    def guarded(function: Callable[[], None]) -> None:
         try:
-            own()
+            function()
         except BaseException as error:
-            failed.append(error)
+            errors.append(error)
 
-    threads = [threading.Thread(target=guarded, args=(own,)) for own in work]
+    threads = [threading.Thread(target=guarded, args=(function,)) for function in functions]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    if failed:
-        raise failed[0]
+    if errors:
+        raise errors[0]
 
 
 def test_two_threads_step_two_optimizers(device: torch.device) -> None:
-    """At once, and to the bit what each does alone; on a GPU both record graphs."""
+    """Concurrent runs are bitwise equal to separate runs. On a GPU, both record graphs."""
     models = [network(seed).to(device) for seed in range(2)]
     alone = [
-        trained(own, Shampoo(own.parameters(), lr=1e-2, **EVERY), seed, steps=20)
-        for seed, own in enumerate(models)
+        trained(model, Shampoo(model.parameters(), lr=1e-2, **EVERY), seed, steps=20)
+        for seed, model in enumerate(models)
     ]
     twins = [network(seed).to(device) for seed in range(2)]
-    optimizers = [Shampoo(own.parameters(), lr=1e-2, **EVERY) for own in twins]
-    found: dict[int, list[Tensor]] = {}
+    optimizers = [Shampoo(twin.parameters(), lr=1e-2, **EVERY) for twin in twins]
+    results: dict[int, list[Tensor]] = {}
 
     def work(number: int) -> Callable[[], None]:
         def run() -> None:
-            found[number] = trained(twins[number], optimizers[number], number, steps=20)
+            results[number] = trained(twins[number], optimizers[number], number, steps=20)
 
         return run
 
     in_threads(work(0), work(1))
     for number, expected in enumerate(alone):
-        assert_equal(found[number], expected)
+        assert_equal(results[number], expected)
 
 
 @pytest.mark.parametrize("context", ["fork", "spawn"])
@@ -193,8 +193,8 @@ def test_workers_of_a_loader_may_start_between_steps(context: str) -> None:
     for workers in (0, 1):
         model = network()
         optimizer = Shampoo(model.parameters(), lr=1e-2, **EVERY)
-        more: dict[str, Any] = {"multiprocessing_context": context} if workers else {}
-        loader = DataLoader(TensorDataset(x), batch_size=8, num_workers=workers, **more)
+        arguments: dict[str, Any] = {"multiprocessing_context": context} if workers else {}
+        loader = DataLoader(TensorDataset(x), batch_size=8, num_workers=workers, **arguments)
         for _ in range(2):
             for (batch,) in loader:
                 backward(model, batch)
@@ -203,11 +203,11 @@ def test_workers_of_a_loader_may_start_between_steps(context: str) -> None:
     assert_equal(*results)
 
 
-def test_a_step_changes_nothing_global(device: torch.device) -> None:
-    def everything() -> list[Any]:
-        drawn = torch.cuda.get_rng_state().tolist() if device.type == "cuda" else []
+def test_a_step_does_not_change_global_state(device: torch.device) -> None:
+    def global_state() -> list[Any]:
+        cuda_rng = torch.cuda.get_rng_state().tolist() if device.type == "cuda" else []
         return [
-            drawn,
+            cuda_rng,
             torch.get_float32_matmul_precision(),
             torch.backends.cuda.matmul.allow_tf32,
             torch.backends.cudnn.allow_tf32,
@@ -226,12 +226,12 @@ def test_a_step_changes_nothing_global(device: torch.device) -> None:
         model = network().to(device)
         for x in batches(1):
             backward(model, x)
-        before = everything()
-        made: list[Callable[[], Any]] = [
+        before = global_state()
+        factories: list[Callable[[], Any]] = [
             lambda: Shampoo(model.parameters(), lr=1e-2, **EVERY),
             lambda: KFAC(model.parameters(), model=model, lr=1e-2, **EVERY),
         ]
-        for make in made:
+        for make in factories:
             optimizer, twin = make(), make()
             for _ in range(3):
                 for x in batches(1):
@@ -240,29 +240,29 @@ def test_a_step_changes_nothing_global(device: torch.device) -> None:
             twin.load_state_dict(copy.deepcopy(optimizer.state_dict()))
             optimizer.summary()
             optimizer.diagnostics()
-        assert everything() == before
+        assert global_state() == before
     finally:
         torch.set_float32_matmul_precision("highest")
 
 
-def made_shampoo(model: nn.Module) -> torch.optim.Optimizer:
+def make_shampoo(model: nn.Module) -> torch.optim.Optimizer:
     return Shampoo(model.parameters(), "sgd", lr=1e-2, **EVERY)
 
 
-def made_caspr(model: nn.Module) -> torch.optim.Optimizer:
+def make_caspr(model: nn.Module) -> torch.optim.Optimizer:
     return CASPR(model.parameters(), "sgd", lr=1e-2, **PAPER, **EVERY)
 
 
-def made_kfac(model: nn.Module) -> torch.optim.Optimizer:
+def make_kfac(model: nn.Module) -> torch.optim.Optimizer:
     return KFAC(model.parameters(), base="sgd", model=model, lr=1e-2, **EVERY)
 
 
-def made_adabk(model: nn.Module) -> torch.optim.Optimizer:
+def make_adabk(model: nn.Module) -> torch.optim.Optimizer:
     return AdaBK(model.parameters(), base="sgd", model=model, lr=1e-2, **EVERY)
 
 
 def with_default(dtype: torch.dtype, make: Any, device: torch.device) -> tuple[Any, Any]:
-    """The state and the products after three steps in float32 under some default dtype."""
+    """Train three steps in float32 under a default dtype; return the state and the products."""
     model, steps = network().to(device), list(batches(3))
     torch.set_default_dtype(dtype)
     try:
@@ -277,7 +277,7 @@ def with_default(dtype: torch.dtype, make: Any, device: torch.device) -> tuple[A
 
 
 @pytest.mark.parametrize("default", [torch.bfloat16, torch.float64], ids=str)
-@pytest.mark.parametrize("make", [made_shampoo, made_caspr, made_kfac, made_adabk])
+@pytest.mark.parametrize("make", [make_shampoo, make_caspr, make_kfac, make_adabk])
 def test_a_default_dtype_changes_nothing(
     make: Any, default: torch.dtype, device: torch.device
 ) -> None:
@@ -291,18 +291,18 @@ def test_a_default_dtype_changes_nothing(
 @pytest.mark.parametrize(
     "default", [torch.bfloat16, pytest.param(torch.float64, marks=slow)], ids=str
 )
-@pytest.mark.parametrize("make", [pytest.param(made_shampoo, marks=slow), made_caspr])
+@pytest.mark.parametrize("make", [pytest.param(make_shampoo, marks=slow), make_caspr])
 def test_a_default_dtype_changes_nothing_for_kernels(
     make: Any, default: torch.dtype, kernels: torch.device
 ) -> None:
-    found, expected = (with_default(dtype, make, kernels) for dtype in (default, torch.float32))
-    assert_same_state(found[0], expected[0])
-    assert found[1] == expected[1]
-    assert found[1]  # some products were taken
+    actual, expected = (with_default(dtype, make, kernels) for dtype in (default, torch.float32))
+    assert_same_state(actual[0], expected[0])
+    assert actual[1] == expected[1]
+    assert actual[1]  # some parameters are preconditioned
 
 
 class RoundingSGD(torch.optim.Optimizer):
-    """A base that offers what bf16 weights need: it rounds up or down by chance."""
+    """A base with stochastic rounding for bf16 weights."""
 
     def __init__(self, params: Any, lr: float, stochastic_rounding: bool = False) -> None:
         super().__init__(params, {"lr": lr, "stochastic_rounding": stochastic_rounding})
@@ -319,56 +319,58 @@ class RoundingSGD(torch.optim.Optimizer):
 
 
 @pytest.mark.parametrize("stochastic", [False, True])
-def test_bf16_weights_are_rounded_as_the_base_does_it(stochastic: bool) -> None:
-    """Updates of a tenth of the last bit are lost, or kept on the average."""
+def test_the_base_rounds_bf16_weights(stochastic: bool) -> None:
+    """Small updates are lost by rounding to nearest; stochastic rounding keeps their mean."""
     p = nn.Parameter(torch.ones(64, 64, dtype=torch.bfloat16))
     optimizer = Shampoo(
         [p], RoundingSGD, lr=2**-11, stochastic_rounding=stochastic, refresh_every=2, update_every=1
     )
-    moved = torch.zeros(64, 64)
+    expected = torch.zeros(64, 64)
     for t in range(20):
         torch.manual_seed(t)
         p.grad = (1 + 0.1 * torch.randn(64, 64)).bfloat16()
         optimizer.step()
-        moved -= 2**-11 * p.grad.float()  # G̃
-    found = float((p.detach().float() - 1).mean())
-    assert found == pytest.approx(float(moved.mean()) if stochastic else 0.0, abs=3e-4)
-    assert abs(float(moved.mean())) > 1e-3
+        expected -= 2**-11 * p.grad.float()  # G̃
+    actual = float((p.detach().float() - 1).mean())
+    assert actual == pytest.approx(float(expected.mean()) if stochastic else 0.0, abs=3e-4)
+    assert abs(float(expected.mean())) > 1e-3
 
 
-def test_a_compiled_model_trains_as_it_does_eagerly() -> None:
+def test_a_compiled_model_trains_like_an_eager_one() -> None:
     model, twin = network(), network()
-    optimizer, plain = (Shampoo(own.parameters(), lr=1e-2, **EVERY) for own in (model, twin))
-    found = trained(torch.compile(model, backend="aot_eager"), optimizer)
-    for p, q in zip(found, trained(twin, plain), strict=True):
+    optimizer, plain = (Shampoo(module.parameters(), lr=1e-2, **EVERY) for module in (model, twin))
+    compiled = trained(torch.compile(model, backend="aot_eager"), optimizer)
+    for p, q in zip(compiled, trained(twin, plain), strict=True):
         assert torch.allclose(p, q, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("base", ["sgd", "adamw"])
 def test_a_compiled_loop_steps_eagerly(base: str) -> None:
     model, twin = network(), network()
-    optimizer, plain = (Shampoo(own.parameters(), base, lr=1e-2, **EVERY) for own in (model, twin))
+    optimizer, plain = (
+        Shampoo(module.parameters(), base, lr=1e-2, **EVERY) for module in (model, twin)
+    )
     graphs = CompileCounter()
 
     @torch.compile(backend=graphs)
-    def take(x: Tensor) -> None:
+    def step(x: Tensor) -> None:
         (x + 1).sum()  # something to compile
         optimizer.step()
 
     for x in batches(4):
-        for own in (model, twin):
-            backward(own, x)
-        take(x)
+        for module in (model, twin):
+            backward(module, x)
+        step(x)
         plain.step()
     assert_same_state(optimizer.state_dict()["state"], plain.state_dict()["state"])
     assert_equal(list(model.parameters()), list(twin.parameters()))
     assert optimizer.diagnostics()["products"] == plain.diagnostics()["products"] != {}
-    assert graphs.frame_count == 1  # of the loop, and nothing of the step
+    assert graphs.frame_count == 1  # the loop is compiled, the step is not
 
 
 def test_a_closure_may_be_compiled() -> None:
     model, twin = network(), network()
-    optimizer, plain = (Shampoo(own.parameters(), lr=1e-2, **EVERY) for own in (model, twin))
+    optimizer, plain = (Shampoo(module.parameters(), lr=1e-2, **EVERY) for module in (model, twin))
     graphs = CompileCounter()
     compiled = torch.compile(model, backend=graphs)
     for x in batches(4):
@@ -384,13 +386,13 @@ def test_a_closure_may_be_compiled() -> None:
     assert_equal(list(model.parameters()), list(twin.parameters()))
 
 
-def test_warnings_point_at_the_line_of_the_users() -> None:
+def test_warnings_point_to_the_users_line() -> None:
     model = network()
     vectors = nn.ParameterList([torch.randn(2**21)])
     cases: list[Callable[[], Any]] = [
-        lambda: stepped(Shampoo(vectors.parameters(), lr=1e-2), vectors),
-        lambda: stepped(KFAC(model.parameters(), model=model, lr=1e-2, **EVERY), model),
-        lambda: loaded_in_part(model),
+        lambda: step_with_ones(Shampoo(vectors.parameters(), lr=1e-2), vectors),
+        lambda: step_with_ones(KFAC(model.parameters(), model=model, lr=1e-2, **EVERY), model),
+        lambda: load_partial_state(model),
     ]
     for case, words in zip(cases, ("are preconditioned", "not called", "start fresh"), strict=True):
         with pytest.warns(RuntimeWarning, match=words) as caught:
@@ -398,14 +400,14 @@ def test_warnings_point_at_the_line_of_the_users() -> None:
         assert {warning.filename for warning in caught} == {__file__}
 
 
-def stepped(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
-    """With gradients that come from nowhere."""
+def step_with_ones(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    """Step with gradients of ones, without a backward pass."""
     for p in model.parameters():
         p.grad = torch.ones_like(p)
     optimizer.step()
 
 
-def loaded_in_part(model: nn.Module) -> None:
+def load_partial_state(model: nn.Module) -> None:
     optimizer = Shampoo(model.parameters(), lr=1e-2, **EVERY)
     backward(model, next(batches(1)))
     optimizer.step()

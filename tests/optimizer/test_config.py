@@ -85,7 +85,7 @@ def test_every_option_is_tested_documented_and_classified() -> None:
     assert set(STRUCTURAL_OPTIONS) < set(GROUP_OPTIONS)
 
 
-def test_defaults_are_the_papers_but_for_method_and_storage() -> None:
+def test_defaults_are_the_papers_except_method_and_storage() -> None:
     c = Config()
     assert (c.bits, c.mapping, c.block_size, c.min_quantized_numel) == (4, "linear2", 64, 4096)
     assert (c.beta, c.damping, c.update_every, c.refresh_every) == (0.95, 1e-6, 100, 500)
@@ -100,14 +100,14 @@ def test_defaults_are_the_papers_but_for_method_and_storage() -> None:
 
 
 @pytest.mark.parametrize("option", [{"root": "schur_newton"}, {"qr_iterations": 2}])
-def test_options_of_another_method_than_the_default_are_not_ignored(
+def test_options_of_a_method_other_than_the_default_are_not_ignored(
     option: dict[str, Any],
 ) -> None:
     (name,) = option
     with pytest.raises(ValueError, match=rf"{name}=.* is for method='eigen', which is not the def"):
         take_options({"lr": 0.1, **option})
-    for more in ({"method": "eigen"}, {"method": "naive"}, {"bits": 32}):
-        assert getattr(take_options({**option, **more}), name) == option[name]
+    for method in ({"method": "eigen"}, {"method": "naive"}, {"bits": 32}):
+        assert getattr(take_options({**option, **method}), name) == option[name]
 
 
 def test_method_and_bits_decide_the_format() -> None:
@@ -131,7 +131,7 @@ def steps(config: Config, last: int) -> tuple[list[int], list[int]]:
     ]
 
 
-def test_schedules() -> None:
+def test_steps_of_updates_and_refreshes() -> None:
     assert steps(Config(), 1000) == (list(range(100, 1001, 100)), [500, 1000])
     updates, refreshes = steps(Config(first_refresh=10), 1000)
     early = [10, 20, 40, 80, 160, 320]
@@ -150,14 +150,14 @@ def test_schedules() -> None:
         ({"first_refresh": 10}, 10),
         ({"update_every": 100, "refresh_every": 30}, 120),
         ({"update_every": 1, "refresh_every": 1}, 1),
-        ({"stagger": True}, 503),  # R̂ comes three steps after L
+        ({"stagger": True}, 503),  # R̂ is refreshed three steps after L is updated
     ],
 )
 def test_first_preconditioned_step(options: dict[str, Any], first: int) -> None:
     assert first_preconditioned_step(Config(**options)) == first
 
 
-def test_groups_override_numbers_but_not_what_holds_for_all() -> None:
+def test_groups_override_group_options_but_not_global_ones() -> None:
     config = Config().for_group({"params": [], "lr": 1.0, "bits": 8, "split_sizes": [2, 2]})
     assert (config.bits, config.split_sizes) == (8, (2, 2))
     with pytest.raises(ValueError, match="workspace_mb holds for the whole optimizer"):

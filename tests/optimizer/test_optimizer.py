@@ -1,4 +1,4 @@
-"""What the optimizer does around the algorithm: start, state, closures, copies, devices."""
+"""The optimizer around the algorithm: first steps, state, closures, copies, devices."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from kronbit.state.binding import blocks_of
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.SGD, torch.optim.RMSprop])
 @pytest.mark.parametrize("options", [{"bits": 32}, {"bits": 4}, {"bits": 4, "method": "naive"}])
-def test_before_the_first_refresh_a_run_is_the_bases_to_the_bit(
+def test_before_the_first_refresh_a_run_is_bitwise_equal_to_the_base(
     dtype: torch.dtype, make: Any, options: dict[str, Any], device: torch.device
 ) -> None:
     plain, wrapped = network(device, dtype), network(device, dtype)
@@ -38,7 +38,7 @@ def test_before_the_first_refresh_a_run_is_the_bases_to_the_bit(
 
 
 def test_32_bit_eigen_with_many_qr_iterations_converges_to_dense() -> None:
-    """And `dense` needs more than the paper's ten Newton steps for that."""
+    """For this, `dense` needs more than the paper's ten Newton steps."""
     preconditioned = {}
     for name, options in {
         "eigen": {"method": "eigen", "qr_iterations": 300},
@@ -58,7 +58,7 @@ def test_32_bit_eigen_with_many_qr_iterations_converges_to_dense() -> None:
         left, right = (
             torch.linalg.qr(torch.randn(40, 40, generator=generator))[0] for _ in range(2)
         )
-        spectrum = torch.logspace(0, -2, 40)  # so L and R have condition 1e4
+        spectrum = torch.logspace(0, -2, 40)  # L and R have condition 1e4
         for _ in range(4):
             noise = 0.1 * torch.randn(40, 40, generator=generator)
             p.grad = (left * spectrum) @ (torch.eye(40) + noise) @ (spectrum[:, None] * right.T)
@@ -68,7 +68,7 @@ def test_32_bit_eigen_with_many_qr_iterations_converges_to_dense() -> None:
     assert relative_error(preconditioned["dense 10"], preconditioned["dense"]) > 0.02
 
 
-def test_same_shape_blocks_are_one_tensor() -> None:
+def test_blocks_of_one_shape_share_one_tensor() -> None:
     params = [nn.Parameter(torch.randn(128, 64)) for _ in range(3)]
     params.append(nn.Parameter(torch.randn(64, 64)))
     optimizer = Shampoo(params, lr=0.1, max_order=64)
@@ -137,16 +137,16 @@ def test_mixed_devices_in_one_optimizer() -> None:
     assert max(relative_error(a, b) for a, b in zip(*results, strict=True)) < 1e-3
 
 
-@pytest.mark.parametrize("how", ["clear", "clear entries", "replace"])
-def test_a_reset_state_is_a_fresh_start(how: str) -> None:
-    """Clearing or replacing the state: F's moments and ours are gone, times start at 1."""
+@pytest.mark.parametrize("kind", ["clear", "clear entries", "replace"])
+def test_a_reset_state_is_a_fresh_start(kind: str) -> None:
+    """After clearing or replacing the state, F's moments and step counts start anew as well."""
     model, twin = network(), network()
     optimizer = Shampoo(model.parameters(), lr=1e-2, **FAST)
     run(model, optimizer, 5)
     twin.load_state_dict(model.state_dict())
-    if how == "clear":
+    if kind == "clear":
         optimizer.state.clear()
-    elif how == "clear entries":
+    elif kind == "clear entries":
         for entry in optimizer.state.values():
             entry.clear()
     else:
@@ -159,7 +159,7 @@ def test_a_reset_state_is_a_fresh_start(how: str) -> None:
 
 
 def test_a_checkpoint_taken_by_a_hook_of_the_base_resumes_exactly() -> None:
-    """What F's hook sees belongs together: state and times of the same step."""
+    """A hook of F sees state and step counts of the same step."""
     model, twin = network(), network()
     base = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
     optimizer = Shampoo(base, **FAST)
@@ -170,17 +170,17 @@ def test_a_checkpoint_taken_by_a_hook_of_the_base_resumes_exactly() -> None:
         )
     )
     run(model, optimizer, 7)
-    for taken in (2, 3):
-        before, state = saved[taken]
+    for t in (2, 3):
+        before, state = saved[t]
         twin.load_state_dict(before)
         resumed = Shampoo(torch.optim.SGD(twin.parameters(), lr=1e-2, momentum=0.9), **FAST)
         resumed.load_state_dict(state)
-        run(twin, resumed, 6 - taken, first=taken + 1)
+        run(twin, resumed, 6 - t, first=t + 1)
         assert same(weights(model), weights(twin))
 
 
-def test_tables_do_not_depend_on_whose_gradient_is_missing() -> None:
-    """The kernels that measure gradients have tables of their sizes: they are made once."""
+def test_tables_do_not_depend_on_missing_gradients() -> None:
+    """The tables of sizes for kernels that measure gradients are made once."""
     params = [nn.Parameter(torch.randn(shape)) for shape in ((70, 66), (3, 1, 20, 30), (5,))]
     optimizer = Shampoo(params, lr=1e-2, **FAST)
     for missing in (None, 0, 1):
@@ -219,7 +219,7 @@ def test_closures_run_once_with_gradients_enabled() -> None:
     assert optimizer.step() is None
 
 
-def test_a_closures_exception_leaves_everything_as_it_was() -> None:
+def test_a_closures_exception_changes_nothing() -> None:
     model = network()
     optimizer = Shampoo(model.parameters(), lr=1e-2, **FAST)
     run(model, optimizer, 3)
@@ -245,13 +245,13 @@ def test_a_parameter_of_another_shape_is_refused() -> None:
         optimizer.step()
 
 
-@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
-def test_copies_go_on_as_the_original(how: str) -> None:
+@pytest.mark.parametrize("kind", ["deepcopy", "pickle"])
+def test_copies_continue_like_the_original(kind: str) -> None:
     model = network()
     optimizer = Shampoo(model.parameters(), lr=1e-2, **FAST)
     run(model, optimizer, 5)
     both = (model, optimizer)
-    if how == "deepcopy":
+    if kind == "deepcopy":
         twin, twin_optimizer = copy.deepcopy(both)
     else:
         twin = copy.deepcopy(model)
@@ -259,7 +259,7 @@ def test_copies_go_on_as_the_original(how: str) -> None:
         twin_optimizer = state
         for p, q in zip(twin.parameters(), params, strict=True):
             assert torch.equal(p, q)
-        # the pickled optimizer owns its own parameters: point the model at them
+        # The unpickled optimizer has copies of the parameters: put them into the model.
         for (name, _), q in zip(list(twin.named_parameters()), params, strict=True):
             module, _, leaf = name.rpartition(".")
             setattr(twin.get_submodule(module), leaf, q)
@@ -269,8 +269,8 @@ def test_copies_go_on_as_the_original(how: str) -> None:
     assert same(weights(model), weights(twin))
 
 
-def test_replaced_state_is_noticed_and_taken_over() -> None:
-    """As device moves and offloading do: every tensor of the state is another one."""
+def test_replaced_state_is_noticed_and_used() -> None:
+    """Device moves and offloading replace every tensor of the state."""
     results = []
     for replaced in (False, True):
         model = network()
@@ -283,14 +283,14 @@ def test_replaced_state_is_noticed_and_taken_over() -> None:
         results.append(weights(model))
     assert same(*results)
     leaf = optimizer.state[model.linear.weight]["block_0"]["left"]
-    mine = leaf["eigenvalues"] = torch.full_like(leaf["eigenvalues"], 7.0)
-    # A single tensor is noticed one step later.
+    replacement = leaf["eigenvalues"] = torch.full_like(leaf["eigenvalues"], 7.0)
+    # A single replaced tensor is noticed one step later.
     for noticed in (False, True):
         backward(model, 0)
         optimizer.step()
         leaf = optimizer.state[model.linear.weight]["block_0"]["left"]
-        assert (leaf["eigenvalues"] > 6).all()  # also after the update at the second one
-        assert (leaf["eigenvalues"] is not mine) == noticed
+        assert (leaf["eigenvalues"] > 6).all()  # also after the update at the second step
+        assert (leaf["eigenvalues"] is not replacement) == noticed
     leaf["eigenvalues"] = torch.zeros(3)
     optimizer.step()
     with pytest.raises(ValueError, match=r"block_0\['left'\]\['eigenvalues'\] has shape \(3,\)"):
@@ -298,7 +298,7 @@ def test_replaced_state_is_noticed_and_taken_over() -> None:
 
 
 @pytest.mark.parametrize("every", [{}, {"update_every": 3, "refresh_every": 3}])
-def test_tensors_that_are_replaced_after_every_step_lose_nothing(every: dict[str, int]) -> None:
+def test_replacing_tensors_after_every_step_loses_nothing(every: dict[str, int]) -> None:
     states = []
     for replaced in (False, True):
         model = network()
@@ -343,7 +343,7 @@ def test_reduced_precision_settings_do_not_change_the_run() -> None:
     assert same(*results)
 
 
-def test_first_refresh_brings_the_first_preconditioned_step_forward() -> None:
+def test_first_refresh_sets_the_first_preconditioned_step() -> None:
     p = nn.Parameter(torch.zeros(64, 66))
     optimizer = Shampoo(torch.optim.SGD([p], lr=0.0), first_refresh=3)
     changed = []
@@ -353,29 +353,31 @@ def test_first_refresh_brings_the_first_preconditioned_step_forward() -> None:
         optimizer.step()
         if not torch.equal(p.grad, before):
             changed.append(t)
-        now = optimizer.state[p]["block_0"]["left"]["root_codes"]
-        moved = roots is not None and not torch.equal(now, roots["block_0"]["left"]["root_codes"])
-        assert moved == (t in (3, 6, 12))
+        new = optimizer.state[p]["block_0"]["left"]["root_codes"]
+        refreshed = roots is not None and not torch.equal(
+            new, roots["block_0"]["left"]["root_codes"]
+        )
+        assert refreshed == (t in (3, 6, 12))
     assert changed == list(range(3, 15))
 
 
-def test_step_hooks_and_warnings() -> None:
-    seen = []
+def test_step_hooks_run_and_nothing_warns() -> None:
+    calls = []
     p = nn.Parameter(torch.zeros(64, 66))
     optimizer = Shampoo([p], base="sgd", lr=0.1)
-    optimizer.register_step_pre_hook(lambda *_: seen.append("pre"))
-    optimizer.register_step_post_hook(lambda *_: seen.append("post"))
+    optimizer.register_step_pre_hook(lambda *_: calls.append("pre"))
+    optimizer.register_step_post_hook(lambda *_: calls.append("post"))
     p.grad = torch.randn(64, 66)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         optimizer.step()
-    assert seen == ["pre", "post"]
+    assert calls == ["pre", "post"]
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("fused", [True, False])
 def test_grad_scaler_and_fused_bases(fused: bool) -> None:
-    """The scaler unscales before our step and skips it on overflow; t does not advance then."""
+    """The scaler unscales gradients before the step. On overflow it skips the step; t stays."""
     model = network("cuda")
     optimizer = Shampoo(torch.optim.AdamW(model.parameters(), lr=1e-3, fused=fused), **FAST)
     scaler = torch.amp.GradScaler("cuda", init_scale=2.0**40, growth_interval=2)
@@ -396,8 +398,8 @@ def test_grad_scaler_and_fused_bases(fused: bool) -> None:
     assert all(torch.isfinite(p).all() for p in model.parameters())
 
 
-def test_state_that_the_base_had_before_is_part_of_the_checkpoint() -> None:
-    """Wrapping an optimizer in the middle of a run: its moments are saved before our first step."""
+def test_earlier_state_of_the_base_is_part_of_the_checkpoint() -> None:
+    """If an optimizer is wrapped during a run, its moments are saved even before the next step."""
     model = network()
     base = torch.optim.AdamW(model.parameters(), lr=1e-3)
     run(model, base, 3)
@@ -410,8 +412,8 @@ def test_state_that_the_base_had_before_is_part_of_the_checkpoint() -> None:
     assert same(weights(model), weights(twin))
 
 
-def test_when_the_base_fails_time_and_statistics_still_agree() -> None:
-    """The step has not been: the next one is step 1, for F and for ours."""
+def test_a_step_that_fails_in_the_base_does_not_count() -> None:
+    """The next step is step 1."""
 
     class Failing(torch.optim.SGD):
         fails = True
@@ -448,7 +450,7 @@ def test_the_default_device_does_not_matter(device_name: str) -> None:
 
 
 @pytest.mark.gpu
-def test_the_default_device_may_be_the_gpu() -> None:
+def test_the_gpu_may_be_the_default_device() -> None:
     torch.set_default_device("cuda")
     try:
         model = nn.Linear(70, 66)
@@ -462,7 +464,7 @@ def test_the_default_device_may_be_the_gpu() -> None:
     assert all(torch.isfinite(p).all() for p in model.parameters())
 
 
-def test_scheduled_numbers_do_not_pile_up() -> None:
+def test_configs_of_scheduled_options_do_not_accumulate() -> None:
     p = nn.Parameter(torch.ones(64, 66))
     optimizer = Shampoo([p], base="sgd", lr=0.1)
     for t in range(50):
@@ -472,8 +474,8 @@ def test_scheduled_numbers_do_not_pile_up() -> None:
     assert len(optimizer._group_options) < 10
 
 
-def test_roots_that_stay_the_identity_leave_the_gradient_alone() -> None:
-    """A refresh of nothing: zero statistics have no root. Live and resumed runs agree on that."""
+def test_identity_roots_do_not_change_the_gradient() -> None:
+    """Zero statistics have no root, so that a refresh keeps the identity."""
     p = nn.Parameter(torch.zeros(64, 64))
     optimizer = Shampoo([p], base="sgd", lr=1.0, update_every=1, refresh_every=1, damping=0.0)
     p.grad = torch.zeros(64, 64)
@@ -496,15 +498,15 @@ def test_an_ordinary_step_never_waits_for_the_device(dtype: torch.dtype) -> None
         optimizer.zero_grad()
         backward(model, t)
         if t == 7:
-            model.linear.weight.grad = None  # another set of parameters than ever before
+            model.linear.weight.grad = None  # a new set of parameters with gradients
         with no_host_sync():
             optimizer.step()
         if t == 4:
             run(model, optimizer, 1, first=5)
 
 
-def test_a_base_that_fills_its_dicts_late_is_linked() -> None:
-    """Its dicts stay the same objects, so nothing but their becoming non-empty can be noticed."""
+def test_state_that_the_base_creates_late_is_shared() -> None:
+    """The base's dicts stay the same objects; the only sign is that they are no longer empty."""
 
     class Late(torch.optim.SGD):
         steps = 0
@@ -512,9 +514,9 @@ def test_a_base_that_fills_its_dicts_late_is_linked() -> None:
         def step(self, closure: Any = None) -> None:  # type: ignore[override]
             self.steps += 1
             for p in self.param_groups[0]["params"]:
-                own = self.state[p]
+                state = self.state[p]
                 if self.steps > 2 and p.grad is not None:
-                    own.setdefault("seen", torch.zeros(()))
+                    state.setdefault("late", torch.zeros(()))
 
     params = [nn.Parameter(torch.ones(4, 3)), nn.Parameter(torch.ones(3))]
     base = Late(params, lr=0.1)

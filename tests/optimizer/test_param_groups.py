@@ -15,7 +15,7 @@ from torch import nn
 from kronbit import Shampoo
 
 
-def test_groups_added_later_train_like_those_from_the_start() -> None:
+def test_groups_added_later_train_like_groups_of_the_constructor() -> None:
     first, late = nn.Parameter(torch.ones(66, 64)), nn.Parameter(torch.ones(66, 64))
     alone = nn.Parameter(torch.ones(66, 64))
     optimizer = Shampoo([first], base="sgd", lr=0.1, **FAST)
@@ -32,14 +32,14 @@ def test_groups_added_later_train_like_those_from_the_start() -> None:
         alone.grad = late.grad.clone()
         optimizer.step()
         reference.step()
-        if t == 0:  # step 6 of `first` updates its statistics; its roots have been carried over
+        if t == 0:  # Step 6 of `first` updates its statistics and keeps its roots.
             after = optimizer.state[first]["block_0"]["left"]
             assert torch.equal(after["root_codes"], before["root_codes"])
             assert not torch.equal(after["codes"], before["codes"])
     assert torch.equal(late, alone)
 
 
-def test_unfreezing_and_freezing() -> None:
+def test_frozen_parameters_do_not_advance() -> None:
     model = nn.Sequential(nn.Linear(64, 66), nn.Linear(66, 64))
     model[0].requires_grad_(False)
     optimizer = Shampoo(model.parameters(), lr=1e-2, **FAST)
@@ -84,7 +84,7 @@ def test_group_numbers_are_read_at_every_step() -> None:
         p.grad = torch.randn(64, 66)
         before = p.grad.clone()
         optimizer.step()
-        assert torch.equal(p.grad, before) == (t < 2)  # step 3 updates, refreshes and uses it
+        assert torch.equal(p.grad, before) == (t < 2)  # step 3 updates, refreshes and preconditions
     optimizer.param_groups[0]["beta"] = 2.0
     p.grad = torch.randn(64, 66)
     with pytest.raises(ValueError, match=r"beta must be a number in \[0, 1\]; got 2.0"):
@@ -94,7 +94,7 @@ def test_group_numbers_are_read_at_every_step() -> None:
 def test_storage_options_are_fixed_once_there_is_state() -> None:
     p = nn.Parameter(torch.ones(64, 66))
     optimizer = Shampoo([("weight", p)], base="sgd", lr=0.1)
-    optimizer.param_groups[0]["bits"] = 8  # before the first step: fine
+    optimizer.param_groups[0]["bits"] = 8  # allowed before the first step
     p.grad = torch.randn(64, 66)
     optimizer.step()
     optimizer.param_groups[0]["bits"] = 4
@@ -107,7 +107,7 @@ def test_storage_options_are_fixed_once_there_is_state() -> None:
 
 
 def test_groups_may_differ_in_numbers_within_one_stack() -> None:
-    """Equal shapes share stacks; their options may differ, neighbours or not."""
+    """Blocks of one shape share stacks even if the options of their parameters differ."""
     betas = [0.5, 0.9, 0.5]
     params = [nn.Parameter(torch.ones(128, 64)) for _ in betas]
     alone = [nn.Parameter(torch.ones(128, 64)) for _ in betas]
@@ -139,7 +139,7 @@ def test_experts_and_fused_projections_are_preconditioned_one_by_one() -> None:
     for grad in grads:
         stacked.grad, fused.grad = grad.clone(), grad.reshape(60, 30).clone()
         optimizer.step()
-    # by hand: each matrix has its own L and R; one grafting factor for all
+    # Expected: each matrix has its own L and R, and all share one grafting factor.
     roots = []
     for e in range(3):
         pair = [oracle.Factor(n, oracle.Options(bits=32), torch.float64) for n in (20, 30)]
@@ -156,7 +156,7 @@ def test_experts_and_fused_projections_are_preconditioned_one_by_one() -> None:
     assert torch.equal(stacked.detach().reshape(60, 30), fused.detach())
 
 
-def test_param_groups_are_the_bases_own_list() -> None:
+def test_param_groups_are_the_list_of_the_base() -> None:
     model = network()
     base = torch.optim.AdamW(model.parameters(), lr=1e-2)
     optimizer = Shampoo(base)
@@ -172,7 +172,7 @@ def test_param_groups_are_the_bases_own_list() -> None:
     assert same(before, weights(model))
 
 
-def test_groups_added_to_the_base_are_completed() -> None:
+def test_groups_added_to_the_base_get_the_options() -> None:
     p, q = nn.Parameter(torch.ones(64, 66)), nn.Parameter(torch.ones(64, 66))
     optimizer = Shampoo([p], base="sgd", lr=0.1, bits=8)
     optimizer.base.add_param_group({"params": [q]})
@@ -183,7 +183,7 @@ def test_groups_added_to_the_base_are_completed() -> None:
 
 
 def test_swapped_parameters_are_looked_up_at_the_step() -> None:
-    """As Accelerate does: the group's list is refilled with other objects."""
+    """Accelerate replaces the objects in a group's list of parameters."""
     old, new = nn.Parameter(torch.ones(64, 66)), nn.Parameter(torch.ones(64, 66))
     optimizer = Shampoo([old], base="sgd", lr=0.1)
     optimizer.param_groups[0]["params"] = [new]
@@ -193,7 +193,7 @@ def test_swapped_parameters_are_looked_up_at_the_step() -> None:
     assert not torch.equal(new, torch.ones(64, 66))
 
 
-def test_options_that_do_not_suit_a_parameter_are_refused_at_once() -> None:
+def test_options_that_do_not_fit_a_parameter_are_refused_at_once() -> None:
     p = nn.Parameter(torch.ones(64, 66))
     with pytest.raises(ValueError, match=r"split_sizes \(3, 3\) sums up to 6"):
         Shampoo([{"params": [p], "split_sizes": (3, 3)}], lr=0.1)
@@ -208,7 +208,7 @@ def test_options_that_do_not_suit_a_parameter_are_refused_at_once() -> None:
 
 
 @pytest.mark.parametrize("kind", [float, torch.tensor])
-def test_learning_rates_may_be_tensors_and_schedulers_work(kind: Any) -> None:
+def test_learning_rate_schedulers_work_with_numbers_and_tensors(kind: Any) -> None:
     results = []
     for make in (torch.optim.AdamW, lambda ps, lr: Shampoo(torch.optim.AdamW(ps, lr=lr))):
         model = network()

@@ -1,4 +1,4 @@
-"""Whole runs of the optimizers against the oracle."""
+"""Complete runs of the optimizers match the oracle."""
 
 from __future__ import annotations
 
@@ -37,23 +37,25 @@ BASES: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
 def run_both(
     rule: str, base: str, device: torch.device, steps: int, gradient_scale: float, **options: Any
 ) -> list[float]:
-    """Relative difference of each parameter's whole movement, float32 against float64."""
+    """Return the relative error of each parameter's displacement, float32 against float64."""
     generator = torch.Generator().manual_seed(0)
     start = [torch.randn(s, generator=generator, dtype=torch.float64) for s in SHAPES]
-    ours = [nn.Parameter(w.float().to(device)) for w in start]
-    theirs = [nn.Parameter(w.float().double()) for w in start]
+    params = [nn.Parameter(w.float().to(device)) for w in start]
+    reference_params = [nn.Parameter(w.float().double()) for w in start]
     make, arguments = BASES[base]
-    optimizer = RULES[rule](make(ours, **arguments), **options)
-    reference = oracle.Shampoo(theirs, make(theirs, **arguments), oracle.Options(**options), rule)
+    optimizer = RULES[rule](make(params, **arguments), **options)
+    reference = oracle.Shampoo(
+        reference_params, make(reference_params, **arguments), oracle.Options(**options), rule
+    )
     for _ in range(steps):
-        for p, q in zip(ours, theirs, strict=True):
+        for p, q in zip(params, reference_params, strict=True):
             grad = torch.randn(q.shape, generator=generator).float() * gradient_scale
             p.grad, q.grad = grad.to(device), grad.double()
         optimizer.step()
         reference.step()
     return [
         relative_error(p.detach().cpu() - w.float(), q.detach() - w.float())
-        for p, q, w in zip(ours, theirs, start, strict=True)
+        for p, q, w in zip(params, reference_params, start, strict=True)
     ]
 
 
@@ -63,20 +65,20 @@ PAIRS = [("shampoo", "adamw"), ("caspr", "sgd"), ("shampoo", "sgd"), ("caspr", "
 @pytest.mark.parametrize(
     ("rule", "base", "method", "bits", "storage"),
     [
-        # CASPR needs no more of a method than Shampoo does: without a GPU, two are enough.
+        # CASPR uses methods as Shampoo does: without a GPU, two methods are enough.
         pytest.param(
             *pair,
-            *own,
-            marks=() if own[1] in (4, 32) and (i == 0 or (i == 1 and own in FEW)) else slow,
+            *method,
+            marks=() if method[1] in (4, 32) and (i == 0 or (i == 1 and method in FEW)) else slow,
         )
-        for own in METHODS
+        for method in METHODS
         for i, pair in enumerate(PAIRS)
     ],
 )
-def test_runs_are_the_oracles(
+def test_runs_match_the_oracle(
     rule: str, base: str, method: str, bits: int, storage: str, device: torch.device
 ) -> None:
-    """Updates at 2, 4, 6, 8 and refreshes at 3 and 6, blocks up to 100."""
+    """Steps 2, 4, 6 and 8 update; steps 3 and 6 refresh. Blocks have orders up to 100."""
     errors = run_both(
         rule,
         base,
@@ -95,7 +97,7 @@ def test_runs_are_the_oracles(
 
 
 @pytest.mark.parametrize("method", ["eigen", "cholesky"])
-def test_statistics_start_where_they_are_told_to(method: str) -> None:
+def test_runs_with_an_initial_statistic_match_the_oracle(method: str) -> None:
     errors = run_both(
         "shampoo",
         "sgd",
@@ -118,7 +120,7 @@ def test_statistics_start_where_they_are_told_to(method: str) -> None:
 @pytest.mark.parametrize(
     "max_order", [30, pytest.param(64, marks=slow), pytest.param(100, marks=slow)]
 )
-def test_every_cut_is_the_oracles(split: str, max_order: int) -> None:
+def test_every_cut_matches_the_oracle(split: str, max_order: int) -> None:
     errors = run_both(
         "shampoo",
         "sgd",
@@ -140,7 +142,7 @@ def test_every_cut_is_the_oracles(split: str, max_order: int) -> None:
 def test_at_the_papers_damping_32_bit_runs_agree_as_far_as_rounding_allows(
     method: str, tolerance: float, device: torch.device
 ) -> None:
-    """A gradient of low rank leaves some eigenvectors to rounding, in float32 and in float64."""
+    """For gradients of low rank, rounding determines some eigenvectors, even in float64."""
     errors = run_both(
         "shampoo",
         "sgd",

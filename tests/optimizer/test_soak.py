@@ -1,4 +1,4 @@
-"""The same seed gives the same bits, and memory stays flat; at length in ``soak.py``."""
+"""Runs with one seed are bitwise equal, and memory stays constant; see also ``soak.py``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from support.numerics import slow
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "memory"))
 import soak
 
-LAP, LAPS = 44, 4  # each with a refresh, a save and a load
+LAP, LAPS = 44, 4  # each lap has a refresh, a save and a load
 CASES = [
     pytest.param(setup, marks=() if setup == "Shampoo" else slow, id=setup) for setup in soak.SETUPS
 ]
@@ -25,47 +25,47 @@ CASES = [
 @pytest.mark.usefixtures("repeatable")
 @pytest.mark.filterwarnings("ignore:.*non-finite gradient")
 @pytest.mark.parametrize("setup", CASES)
-def test_a_second_run_is_the_first(setup: str, device: torch.device) -> None:
+def test_two_runs_are_bitwise_equal(setup: str, device: torch.device) -> None:
     width = 32 if device.type == "cpu" else 256
     first, second = (
         list(itertools.islice(soak.walk(setup, device, width, LAP), LAPS)) for _ in range(2)
     )
     assert [lap["digest"] for lap in first] == [lap["digest"] for lap in second]
-    assert len({lap["digest"] for lap in first}) == LAPS  # and they are not those of the start
+    assert len({lap["digest"] for lap in first}) == LAPS  # every lap changes the digest
     if device.type == "cuda":
         for laps in (first, second):
             assert soak.drift([lap["memory"]["tensors"] for lap in laps], after=1) < 0.01
 
 
-def test_drift_counts_from_the_sixth_lap_on() -> None:
+def test_drift_is_measured_from_the_sixth_lap() -> None:
     assert soak.drift([50, 60, 70, 80, 90, 100, 103, 99]) == 0.03
     assert soak.drift([50, 100, 96], after=1) == 0.04
 
 
-def test_other_bits_have_another_digest() -> None:
-    """In a weight, and in a code of the state."""
+def test_the_digest_depends_on_every_bit() -> None:
+    """A flipped bit of a weight or of a code changes the digest."""
     model = torch.nn.Linear(70, 66)
     optimizer = soak.shampoo(model)
     model(torch.ones(1, 70)).sum().backward()
     optimizer.step()
-    known = {soak.digest(model, optimizer)}
+    digests = {soak.digest(model, optimizer)}
     with torch.no_grad():
         model.weight.view(torch.int32)[0, 0] ^= 1
-    known.add(soak.digest(model, optimizer))
+    digests.add(soak.digest(model, optimizer))
     optimizer.state[model.weight]["block_0"]["right"]["codes"].view(-1)[-1] ^= 1
-    known.add(soak.digest(model, optimizer))
-    assert len(known) == 3
+    digests.add(soak.digest(model, optimizer))
+    assert len(digests) == 3
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="asks Linux")
-def test_saving_and_loading_leaves_nothing_behind() -> None:
-    """What is held once malloc has given back what is free; a leak would be 30 checkpoints."""
+@pytest.mark.skipif(sys.platform != "linux", reason="reads memory from Linux")
+def test_saving_and_loading_leaks_no_memory() -> None:
+    """Memory is compared after malloc has returned free pages; a leak would be 30 checkpoints."""
     libc = ctypes.CDLL(None)
     if not hasattr(libc, "malloc_trim"):
-        pytest.skip("malloc cannot be asked to give back memory")
+        pytest.skip("needs malloc_trim")
     model = soak.network(128)
     optimizer = soak.caspr(model)
-    held = []
+    used = []
     for number in range(35):
         for p in model.parameters():
             p.grad = torch.randn_like(p)
@@ -79,5 +79,5 @@ def test_saving_and_loading_leaves_nothing_behind() -> None:
         if number in (4, 34):
             gc.collect()
             libc.malloc_trim(0)
-            held.append(soak.memory(torch.device("cpu"))["host"])
-    assert held[1] - held[0] < 5 * size
+            used.append(soak.memory(torch.device("cpu"))["host"])
+    assert used[1] - used[0] < 5 * size

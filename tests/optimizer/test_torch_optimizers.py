@@ -1,4 +1,4 @@
-"""What torch's own tests ask of every optimizer, over ours, around torch's own.
+"""Properties that torch's tests check for every optimizer, for ours around torch's optimizers.
 
 Options and bad inputs are those of ``torch.testing._internal.common_optimizers``.
 """
@@ -23,7 +23,7 @@ from torch.optim.optimizer import (
 )
 
 pytest.importorskip("expecttest")
-# It would forbid everybody in this process to set flags of backends, which other tests do.
+# The import would freeze the flags of backends in this process, which other tests set.
 with warnings.catch_warnings(), mock.patch("torch.backends.disable_global_flags"):
     warnings.simplefilter("ignore")
     from torch.testing._internal.common_optimizers import (
@@ -33,7 +33,7 @@ with warnings.catch_warnings(), mock.patch("torch.backends.disable_global_flags"
 
 from kronbit import CASPR, KFAC, AdaBK, Shampoo
 
-# Those that take their own gradients, or only some parameters, are no bases.
+# Optimizers that compute gradients themselves or accept only some parameters cannot be bases.
 NO_BASES = {"LBFGS", "SparseAdam", "Muon"}
 INFOS = {info.optim_cls.__name__: info for info in optim_db}
 BASES = sorted(INFOS.keys() - NO_BASES)
@@ -43,51 +43,51 @@ EVERY = {"update_every": 1, "refresh_every": 2, "min_quantized_numel": 0}
 OTHERS = [CASPR, KFAC, AdaBK]
 
 
-def each_of_ours() -> list[Any]:
-    """Every optimizer around every base; on a CPU, some stand for all but Shampoo."""
-    found = [pytest.param(Shampoo, name, id=f"Shampoo-{name}") for name in BASES]
+def optimizers_and_bases() -> list[Any]:
+    """Return every optimizer with every base. Except for Shampoo, most are slow on a CPU."""
+    params = [pytest.param(Shampoo, name, id=f"Shampoo-{name}") for name in BASES]
     for kind, name in itertools.product(OTHERS, BASES):
         marks = () if name in ("AdamW", "SGD") else slow
-        found.append(pytest.param(kind, name, id=f"{kind.__name__}-{name}", marks=marks))
-    return found
+        params.append(pytest.param(kind, name, id=f"{kind.__name__}-{name}", marks=marks))
+    return params
 
 
 def cases() -> list[Any]:
-    """Every base with every set of options that torch tests it with; some are for GPUs alone.
+    """Return every base with every set of options in torch's tests, and all optimizers.
 
-    Our other optimizers with every base, as it comes.
+    Some options need a GPU. Optimizers other than Shampoo use the defaults of the base.
     """
-    found = []
+    params = []
     for device, name in itertools.product(("cpu", "cuda"), BASES):
-        for number, given in enumerate(INFOS[name].optim_inputs_func(device=device)):
+        for number, inputs in enumerate(INFOS[name].optim_inputs_func(device=device)):
             if device == "cuda":
                 marks: Any = pytest.mark.gpu
-            elif given.kwargs.get("capturable"):
+            elif inputs.kwargs.get("capturable"):
                 continue
             else:
                 marks = slow if number > 1 else ()
-            label = f"{device}-{name}-{number}-{given.desc}"
-            found.append(pytest.param(device, name, given.kwargs, Shampoo, id=label, marks=marks))
+            label = f"{device}-{name}-{number}-{inputs.desc}"
+            params.append(pytest.param(device, name, inputs.kwargs, Shampoo, id=label, marks=marks))
     for device, (kind, name) in itertools.product(
         ("cpu", "cuda"), itertools.product(OTHERS, BASES)
     ):
         marks = pytest.mark.gpu if device == "cuda" else () if name == "AdamW" else slow
         label = f"{device}-{kind.__name__}-{name}"
-        found.append(pytest.param(device, name, {}, kind, id=label, marks=marks))
-    return found
+        params.append(pytest.param(device, name, {}, kind, id=label, marks=marks))
+    return params
 
 
 def make(name: str, model: Any, options: dict[str, Any], kind: Any = Shampoo) -> Any:
-    """Of a model, or of parameters or groups."""
+    """Make an optimizer of a model, of parameters, or of groups."""
     params = model.parameters() if isinstance(model, nn.Module) else model
-    own = {"model": model} if kind in (KFAC, AdaBK) else {}
-    return kind(params, base=INFOS[name].optim_cls, **own, **options, **EVERY)
+    arguments = {"model": model} if kind in (KFAC, AdaBK) else {}
+    return kind(params, base=INFOS[name].optim_cls, **arguments, **options, **EVERY)
 
 
 def layer(
     noncontiguous: bool = False, device: str | torch.device = "cpu"
 ) -> tuple[nn.Linear, Tensor]:
-    """A weight and a bias, and inputs."""
+    """Return a linear layer and inputs."""
     torch.manual_seed(0)
     model = nn.Linear(7, 10).to(device)
     if noncontiguous:
@@ -110,38 +110,38 @@ def weights(model: nn.Module) -> list[Tensor]:
 
 @pytest.mark.parametrize("noncontiguous", [False, True])
 @pytest.mark.parametrize(("device", "name", "options", "kind"), cases())
-def test_it_goes_into_the_right_direction(
+def test_the_loss_goes_into_the_right_direction(
     device: str, name: str, options: dict[str, Any], kind: Any, noncontiguous: bool
 ) -> None:
     model, x = layer(noncontiguous, device)
     optimizer = make(name, model, options, kind)
     start = float(backward(model, x))
     for _ in range(20):
-        # Torch's tests call it with a closure.
+        # Torch's tests call step() with a closure.
         loss = optimizer.step(lambda: backward(model, x))
         assert isinstance(loss, Tensor)
     end = float(backward(model, x))
     assert (end > start) if options.get("maximize") else (end < start)
 
 
-@pytest.mark.parametrize(("kind", "name"), each_of_ours())
-def test_with_schedulers_too(kind: Any, name: str) -> None:
+@pytest.mark.parametrize(("kind", "name"), optimizers_and_bases())
+def test_the_loss_decreases_with_schedulers(kind: Any, name: str) -> None:
     for schedulers in INFOS[name].scheduler_inputs:
         model, x = layer()
         optimizer = make(name, model, {}, kind)
-        own = [scheduler(optimizer) for scheduler in schedulers]
+        instances = [scheduler(optimizer) for scheduler in schedulers]
         start = float(backward(model, x))
         for _ in range(20):
             loss = backward(model, x)
             optimizer.step()
-            for scheduler in own:
+            for scheduler in instances:
                 by_loss = isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
                 scheduler.step(*([float(loss.detach())] if by_loss else []))
         assert float(backward(model, x)) < start
 
 
 @pytest.mark.parametrize("name", BASES)
-def test_a_group_has_a_learning_rate_of_its_own(name: str) -> None:
+def test_groups_have_separate_learning_rates(name: str) -> None:
     model, x = layer()
     before = weights(model)
     groups = [{"params": [model.weight], "lr": 0.0}, {"params": [model.bias]}]
@@ -158,7 +158,7 @@ def test_a_learning_rate_may_be_a_tensor(name: str) -> None:
     results = []
     for lr in (torch.tensor(0.01), 0.01):
         model, x = layer()
-        # The two round differently, which may move a code.
+        # The two round differently, which may change a code.
         optimizer = make(name, model, {"lr": lr, "foreach": False, "bits": 32})
         for _ in range(4):
             backward(model, x)
@@ -170,18 +170,18 @@ def test_a_learning_rate_may_be_a_tensor(name: str) -> None:
 
 @pytest.mark.parametrize("name", BASES)
 def test_implementations_of_the_base_agree(name: str, device: torch.device) -> None:
-    """One parameter after the other, all at once, in one kernel, and for CUDA graphs."""
+    """The for-loop, foreach, fused and capturable implementations give the same weights."""
     info = INFOS[name]
-    ways = [{way: True} for way in ("foreach", "fused") if way in info.supported_impls]
+    variants = [{impl: True} for impl in ("foreach", "fused") if impl in info.supported_impls]
     if device.type not in info.supports_fused_on:
-        ways = [way for way in ways if "fused" not in way]
+        variants = [options for options in variants if "fused" not in options]
     if device.type == "cuda" and info.has_capturable_arg:
-        ways += [{"capturable": True}, {"capturable": True, "foreach": True}]
+        variants += [{"capturable": True}, {"capturable": True, "foreach": True}]
     results = []
-    for way in ({"foreach": False}, *ways):
+    for options in ({"foreach": False}, *variants):
         model, x = layer(device=device)
-        # They round differently, which may move a code.
-        optimizer = make(name, model, {**way, "bits": 32})
+        # Implementations round differently, which may change a code.
+        optimizer = make(name, model, {**options, "bits": 32})
         for _ in range(4):
             backward(model, x)
             optimizer.step()
@@ -197,14 +197,14 @@ def test_implementations_of_the_base_agree(name: str, device: torch.device) -> N
     ids=lambda case: case.optimizer_error_input.desc,
 )
 def test_torchs_bad_inputs_are_refused(case: Any) -> None:
-    given = case.optimizer_error_input
-    params = layer()[0].parameters() if given.params is None else given.params
+    inputs = case.optimizer_error_input
+    params = layer()[0].parameters() if inputs.params is None else inputs.params
     if case.error_type is UserWarning:
         with pytest.warns(UserWarning, match=case.error_regex):
-            make("AdamW", params, given.kwargs)
+            make("AdamW", params, inputs.kwargs)
     else:
         with pytest.raises(case.error_type, match=case.error_regex):
-            make("AdamW", params, given.kwargs)
+            make("AdamW", params, inputs.kwargs)
 
 
 def test_complex_matrices_are_refused_by_name() -> None:
@@ -215,7 +215,7 @@ def test_complex_matrices_are_refused_by_name() -> None:
     with pytest.raises(RuntimeError, match=r"weight is complex.*precondition=False"):
         optimizer.step()
     assert torch.equal(p, before)
-    # Left to the base, they are its affair.
+    # Without preconditioning, the base handles them.
     optimizer = make("AdamW", [{"params": [("weight", p)], "precondition": False}], {})
     p.grad = torch.ones_like(p)
     optimizer.step()
@@ -223,7 +223,7 @@ def test_complex_matrices_are_refused_by_name() -> None:
 
 
 @pytest.mark.parametrize(("device", "name", "options", "kind"), cases())
-def test_parameters_without_gradients_stay(
+def test_parameters_without_gradients_do_not_change(
     device: str, name: str, options: dict[str, Any], kind: Any
 ) -> None:
     model, _ = layer(device=device)
@@ -232,12 +232,12 @@ def test_parameters_without_gradients_stay(
     optimizer.step()
     for p, q in zip(model.parameters(), before, strict=True):
         assert torch.equal(p, q)
-    # The state is laid out, as torch.distributed.checkpoint wants it, and nothing has happened.
+    # The state is allocated, as torch.distributed.checkpoint requires, and no step has counted.
     assert all(entry["step"] == 0 for entry in optimizer.state.values())
 
 
 @pytest.mark.parametrize(("device", "name", "options", "kind"), cases())
-def test_gradients_are_never_written_to_if_they_are_kept(
+def test_kept_gradients_are_not_changed(
     device: str, name: str, options: dict[str, Any], kind: Any
 ) -> None:
     model, x = layer(device=device)
@@ -252,34 +252,34 @@ def test_gradients_are_never_written_to_if_they_are_kept(
             assert torch.equal(p.grad, grad)
 
 
-def copied(optimizer: Any, model: nn.Module, way: str, folder: Path) -> tuple[Any, nn.Module]:
-    if way == "deepcopy":
-        twin, again = copy.deepcopy((model, optimizer))
-        return again, twin
-    if way == "pickle":
-        twin, again = pickle.loads(pickle.dumps((model, optimizer)))
-        return again, twin
+def copied(optimizer: Any, model: nn.Module, kind: str, folder: Path) -> tuple[Any, nn.Module]:
+    if kind == "deepcopy":
+        twin, resumed = copy.deepcopy((model, optimizer))
+        return resumed, twin
+    if kind == "pickle":
+        twin, resumed = pickle.loads(pickle.dumps((model, optimizer)))
+        return resumed, twin
     torch.save(optimizer.state_dict(), folder / "state.pt")
     twin = layer()[0]
     twin.load_state_dict(model.state_dict())
-    again = make(type(optimizer.base).__name__, twin, {"lr": 0.5}, type(optimizer))
-    again.load_state_dict(torch.load(folder / "state.pt", weights_only=True))
-    return again, twin
+    resumed = make(type(optimizer.base).__name__, twin, {"lr": 0.5}, type(optimizer))
+    resumed.load_state_dict(torch.load(folder / "state.pt", weights_only=True))
+    return resumed, twin
 
 
-@pytest.mark.parametrize("way", ["deepcopy", "pickle", "saved"])
-@pytest.mark.parametrize(("kind", "name"), each_of_ours())
-def test_copies_go_on_to_the_bit(kind: Any, name: str, way: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("by", ["deepcopy", "pickle", "saved"])
+@pytest.mark.parametrize(("kind", "name"), optimizers_and_bases())
+def test_copies_continue_bitwise_equal(kind: Any, name: str, by: str, tmp_path: Path) -> None:
     model, x = layer()
     optimizer = make(name, model, {}, kind)
     for _ in range(3):
         backward(model, x)
         optimizer.step()
-    again, twin = copied(optimizer, model, way, tmp_path)
-    assert again.param_groups[0].keys() == optimizer.param_groups[0].keys()
+    resumed, twin = copied(optimizer, model, by, tmp_path)
+    assert resumed.param_groups[0].keys() == optimizer.param_groups[0].keys()
     for _ in range(3):
-        for own, stepping in ((model, optimizer), (twin, again)):
-            backward(own, x)
+        for module, stepping in ((model, optimizer), (twin, resumed)):
+            backward(module, x)
             stepping.step()
     for p, q in zip(model.parameters(), twin.parameters(), strict=True):
         assert torch.equal(p, q)
@@ -289,40 +289,40 @@ def test_copies_go_on_to_the_bit(kind: Any, name: str, way: str, tmp_path: Path)
 def test_hooks_are_called_in_order(kind: Any) -> None:
     model, x = layer()
     optimizer = make("AdamW", model, {}, kind)
-    told: list[str] = []
+    calls: list[str] = []
 
-    def tell(word: str) -> Any:
-        return lambda *_: told.append(word)
+    def record(name: str) -> Any:
+        return lambda *_: calls.append(name)
 
     handles = [
-        register_optimizer_step_pre_hook(tell("global before")),
-        register_optimizer_step_post_hook(tell("global after")),
-        optimizer.register_step_pre_hook(tell("before")),
-        optimizer.register_step_post_hook(tell("after")),
-        optimizer.register_state_dict_pre_hook(tell("saving")),
-        optimizer.register_state_dict_post_hook(tell("saved")),
-        optimizer.register_load_state_dict_pre_hook(tell("loading")),
-        optimizer.register_load_state_dict_post_hook(tell("loaded")),
+        register_optimizer_step_pre_hook(record("global before")),
+        register_optimizer_step_post_hook(record("global after")),
+        optimizer.register_step_pre_hook(record("before")),
+        optimizer.register_step_post_hook(record("after")),
+        optimizer.register_state_dict_pre_hook(record("saving")),
+        optimizer.register_state_dict_post_hook(record("saved")),
+        optimizer.register_load_state_dict_pre_hook(record("loading")),
+        optimizer.register_load_state_dict_post_hook(record("loaded")),
     ]
     try:
         backward(model, x)
         optimizer.step()
-        # Its base is an optimizer as well, and has the global ones, too.
-        assert told[:2] == ["global before", "before"]
-        assert told[-2:] == ["after", "global after"]
-        told.clear()
+        # The base is an optimizer too, so the global hooks are also called for it.
+        assert calls[:2] == ["global before", "before"]
+        assert calls[-2:] == ["after", "global after"]
+        calls.clear()
         optimizer.load_state_dict(optimizer.state_dict())
-        assert told == ["saving", "saved", "loading", "loaded"]
+        assert calls == ["saving", "saved", "loading", "loaded"]
     finally:
         for handle in handles:
             handle.remove()
-    told.clear()
+    calls.clear()
     optimizer.step()
-    assert not told
+    assert not calls
 
 
 @pytest.mark.parametrize("kind", [Shampoo, *OTHERS])
-def test_a_hook_may_replace_what_is_saved_and_loaded(kind: Any) -> None:
+def test_hooks_may_replace_the_state_dict(kind: Any) -> None:
     model, x = layer()
     optimizer = make("AdamW", model, {"lr": 0.1}, kind)
     backward(model, x)
@@ -340,8 +340,8 @@ def test_a_hook_may_replace_what_is_saved_and_loaded(kind: Any) -> None:
     assert optimizer.param_groups[0]["lr"] == 0.25
 
 
-@pytest.mark.parametrize(("kind", "name"), each_of_ours())
-def test_the_state_dict_is_always_the_same(kind: Any, name: str) -> None:
+@pytest.mark.parametrize(("kind", "name"), optimizers_and_bases())
+def test_state_dict_is_deterministic(kind: Any, name: str) -> None:
     model, x = layer()
     optimizer = make(name, model, {}, kind)
     backward(model, x)

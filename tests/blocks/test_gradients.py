@@ -91,7 +91,7 @@ def test_only_unusual_gradients_are_inspected_one_by_one() -> None:
 
 
 @pytest.mark.parametrize("kind", ["transposed", "expanded row", "expanded scalar", "strided"])
-def test_gradients_are_read_by_value_whatever_their_strides(kind: str) -> None:
+def test_results_do_not_depend_on_the_strides_of_gradients(kind: str) -> None:
     start = torch.randn(70, 66)
     unusual = {
         "transposed": torch.randn(66, 70).t(),
@@ -111,15 +111,15 @@ def test_gradients_are_read_by_value_whatever_their_strides(kind: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 def test_every_parameter_dtype(dtype: torch.dtype, device: torch.device) -> None:
-    """State is float32 whatever the parameter is; the result is that of float32 gradients."""
+    """State is float32 for every parameter dtype; the result is that of float32 gradients."""
     start, grads = torch.randn(70, 66), [torch.randn(70, 66).to(dtype) for _ in range(3)]
     results = []
-    for own in (dtype, torch.float32):
-        p = nn.Parameter(start.clone().to(device=device, dtype=own))
+    for p_dtype in (dtype, torch.float32):
+        p = nn.Parameter(start.clone().to(device=device, dtype=p_dtype))
         base = torch.optim.SGD([p], lr=1e-2)
         optimizer = Shampoo(base, damping=0.1, update_every=1, refresh_every=2)
         for grad in grads:
-            p.grad = grad.to(device=device, dtype=own, copy=True)
+            p.grad = grad.to(device=device, dtype=p_dtype, copy=True)
             optimizer.step()
         results.append(p.grad)
         leaves = optimizer.state[p]["block_0"]["left"]
@@ -144,7 +144,7 @@ def test_grafting_is_per_parameter_over_all_blocks() -> None:
 
 
 @pytest.mark.parametrize("make", [Shampoo, CASPR])
-def test_zero_gradients_leave_weights_where_they_are(make: Any) -> None:
+def test_zero_gradients_do_not_change_weights(make: Any) -> None:
     p = nn.Parameter(torch.randn(8, 70))
     optimizer = make(torch.optim.SGD([p], lr=1.0), update_every=1, refresh_every=1)
     before = p.detach().clone()

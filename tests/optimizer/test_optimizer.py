@@ -381,7 +381,7 @@ def test_grad_scaler_and_fused_bases(fused: bool) -> None:
     model = network("cuda")
     optimizer = Shampoo(torch.optim.AdamW(model.parameters(), lr=1e-3, fused=fused), **FAST)
     scaler = torch.amp.GradScaler("cuda", init_scale=2.0**40, growth_interval=2)
-    taken = 0
+    steps = 0
     for t in range(60):
         optimizer.zero_grad()
         with torch.autocast("cuda", dtype=torch.float16):
@@ -391,9 +391,9 @@ def test_grad_scaler_and_fused_bases(fused: bool) -> None:
         scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()
-        taken += scaler.get_scale() >= before
-    assert 0 < taken < 60
-    assert optimizer.state[model.linear.weight]["step"] == taken
+        steps += scaler.get_scale() >= before
+    assert 0 < steps < 60
+    assert optimizer.state[model.linear.weight]["step"] == steps
     assert optimizer.diagnostics()["skipped_gradients"] == 0
     assert all(torch.isfinite(p).all() for p in model.parameters())
 

@@ -1,4 +1,4 @@
-"""Properties that torch's tests check for every optimizer, for ours around torch's optimizers.
+"""Properties that torch's tests check for every optimizer, for kronbit around torch's bases.
 
 Options and bad inputs are those of ``torch.testing._internal.common_optimizers``.
 """

@@ -97,9 +97,9 @@ def check_any_gradient(walk: list[tuple[int, str]], method: tuple[str, int], mak
             assert torch.isfinite(p).all(), (t, i)
             assert i in touched or torch.equal(p, q), (t, i)
     # Loading refuses state that is not finite or does not fit.
-    _, again = build(make, **options)
-    again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    assert_same_state(again.state_dict()["state"], optimizer.state_dict()["state"])
+    _, resumed = build(make, **options)
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert_same_state(resumed.state_dict()["state"], optimizer.state_dict()["state"])
 
 
 @examples(15)
@@ -143,9 +143,9 @@ def test_any_input_and_gradient_of_a_layer(walk: list[tuple[str, str]], make: An
         reference.step()
         assert all(torch.isfinite(p).all() for p in model.parameters()), t
         assert all(map(torch.equal, model[1].parameters(), twin[1].parameters())), t
-    _, again = build()
-    again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    assert_same_state(again.state_dict()["state"], optimizer.state_dict()["state"])
+    _, resumed = build()
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert_same_state(resumed.state_dict()["state"], optimizer.state_dict()["state"])
 
 
 @slow

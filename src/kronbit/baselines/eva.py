@@ -180,8 +180,8 @@ class EVA(Rewriter):
 
     def rewrite(self) -> None:
         """Update ā and b̄ with the collected means, and replace G by G̃."""
-        present = [p for p in self._params() if p.grad is not None]
-        layers = [self._layers[p] for p in present if p in self._layers]
+        present = [p for p in self._params() if p.grad is not None and p in self._layers]
+        layers = list(dict.fromkeys(self._layers[p] for p in present))  # torch allows repetitions
         self._prepare(p for layer in layers for p in (layer.weight, layer.bias) if p is not None)
         collected, self._collected = self._collected, {}
         if not layers:

@@ -55,7 +55,7 @@ def finished(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 
 
 class Conv1D(nn.Module):
-    """As that of transformers: a linear layer with its weight stored as (inputs, outputs)."""
+    """A linear layer with a weight of shape (inputs, outputs), as in transformers."""
 
     def __init__(self, outputs: int, inputs: int) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class Conv1D(nn.Module):
 
 
 def rows_of(layer: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows of the input and of the output gradient, (E, rows, ...), place by place."""
+    """Return rows of the input and of the output gradient, (E, rows, ...), by position."""
     if isinstance(layer, nn.Conv2d):
         Y = y.flatten(2).unflatten(1, (layer.groups, -1)).permute(1, 0, 3, 2).flatten(1, 2)
         X = layers.patches(layer, x)
@@ -78,7 +78,7 @@ def rows_of(layer: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def dense_inverse(G: Tensor, a: Tensor, b: Tensor, damping: float) -> Tensor:
-    """C⁻¹ G with C = (b bᵀ) ⊗ (a aᵀ) + γ I as one matrix, of each (outputs, inputs)."""
+    """Return C⁻¹ G with a dense C = (b bᵀ) ⊗ (a aᵀ) + γ I for each matrix of G."""
     products = []
     for matrix, ai, bi in zip(G, a, b, strict=True):
         C = torch.kron(torch.outer(bi, bi), torch.outer(ai, ai))
@@ -100,7 +100,7 @@ def gradient_of(layer: nn.Module, outputs: int) -> Tensor:
 
 @pytest.fixture
 def _exact_convolutions() -> Iterator[None]:
-    """On a GPU, they are in TF32 otherwise."""
+    """Disable TF32 in convolutions on a GPU."""
     convolutions = torch.backends.cudnn.conv
     before, convolutions.fp32_precision = convolutions.fp32_precision, "ieee"
     yield
@@ -127,7 +127,7 @@ def test_eva_has_the_dense_inverse_of_explicit_means(
     finished: Callable[[Tensor, Tensor], Tensor],
     device: torch.device,
 ) -> None:
-    """Over three steps: running averages with their bias corrected."""
+    """Running averages are bias-corrected, over three steps."""
     beta, damping = 0.8, 0.05
     model = nn.Sequential(layer(), nn.Softplus()).to(device)
     optimizer = eva(model, sgd(model, lr=1e-3), beta=beta, damping=damping)
@@ -152,7 +152,7 @@ def test_eva_has_the_dense_inverse_of_explicit_means(
         unbiased = 1 - beta**t
         expected = finished(G, dense_inverse(G, a / unbiased, b / unbiased, damping))
         assert relative_error(gradient_of(model[0], Y.shape[-1]), expected) < 1e-4
-        assert angle(expected, G) > 5  # it does something
+        assert angle(expected, G) > 5  # the direction changes
 
 
 def test_eva_grafts_all_matrices_of_a_layer_together() -> None:
@@ -165,7 +165,7 @@ def test_eva_grafts_all_matrices_of_a_layer_together() -> None:
         new = gradient_of(layer, 3)
         assert abs(new.norm() / G.norm() - 1) < 1e-5
         if len(G) > 1:
-            assert abs(new[0].norm() / G[0].norm() - 1) > 1e-3  # but not each of them
+            assert abs(new[0].norm() / G[0].norm() - 1) > 1e-3  # single matrices change their norm
 
 
 def test_eva_leaves_other_parameters_to_the_base() -> None:
@@ -183,7 +183,7 @@ def test_eva_leaves_other_parameters_to_the_base() -> None:
 def means(
     passes: Callable[[nn.Module, EVA, Tensor], None], model: nn.Module | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Those of the first linear layer after one step."""
+    """Return the means of the first linear layer after one step."""
     torch.manual_seed(2)
     model = model or nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3))
     optimizer = eva(model, beta=0.0)
@@ -235,7 +235,7 @@ def checkpointed_reentrantly(model: nn.Module, optimizer: EVA, x: Tensor) -> Non
         checkpointed_reentrantly,
     ],
 )
-def test_only_what_made_the_gradient_counts(passes: Callable[..., None]) -> None:
+def test_only_passes_that_made_the_gradient_count(passes: Callable[..., None]) -> None:
     for actual, expected in zip(means(passes), means(plainly), strict=True):
         assert torch.equal(actual, expected)
 
@@ -270,7 +270,7 @@ class Twice(nn.Module):
         return self.layer(x).tanh()
 
 
-def test_a_layer_that_is_called_twice_has_the_rows_of_both() -> None:
+def test_a_layer_that_is_called_twice_averages_rows_of_both_calls() -> None:
     model = Twice(saving=False)
     seen: list[Tensor] = []
 
@@ -280,7 +280,7 @@ def test_a_layer_that_is_called_twice_has_the_rows_of_both() -> None:
 
     a, _ = means(passes, model)
     assert relative_error(a[0], with_one(torch.cat(seen)).mean(0)) < 1e-5
-    # Of the second call, the gradient arrives before the first is computed once more.
+    # The second call's gradient arrives before the first call is recomputed.
     again = Twice(saving=True)
     twins = copy.deepcopy(again)
     twins.saving = False
@@ -288,7 +288,7 @@ def test_a_layer_that_is_called_twice_has_the_rows_of_both() -> None:
         assert torch.equal(actual, expected)
 
 
-def test_hooks_are_there_until_the_optimizer_is_closed() -> None:
+def test_hooks_stay_until_the_optimizer_is_closed() -> None:
     model = nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3), nn.Linear(3, 2))
     optimizer = EVA([*model[0].parameters()], base="sgd", lr=0.1, model=model)
     assert hooks(model) == 1
@@ -308,7 +308,7 @@ def test_hooks_are_there_until_the_optimizer_is_closed() -> None:
     grad = model[0].weight.grad.clone()
     optimizer.step()
     assert_same_state(optimizer.state_dict()["state"], before)
-    assert not torch.equal(model[0].weight.grad, grad)  # preconditioned all the same
+    assert not torch.equal(model[0].weight.grad, grad)  # it is still preconditioned
 
 
 def test_layers_without_rows_keep_their_means_and_are_named() -> None:
@@ -368,7 +368,7 @@ def test_mfac_has_the_dense_inverse(
     device: torch.device,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The ring goes around twice and more, and a bias has no gradient now and then."""
+    """The ring wraps around more than twice, and a bias has no gradient at some steps."""
     monkeypatch.setattr("kronbit.baselines.mfac._PIECE", 64)
     m, damping = 4, 0.05
     model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3)).to(device, dtype)
@@ -394,14 +394,14 @@ def test_mfac_has_the_dense_inverse(
                 assert p.grad.dtype == optimizer.state[p]["gradients"].dtype == dtype
         assert (model[0].bias.grad is None) == (t in (3, 6))
         if t >= m:
-            assert angle(Ghat, g) > 5  # it does something
+            assert angle(Ghat, g) > 5  # the direction changes
             K = optimizer.common["gram"].cpu()
             order = [(t - m + 1 + i) % m for i in range(m)]
             assert relative_error(K[order][:, order], G @ G.T) < 1e-5
     assert int(optimizer.common["stored"]) == 11
 
 
-def test_mfac_takes_parameters_of_any_shape_and_such_that_come_later(device: torch.device) -> None:
+def test_mfac_takes_parameters_of_any_shape_and_added_later(device: torch.device) -> None:
     model = network(device)
     first, *rest = [p for p in model.parameters() if p.requires_grad]
     optimizer = MFAC([first], base="sgd", lr=1e-3, gradients=2)
@@ -440,7 +440,7 @@ def test_mfac_refuses_several_devices_and_sparse_gradients() -> None:
 
 @both
 @pytest.mark.parametrize("base", ["sgd", "adamw"])
-def test_bases_by_name_and_ready_are_the_same(build: Build, base: str) -> None:
+def test_bases_by_name_match_constructed_ones(build: Build, base: str) -> None:
     ready = {
         "sgd": lambda params: torch.optim.SGD(params, lr=1e-2, momentum=0.9),
         "adamw": lambda params: torch.optim.AdamW(params, lr=1e-2),
@@ -593,7 +593,7 @@ def test_schedulers_and_closures(build: Build) -> None:
 def test_steps_that_are_not_finite_leave_no_trace(
     build: Build, bad: int, factor: float, device: torch.device
 ) -> None:
-    """The first one, or a later one."""
+    """Either the first step or a later one is not finite."""
 
     def states(skip: bool) -> dict[str, Any]:
         torch.manual_seed(3)
@@ -615,7 +615,7 @@ def test_steps_that_are_not_finite_leave_no_trace(
                     assert torch.equal(p.grad.nan_to_num(7), grad.nan_to_num(7))
                 for path, tensor in tensors(optimizer.state_dict()).items():
                     assert torch.equal(tensor, held.get(path, torch.zeros_like(tensor))), path
-                model.load_state_dict(start)  # F has made the best of it
+                model.load_state_dict(start)  # undo F's step
             else:
                 optimizer.step()
         assert optimizer.diagnostics()["skipped_steps"] == (not skip)
@@ -627,7 +627,7 @@ def test_steps_that_are_not_finite_leave_no_trace(
 
 
 def test_means_that_are_not_finite_do_not_enter() -> None:
-    """The mean input overflows, and the gradient does not, as nothing depends on it."""
+    """The mean input overflows while the gradient is zero."""
     model = nn.Linear(6, 5)
     optimizer = eva(model)
     (model(torch.full((4, 6), 3e38)) * 0).sum().backward()

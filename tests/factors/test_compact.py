@@ -1,4 +1,4 @@
-"""Compact storage and triangular factors against the oracle, the issue's bits, and float64."""
+"""Compact storage and triangular factors against the oracle, expected sizes and float64."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ def bits_per_element(order: int, **options: Any) -> float:
 
 @pytest.mark.parametrize("method", ["eigen", "naive", "cholesky"])
 @pytest.mark.parametrize("bits", BITS)
-@pytest.mark.parametrize(  # tiles of 32 or 64, and rows, by the bits
+@pytest.mark.parametrize(  # tiles of 32 or 64 or rows, depending on the bits
     "n", [66, *(pytest.param(n, marks=slow) for n in (64, 97, 131))]
 )
-def test_updates_and_roots_are_the_oracles(
+def test_updates_and_roots_match_the_oracle(
     method: str, bits: int, n: int, device: torch.device
 ) -> None:
-    ours, theirs = run_both(
+    ours, references = run_both(
         n, device, torch.float64, method=method, bits=bits, storage="compact", damping=0.1
     )
     A, roots = ours.method.matrix(ours.tensors), ours.roots(everything(ours))
     assert torch.equal(roots, roots.mT)
-    for row, factor in enumerate(theirs):
+    for row, factor in enumerate(references):
         factor.o.update_rectify = 4
         # A code that rounding moved over a threshold; at 3 bits that weighs a third of a scale.
         tolerance = 1e-2 if bits == 3 else 1e-3
@@ -59,14 +59,14 @@ def test_codes_are_equal_to_the_bit_where_arithmetic_is_exact(
     options: dict[str, Any] = {"bits": bits, "beta": 0.5, "damping": 0.5, "storage": "compact"}
     config = Config(method="naive", **options)
     ours = stack(n, 2, config, device)
-    theirs = [
+    references = [
         oracle.Factor(n, oracle.Options(method="naive", **options), torch.float32) for _ in range(2)
     ]
     G = torch.randint(-3, 4, (2, n, n)).float()
     M = G @ G.mT
     update(ours, M.to(device), all_trusted(ours), config)
     actual = {name: tensor.cpu() for name, tensor in ours.tensors.items()}
-    for row, (factor, m) in enumerate(zip(theirs, M, strict=True)):
+    for row, (factor, m) in enumerate(zip(references, M, strict=True)):
         factor.update(m)
         kept = factor.kept
         assert actual["scales"][row].tolist() == kept.scales
@@ -106,7 +106,7 @@ def test_bits_per_element_at_order_1200(options: dict[str, Any], least: float, m
 
 
 @pytest.mark.parametrize("bits", BITS)
-def test_small_orders_take_what_is_smallest(bits: int) -> None:
+def test_small_orders_use_the_smallest_layout(bits: int) -> None:
     storage = CompactStorage(Quantizer(bits), "", "symmetric")
     for n in range(64, 200):
         codes = storage.layout(n)["codes"][0]
@@ -114,7 +114,7 @@ def test_small_orders_take_what_is_smallest(bits: int) -> None:
         tiled = blocks[0][1].stop == side and len(blocks) % side == 0 and len(codes) == 3
         assert storage.layout(n)["scales"][0] == (len(blocks),)
         assert storage.tile(n) == (side if tiled else None)
-    # By rows, where a last tile would hold hardly anything.
+    # Rows are used where the last tile would be almost empty.
     assert CompactStorage(Quantizer(4), "", "symmetric").tile(66) is None
     assert CompactStorage(Quantizer(4), "", "symmetric").tile(96) == 32
     assert CompactStorage(Quantizer(4), "", "symmetric").tile(1200) == 32
@@ -176,7 +176,7 @@ def test_a_zero_statistic_is_zero() -> None:
     assert factors.method.matrix(factors.tensors)[0].any()
 
 
-def test_what_jitter_cannot_repair_stays() -> None:
+def test_statistics_that_jitter_cannot_repair_stay() -> None:
     config = Config(method="cholesky", bits=8)
     factors = stack(64, 2, config)
     before = {name: tensor.clone() for name, tensor in factors.tensors.items()}
@@ -196,7 +196,7 @@ def test_scales_may_be_rounded_down_and_values_still_find_their_codes() -> None:
     error = (storage.decode(storage.encode(X.clone())).tril(-1) - lower).abs()
     row_maxima = torch.stack([part.abs().amax(-1) for part in lower.split(64, -1)], -1)
     bound = row_maxima.repeat_interleave(64, -1)[..., :130]
-    # Half of linear2's widest gap, and what one code of a scale is wide.
+    # Half of linear2's widest gap, plus the width of one code of a scale.
     assert (error <= bound * (0.5 * 2 * 2 / 255 + 2 / 255) + 1e-6 * X.abs().max()).all()
 
 
@@ -226,7 +226,7 @@ def test_kernels_agree_with_torch_to_the_bit(
     monkeypatch.setattr("kronbit.factors.storage.TILES", (tile,))
     storage = CompactStorage(Quantizer(bits), "", shape)
     X = gram(3, n, torch.Generator().manual_seed(n)).to(kernels)
-    X[1] *= 1e-30  # scales that are zero, but for a few
+    X[1] *= 1e-30  # almost all scales are zero
     X[1, 0, 0] = 1.0
     X[2] = X[2].round(decimals=1)  # values between two codes, and blocks of zeros
     for given in (X, X.mT):
@@ -245,7 +245,7 @@ def test_kernels_agree_with_torch_to_the_bit(
 
 @slow
 @pytest.mark.parametrize("method", ["eigen", "cholesky"])
-def test_a_run_by_kernels_is_the_run_by_torch(
+def test_a_run_with_kernels_equals_a_run_with_torch(
     method: str, kernels: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Three steps with updates and a refresh; products are in float32, as in all these tests."""

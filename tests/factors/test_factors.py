@@ -19,12 +19,12 @@ from kronbit.factors import Batch, Factors
 @pytest.mark.parametrize(
     "n", [1, pytest.param(20, marks=slow), 64, pytest.param(65, marks=slow), 131]
 )
-def test_updates_and_roots_are_the_oracles(
+def test_updates_and_roots_match_the_oracle(
     method: str, bits: int, n: int, device: torch.device
 ) -> None:
-    ours, theirs = run_both(n, device, torch.float64, method=method, bits=bits, damping=0.1)
+    ours, references = run_both(n, device, torch.float64, method=method, bits=bits, damping=0.1)
     A, roots = ours.method.matrix(ours.tensors), ours.roots(everything(ours))
-    for row, factor in enumerate(theirs):
+    for row, factor in enumerate(references):
         # Björck to the end, as `matrix` does; the oracle uses t1 steps
         factor.o.update_rectify = 4
         # one code that rounding moved over a threshold weighs up to a few 1e-4
@@ -62,27 +62,27 @@ def test_updates_and_roots_are_the_oracles(
     ],
     ids=str,
 )
-def test_every_number_means_what_it_means_to_the_oracle(options: dict[str, Any]) -> None:
-    ours, theirs = run_both(
+def test_every_option_matches_the_oracle(options: dict[str, Any]) -> None:
+    ours, references = run_both(
         70, torch.device("cpu"), torch.float64, method="eigen", damping=0.1, **options
     )
-    for root, factor in zip(ours.roots(everything(ours)), theirs, strict=True):
+    for root, factor in zip(ours.roots(everything(ours)), references, strict=True):
         assert relative_error(root, factor.inverse_root()) < 1e-3
 
 
 @pytest.mark.parametrize(("exponent", "scaled"), [(-0.5, False), (-1.0, False), (-0.5, True)])
 @pytest.mark.parametrize(("method", "bits"), [("dense", 32), ("naive", 4), ("cholesky", 4)])
-def test_other_exponents_are_the_oracles(
+def test_other_exponents_match_the_oracle(
     method: str, bits: int, exponent: float, scaled: bool
 ) -> None:
     powers = {"exponent": exponent, "trace_scaling": scaled}
     options = {"method": method, "bits": bits, "damping": 0.1, **powers}
-    ours, theirs = run_both(70, torch.device("cpu"), torch.float64, **options)
-    for root, factor in zip(ours.roots(everything(ours)), theirs, strict=True):
+    ours, references = run_both(70, torch.device("cpu"), torch.float64, **options)
+    for root, factor in zip(ours.roots(everything(ours)), references, strict=True):
         assert relative_error(root, factor.inverse_root()) < 2e-3
 
 
-def test_a_zero_statistic_has_no_trace_to_divide_by() -> None:
+def test_trace_scaling_of_a_zero_statistic_gives_the_identity() -> None:
     config = Config(bits=32, damping=0.0, trace_scaling=True)
     factors = stack(5, 1, config)
     refresh(factors, config)
@@ -96,13 +96,13 @@ def test_codes_are_equal_to_the_bit_where_arithmetic_is_exact(bits: int, n: int)
     options: dict[str, Any] = {"bits": bits, "beta": 0.5, "damping": 0.5}
     config = Config(method="naive", storage="paper", **options)
     ours = stack(n, 2, config)
-    theirs = [
+    references = [
         oracle.Factor(n, oracle.Options(method="naive", **options), torch.float32) for _ in range(2)
     ]
     G = torch.randint(-3, 4, (2, n, n)).float()
     M = G @ G.mT
     update(ours, M, all_trusted(ours), config)
-    for row, (factor, m) in enumerate(zip(theirs, M, strict=True)):
+    for row, (factor, m) in enumerate(zip(references, M, strict=True)):
         factor.update(m)
         assert codes(ours, "codes", row, bits) == [list(c) for c, _ in factor.kept.rows]
         scales = torch.stack([torch.stack(scales) for _, scales in factor.kept.rows])
@@ -146,8 +146,8 @@ def test_starts_at_damping_times_identity_exactly(
 def test_rows_are_independent_of_each_other_and_of_the_chunk(method: str, bits: int) -> None:
     """Bits do not depend on how the batch is cut.
 
-    At an order whose rows are aligned, that is: LAPACK's triangular solve and QR round
-    differently at odd addresses.
+    Rows of this order are aligned. LAPACK's triangular solve and QR round differently at odd
+    addresses.
     """
     config = Config(method=method, bits=bits)
     whole, cut = stack(64, 5, config), stack(64, 5, config)
@@ -236,8 +236,8 @@ def test_figures_for_diagnostics() -> None:
     assert 1 < known <= dense.figures()["condition"]
 
 
-def test_windows_of_one_stack_are_neighbours_and_others_are_copied() -> None:
-    """A batch of several parts gives what each part gives alone, wherever the parts lie."""
+def test_a_batch_of_parts_matches_separate_updates() -> None:
+    """A batch updates windows of one stack in place and copies parts of other stacks."""
     config = Config(min_quantized_numel=0)
     M = gram(5, 20, torch.Generator().manual_seed(1))
     alone = stack(20, 5, config)
@@ -255,10 +255,10 @@ def test_windows_of_one_stack_are_neighbours_and_others_are_copied() -> None:
 
 @pytest.mark.parametrize("trusted", [True, False])
 @pytest.mark.parametrize("quantized", [True, False])
-def test_orders_in_one_batch_are_as_alone(
+def test_mixed_orders_in_one_batch_match_separate_ones(
     trusted: bool, quantized: bool, device: torch.device
 ) -> None:
-    assert_mixed_as_alone("eigen", (3, 12, 49), trusted, quantized, device, updates=3)
+    assert_mixed_matches_separate("eigen", (3, 12, 49), trusted, quantized, device, updates=3)
 
 
 @slow
@@ -268,23 +268,23 @@ def test_orders_in_one_batch_are_as_alone(
 def test_kernels_take_orders_in_one_batch(
     method: Any, quantized: bool, kernels: torch.device
 ) -> None:
-    """To the bit, a result does not depend on the matrices that share its batch."""
+    """Results do not depend on the other matrices of the batch, to the bit."""
     large = 130 if kernels.type == "cuda" else 70  # one tile: interpreted, two take a minute
-    assert_mixed_as_alone(method, (12, large), True, quantized, kernels, updates=1, exact=True)
+    assert_mixed_matches_separate(
+        method, (12, large), True, quantized, kernels, updates=1, exact=True
+    )
 
 
 @slow
 @pytest.mark.parametrize("method", ["eigen", "cholesky"])
-def test_small_statistics_are_not_lost_beside_their_padding(
-    method: Any, kernels: torch.device
-) -> None:
+def test_padding_does_not_hide_small_statistics(method: Any, kernels: torch.device) -> None:
     size, updates = 1e-16, 2 if kernels.type == "cuda" else 1
-    assert_mixed_as_alone(
+    assert_mixed_matches_separate(
         method, (12, 70), True, True, kernels, updates=updates, exact=True, size=size, damping=size
     )
 
 
-def assert_mixed_as_alone(
+def assert_mixed_matches_separate(
     method: Any,
     orders: tuple[int, ...],
     trusted: bool,
@@ -325,9 +325,9 @@ def assert_mixed_as_alone(
             assert_same_state(
                 {0: other.slot(0), 1: other.slot(1)}, {0: factors.slot(0), 1: factors.slot(1)}
             )
-        for mine, theirs in (
+        for separate, batched in (
             (factors.method.matrix(factors.tensors), other.method.matrix(other.tensors)),
             (factors.roots(everything(factors)), other.roots(everything(other))),
         ):
             # One code that rounding moves over a threshold weighs a few 1e-3 at such orders.
-            assert relative_error(theirs, mine) < (1e-2 if quantized else 1e-4)
+            assert relative_error(batched, separate) < (1e-2 if quantized else 1e-4)

@@ -1,4 +1,4 @@
-"""The kernels of the ordinary step against the pure-torch contract: norms, products, grafting."""
+"""Kernels of the ordinary step against the torch reference: norms, products, grafting."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ pytestmark = [
     pytest.mark.bf16_products,
 ]
 
-# The rows of (12, 64) and (75, 40) are wide: in bf16, they are multiplied where they are.
+# Rows of (12, 64) and (75, 40) are wide: in bf16, they are multiplied in place.
 SHAPES = [(20, 66), (12, 64), (2, 10, 24), (75, 40)]
 PASS = Config(nonfinite="pass")
 
 
-def made(
+def make_preconditioner(
     device: torch.device,
     algorithm: Any = Shampoo,
     shapes: Sequence[tuple[int, ...]] = SHAPES,
@@ -67,7 +67,7 @@ def made(
     return preconditioner
 
 
-def measured(
+def measure(
     device: torch.device, grads: Sequence[Tensor | None], guard: NonfiniteGuard | None = None
 ) -> Measured:
     """Measure gradients as a step does."""
@@ -86,40 +86,42 @@ def gradients(device: torch.device, dtypes: list[torch.dtype]) -> list[Tensor]:
 
 SINGLE = [torch.float32] * 4
 MIXED = [torch.float32, torch.bfloat16, torch.float16, torch.float32]
-BRAIN = [torch.bfloat16] * 4
+ALL_BF16 = [torch.bfloat16] * 4
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "options", "dtypes", "way", "nonfinite"),
+    ("algorithm", "options", "dtypes", "precision", "nonfinite"),
     [
         (Shampoo, {}, SINGLE, HALF, "zero"),
         pytest.param(Shampoo, {}, MIXED, BF16X3, "zero", marks=slow),
-        pytest.param(Shampoo, {"bits": 3, "method": "cholesky"}, BRAIN, HALF, "pass", marks=slow),
+        pytest.param(
+            Shampoo, {"bits": 3, "method": "cholesky"}, ALL_BF16, HALF, "pass", marks=slow
+        ),
         pytest.param(Shampoo, {"bits": 3}, MIXED, HALF, "pass", marks=slow),
-        pytest.param(CASPR, {"block_size": 48}, BRAIN, HALF, "zero", marks=slow),
-        pytest.param(Shampoo, {}, BRAIN, HALF, "pass", marks=slow),
+        pytest.param(CASPR, {"block_size": 48}, ALL_BF16, HALF, "zero", marks=slow),
+        pytest.param(Shampoo, {}, ALL_BF16, HALF, "pass", marks=slow),
         pytest.param(CASPR, {"bits": 32}, SINGLE, BF16X3, "pass", marks=slow),
         pytest.param(Shampoo, {"storage": "compact"}, SINGLE, HALF, "zero", marks=slow),
         pytest.param(CASPR, {"storage": "compact", "bits": 8}, MIXED, BF16X3, "zero", marks=slow),
     ],
 )
-def test_preconditioned_gradients_are_the_contracts(
+def test_preconditioned_gradients_match_the_reference(
     algorithm: Any,
     options: dict[str, Any],
     dtypes: list[torch.dtype],
-    way: int,
+    precision: int,
     nonfinite: str,
     kernels: torch.device,
 ) -> None:
-    """Ĝ is within half a degree, with the same norm; one gradient is missing, one not finite."""
-    preconditioner = made(kernels, algorithm, **options)
+    """Angle and norm of Ĝ match; one gradient is missing, one not finite."""
+    preconditioner = make_preconditioner(kernels, algorithm, **options)
     grads: list[Tensor | None] = list(gradients(kernels, dtypes))
     grads[2][0, 0, 0] = torch.nan  # type: ignore[index]
     twins = [grad.clone() for grad in grads if grad is not None]
     broken = twins[2].clone()
     missing, grads[1] = grads[1], None
-    preconditioner.products.ways = dict.fromkeys(range(4), way)
-    step = measured(kernels, grads, NonfiniteGuard(kernels, Config(nonfinite=nonfinite)))
+    preconditioner.products.ways = dict.fromkeys(range(4), precision)
+    step = measure(kernels, grads, NonfiniteGuard(kernels, Config(nonfinite=nonfinite)))
     norms = step.norms.clone()
     exact = tuple(i for i, grad in enumerate(grads) if grad is not None)
     reference = [None if grads[i] is None else twins[i] for i in range(4)]
@@ -154,13 +156,15 @@ def test_roots_in_tiles_and_in_rows(
     kernels: torch.device,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Every element has its place."""
+    """Roots in both layouts are decoded to the right elements."""
     monkeypatch.setattr("kronbit.factors.storage.TILES", (tile,))
-    preconditioner = made(kernels, shapes=[shape], bits=bits, storage="compact", max_order=600)
+    preconditioner = make_preconditioner(
+        kernels, shapes=[shape], bits=bits, storage="compact", max_order=600
+    )
     grad = torch.randn(shape).to(kernels)
     twin = grad.clone()
     preconditioner.products.ways = {0: BF16X3}
-    step = measured(kernels, [grad])
+    step = measure(kernels, [grad])
     preconditioner._precondition_exactly((0,), [twin], step.norms.clone(), step.finite.clone())
     preconditioner.precondition(step)
     assert relative_error(grad, twin) < 1e-4
@@ -168,12 +172,14 @@ def test_roots_in_tiles_and_in_rows(
 
 @slow
 @pytest.mark.parametrize(
-    ("gain", "way"),
+    ("gain", "precision"),
     [(1e-3, FLOAT32), (1.0, BF16X3), (250.0, HALF)],
 )
-def test_ways_are_chosen_by_the_angle(gain: float, way: int, kernels: torch.device) -> None:
+def test_precisions_are_chosen_by_the_angle(
+    gain: float, precision: int, kernels: torch.device
+) -> None:
     """Random gradients permit float16. One along the smallest gain of dense roots may not."""
-    preconditioner = made(kernels, bits=32)
+    preconditioner = make_preconditioner(kernels, bits=32)
     grads: list[Tensor | None] = list(gradients(kernels, SINGLE))
     low = torch.linalg.qr(torch.randn(20, 20))[0][:, :2]
     L = 300 * torch.eye(20) - (300 - gain) * low @ low.mT
@@ -182,27 +188,27 @@ def test_ways_are_chosen_by_the_angle(gain: float, way: int, kernels: torch.devi
             group.left.tensors["root"][0] = L.to(kernels)
     grads[0] = (low @ torch.randn(2, 66)).to(kernels)
     grads[1] = None
-    preconditioner.products.choose(measured(kernels, grads), range(4), new=range(4))
-    assert preconditioner.products.ways == {0: way, 1: FLOAT32, 2: HALF, 3: HALF}
+    preconditioner.products.choose(measure(kernels, grads), range(4), new=range(4))
+    assert preconditioner.products.ways == {0: precision, 1: FLOAT32, 2: HALF, 3: HALF}
     grads[3] = grads[3].t().contiguous().t()  # type: ignore[union-attr]
-    preconditioner.products.choose(measured(kernels, grads), range(4), new=())
+    preconditioner.products.choose(measure(kernels, grads), range(4), new=())
     assert preconditioner.products.ways[3] == FLOAT32  # the kernels take plain matrices only
 
 
-def test_a_way_changes_only_for_a_reason() -> None:
-    """A cheaper way needs half of the tolerance; the present way is kept up to all of it."""
+def test_precisions_change_with_hysteresis() -> None:
+    """A cheaper precision needs half the tolerance; the present one is kept up to all of it."""
 
-    def ways(before: int) -> list[int]:
+    def choices(before: int) -> list[int]:
         angles = (0.2, 0.4, 0.6, 10.0, 20.0)
         return [_way(math.cos(math.radians(angle)), before) for angle in angles]
 
-    assert ways(HALF) == [HALF, HALF, BF16X3, BF16X3, FLOAT32]
-    assert ways(BF16X3) == [HALF, BF16X3, BF16X3, BF16X3, FLOAT32]
-    assert ways(FLOAT32) == [HALF, BF16X3, BF16X3, FLOAT32, FLOAT32]
+    assert choices(HALF) == [HALF, HALF, BF16X3, BF16X3, FLOAT32]
+    assert choices(BF16X3) == [HALF, BF16X3, BF16X3, BF16X3, FLOAT32]
+    assert choices(FLOAT32) == [HALF, BF16X3, BF16X3, FLOAT32, FLOAT32]
     assert _way(math.nan, HALF) == FLOAT32
 
 
-# Cut into blocks of 70 rows: wide ones, and such as begin and end between the taps of an input.
+# Some blocks of 70 are read wide, others begin and end between the taps of an input.
 CONVOLUTIONS = [(75, 8, 2, 2), (20, 9, 3, 3), (8, 6, 2, 3, 2), (16, 24), (24, 9, 1, 1)]
 
 
@@ -221,7 +227,7 @@ def in_both_orders(
 
 @slow
 @pytest.mark.parametrize(
-    ("way", "dtype"),
+    ("precision", "dtype"),
     [
         (HALF, torch.bfloat16),
         (BF16X3, torch.float32),
@@ -229,26 +235,26 @@ def in_both_orders(
         (BF16X3, torch.bfloat16),
     ],
 )
-def test_channels_last_gradients_are_read_and_written_where_they_lie(
-    way: int, dtype: torch.dtype, kernels: torch.device
+def test_channels_last_gradients_are_read_and_written_in_place(
+    precision: int, dtype: torch.dtype, kernels: torch.device
 ) -> None:
-    preconditioner = made(kernels, shapes=CONVOLUTIONS)
-    preconditioner.products.ways = dict.fromkeys(range(5), way)
+    preconditioner = make_preconditioner(kernels, shapes=CONVOLUTIONS)
+    preconditioner.products.ways = dict.fromkeys(range(5), precision)
     plain, turned = in_both_orders(kernels, dtype)
     before = [grad.clone() for grad in plain]
     for grads in (plain, turned):
-        step = measured(kernels, grads)
+        step = measure(kernels, grads)
         assert step.by_kernels
         assert step.addresses is not None
         assert step.addresses.aligned
         assert step.addresses.channels_last == ({0, 1, 2} if grads is turned else set())
         preconditioner.precondition(step)
     for grad, expected, start in zip(turned, plain, before, strict=True):
-        # The norm is a sum in another order; of bf16 in order, G itself is what is multiplied.
+        # The norm is summed in another order; contiguous bf16 gradients are multiplied in place.
         near = 1e-6 if dtype == torch.float32 else 0.01
         assert relative_error(grad.float(), expected.float()) < near
         assert relative_error(grad.float(), start.float()) > 0.1
-    # Whoever is in order is read as widely as ever.
+    # Contiguous gradients are still read wide.
     wide = {
         (key[2], block.member): chunk.wide
         for key, tables in preconditioner.products._grouped.items()
@@ -263,14 +269,17 @@ def test_channels_last_gradients_are_read_and_written_where_they_lie(
 
 @slow
 def test_statistics_of_channels_last_gradients_have_the_same_bits(kernels: torch.device) -> None:
-    preconditioner, statistics = made(kernels, shapes=CONVOLUTIONS), GradientStatistics()
+    preconditioner, statistics = (
+        make_preconditioner(kernels, shapes=CONVOLUTIONS),
+        GradientStatistics(),
+    )
     due = {i: Due(preconditioner.stacks.members[i].config) for i in range(5)}
     actual = []
     plain, turned = in_both_orders(kernels)
     blocks = GradientBlocks(preconditioner.stacks.members, plain)
     for grads in (plain, turned):
-        seen = measured(kernels, grads)
-        of = statistics.outer_products(preconditioner.stacks, seen, due)
+        seen = measure(kernels, grads)
+        outer_products = statistics.outer_products(preconditioner.stacks, seen, due)
         parts = list(
             batches(
                 due_parts(preconditioner.stacks.groups, due),
@@ -278,7 +287,7 @@ def test_statistics_of_channels_last_gradients_have_the_same_bits(kernels: torch
                 UPDATE,
             )
         )
-        actual.append([of(part) for part in parts])
+        actual.append([outer_products(part) for part in parts])
     assert all(torch.equal(*pair) for pair in zip(*actual, strict=True))
     for M, part in zip(actual[0], parts, strict=True):
         expected = gradients_by_torch(blocks, seen.finite, part)
@@ -286,8 +295,8 @@ def test_statistics_of_channels_last_gradients_have_the_same_bits(kernels: torch
 
 
 def test_channels_last_gradients_of_grouped_convolutions(kernels: torch.device) -> None:
-    """K-FAC has statistics of each group: the rows of its stack of matrices are whole."""
-    preconditioner = made(kernels, shapes=[(2, 12, 36)], batch_dims=1)
+    """K-FAC has a matrix per group, and each row of it keeps all taps."""
+    preconditioner = make_preconditioner(kernels, shapes=[(2, 12, 36)], batch_dims=1)
     (member,) = preconditioner.stacks.members
     turned_member = replace(member, blocking=replace(member.blocking, taps=9))
     preconditioner.products._stacks = replace(preconditioner.stacks, members=(turned_member,))
@@ -295,14 +304,14 @@ def test_channels_last_gradients_of_grouped_convolutions(kernels: torch.device) 
     plain = torch.randn(24, 4, 3, 3).to(kernels)
     turned = plain.to(memory_format=torch.channels_last)
     for grad in (plain, turned):
-        step = measured(kernels, [grad])
+        step = measure(kernels, [grad])
         assert step.by_kernels
         preconditioner.precondition(step)
     assert relative_error(turned, plain) < 1e-6
 
 
 def test_channels_last_gradients_that_kernels_cannot_read(kernels: torch.device) -> None:
-    """Rows of stacked matrices are scattered, and gradients of the base optimizer are not cut."""
+    """Rows of stacked matrices are scattered; gradients left to the base need no blocks."""
     last = torch.randn(3, 10, 4, 5, device=kernels).to(memory_format=torch.channels_last)
     guard = NonfiniteGuard(kernels, PASS)
     for taps, by_kernels in ((1, False), (0, True), (20, True), (1, False)):
@@ -312,7 +321,7 @@ def test_channels_last_gradients_that_kernels_cannot_read(kernels: torch.device)
         assert actual.addresses is not None
         assert bool(actual.addresses.values[0]) == by_kernels
         assert (actual.addresses.channels_last == {0}) == by_kernels
-    # Beside one that they cannot read either.
+    # Kernels cannot read the other gradient at all.
     wide = torch.randn(4, 4, device=kernels, dtype=torch.float64)
     both = {torch.float32, torch.float64}
     actual = guard.measure([last, wide], [600, 16], [20, 1], both)
@@ -332,14 +341,14 @@ def test_which_parameters_have_taps() -> None:
     assert taps((3, 10, 4, 5)) == 20
     assert taps((3, 10, 2, 4, 5)) == 40
     assert taps((30, 10)) == 1
-    # Rows of these do not lie together in channels-last order.
+    # Rows of these are scattered in channels-last order.
     assert taps((3, 10, 4, 5), batch_dims=1) == 1
     assert taps((1, 10, 4, 5)) == 1
 
 
 @slow
-def test_gradients_that_begin_anywhere(kernels: torch.device) -> None:
-    """Rows of multiples of 8 elements are read and written wide, if they are aligned."""
+def test_gradients_at_unaligned_addresses(kernels: torch.device) -> None:
+    """Rows of a multiple of 8 elements are read and written wide if they are aligned."""
     config = Config(max_order=64)
     preconditioner = Preconditioner(
         [Member(route((64, 128), config), config)], Shampoo.algorithm, 2**21, False, kernels
@@ -356,7 +365,7 @@ def test_gradients_that_begin_anywhere(kernels: torch.device) -> None:
     for shift in (0, 1):
         grad = torch.zeros(64 * 128 + 8, device=kernels)[shift : shift + 64 * 128].view(64, 128)
         grad.copy_(G)
-        step = measured(kernels, [grad])
+        step = measure(kernels, [grad])
         assert step.addresses is not None
         assert step.addresses.aligned == (shift == 0)
         preconditioner.precondition(step)
@@ -372,9 +381,9 @@ def test_gradients_that_begin_anywhere(kernels: torch.device) -> None:
 @pytest.mark.parametrize("bits", [4, 32])
 @pytest.mark.parametrize(
     ("workspace", "size", "dtypes"),
-    [(2**21, 1.0, SINGLE), (2**16, 1e-9, SINGLE), (2**16, 1e9, SINGLE), (2**16, 1e-9, BRAIN)],
+    [(2**21, 1.0, SINGLE), (2**16, 1e-9, SINGLE), (2**16, 1e9, SINGLE), (2**16, 1e-9, ALL_BF16)],
 )
-def test_ways_are_as_accurate_as_they_say(
+def test_precisions_keep_their_tolerances(
     algorithm: Any,
     bits: int,
     workspace: int,
@@ -383,7 +392,7 @@ def test_ways_are_as_accurate_as_they_say(
     kernels: torch.device,
 ) -> None:
     """Rows of 64 and of 66 codes, several blocks, gradients and roots of any size."""
-    preconditioner = made(kernels, algorithm, bits=bits, workspace=workspace)
+    preconditioner = make_preconditioner(kernels, algorithm, bits=bits, workspace=workspace)
     for factors in (
         factors for group in preconditioner.stacks.groups for factors in (group.left, group.right)
     ):
@@ -392,33 +401,33 @@ def test_ways_are_as_accurate_as_they_say(
                 factors.tensors[name] *= size**-0.25
     G = [size * grad for grad in gradients(kernels, dtypes)]
     actual: dict[int, list[Tensor]] = {}
-    for way in (FLOAT32, BF16X3, HALF):
-        preconditioner.products.ways = dict.fromkeys(range(4), way)
-        actual[way] = [grad.clone() for grad in G]
-        preconditioner.precondition(measured(kernels, actual[way]))
-    step = measured(kernels, G)
+    for choice in (FLOAT32, BF16X3, HALF):
+        preconditioner.products.ways = dict.fromkeys(range(4), choice)
+        actual[choice] = [grad.clone() for grad in G]
+        preconditioner.precondition(measure(kernels, actual[choice]))
+    step = measure(kernels, G)
     assert step.addresses is not None
     half, precise = (
-        preconditioner.products._precision(way, step.addresses) for way in (HALF, BF16X3)
+        preconditioner.products._precision(choice, step.addresses) for choice in (HALF, BF16X3)
     )
     tables = preconditioner.products._tables((precise, frozenset(range(4)), frozenset()))
     sums = tables.compare(step.addresses, step.norms, half).double().cpu()
-    direct = dtypes is BRAIN and algorithm is Shampoo
+    direct = dtypes is ALL_BF16 and algorithm is Shampoo
     assert any(precision.direct for precision, *_ in preconditioner.products._grouped) == direct
     for i, exact in enumerate(actual[FLOAT32]):
         assert relative_error(actual[BF16X3][i], exact) < (3e-4 if dtypes is SINGLE else 1e-2)
         assert relative_error(actual[HALF][i], exact) < 1e-2  # the interpreter truncates bf16
         ab, aa, bb = sums[i].tolist()
         assert ab / (aa * bb) ** 0.5 > math.cos(math.radians(0.5))
-        # ‖G‖ / ‖Ĝ‖, of which a is the more accurate
+        # ‖G‖ / ‖Ĝ‖, with the more accurate a as Ĝ
         ratio = float(step.norms[i]) / aa**0.5
         assert ratio == pytest.approx(float(preconditioner.stacks.graft_ratio[i]), rel=1e-2)
 
 
 @slow
-def test_one_table_serves_members_that_lose_their_gradient(kernels: torch.device) -> None:
-    """Kernels skip members without a gradient; torch takes gradients that kernels cannot read."""
-    preconditioner = made(kernels)
+def test_one_table_serves_parameters_that_lose_their_gradient(kernels: torch.device) -> None:
+    """Kernels skip parameters without a gradient; torch takes gradients they cannot read."""
+    preconditioner = make_preconditioner(kernels)
     preconditioner.products.ways = dict(enumerate((HALF, BF16X3, HALF, HALF)))
     guard = NonfiniteGuard(kernels, PASS)
     for missing, crooked in ((None, None), (2, None), (None, 3), (0, 3)):
@@ -430,7 +439,7 @@ def test_one_table_serves_members_that_lose_their_gradient(kernels: torch.device
         if missing is not None:
             gone, grads[missing] = grads[missing], None
         extra = torch.ones(5, device=kernels)  # left to F
-        step = measured(kernels, [*grads, extra], guard)
+        step = measure(kernels, [*grads, extra], guard)
         exact = tuple(i for i in range(4) if i != missing)
         preconditioner.precondition(step)
         reference = [None if i == missing else kept[i].clone() for i in range(4)]
@@ -444,14 +453,14 @@ def test_one_table_serves_members_that_lose_their_gradient(kernels: torch.device
 
 @slow
 def test_tables_follow_common_properties_of_gradients(kernels: torch.device) -> None:
-    """Gradients that are all in bf16 are multiplied in place; later ones may have other dtypes."""
-    preconditioner = made(kernels)
+    """Gradients in bf16 only are multiplied in place; later ones may have other dtypes."""
+    preconditioner = make_preconditioner(kernels)
     preconditioner.products.ways = dict.fromkeys(range(4), HALF)
     guard = NonfiniteGuard(kernels, PASS)
-    for dtypes, tables in ((BRAIN, 1), (SINGLE, 2), (BRAIN, 2), (MIXED, 2)):
+    for dtypes, tables in ((ALL_BF16, 1), (SINGLE, 2), (ALL_BF16, 2), (MIXED, 2)):
         grads = gradients(kernels, dtypes)
         reference: list[Tensor | None] = [grad.clone() for grad in grads]
-        step = measured(kernels, grads, guard)
+        step = measure(kernels, grads, guard)
         preconditioner._precondition_exactly((0, 1, 2, 3), reference, step.norms, step.finite)
         preconditioner.precondition(step)
         assert max(map(angle, grads, reference)) < 0.5  # type: ignore[arg-type]
@@ -465,10 +474,10 @@ def test_waves_that_do_not_fit_are_computed_twice_with_the_same_result(
     results = []
     for workspace in (2**21, 2**16):
         torch.manual_seed(0)
-        preconditioner = made(kernels, workspace=workspace)
+        preconditioner = make_preconditioner(kernels, workspace=workspace)
         preconditioner.products.ways = dict.fromkeys(range(4), HALF)
         grads = gradients(kernels, SINGLE)
-        preconditioner.precondition(measured(kernels, grads))
+        preconditioner.precondition(measure(kernels, grads))
         results.append(grads)
     for one, other in zip(*results, strict=True):
         assert torch.equal(one, other)
@@ -477,11 +486,11 @@ def test_waves_that_do_not_fit_are_computed_twice_with_the_same_result(
 @pytest.mark.parametrize("workspace", [2**12, 2**15, 2**16, 2**21])
 @pytest.mark.parametrize("precision", [(True, False), (False, False), (False, True)])
 def test_concurrent_work_never_shares_memory(workspace: int, precision: tuple[bool, bool]) -> None:
-    """In a graph, lanes run at the same time, and so do grafting and products of the next wave."""
+    """In a graph, lanes run concurrently, as do grafting and the products of the next wave."""
     from kronbit.gpu.tables import LANES, Precision, held_size, make_tables
     from kronbit.kernels.lines import Field
 
-    preconditioner = made(torch.device("cpu"), workspace=workspace)
+    preconditioner = make_preconditioner(torch.device("cpu"), workspace=workspace)
     taken = Precision(*precision)
     tables = make_tables(preconditioner.stacks, range(4), taken, ())
     lines = iter(tables.lines.tolist())
@@ -509,7 +518,7 @@ def test_concurrent_work_never_shares_memory(workspace: int, precision: tuple[bo
 
 
 class Stream:
-    """The part of a stream that lanes use. It knows the order of its work."""
+    """The methods of a stream that lanes call. It records the work ordered before it."""
 
     def __init__(self) -> None:
         self.before: set[int] = set()
@@ -529,13 +538,13 @@ class Stream:
 def test_work_that_shares_memory_is_ordered(
     workspace: int, precise: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Products and writes of all waves follow each other as a graph orders them."""
+    """A graph orders products and writes of all waves that use the same memory."""
     from kronbit.gpu import lanes
     from kronbit.gpu import ordinary_step as grouped
     from kronbit.gpu.tables import Precision
     from kronbit.kernels.lines import Field
 
-    preconditioner = made(torch.device("cpu"), workspace=workspace)
+    preconditioner = make_preconditioner(torch.device("cpu"), workspace=workspace)
     precision = Precision(precise)
     step = grouped.GroupedProducts(preconditioner.stacks, range(4), precision)
     lines = step._tables.lines.tolist()
@@ -545,7 +554,7 @@ def test_work_that_shares_memory_is_ordered(
         for line, block in zip(lines, blocks, strict=True)
     }
     current, streams = [Stream()], [Stream() for _ in range(lanes.LANES + 1)]
-    # What has been done: all that came before it, the scratch and the held stack that it needs.
+    # Work done: the work ordered before it, its scratch and its held memory.
     done: list[tuple[set[int], set[int], set[int]]] = []
 
     @contextmanager
@@ -586,12 +595,12 @@ def test_work_that_shares_memory_is_ordered(
 
 
 @slow
-def test_nothing_keeps_a_dropped_optimizer_alive(kernels: torch.device) -> None:
-    """Stacks are large: they must be freed without the collection of cycles."""
-    preconditioner = made(kernels)
+def test_a_dropped_preconditioner_is_freed_at_once(kernels: torch.device) -> None:
+    """Stacks are large, so they must be freed without garbage collection."""
+    preconditioner = make_preconditioner(kernels)
     preconditioner.products.ways = dict.fromkeys(range(4), HALF)
     grads = gradients(kernels, SINGLE)
-    preconditioner.precondition(measured(kernels, grads))
+    preconditioner.precondition(measure(kernels, grads))
     alive = weakref.ref(preconditioner)
     gc.disable()
     try:
@@ -634,19 +643,19 @@ def test_norms_and_zeros(kernels: torch.device) -> None:
         torch.full((7,), torch.inf, device=kernels).half(),
         torch.tensor(2.0, device=kernels),
     ]
-    step = measured(kernels, grads)
+    step = measure(kernels, grads)
     assert step.by_kernels
     expected = [0.0 if g is None else float(g.double().norm()) for g in grads]
     assert step.norms.tolist() == pytest.approx(expected, rel=1e-6)
     kept = [None if g is None else g.clone() for g in grads]
-    measured(kernels, grads, NonfiniteGuard(kernels, Config(nonfinite="zero")))
+    measure(kernels, grads, NonfiniteGuard(kernels, Config(nonfinite="zero")))
     for i, (grad, before) in enumerate(zip(grads, kept, strict=True)):
         if grad is not None and before is not None:
             assert torch.equal(grad, torch.zeros_like(grad) if i == 3 else before)
 
 
 @slow
-def test_kernels_and_torch_count_alike(
+def test_kernels_and_torch_count_the_same_skipped_gradients(
     kernels: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     by_kernels, by_torch = NonfiniteGuard(kernels, PASS), NonfiniteGuard(kernels, PASS)
@@ -658,11 +667,11 @@ def test_kernels_and_torch_count_alike(
             torch.empty(0, device=kernels),
         ]
         grads[0][-1] = grads[1][3] = bad  # type: ignore[index]
-        actual = measured(kernels, grads, by_kernels)
+        actual = measure(kernels, grads, by_kernels)
         assert actual.by_kernels
         with monkeypatch.context() as patch:
             patch.setattr(guard, "why_not", lambda device: "a test")
-            expected = measured(kernels, grads, by_torch)
+            expected = measure(kernels, grads, by_torch)
         assert not expected.by_kernels
         assert actual.finite.dtype == torch.bool
         assert actual.finite.tolist() == expected.finite.tolist()
@@ -722,9 +731,9 @@ def test_orders_do_not_share_a_batch_if_results_depend_on_the_whole_matrix(
 
 
 @pytest.mark.parametrize("mixed", [pytest.param(False, marks=slow), True])
-def test_outer_products_are_read_where_gradients_lie(mixed: bool, kernels: torch.device) -> None:
+def test_outer_products_read_gradients_in_place(mixed: bool, kernels: torch.device) -> None:
     """Both sides, several dtypes; M is zero where a gradient is not finite."""
-    preconditioner = made(kernels)
+    preconditioner = make_preconditioner(kernels)
     grads: list[Tensor | None] = [torch.randn(shape).to(kernels) for shape in SHAPES]
     grads[1] = grads[1].bfloat16()
     grads[2] = None
@@ -733,7 +742,7 @@ def test_outer_products_are_read_where_gradients_lie(mixed: bool, kernels: torch
     due = {
         i: Due(member.config) for i, member in enumerate(preconditioner.stacks.members) if i != 2
     }
-    seen = measured(kernels, grads)
+    seen = measure(kernels, grads)
     statistics = GradientStatistics()
     by_kernels = statistics.outer_products(preconditioner.stacks, seen, due)
     blocks = GradientBlocks(preconditioner.stacks.members, grads)

@@ -1,4 +1,4 @@
-"""Rows of old state are replaced by new ones: by kernels as by torch."""
+"""Kernels and torch replace the same rows of old state by new ones."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ def leaves(rows: int, seed: int, odd: bool) -> dict[str, Tensor]:
     return tensors
 
 
-@pytest.mark.parametrize("way", ["device", "kernels"])
+@pytest.mark.parametrize("device_fixture", ["device", "kernels"])
 @pytest.mark.parametrize("odd", [False, True])
 @pytest.mark.parametrize("count", [1, 4])
 def test_rows_that_are_not_finite_stay(
-    count: int, odd: bool, way: str, device: torch.device, request: pytest.FixtureRequest
+    count: int, odd: bool, device_fixture: str, device: torch.device, request: pytest.FixtureRequest
 ) -> None:
-    """Rows that are not accepted stay, too; others are replaced, and neighbours stay."""
-    request.getfixturevalue(way)
+    """Rows that are not finite, not trusted or outside the window stay; others are replaced."""
+    request.getfixturevalue(device_fixture)
     names = ["diagonal"] if count == 1 else list(LENGTHS)
     old, new = ({name: leaves(6, seed, odd)[name] for name in names} for seed in (1, 2))
     new["diagonal"][1, 4999] = torch.nan

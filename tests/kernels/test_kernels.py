@@ -1,4 +1,4 @@
-"""Kernels against the pure-torch contract: interpreted on the CPU, for real on a GPU."""
+"""Kernels against the torch reference: interpreted on the CPU, compiled on a GPU."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def norms(A: Tensor) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("n", [5, pytest.param(70, marks=slow), pytest.param(270, marks=slow)])
 def test_norms_and_largest_eigenvalues(n: int, kernels: torch.device) -> None:
-    """Neither other matrices of the batch nor padding change a bit."""
+    """Results do not depend on padding or other matrices of the batch, to the bit."""
     X = torch.randn(3, n, n, dtype=torch.float64)
     A = (X @ X.mT).float() * torch.tensor([1e-30, 1.0, 1e30])[:, None, None]
     a, factors = A.to(kernels), (torch.tensor([1e30, 2.0, 1e-30]) / n).to(kernels)
@@ -225,8 +225,8 @@ def test_the_inverse_factor_is_choleskys(
 def test_the_factor_is_choleskys(n: int, kernels: torch.device) -> None:
     X = torch.randn(4, n, 2 * n + 20, dtype=torch.float64)
     A = X @ X.mT
-    A[1, -1, -1] = -1.0  # the last pivot
-    A[2] -= 3 * A[2].diagonal().amax() * torch.eye(n)  # the first one
+    A[1, -1, -1] = -1.0  # the last pivot is negative
+    A[2] -= 3 * A[2].diagonal().amax() * torch.eye(n)  # the first pivot is negative
     C, good = cholesky_(A.float().to(kernels))
     assert good.tolist() == [True, False, False, True]
     for i in (0, 3):
@@ -236,7 +236,7 @@ def test_the_factor_is_choleskys(n: int, kernels: torch.device) -> None:
 
 
 def test_a_factor_of_small_pivots_is_as_accurate_as_torchs(kernels: torch.device) -> None:
-    """C Cᵀ is compared: its errors are those of float32, not of C⁻¹."""
+    """C Cᵀ has the error of float32, however small the pivots are."""
     n = 200
     V, _ = torch.linalg.qr(torch.randn(n, n, dtype=torch.float64))
     lam = torch.logspace(0, -6, n, dtype=torch.float64)
@@ -250,8 +250,8 @@ def test_a_factor_of_small_pivots_is_as_accurate_as_torchs(kernels: torch.device
     assert relative_error(C, exact) < 3 * relative_error(plain, exact) + 1e-6
 
 
-def test_columns_with_tiny_pivots_are_put_off(kernels: torch.device) -> None:
-    """The reference is the textbook's float64 algorithm, where a tiny pivot eliminates nothing."""
+def test_tiny_pivots_eliminate_nothing(kernels: torch.device) -> None:
+    """The reference is textbook Cholesky in float64 that skips tiny pivots."""
     from kronbit.kernels.cholesky import inverse_factor_
 
     n, least = 70, 1e-3
@@ -293,8 +293,8 @@ def test_kernels_take_singular_matrices(
 
 
 @slow
-def test_tiny_statistics_are_not_lost_under_what_is_forgotten(kernels: torch.device) -> None:
-    """With beta=0 the start value has no weight: the scale of A is that of M alone."""
+def test_tiny_statistics_survive_without_an_initial_value(kernels: torch.device) -> None:
+    """With beta=0, the initial value has no weight, and A has the scale of M."""
     p = nn.Parameter(torch.zeros(20, 24, device=kernels))
     optimizer = Shampoo(
         [p], base="sgd", lr=0.1, beta=0, method="eigen", update_every=1, refresh_every=1
@@ -319,7 +319,7 @@ def test_the_environment_turns_kernels_off(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_kernels_are_compiled_and_loaded_before_they_are_launched() -> None:
-    """A kernel that cannot be loaded is not needed, or fails when it is launched."""
+    """A kernel that cannot be loaded does not stop the others; it fails when it is launched."""
     from kronbit.kernels.launch import compile_together, launch
 
     class Kernel:
@@ -360,7 +360,7 @@ class Compiled:
     @property
     def run(self):
         mark = Path(sys.argv[1])
-        mark.touch(exist_ok=False)  # fails if somebody else is building
+        mark.touch(exist_ok=False)  # fails if another thread or process is building
         time.sleep(0.02)
         mark.unlink()
 
@@ -380,8 +380,8 @@ sys.exit(bool(failed))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton's compiler is for Linux")
-def test_one_thread_of_one_process_builds_what_launches_a_signature(tmp_path: Path) -> None:
-    """Builders that replace each other's libraries would load those of other signatures."""
+def test_one_thread_at_a_time_builds_the_launcher_of_a_signature(tmp_path: Path) -> None:
+    """Concurrent builders would load each other's libraries, of other signatures."""
     command = [sys.executable, "-c", _TWO_BUILDERS, str(tmp_path / "building")]
     environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path / "cache")}
     both = [subprocess.Popen(command, env=environment) for _ in range(2)]
@@ -391,8 +391,8 @@ def test_one_thread_of_one_process_builds_what_launches_a_signature(tmp_path: Pa
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton's compiler is for Linux")
-def test_every_kernel_compiles_for_a_gpu_that_is_not_there() -> None:
-    """The interpreter accepts programs that the compiler refuses. This needs no GPU."""
+def test_every_kernel_compiles_without_a_gpu() -> None:
+    """The compiler refuses programs that the interpreter accepts."""
     script = Path(__file__).parents[1] / "support" / "compile_kernels.py"
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -404,7 +404,7 @@ def build(
     graph: bool,
     dtype: torch.dtype = torch.float32,
     workspace_mb: float = 256,
-    ways: dict[str, Any] = PAPER,
+    method: dict[str, Any] = PAPER,
 ) -> tuple[list[nn.Parameter], Shampoo]:
     torch.manual_seed(0)
     shapes = [(300, 200), (128, 128), (40,), (64, 700)]
@@ -412,7 +412,7 @@ def build(
     base = torch.optim.AdamW(params, lr=1e-2, fused=True)
     every = {"update_every": 4, "refresh_every": 8}
     options = {"max_order": 256, "cuda_graph": graph, "workspace_mb": workspace_mb, **every}
-    return params, Shampoo(base, **options, **ways)
+    return params, Shampoo(base, **options, **method)
 
 
 def feed(params: list[nn.Parameter], t: int) -> list[Tensor]:
@@ -427,10 +427,10 @@ def feed(params: list[nn.Parameter], t: int) -> list[Tensor]:
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("workspace_mb", "waves"), [(256, 1), (0.5, 2), (0.25, 3)])
-def test_a_graph_changes_nothing_although_gradients_move(
+def test_a_graph_changes_nothing_if_gradients_move(
     workspace_mb: float, waves: int, dtype: torch.dtype
 ) -> None:
-    """One wave holds all parameters, or waves are grafted while the next are multiplied."""
+    """One wave holds all parameters, or a wave is grafted while the next is multiplied."""
     a, with_graph = build(True, dtype, workspace_mb)
     b, without = build(False, dtype, workspace_mb)
     for t in range(30):
@@ -453,7 +453,7 @@ def test_a_graph_changes_nothing_although_gradients_move(
     (guard,) = with_graph._guards.values()
     for replay in (preconditioner.products._replay, guard._replay):
         assert any(graph is not None for graph in replay._graphs.values())
-    # A parameter may have been multiplied more precisely after its first refresh.
+    # Products may have been more precise after a parameter's first refresh.
     grouped = preconditioner.products._grouped
     half = {key: tables for key, tables in grouped.items() if not key[0].precise}
     assert max(len(tables._tables.waves) for tables in half.values()) == waves
@@ -461,7 +461,7 @@ def test_a_graph_changes_nothing_although_gradients_move(
 
 
 @pytest.mark.gpu
-def test_a_graph_notices_that_gradients_come_in_another_order() -> None:
+def test_a_graph_follows_the_memory_order_of_gradients() -> None:
     """The order changes after the steps in which a graph is captured."""
     results = []
     for graph in (True, False):
@@ -486,7 +486,7 @@ def test_a_graph_notices_that_gradients_come_in_another_order() -> None:
 
 
 @pytest.mark.gpu
-def test_a_step_inside_of_a_capture_is_refused() -> None:
+def test_a_step_inside_a_capture_is_refused() -> None:
     params, optimizer = build(True)
     kept = feed(params, 0)
     with (
@@ -502,11 +502,11 @@ def test_a_step_inside_of_a_capture_is_refused() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("graph", [True, False])
-def test_the_default_runs_by_kernels(graph: bool) -> None:
-    """Graphs change no result, as far as results are deterministic."""
+def test_the_default_runs_on_kernels(graph: bool) -> None:
+    """Graphs change no bit of the result."""
     results = []
     for captured in (graph, False):
-        params, optimizer = build(captured, ways={})
+        params, optimizer = build(captured, method={})
         for t in range(30):
             keep = feed(params, t)
             optimizer.step()
@@ -523,14 +523,14 @@ def test_the_default_runs_by_kernels(graph: bool) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("ways", [PAPER, {}], ids=str)
+@pytest.mark.parametrize("method", [PAPER, {}], ids=str)
 @pytest.mark.parametrize("when", [10, 17])
-def test_resuming_is_exact_with_kernels(when: int, ways: dict[str, Any]) -> None:
-    params, optimizer = build(True, ways=ways)
+def test_resuming_is_exact_with_kernels(when: int, method: dict[str, Any]) -> None:
+    params, optimizer = build(True, method=method)
     for t in range(26):
         if t == when:
             saved = copy.deepcopy(optimizer.state_dict())
-            again, resumed = build(True, ways=ways)
+            again, resumed = build(True, method=method)
             with torch.no_grad():
                 for p, q in zip(params, again, strict=True):
                     q.copy_(p)
@@ -546,11 +546,11 @@ def test_resuming_is_exact_with_kernels(when: int, ways: dict[str, Any]) -> None
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("ways", [PAPER, {}], ids=str)
-def test_ordinary_steps_neither_wait_nor_compile(ways: dict[str, Any]) -> None:
+@pytest.mark.parametrize("method", [PAPER, {}], ids=str)
+def test_ordinary_steps_neither_synchronise_nor_compile(method: dict[str, Any]) -> None:
     from kronbit.kernels.launch import _COMPILED
 
-    params, optimizer = build(True, ways=ways)
+    params, optimizer = build(True, method=method)
     for t in range(20):
         feed(params, t)
         optimizer.step()
@@ -566,11 +566,11 @@ def test_ordinary_steps_neither_wait_nor_compile(ways: dict[str, Any]) -> None:
 
 
 @pytest.mark.gpu
-def test_kernels_and_the_contract_train_alike(monkeypatch: pytest.MonkeyPatch) -> None:
-    """32 bits, where no rounding of codes can tell them apart; half a degree is 0.9 %.
+def test_kernels_and_torch_train_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At 32 bits, no rounding of codes separates kernels from torch; half a degree is 0.9 %.
 
-    Both factors of a square gradient have full rank. Of another one, one is singular but for
-    rounding, and any float32 product has another small eigenvalue than float64.
+    Gradients are square, so both factors have full rank. Otherwise one factor is singular up to
+    rounding, and its small eigenvalues differ between any two float32 products.
     """
     results = []
     for why in (None, "a test"):

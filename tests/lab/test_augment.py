@@ -69,7 +69,7 @@ def pil_operation(name: str, amount: float) -> Callable[[Any], Any]:
     }[name]
 
 
-def of_pil(images: Tensor, name: str, amounts: list[float]) -> Tensor:
+def augmented_by_pil(images: Tensor, name: str, amounts: list[float]) -> Tensor:
     import numpy as np
     from PIL import Image
 
@@ -87,7 +87,7 @@ def test_each_operation_matches_pil(name: str, device: torch.device) -> None:
     strengths = torch.tensor([0.0, 0.2, 0.5, 0.75, 0.9, 1.0]).repeat(4)
     signs = torch.tensor([1.0, -1.0]).repeat_interleave(12)
     images = pictures(24)
-    images[3] = 77  # constant: there is nothing to stretch
+    images[3] = 77  # constant: it has no contrast to stretch
     others = torch.arange(24) % len(NAMES)
     operations = torch.cat((torch.full((24,), NAMES.index(name)), others))
     choice = Choice(operations, strengths.repeat(2), (strengths * signs).repeat(2))
@@ -96,11 +96,11 @@ def test_each_operation_matches_pil(name: str, device: torch.device) -> None:
         Choice(*(part.to(device) for part in choice)),
         torch.tensor(FILL, dtype=torch.float32, device=device),
     )[:24].cpu()
-    expected = of_pil(images, name, (strengths * signs).tolist())
+    expected = augmented_by_pil(images, name, (strengths * signs).tolist())
     assert torch.equal(actual, actual.round())
     assert actual.amin() >= 0
     assert actual.amax() <= 255
-    if name in ("shear-x", "shear-y", "rotate"):  # a pixel halfway between two may be either
+    if name in ("shear-x", "shear-y", "rotate"):  # a pixel halfway between two values may be either
         assert (actual != expected).float().mean() < 0.005
     else:
         limit = 0 if name in ("identity", "translate-x", "translate-y", "equalize") else 1
@@ -195,7 +195,7 @@ def test_erasing_replaces_one_rectangle_of_some_images() -> None:
     assert touched.float().mean() == pytest.approx(0.25, abs=0.04)
     rows, columns = erased.any(2)[touched], erased.any(1)[touched]
     assert torch.equal(erased[touched], rows[:, :, None] & columns[:, None, :])
-    for edge in (rows, columns):  # in one piece
+    for edge in (rows, columns):  # connected
         assert (edge.int().diff(prepend=torch.zeros(len(edge), 1), dim=1) == 1).sum(1).max() == 1
     share = erased[touched].float().mean((1, 2))
     assert share.min() > 0.015

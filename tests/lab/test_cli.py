@@ -1,4 +1,4 @@
-"""The command through its real entry point: what it prints, how it fails, what it leaves behind."""
+"""The command through its real entry point: its output, its errors and the files it leaves."""
 
 from __future__ import annotations
 
@@ -40,32 +40,32 @@ def command(*arguments: str) -> list[str]:
 
 
 def one_line(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """The error of a command that must fail in one line."""
+    """Return the error of a command that must fail with one line."""
     assert run(arguments) == 1
-    found = capsys.readouterr().err
-    assert found.startswith("kronbit: error: ")
-    assert found.count("\n") == 1
-    return found
+    error = capsys.readouterr().err
+    assert error.startswith("kronbit: error: ")
+    assert error.count("\n") == 1
+    return error
 
 
 def state(folder: Path) -> dict[str, Any]:
-    found = checkpoints.load_last(folder)
-    return {name: found[name] for name in ("step", "model", "optimizer")}
+    checkpoint = checkpoints.load_last(folder)
+    return {name: checkpoint[name] for name in ("step", "model", "optimizer")}
 
 
 def wait_for_checkpoint(folder: Path, after: str = "") -> str:
-    """The name of one that is newer."""
+    """Return the name of the first checkpoint that is newer than ``after``."""
     end = time.monotonic() + 100
     while time.monotonic() < end:
-        found = [path.stem for path in checkpoints.checkpoints(folder)]
-        if found and found[-1] > after:
-            return found[-1]
+        names = [path.stem for path in checkpoints.checkpoints(folder)]
+        if names and names[-1] > after:
+            return names[-1]
         time.sleep(0.01)
     raise AssertionError(f"no checkpoint in {folder} after {after!r}")
 
 
-def test_a_run_that_was_killed_or_interrupted_equals_one_that_was_not(tmp_path: Path) -> None:
-    """By kill -9 while it trains, then Ctrl-C, then to the end: bit for bit the whole run."""
+def test_a_killed_and_interrupted_run_equals_an_uninterrupted_one(tmp_path: Path) -> None:
+    """The run is killed, resumed, interrupted and resumed; results are the same to the bit."""
     given = ["train", "digits-cnn", "--bits", "4", "--set", "steps=100", "--set", "batch=20"]
     given += ["--set", "checkpoint_every=4", "--set", "eval_every=50", "--set", "model.width=8"]
     parts, whole = tmp_path / "parts", tmp_path / "whole"
@@ -80,22 +80,22 @@ def test_a_run_that_was_killed_or_interrupted_equals_one_that_was_not(tmp_path: 
     process = subprocess.Popen(resume, stderr=subprocess.PIPE, text=True)
     wait_for_checkpoint(parts, killed_at)
     process.send_signal(signal.SIGINT)
-    _, said = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert f"resume with: kronbit train --resume {parts}" in said
+    assert f"resume with: kronbit train --resume {parts}" in errors
     assert killed_at < wait_for_checkpoint(parts) < "step-00000100"
 
     assert run(["train", "--resume", str(parts)]) == 0
     assert run([*given, "--out", str(whole)]) == 0
     assert same_state(state(parts), state(whole))
-    found, expected = (json.loads((own / "summary.json").read_text()) for own in (parts, whole))
+    actual, expected = (json.loads((out / "summary.json").read_text()) for out in (parts, whole))
     for key in ("loss", "accuracy", "steps", "best_loss", "errors"):
-        assert found[key] == expected[key]
+        assert actual[key] == expected[key]
 
 
 @slow
-def test_ranks_of_torchrun_go_on_bit_for_bit(tmp_path: Path) -> None:
-    """Two processes, which agree on a folder and share the state; then the same after a stop."""
+def test_torchrun_ranks_resume_bit_for_bit(tmp_path: Path) -> None:
+    """Two ranks agree on a folder and shard the state; after a stop they resume exactly."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     torchrun += ["--standalone", "-m", "kronbit", "train", "--parallel", "ddp"]
     given = ["digits-vit", "--set", "steps=8", "--set", "batch=20", "--set", "model.depth=1"]
@@ -109,10 +109,10 @@ def test_ranks_of_torchrun_go_on_bit_for_bit(tmp_path: Path) -> None:
     assert same_state(state(folder), whole)
 
 
-def test_a_clock_that_was_set_back_harms_no_earlier_run(
+def test_a_clock_that_goes_back_does_not_overwrite_an_earlier_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The second run has the first one's time; and while it runs, the clock goes back further."""
+    """The second run starts at the first one's time, and the clock goes back while it runs."""
 
     class Clock(dt.datetime):
         years = [2026, 2026, 1999]  # noqa: RUF012
@@ -136,22 +136,22 @@ def test_a_clock_that_was_set_back_harms_no_earlier_run(
     assert summary["seconds"] > 0
 
 
-def test_runs_that_begin_in_the_same_second_have_folders_of_their_own(
+def test_runs_started_in_the_same_second_get_separate_folders(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And one that has written nothing leaves nothing."""
+    """A run that writes nothing leaves no folder."""
     monkeypatch.chdir(tmp_path)
     noon = mock.Mock(**{"now.return_value": dt.datetime(2026, 1, 1, 12)})
     monkeypatch.setattr(dt, "datetime", noon)
     with ThreadPoolExecutor(8) as threads, ExitStack() as open_folders:
         taken = [output_folder(None, "digits") for _ in range(20)]
-        found = list(threads.map(open_folders.enter_context, taken))
-        assert len(set(found)) == 20
-        (found[3] / "run.json").touch()
-    assert list((tmp_path / "runs").iterdir()) == [tmp_path / found[3]]
+        folders = list(threads.map(open_folders.enter_context, taken))
+        assert len(set(folders)) == 20
+        (folders[3] / "run.json").touch()
+    assert list((tmp_path / "runs").iterdir()) == [tmp_path / folders[3]]
 
 
-def test_a_folder_that_takes_no_runs_is_named(
+def test_an_unwritable_folder_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -162,7 +162,7 @@ def test_a_folder_that_takes_no_runs_is_named(
 
 
 def on_terminal(columns: int, *arguments: str) -> str:
-    """What a terminal of that width is sent."""
+    """Return the output of a command on a terminal of this width."""
     leader, follower = pty.openpty()
     fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 30, columns, 0, 0))
     environment = {**os.environ, "TERM": "xterm-256color"}
@@ -177,7 +177,7 @@ def on_terminal(columns: int, *arguments: str) -> str:
         start_new_session=True,
     )
     os.close(follower)
-    found = b""
+    output = b""
     while True:
         ready, _, _ = select.select([leader], [], [], 120)
         try:
@@ -186,16 +186,16 @@ def on_terminal(columns: int, *arguments: str) -> str:
             piece = b""
         if not piece:
             break
-        found += piece
+        output += piece
     os.close(leader)
-    assert process.wait() == 0, found.decode()
-    return found.decode()
+    assert process.wait() == 0, output.decode()
+    return output.decode()
 
 
 @pytest.mark.parametrize("columns", [pytest.param(60, marks=slow), 140])
 def test_a_terminal_shows_a_bar(columns: int, tmp_path: Path) -> None:
-    said = on_terminal(columns, "train", "digits-cnn", *SMALL, "--out", str(tmp_path / "run"))
-    plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", said)
+    output = on_terminal(columns, "train", "digits-cnn", *SMALL, "--out", str(tmp_path / "run"))
+    plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", output)
     assert "━" in plain
     assert "40/40" in plain
     assert re.search(r"loss \d", plain)
@@ -212,21 +212,24 @@ def test_compare_writes_everything(tmp_path: Path, capsys: pytest.CaptureFixture
     given = ["digits-cnn", *SMALL, "-o", "base", "-o", "shampoo-4", "-o", "kfac-32 lr=0.01"]
     assert run(["compare", *given, "--out", str(folder), "--seeds", "2"]) == 0
     table = capsys.readouterr().out
-    found = json.loads((folder / "summary.json").read_text())
-    assert len(found["runs"]) == 6
-    for one in found["runs"]:
-        own = folder / one["folder"]
-        assert json.loads((own / "summary.json").read_text()).items() <= one.items()
+    summary = json.loads((folder / "summary.json").read_text())
+    assert len(summary["runs"]) == 6
+    for entry in summary["runs"]:
+        run_folder = folder / entry["folder"]
+        assert json.loads((run_folder / "summary.json").read_text()).items() <= entry.items()
         kinds = {
-            json.loads(line)["kind"] for line in (own / "metrics.jsonl").read_text().splitlines()
+            json.loads(line)["kind"]
+            for line in (run_folder / "metrics.jsonl").read_text().splitlines()
         }
-        assert kinds == {"train", "eval"} | ({"errors"} if one["variant"] == "shampoo-4" else set())
-        assert one["command"].startswith("kronbit train digits-cnn")
+        assert kinds == {"train", "eval"} | (
+            {"errors"} if entry["variant"] == "shampoo-4" else set()
+        )
+        assert entry["command"].startswith("kronbit train digits-cnn")
     assert "SGDM" in table
     assert "+ 4-bit Shampoo" in table
     assert len(list(folder.glob("*.png"))) >= 6
     page = (folder / "report.html").read_text()
-    # Again, and merged: the same numbers.
+    # A second report has the same numbers.
     assert run(["report", str(folder), "--out", str(tmp_path / "again")]) == 0
     again = (tmp_path / "again" / "report.html").read_text()
     values = re.compile(r'data-value="([^"]*)"')
@@ -234,15 +237,15 @@ def test_compare_writes_everything(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "several runs are merged" in one_line(capsys, "report", str(folder), str(folder))
 
 
-def test_the_default_comparison_is_the_one_asked_for(tmp_path: Path) -> None:
+def test_the_default_comparison_has_five_variants(tmp_path: Path) -> None:
     short = ["--set", "steps=6", "--set", "batch=4", "--set", "eval_batches=2"]
     short += ["--set", "eval_every=3", "--set", "first_refresh=3", "--set", "model.n_layer=1"]
     assert run(["compare", *short, "--out", str(tmp_path / "runs")]) == 0
-    found = json.loads((tmp_path / "runs" / "summary.json").read_text())
-    assert found["recipe"] == "pydoc-gpt"
+    summary = json.loads((tmp_path / "runs" / "summary.json").read_text())
+    assert summary["recipe"] == "pydoc-gpt"
     state_bytes = {}
-    for one in found["runs"]:
-        state_bytes[one["variant"]] = one["memory"]["statistics"] + one["memory"]["roots"]
+    for entry in summary["runs"]:
+        state_bytes[entry["variant"]] = entry["memory"]["statistics"] + entry["memory"]["roots"]
     names = ["base", "shampoo-32", "shampoo-4-naive", "shampoo-4-paper", "shampoo-4"]
     assert list(state_bytes) == names
     assert state_bytes["shampoo-32"] > 13 * state_bytes["shampoo-4"]
@@ -255,9 +258,9 @@ def test_recipes_are_listed_and_shown(capsys: pytest.CaptureFixture[str], tmp_pa
         assert name in listed
     assert "Table 2" in listed
     assert run(["recipes", "show", "digits-cnn"]) == 0
-    own = tmp_path / "mine.yaml"
-    own.write_text(capsys.readouterr().out.replace("epochs: 20.0", "epochs: 1.0"))
-    assert run(["train", str(own), "--out", str(tmp_path / "run"), "--tensorboard"]) == 0
+    recipe_file = tmp_path / "user.yaml"
+    recipe_file.write_text(capsys.readouterr().out.replace("epochs: 20.0", "epochs: 1.0"))
+    assert run(["train", str(recipe_file), "--out", str(tmp_path / "run"), "--tensorboard"]) == 0
     assert list((tmp_path / "run" / "tensorboard").glob("events.*"))
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == 14
 
@@ -276,12 +279,12 @@ def test_help_has_examples_and_exit_codes(capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_help_loads_nothing_heavy() -> None:
-    """Beside torch, which the package itself needs: packages and rooms that a subcommand loads."""
+    """Help loads neither optional packages nor the modules of subcommands."""
     heavy = {"transformers", "matplotlib", "sklearn", "timm", "torchvision", "datasets"}
     heavy |= {f"kronbit.lab.{room}" for room in ("training.loop", "models", "plan", "report")}
     script = f"import sys, kronbit.cli; sys.exit(str({heavy!r} & set(sys.modules)))"
-    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert found.stderr == "set()\n"
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert result.stderr == "set()\n"
 
 
 def test_every_bad_input_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

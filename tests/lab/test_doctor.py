@@ -1,4 +1,4 @@
-"""The doctor: all is well with ours, and what is broken is found, by optimizers that break it."""
+"""The doctor passes our optimizers and reports the fault of each broken one."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 FSDP2 = "FSDP2 on two ranks is one process"
 
 
-def assert_well(name: str, check: str, device: torch.device) -> None:
+def assert_passes(name: str, check: str, device: torch.device) -> None:
     problem = examine(subject_of(f"kronbit.{name}", {}), device, check).problem
     if check == FSDP2 and name in ("KFAC", "AdaBK"):
         assert "only Shampoo and CASPR support sharded parameters" in problem
@@ -32,19 +32,19 @@ def assert_well(name: str, check: str, device: torch.device) -> None:
 
 @pytest.mark.parametrize("name", ["Shampoo", "KFAC"])
 @pytest.mark.parametrize("check", CHECKS)
-def test_all_is_well_with_ours(check: str, name: str) -> None:
-    assert_well(name, check, CPU)
+def test_our_optimizers_pass(check: str, name: str) -> None:
+    assert_passes(name, check, CPU)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["Shampoo", "CASPR", "KFAC", "AdaBK"])
 @pytest.mark.parametrize("check", CHECKS)
-def test_all_is_well_with_ours_on_a_gpu(check: str, name: str) -> None:
-    assert_well(name, check, torch.device("cuda"))
+def test_our_optimizers_pass_on_a_gpu(check: str, name: str) -> None:
+    assert_passes(name, check, torch.device("cuda"))
 
 
 class LosesRoots(Shampoo):
-    """What a user may have made of ours, and broken."""
+    """A user's subclass that loses its roots when it is loaded."""
 
     def load_state_dict(self, state_dict: Any) -> None:
         fresh = {
@@ -56,28 +56,28 @@ class LosesRoots(Shampoo):
         super().load_state_dict({**state_dict, "state": fresh})
 
 
-class Mine(KFAC):
+class Derived(KFAC):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
 
 
-def test_what_is_made_of_k_fac_gets_the_model() -> None:
-    subject = subject_of(f"{Mine.__module__}.Mine", {})
+def test_subclasses_of_kfac_get_the_model() -> None:
+    subject = subject_of(f"{Derived.__module__}.Derived", {})
     assert examine(subject, CPU, "resume to the bit").problem == ""
 
 
-def test_second_order_is_in_use_in_what_is_made_of_ours() -> None:
+def test_second_order_is_used_in_subclasses() -> None:
     subject = subject_of(f"{LosesRoots.__module__}.LosesRoots", {})
     assert "differs by up to" in examine(subject, CPU, "resume to the bit").problem
 
 
-def test_a_package_in_the_folder_is_found(
+def test_a_package_in_the_working_directory_is_imported(
     few_checks: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "package_of_a_user.py").write_text("from kronbit import CASPR as Mine\n")
+    (tmp_path / "package_of_a_user.py").write_text("from kronbit import CASPR as Renamed\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
-    assert cli.run(["doctor", "-o", "package_of_a_user.Mine", "--device", "cpu"]) == 0
+    assert cli.run(["doctor", "-o", "package_of_a_user.Renamed", "--device", "cpu"]) == 0
 
 
 class NoClosure(SGD):
@@ -106,8 +106,8 @@ class KeepsObjects(SGD):
         return {**super().state_dict(), "config": KeepsObjects}
 
 
-class KeepsNoGroupsAlive(SGD):
-    """The groups are read once."""
+class ReadsGroupsOnce(SGD):
+    """Reads the groups only when it is constructed."""
 
     def __init__(self, params: Any, **options: Any) -> None:
         super().__init__(params, **options)
@@ -135,12 +135,12 @@ class Unpicklable(SGD):
 
 class Noisy(SGD):
     def step(self, closure: Any = None) -> Any:
-        found = super().step(closure)
+        loss = super().step(closure)
         with torch.no_grad():
             for group in self.param_groups:
                 for p in group["params"]:
                     p.add_(1e-3)
-        return found
+        return loss
 
 
 class Float32Only(SGD):
@@ -150,8 +150,8 @@ class Float32Only(SGD):
         return super().step(closure)
 
 
-class CountsItsOwn(SGD):
-    """Takes what it has of a matrix for the whole."""
+class DividesByLocalRows(SGD):
+    """Treats the local shard of a matrix as the whole."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -164,13 +164,13 @@ class CountsItsOwn(SGD):
 BROKEN: list[tuple[type, str, str]] = [
     (Float32Only, "bf16 parameters train", "takes float32 only"),
     (LosesState, "torch.distributed.checkpoint round trip", "differs by up to"),
-    (CountsItsOwn, "FSDP2 on two ranks is one process", "differs from one process by up to"),
+    (DividesByLocalRows, "FSDP2 on two ranks is one process", "differs from one process by up to"),
     (NoClosure, "closure called once, its loss returned", "called 0 times"),
     (LosesState, "resume to the bit", "differs by up to"),
     (RoundsState, "resume to the bit, bf16 parameters", "differs by up to"),
     (KeepsObjects, "torch.load(weights_only=True)", "UnpicklingError"),
-    (KeepsNoGroupsAlive, 'group["lr"] = float', "differs by up to"),
-    (KeepsNoGroupsAlive, "add_param_group after a step", "ValueError"),
+    (ReadsGroupsOnce, 'group["lr"] = float', "differs by up to"),
+    (ReadsGroupsOnce, "add_param_group after a step", "ValueError"),
     (MatricesOnly, "parameters of any shape, empty ones", "takes matrices only"),
     (Unpicklable, "pickle", "cannot pickle this"),
     (Noisy, "first step with zero gradients and lr=0", "differs by up to"),
@@ -178,12 +178,12 @@ BROKEN: list[tuple[type, str, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "check", "told"), BROKEN)
-def test_what_is_broken_is_found(kind: type, check: str, told: str) -> None:
+@pytest.mark.parametrize(("kind", "check", "message"), BROKEN)
+def test_each_fault_is_reported(kind: type, check: str, message: str) -> None:
     subject = Subject(f"{kind.__module__}.{kind.__name__}", {"lr": 0.1, "momentum": 0.9})
     assert subject.find() is kind
-    found = examine(subject, CPU, check)
-    assert told in found.problem
+    result = examine(subject, CPU, check)
+    assert message in result.problem
 
 
 def test_every_check_can_fail() -> None:
@@ -201,17 +201,17 @@ def test_the_command_shows_versions_and_findings(
     few_checks: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.run(["doctor", "--device", "cpu"]) == 0
-    told = capsys.readouterr().out
-    assert torch.__version__ in told
-    assert "transformers" in told
-    assert "bf16 parameters train: ok" in told
+    output = capsys.readouterr().out
+    assert torch.__version__ in output
+    assert "transformers" in output
+    assert "bf16 parameters train: ok" in output
     path = f"{NoClosure.__module__}.NoClosure"
     assert cli.run(["doctor", "-o", path, "--options", "lr=0.1", "--json", "--device", "cpu"]) == 1
-    found = json.loads(capsys.readouterr().out)
-    assert found["checks"]["closure called once, its loss returned"] == (
+    report = json.loads(capsys.readouterr().out)
+    assert report["checks"]["closure called once, its loss returned"] == (
         "the closure was called 0 times"
     )
-    assert found["environment"]["torch"] == torch.__version__
+    assert report["environment"]["torch"] == torch.__version__
 
 
 @pytest.mark.parametrize(
@@ -225,6 +225,6 @@ def test_bad_input_is_one_line(
     words: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.run(["doctor", *words]) == 1
-    told = capsys.readouterr().err
-    assert message in told
-    assert told.count("\n") == 1
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1

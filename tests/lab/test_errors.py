@@ -1,4 +1,4 @@
-"""``kronbit errors``, and the exact preconditioners beside a training: against separate replays."""
+"""``kronbit errors`` and the exact preconditioners of a run, against separate replays."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def train(optimizer: SecondOrder, model: nn.Module, steps: int) -> None:
 
 
 def run(steps: int = 6, **options: Any) -> Shampoo:
-    """A few steps of a small network; the last of six refreshes."""
+    """Train a small network; the last of six steps is a refresh."""
     model = network()
     optimizer = Shampoo(model.named_parameters(), lr=1e-3, **{**SCHEDULE, **options})
     train(optimizer, model, steps)
@@ -96,7 +96,7 @@ def _params_and_names(optimizer: SecondOrder) -> tuple[list[Tensor], list[str]]:
 
 
 def exact_root(A: Tensor, damping: float, p: int) -> Tensor:
-    """In float64, by an inverse and square roots of matrices that commute, not by powers of λ."""
+    """Return the root in float64, by an inverse and square roots instead of powers of λ."""
     A = A.double()
     A = A + damping * torch.linalg.eigvalsh(A).max() * torch.eye(len(A), dtype=A.dtype)
     root = torch.linalg.inv(A)
@@ -115,9 +115,9 @@ def test_deviation_is_nre_and_angle() -> None:
         error = Deviation.of(exact + size * noise, exact)
         assert error.nre == pytest.approx(relative_error(exact + size * noise, exact))
         assert error.angle == pytest.approx(angle(exact + size * noise, exact))
-    # An orthogonal error of 1e-9 of the matrix: its cosine would have no correct digit.
-    beside = noise - exact * (noise * exact).sum() / exact.square().sum()
-    error = Deviation.of(exact + 1e-9 * beside * exact.norm() / beside.norm(), exact)
+    # With an orthogonal error of 1e-9, the cosine would have no correct digit.
+    orthogonal = noise - exact * (noise * exact).sum() / exact.square().sum()
+    error = Deviation.of(exact + 1e-9 * orthogonal * exact.norm() / orthogonal.norm(), exact)
     assert error.angle == pytest.approx(torch.rad2deg(torch.tensor(1e-9)).item(), rel=1e-3)
 
 
@@ -133,8 +133,8 @@ def test_statistic_has_the_exact_root(exponent: float) -> None:
 
 
 @pytest.mark.parametrize(("method", "storage"), KEPT)
-def test_kept_root_is_the_one_that_an_optimizer_holds(method: str, storage: str) -> None:
-    """A 32-bit checkpoint, loaded into another optimizer, which refreshes but does not update."""
+def test_kept_root_is_the_root_that_an_optimizer_stores(method: str, storage: str) -> None:
+    """A 32-bit checkpoint is loaded into a 4-bit optimizer, which refreshes without updates."""
     wide = run(bits=32)
     options: dict[str, Any] = {"bits": 4, "method": method, "storage": storage}
     (p,) = [p for p in wide.state if p.shape == (64, 80)]
@@ -152,7 +152,7 @@ def test_kept_root_is_the_one_that_an_optimizer_holds(method: str, storage: str)
         exact = statistic.root()
         error = relative_error(root, exact)
         assert 1e-3 < error < 1
-        # To rounding errors, which move a few codes.
+        # Rounding errors move a few codes.
         assert relative_error(kept_root(statistic, config), root) < 0.05 * error
 
 
@@ -179,7 +179,7 @@ def test_four_bjorck_steps_are_enough() -> None:
         assert errors[0] > 0.1
         assert errors[1] < errors[0] / 3
         assert errors[4] < 1e-4
-        assert errors[6] > errors[4] / 10  # float32's rounding, no more
+        assert errors[6] > errors[4] / 10  # only float32's rounding is left
 
 
 def test_singular_values_stay_where_eigenvectors_are_quantised() -> None:
@@ -197,9 +197,7 @@ def test_singular_values_stay_where_eigenvectors_are_quantised() -> None:
 
 @pytest.mark.parametrize("storage", ["paper", "compact"])
 @pytest.mark.parametrize(("method", "bits"), METHODS)
-def test_a_checkpoint_is_decoded_to_what_the_optimizer_has(
-    method: str, bits: int, storage: str
-) -> None:
+def test_a_checkpoint_decodes_to_the_optimizers_roots(method: str, bits: int, storage: str) -> None:
     optimizer = run(method=method, bits=bits, storage=storage, min_quantized_numel=64 * 64)
     entries = {(f"{entry.parameter} {entry.block}", entry.side): entry for entry in held(optimizer)}
     every = list(stored_roots(optimizer))
@@ -251,12 +249,12 @@ def test_errors_are_the_same_on_a_gpu() -> None:
         assert a.whole is not None
         assert b.whole is not None
         assert a.whole.nre == pytest.approx(b.whole.nre, rel=1e-4, abs=1e-6)
-    # Of what is taken by kernels and by torch, some codes differ; Newton's iteration may diverge.
+    # Some codes of kernels and torch differ; Newton's iteration may diverge.
     for c, d in zip(actual.studies[0].rows, expected.studies[0].rows, strict=True):
         assert c.whole.nre == pytest.approx(d.whole.nre, rel=0.5 if "naive" in c.way else 0.05)
 
 
-def test_updates_after_a_refresh_are_told_apart() -> None:
+def test_updates_after_a_refresh_are_counted() -> None:
     optimizer = run(steps=10, bits=32, newton_steps=40, damping=1e-3)
     for errors in checkpoint_errors(optimizer.state_dict(), matrices=0).held:
         assert errors.updates_since == 2  # at steps 8 and 10
@@ -272,7 +270,7 @@ def test_updates_after_a_refresh_are_told_apart() -> None:
         assert errors.refreshed is not None
 
 
-def test_roots_of_layers_have_their_own_exponent() -> None:
+def test_roots_of_layers_have_exponent_minus_one() -> None:
     model = network()
     optimizer = KFAC(
         model.named_parameters(), model=model, lr=1e-3, bits=4, update_every=1, refresh_every=2
@@ -287,7 +285,7 @@ def test_the_largest_matrices_are_studied_and_the_report_can_be_printed(tmp_path
     path = tmp_path / "checkpoint.pt"
     torch.save({"model": {}, "optimizer": run(steps=7).state_dict()}, path)
     report = checkpoint_errors(path, matrices=2, bits=(4,))
-    # 0.weight is 64 x 80 and 2.weight 48 x 64: the first one of order 64 comes first.
+    # 0.weight is 64 x 80 and 2.weight 48 x 64: the first factor of order 64 comes first.
     assert [study.name for study in report.studies] == ["0.weight right", "0.weight left"]
     assert all(study.quantized_to == 4 for study in report.studies)
     for printed in (report, synthetic_errors(64)):
@@ -314,7 +312,7 @@ def test_checkpoints_are_found_in_files_and_folders(tmp_path: Path) -> None:
 
 
 def tampered(state: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str]]:
-    """Damaged state dicts, and what the message must say."""
+    """Yield damaged state dicts and parts of the expected messages."""
     for damage, message in (
         (lambda s: s["state"][0]["block_0"]["left"].pop("codes"), "['codes'] is missing"),
         (lambda s: s["state"][0]["block_0"]["left"]["diagonal"].fill_(torch.nan), "non-finite"),
@@ -334,7 +332,7 @@ def tampered(state: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str]]:
         yield damaged, message
 
 
-def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
+def test_unreadable_checkpoints_are_named(tmp_path: Path) -> None:
     path = tmp_path / "some.pt"
     for damaged, message in tampered(run().state_dict()):
         torch.save(damaged, path)
@@ -378,7 +376,7 @@ def test_figures_are_drawn(tmp_path: Path) -> None:
         draw_errors(checkpoint_errors(run().state_dict(), matrices=0), tmp_path)
 
 
-# ------------------------------------------------------------------------------ beside a training
+# --------------------------------------------------------------------------------- during a run
 
 
 def watched(optimizer: SecondOrder, model: nn.Module, blocks: int = 4) -> Shadow:
@@ -413,7 +411,7 @@ def test_shadow_agrees_with_a_separate_replay(
             continue
         refreshed.append(t)
         assert set(line["blocks"]) == set(exact)
-        beside = []
+        off_diagonals = []
         roots = {f"{name} {side}": root for name, side, root in stored_roots(optimizer)}
         for name, A in exact.items():
             root = roots[name.replace("weight", "weight block_0")]
@@ -425,8 +423,10 @@ def test_shadow_agrees_with_a_separate_replay(
                 angle(root, right), rel=1e-3, abs=1e-5
             )
             off = [X - torch.diag(X.diagonal()) for X in (root.double(), right)]
-            beside.append((relative_error(*off), angle(*off)))
-        for key, mean in zip(("nre", "angle"), torch.tensor(beside).mean(0).tolist(), strict=True):
+            off_diagonals.append((relative_error(*off), angle(*off)))
+        for key, mean in zip(
+            ("nre", "angle"), torch.tensor(off_diagonals).mean(0).tolist(), strict=True
+        ):
             every = [errors[key] for errors in line["blocks"].values()]
             assert line[key] == pytest.approx(sum(every) / 4)
             assert line["off_diagonal"][key] == pytest.approx(mean, rel=2e-3, abs=1e-5)
@@ -435,7 +435,7 @@ def test_shadow_agrees_with_a_separate_replay(
     assert refreshed == [2, 4, 6, 12]
 
 
-def test_shadow_goes_on_from_its_state(tmp_path: Path) -> None:
+def test_shadow_resumes_from_its_state(tmp_path: Path) -> None:
     def lines(optimizer: SecondOrder, model: nn.Module, shadow: Shadow, steps: range) -> list[Any]:
         written = []
         for t in steps:
@@ -466,8 +466,8 @@ def test_shadow_goes_on_from_its_state(tmp_path: Path) -> None:
         watched(resumed, twin, 2).load_state_dict(saved["shadow"])
 
 
-def test_shadow_leaves_out_what_the_optimizer_does() -> None:
-    """Gradients that are not finite, parameters without one, and steps that are not taken."""
+def test_shadow_skips_what_the_optimizer_skips() -> None:
+    """It skips non-finite gradients, parameters without a gradient, and steps not taken."""
     model = network()
     optimizer = Shampoo(model.named_parameters(), lr=1e-3, update_every=1, refresh_every=100)
     shadow = watched(optimizer, model)
@@ -480,10 +480,10 @@ def test_shadow_leaves_out_what_the_optimizer_does() -> None:
 
     before = exact()
     backward(model, 0)
-    shadow.before_step()  # and no step, as when a scaler has found an overflow
+    shadow.before_step()  # no step follows, as when a scaler finds an overflow
     assert shadow.after_step() is None
     assert all(unchanged(before))
-    model[0].weight.grad[1, 1] = torch.inf  # of 0.weight, whose sides come first
+    model[0].weight.grad[1, 1] = torch.inf  # 0.weight, whose sides come first
     model[2].weight.grad = None
     shadow.before_step()
     with pytest.warns(RuntimeWarning, match="non-finite"):
@@ -524,7 +524,7 @@ def test_shadow_watches_the_largest_block_of_each_parameter() -> None:
     assert relative_error(exact, right) < 1e-12
 
 
-def test_shadow_watches_nothing_that_it_cannot_know() -> None:
+def test_shadow_watches_neither_staggered_refreshes_nor_layers() -> None:
     model = network()
     staggered = Shampoo(model.named_parameters(), lr=1e-3, stagger=True)
     layers = KFAC(model.named_parameters(), model=model, lr=1e-3)

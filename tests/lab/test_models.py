@@ -37,7 +37,7 @@ def without_storage(name: str, **options: Any) -> nn.Module:
         return build(name, **options)
 
 
-# Published counts for 1000 classes: those of torchvision's and timm's model cards.
+# Published counts for 1000 classes, from the model cards of torchvision and timm.
 @pytest.mark.parametrize(
     ("name", "options", "expected"),
     [
@@ -49,7 +49,7 @@ def without_storage(name: str, **options: Any) -> nn.Module:
         ("gpt2", {}, 124_439_808),
     ],
 )
-def test_has_as_many_parameters_as_published(
+def test_parameter_counts_match_published_ones(
     name: str, options: dict[str, Any], expected: int
 ) -> None:
     if name == "gpt2":
@@ -71,7 +71,7 @@ def test_small_images_change_counts_by_stem_and_head() -> None:
 
 
 def small(name: str) -> tuple[nn.Module, Tensor, int]:
-    """A network that is quick on a CPU, an input, and how many logits it should give."""
+    """Return a network that is quick on a CPU, an input, and the number of logits."""
     image = torch.randn(2, 3, 32, 32)
     if name in ("gpt2", "llama"):
         options = SMALL_GPT2 if name == "gpt2" else SMALL_LLAMA
@@ -90,25 +90,25 @@ def small(name: str) -> tuple[nn.Module, Tensor, int]:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_gives_logits_and_gradients_to_all(name: str) -> None:
+def test_networks_give_logits_and_gradients_to_all_parameters(name: str) -> None:
     if name in ("gpt2", "llama"):
         pytest.importorskip("transformers")
     model, x, outputs = small(name)
-    model.eval()  # in training, no bias before a batch norm would matter
-    for norm in model.modules():  # branches start at 0: their inner weights would get none
+    model.eval()  # in training, a bias before a batch norm has no effect
+    for norm in model.modules():  # branches start at 0, without gradients inside
         if isinstance(norm, nn.BatchNorm2d):
             nn.init.ones_(norm.weight)
-    found = logits(model, x)
+    output = logits(model, x)
     expected = (*x.shape, outputs) if x.dtype == torch.int64 else (2, outputs)
-    assert found.shape == expected
-    found.square().sum().backward()
+    assert output.shape == expected
+    output.square().sum().backward()
     for key, p in model.named_parameters():
         assert p.grad is not None, key
         assert p.grad.isfinite().all(), key
         assert p.grad.any(), key
 
 
-def test_other_sides_fit() -> None:
+def test_networks_accept_other_image_sizes() -> None:
     image = torch.randn(1, 3, 64, 64)
     assert logits(build("vgg19", classes=5), image.repeat(2, 1, 1, 1)).shape == (2, 5)
     assert logits(build("resnet34", stem="imagenet"), image.repeat(2, 1, 1, 1)).shape == (2, 100)
@@ -138,13 +138,13 @@ def test_drop_path_keeps_the_mean_and_drops_whole_examples() -> None:
 
 
 @pytest.mark.parametrize(("image", "patch", "window"), [(32, 2, 4), (64, 4, 7)])
-def test_swin_sees_what_windows_allow(image: int, patch: int, window: int) -> None:
-    """Each token of the first two blocks depends on those of its window alone."""
+def test_swin_attends_within_windows(image: int, patch: int, window: int) -> None:
+    """Each token of the first two blocks depends only on the tokens of its window."""
     model = build("swin-tiny", image=image, patch=patch, window=window).double()
     side = image // patch
     for block, shift in ((model.layers[0], 0), (model.layers[1], window // 2)):
         x = torch.randn(1, side**2, 96, dtype=torch.float64, requires_grad=True)
-        # Which tokens share a window: all images rows and columns by their place after the shift.
+        # Tokens share a window if their rows and columns do, after the shift.
         place = (torch.arange(side) - shift) % side
         padded = -(-side // window) * window
         edge = (place >= padded - shift).long() if shift else torch.zeros(side).long()
@@ -158,7 +158,7 @@ def test_swin_sees_what_windows_allow(image: int, patch: int, window: int) -> No
             assert torch.equal(sees, together[token])
 
 
-def test_names_the_nearest_name() -> None:
+def test_errors_name_the_nearest_name() -> None:
     with pytest.raises(LabError, match=r"resnet43.*resnet34"):
         build("resnet43")
     with pytest.raises(LabError, match=r"clases.*vgg19.*classes"):
@@ -173,7 +173,7 @@ def test_names_the_nearest_name() -> None:
         build("resnet50", stem="tiny")
 
 
-def test_names_the_nearest_field_of_a_configuration() -> None:
+def test_errors_name_the_nearest_field_of_a_configuration() -> None:
     pytest.importorskip("transformers")
     with pytest.raises(LabError, match=r"n_layers.*gpt2.*n_layer"):
         build("gpt2", n_layers=3)
@@ -181,7 +181,7 @@ def test_names_the_nearest_field_of_a_configuration() -> None:
         build("gpt2", n_head=7)
 
 
-def test_says_which_package_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_name_a_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(LabError, match="pip install transformers"):
         build("llama")
@@ -218,8 +218,8 @@ def timm_named(name: str, **options: Any) -> nn.Module:
     return timm.create_model(name, **options)
 
 
-class OfVGG(nn.Module):
-    """timm's features; its head is one for large images."""
+class TimmVGG(nn.Module):
+    """timm's features with a head for small images."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -232,8 +232,8 @@ class OfVGG(nn.Module):
         return self.head(self.features(x).mean((2, 3)))
 
 
-AS_TIMM: dict[str, tuple[Callable[[], nn.Module], Callable[[], nn.Module], int]] = {
-    "vgg19": (lambda: build("vgg19"), OfVGG, 32),
+TIMM_REFERENCES: dict[str, tuple[Callable[[], nn.Module], Callable[[], nn.Module], int]] = {
+    "vgg19": (lambda: build("vgg19"), TimmVGG, 32),
     "resnet34": (lambda: build("resnet34"), timm_resnet34, 32),
     "resnet50": (lambda: build("resnet50"), lambda: timm_named("resnet50"), 224),
     "vit-small": (
@@ -257,7 +257,7 @@ AS_TIMM: dict[str, tuple[Callable[[], nn.Module], Callable[[], nn.Module], int]]
 
 @pytest.fixture
 def full_float32() -> Any:
-    """Products in float32 on a GPU too, for as long as two networks are compared."""
+    """Disable TF32 while two networks are compared."""
     matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
     before = matmul.allow_tf32, cudnn.allow_tf32
     matmul.allow_tf32 = cudnn.allow_tf32 = False
@@ -267,34 +267,34 @@ def full_float32() -> Any:
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("full_float32")
-@pytest.mark.parametrize("name", AS_TIMM)
-def test_is_the_network_of_timm(name: str) -> None:
+@pytest.mark.parametrize("name", TIMM_REFERENCES)
+def test_networks_match_timm(name: str) -> None:
     pytest.importorskip("timm")
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    ours, theirs, side = AS_TIMM[name]
+    make_model, make_reference, side = TIMM_REFERENCES[name]
     with torch.device(device):
-        own, other = ours(), theirs()
-    assert parameters(own) == parameters(other)
-    # of the same distribution, tensor by tensor, in the same order
-    for p, q in zip(own.parameters(), other.parameters(), strict=True):
+        model, reference = make_model(), make_reference()
+    assert parameters(model) == parameters(reference)
+    # tensors come in the same order and have the same distributions
+    for p, q in zip(model.parameters(), reference.parameters(), strict=True):
         assert p.shape == q.shape
         deviation, mean = torch.std_mean(torch.stack((p, q)).detach().flatten(1), 1, correction=0)
         assert deviation[0].item() == pytest.approx(deviation[1].item(), rel=0.3, abs=1e-3)
         assert mean[0].item() == pytest.approx(mean[1].item(), abs=0.05)
     with torch.no_grad():
-        for p in other.parameters():  # so that no branch is 0 and no bias idle
+        for p in reference.parameters():  # so that no branch or bias is 0
             p.add_(torch.randn_like(p), alpha=0.05)
-    entries = zip(own.state_dict().items(), other.state_dict().values(), strict=True)
-    own.load_state_dict({key: value for (key, _), value in entries})
+    entries = zip(model.state_dict().items(), reference.state_dict().values(), strict=True)
+    model.load_state_dict({key: value for (key, _), value in entries})
     x = torch.randn(4, 3, side, side, device=device)
-    for model in (own, other):
-        model.train()
-    assert relative_error(own(x), other(x)) < 1e-4
-    for model in (own, other):
-        model.eval()
-        (model(x).square().mean()).backward()
-    assert relative_error(own(x), other(x)) < 1e-4
-    for (key, p), q in zip(own.named_parameters(), other.parameters(), strict=True):
+    for network in (model, reference):
+        network.train()
+    assert relative_error(model(x), reference(x)) < 1e-4
+    for network in (model, reference):
+        network.eval()
+        (network(x).square().mean()).backward()
+    assert relative_error(model(x), reference(x)) < 1e-4
+    for (key, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
         assert p.grad is not None
         assert q.grad is not None
         assert relative_error(p.grad, q.grad) < 1e-3 or q.grad.norm() < 1e-6, key
@@ -302,8 +302,8 @@ def test_is_the_network_of_timm(name: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("full_float32")
-def test_swin_on_a_gpu_waits_for_nothing_and_replays() -> None:
-    """In bf16, as a graph: the same loss and gradients as without one, and close to float32's."""
+def test_swin_on_a_gpu_does_not_synchronise_and_replays() -> None:
+    """In bf16, a graph has the loss and gradients of eager steps, which are close to float32's."""
     model = SwinTiny(image=64, patch=4, window=7).cuda()
     x, y = torch.randn(8, 3, 64, 64, device="cuda"), torch.randint(0, 100, (8,), device="cuda")
 
@@ -324,4 +324,4 @@ def test_swin_on_a_gpu_waits_for_nothing_and_replays() -> None:
     assert float(loss) == pytest.approx(float(plain), rel=1e-3)
     for p, once, ref in zip(model.parameters(), close, exact, strict=True):
         assert relative_error(p.grad, once) < 1e-2
-        assert relative_error(once, ref) < 0.5  # a gradient that is left out would have 1
+        assert relative_error(once, ref) < 0.5  # a missing gradient would have error 1

@@ -34,7 +34,7 @@ def mlp() -> nn.Module:
 
 
 class Convolutional(nn.Module):
-    """What vision networks are made of."""
+    """A small vision network."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class Convolutional(nn.Module):
 
 
 class Attending(nn.Module):
-    """One attention, by hand or inside of torch's module."""
+    """An attention layer, written by hand or by ``nn.MultiheadAttention``."""
 
     def __init__(self, heads: int = 4, width: int = 64, module: bool = False) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ class Attending(nn.Module):
 
 
 class Peeking(nn.Module):
-    """Looks at values, of which there are none on the meta device."""
+    """Reads a value of its input, which the meta device does not have."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -85,34 +85,34 @@ on_meta = torch.device("meta")
 
 
 def saved_on_cpu(model: nn.Module, loss: Callable[[], Tensor]) -> int:
-    """What autograd saves, by its own hooks: each storage once, without parameters."""
+    """Return the bytes that autograd saves, each storage once, without parameters."""
     known = {p.untyped_storage().data_ptr() for p in (*model.parameters(), *model.buffers())}
-    found: dict[int, Tensor] = {}
+    saved: dict[int, Tensor] = {}
 
     def keep(tensor: Tensor) -> Tensor:
-        found[tensor.untyped_storage().data_ptr()] = tensor
+        saved[tensor.untyped_storage().data_ptr()] = tensor
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         loss()
-    return sum(t.untyped_storage().nbytes() for key, t in found.items() if key not in known)
+    return sum(t.untyped_storage().nbytes() for key, t in saved.items() if key not in known)
 
 
 # ---------------------------------------------------------------------------------- second order
 
 
 @pytest.mark.parametrize(("name", "kind"), [("shampoo", Shampoo), ("caspr", CASPR)])
-def test_states_are_those_of_a_real_optimizer(name: str, kind: type[Shampoo]) -> None:
+def test_state_sizes_match_a_real_optimizer(name: str, kind: type[Shampoo]) -> None:
     plan = make_plan(MLP, optimizer=name, order=100, settings={"momentum": 0.5}, base="sgd")
-    for way, (_, options) in WAYS.items():
+    for row_key, (_, options) in WAYS.items():
         model = mlp()
         opt = kind(model.parameters(), base="sgd", momentum=0.5, max_order=100, **options)
         model(torch.randn(8, 96)).sum().backward()
         opt.step()
-        row = plan.row(way)
+        row = plan.row(row_key)
         assert row is not None
         held = {"statistics": row.statistics, "roots": row.roots, "base": row.base}
-        assert held == {key: opt.memory()[key] for key in held}, way
+        assert held == {key: opt.memory()[key] for key in held}, row_key
         assert row.ratio == pytest.approx(plan.row("32").second_order / row.second_order)
     assert plan.rows[0].second_order == 0
     weights = sum(p.numel() for p in mlp().parameters())
@@ -121,7 +121,7 @@ def test_states_are_those_of_a_real_optimizer(name: str, kind: type[Shampoo]) ->
 
 @pytest.mark.parametrize("kind", [KFAC, AdaBK])
 @pytest.mark.parametrize("bits", [4, 32])
-def test_rows_of_layers_are_both_algorithms(kind: type[KFAC], bits: int) -> None:
+def test_rows_of_layers_match_kfac_and_adabk(kind: type[KFAC], bits: int) -> None:
     model = mlp()
     opt = kind(model.parameters(), base="adamw", model=model, bits=bits)
     model(torch.randn(8, 96)).sum().backward()
@@ -134,7 +134,7 @@ def test_rows_of_layers_are_both_algorithms(kind: type[KFAC], bits: int) -> None
     assert row.workspace == 256 * 2**20 + collected
 
 
-def test_settings_get_a_row_and_reach_all() -> None:
+def test_settings_get_a_row_and_apply_to_all_rows() -> None:
     plain = make_plan(MLP)
     plan = make_plan(MLP, settings={"bits": 8, "method": "eigen", "offload_statistics": True})
     row, other = plan.row("set"), plan.row("8-paper")
@@ -147,7 +147,7 @@ def test_settings_get_a_row_and_reach_all() -> None:
     assert kept.workspace == plain.row("4").workspace + kept.gradients
 
 
-def test_workspace_counts_only_where_activations_leave_no_room() -> None:
+def test_workspace_counts_only_beyond_activations() -> None:
     small, large = (make_plan(MLP, batch=batch).row("4") for batch in (2, 2**20))
     assert small.workspace + small.activations == 256 * 2**20
     assert large.workspace == 0
@@ -161,18 +161,18 @@ def test_workspace_counts_only_where_activations_leave_no_room() -> None:
 # ----------------------------------------------------------------------------------- activations
 
 
-def test_saved_activations_by_hand() -> None:
+def test_saved_activations_match_a_count_by_hand() -> None:
     with on_meta:
         model = mlp()
-    found = trace(model, Passes(Inputs((96,), tokens=False)), 128)
+    traced = trace(model, Passes(Inputs((96,), tokens=False)), 128)
     inputs, hidden, log_probabilities = 96, 160, 70  # of the MLP's output only softmax's is kept
     targets, loss_and_weight = 8 * 128, 8
     assert (
-        found.saved == 4 * 128 * (inputs + hidden + log_probabilities) + targets + loss_and_weight
+        traced.saved == 4 * 128 * (inputs + hidden + log_probabilities) + targets + loss_and_weight
     )
-    # at the end there are the gradients, and neither the batch nor anything else
-    assert found.curve[-1] - 4 * sum(p.numel() for p in model.parameters()) < found.saved
-    assert found.peak >= found.saved
+    # at the end only the gradients are left
+    assert traced.curve[-1] - 4 * sum(p.numel() for p in model.parameters()) < traced.saved
+    assert traced.peak >= traced.saved
     assert all(p.grad is None for p in model.parameters())
 
 
@@ -180,21 +180,21 @@ def test_saved_activations_by_hand() -> None:
 @pytest.mark.parametrize(
     ("make", "shape"), [(mlp, (96,)), (Convolutional, (3, 32, 32))], ids=["mlp", "convolutional"]
 )
-def test_saved_activations_are_what_autograd_saves(
+def test_saved_activations_match_autograd(
     make: Callable[[], nn.Module], shape: tuple[int, ...], amp: str
 ) -> None:
     with on_meta:
         model = make()
     passes = Passes(Inputs(shape, tokens=False), amp)
-    found = trace(model, passes, 64)
+    traced = trace(model, passes, 64)
     real = make()
 
     def loss() -> Tensor:
         with torch.autocast("cpu", torch.bfloat16, enabled=amp != "off"):
             return passes.loss(real, 64)
 
-    # what no node of autograd has asked for, but holds: the loss
-    assert found.saved == pytest.approx(saved_on_cpu(real, loss), rel=0.02)
+    # the trace includes the loss, which no node of autograd saves
+    assert traced.saved == pytest.approx(saved_on_cpu(real, loss), rel=0.02)
 
 
 @pytest.mark.parametrize("module", [False, True])
@@ -206,7 +206,7 @@ def test_attention_keeps_no_scores(module: bool) -> None:
         for length in (512, 1024, 2048)
     ]
     assert saved[2] - saved[1] == 2 * (saved[1] - saved[0])  # linear in the length
-    if not module:  # tokens, targets, q = k = v, what comes out, its log softmax; a sum per row
+    if not module:  # tokens, targets, q = k = v, the output, its log softmax; a sum per row
         assert saved[0] == 2 * 512 * (8 + 8 + 3 * 4 * 64 + 4 * 4) + 8
 
 
@@ -226,7 +226,7 @@ def tiny_gpt(**options: Any) -> nn.Module:
     return build("gpt2", **{**sizes, **options})
 
 
-def test_other_batches_follow_from_two_and_checkpointing_saves() -> None:
+def test_two_batches_predict_others_and_checkpointing_saves_memory() -> None:
     with on_meta:
         model = tiny_gpt()
     passes = Passes(Inputs((64,), tokens=True))
@@ -234,18 +234,18 @@ def test_other_batches_follow_from_two_and_checkpointing_saves() -> None:
     assert plain.peak_at(32) == trace(model, passes, 32).peak
     assert plain.peak_at(1) == trace(model, passes, 1).peak
     model.gradient_checkpointing_enable()
-    found = estimate(model, passes, 4)
-    assert found.peak_at(32) == trace(model, passes, 32).peak
-    assert found.first.saved < plain.first.saved / 2
-    assert found.peak_at(32) < plain.peak_at(32)
-    # a second pass has the gradients of the first beside it
+    checkpointed = estimate(model, passes, 4)
+    assert checkpointed.peak_at(32) == trace(model, passes, 32).peak
+    assert checkpointed.first.saved < plain.first.saved / 2
+    assert checkpointed.peak_at(32) < plain.peak_at(32)
+    # the gradients of the first pass are kept during the second
     gradients = 4 * sum(p.numel() for p in model.parameters())
     again = trace(model, Passes(passes.inputs, repeated=True), 4)
-    assert again.saved == found.first.saved
+    assert again.saved == checkpointed.first.saved
     assert again.peak >= gradients + again.saved
 
 
-def test_the_plan_of_llama_7b_is_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_plan_of_llama_7b_matches_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("transformers")
     pytest.importorskip("bitsandbytes")
     runs = json.loads(MEASURED.read_text())["runs"]
@@ -264,7 +264,7 @@ def test_the_plan_of_llama_7b_is_what_was_measured(monkeypatch: pytest.MonkeyPat
     plan = make_plan(
         "llama2-7b", batch=64, gpu="80GB", order=2048, base="adamw8bit", checkpointing=True
     )
-    # At 64 the last layers' backward pass is the fullest moment, at 128 that of the logits.
+    # At 64, memory peaks in the backward pass of the last layers; at 128, in that of the logits.
     for batch in (64, 128):
         activations = counted[0].peak_at(batch) - plan.rows[0].gradients
         for row in plan.rows:
@@ -273,7 +273,7 @@ def test_the_plan_of_llama_7b_is_what_was_measured(monkeypatch: pytest.MonkeyPat
                 total = row.total - row.activations + activations
                 assert total / 2**20 == pytest.approx(measured, rel=0.01)
                 assert row.largest_batch >= batch
-    assert plan.row("32").largest_batch == 0  # nor did it fit there
+    assert plan.row("32").largest_batch == 0  # it did not fit when measured either
 
 
 @pytest.mark.gpu
@@ -288,7 +288,7 @@ def test_the_plan_of_llama_7b_is_what_was_measured(monkeypatch: pytest.MonkeyPat
         ("resnet50", {"batch": 32}),
     ],
 )
-def test_estimates_are_near_what_is_measured(name: str, options: dict[str, Any]) -> None:
+def test_estimates_are_near_measurements(name: str, options: dict[str, Any]) -> None:
     estimated, measured = (make_plan(name, **options, measured=real) for real in (False, True))
     assert estimated.activations.how.startswith("estimated")
     assert measured.activations.how.startswith("measured")
@@ -347,7 +347,7 @@ def test_recipes(tmp_path: Path) -> None:
     plan = make_plan("cifar100-resnet34")
     assert (plan.shape, plan.batch, plan.base) == ((3, 32, 32), 128, "sgd")
     assert plan.rows[0].label == "SGDM"
-    file = tmp_path / "own.yaml"
+    file = tmp_path / "recipe.yaml"
     file.write_text(
         "model: {name: digits-cnn}\ndata: {name: digits}\nsteps: 3\nbatch: 64\nmicro_batch: 16\n"
         "shampoo: {max_order: 32, update_rectify: 2}\nkfac: {max_order: 2000}\noptions: {bits: 3}\n"
@@ -362,7 +362,7 @@ def test_recipes(tmp_path: Path) -> None:
     assert alone.row("32").second_order > plan.row("32").second_order
 
 
-def test_a_network_that_does_not_run_without_values_is_planned_without_activations() -> None:
+def test_a_network_that_needs_values_is_planned_without_activations() -> None:
     plan = make_plan("tests.lab.test_plan:Peeking", batch=4, gpu="1GB")
     assert plan.activations.peak is None
     assert plan.activations.how.startswith("not known: it does not run on meta (")
@@ -371,7 +371,7 @@ def test_a_network_that_does_not_run_without_values_is_planned_without_activatio
     assert "not in the totals" in shown(plan, 80)
 
 
-# ---------------------------------------------------------------------------------- what is shown
+# ----------------------------------------------------------------------------------------- output
 
 
 @pytest.mark.parametrize(
@@ -382,7 +382,7 @@ def test_sizes(text: str, size: int) -> None:
     assert parse_size(text) == size
 
 
-def test_what_fits() -> None:
+def test_fits_agrees_with_totals_and_largest_batches() -> None:
     total = make_plan(MLP, batch=1024).row("4").total
     for spare, fits in ((0, True), (-1, False)):
         mib = (total + CONTEXT + spare) / 2**20
@@ -404,23 +404,23 @@ def shown(plan: Any, width: int, encoding: str = "utf-8") -> str:
 
 @pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
 @pytest.mark.parametrize("width", [60, 160])
-def test_the_table_is_the_json(width: int, encoding: str) -> None:
+def test_the_table_matches_the_json(width: int, encoding: str) -> None:
     plan = make_plan(MLP, batch=2**20, gpu="3GB")
     text = shown(plan, width, encoding)
     lines = text.splitlines()
     assert max(map(len, lines)) <= width
-    found = json.loads(json.dumps(to_json(plan)))
-    assert found["gpu_bytes"] == 3 * 2**30
+    data = json.loads(json.dumps(to_json(plan)))
+    assert data["gpu_bytes"] == 3 * 2**30
     kinds = ("parameters", "gradients", "base", "statistics", "roots", "activations", "workspace")
     signs = "PGBSAW" if encoding == "ascii" else "█▓▒▚░▖"
-    mark, scale, widths = "|" if encoding == "ascii" else "│", 1.1 * found["gpu_bytes"], set()
-    for row in found["rows"]:
+    mark, scale, widths = "|" if encoding == "ascii" else "│", 1.1 * data["gpu_bytes"], set()
+    for row in data["rows"]:
         assert row["total"] == sum(row[kind] for kind in kinds)
         line = next(line for line in lines if line.startswith(row["label"]))
         assert f"{row['total'] / 2**20:,.0f} MiB" in line
         assert line.split()[-1 if width == 60 else -2] == ("yes" if row["fits"] else "no")
         bar = line[len(row["label"]) :]
-        filled = sum(bar.count(sign) for sign in signs) + (row["total"] > found["gpu_bytes"])
+        filled = sum(bar.count(sign) for sign in signs) + (row["total"] > data["gpu_bytes"])
         widths.add(round(filled * scale / row["total"]))
     assert max(widths) - min(widths) <= 0.1 * max(widths) + 2  # one scale for all
     assert all(mark in line for line in lines if line.startswith(("AdamW", "+ ")))
@@ -481,7 +481,7 @@ def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: P
         make_plan(MLP, base="adamw8bit")
 
 
-def test_layers_that_are_missing_leave_their_rows_out() -> None:
+def test_models_without_layers_have_no_rows_of_layers() -> None:
     plan = make_plan("tests.lab.test_plan:Attending", batch=2, length=32)
     assert not any(row.key.startswith("kfac") for row in plan.rows)
     assert plan.notes[0].startswith("K-FAC and AdaBK are left out: K-FAC finds nothing")

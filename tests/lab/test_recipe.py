@@ -96,16 +96,16 @@ def test_errors_for_unknown_recipes_suggest_similar_names(tmp_path: Path) -> Non
     with pytest.raises(LabError, match="nearest: cifar100-swin-tiny"):
         find_recipe("cifar-swin-tiny")
     with pytest.raises(LabError, match="there is no file"):
-        find_recipe(str(tmp_path / "mine.yaml"))
-    path = tmp_path / "mine.yaml"
+        find_recipe(str(tmp_path / "user.yaml"))
+    path = tmp_path / "user.yaml"
     path.write_text("modle: {name: vit}\n")
     with pytest.raises(LabError, match="did you mean model"):
         find_recipe(str(path))
     path.write_text("just words\n")
     with pytest.raises(LabError, match="not a recipe"):
         find_recipe(str(path))
-    path.write_text(find_recipe("digits-vit").to_yaml().replace("name: digits-vit", "name: mine"))
-    assert find_recipe(str(path)).name == "mine"
+    path.write_text(find_recipe("digits-vit").to_yaml().replace("name: digits-vit", "name: user"))
+    assert find_recipe(str(path)).name == "user"
 
 
 def test_variants_change_options_of_the_recipe() -> None:
@@ -190,16 +190,16 @@ def test_the_next_token_is_the_target(tmp_path: Path) -> None:
     seen = torch.cat([x.flatten() for x, _ in data.held_out()])
     assert torch.equal(seen, torch.arange(len(seen)))  # adjacent windows without overlap
     assert data.outputs == 1000
-    (tmp_path / "mine.txt").write_text("naïve text " * 20, encoding="utf-8")
-    text = opened({"name": "text", "path": "mine.txt", "length": 8}, tmp_path)
+    (tmp_path / "user.txt").write_text("naïve text " * 20, encoding="utf-8")
+    text = opened({"name": "text", "path": "user.txt", "length": 8}, tmp_path)
     assert bytes(text.batch(0)[0][0].tolist()) in ("naïve text " * 20).encode()
-    kept = {"name": "text", "path": "mine.txt", "length": 8, "cache": "mine.npy"}
+    kept = {"name": "text", "path": "user.txt", "length": 8, "cache": "user.npy"}
     for _ in range(2):  # written, then read
         again = opened(kept, tmp_path)
         assert torch.equal(again.batch(3)[0], text.batch(3)[0])
         assert isinstance(again._train, np.memmap)
     with pytest.raises(LabError, match="cannot open the tokenizer"):
-        opened({"name": "text", "path": "mine.txt", "tokenizer": "no-such"}, tmp_path)
+        opened({"name": "text", "path": "user.txt", "tokenizer": "no-such"}, tmp_path)
 
 
 def test_cifar_is_read_in_its_published_layout(tmp_path: Path) -> None:

@@ -271,7 +271,7 @@ def test_page_marks_diverged_and_unfinished_runs(written: Written) -> None:
     assert any("A cross" in text for text in written.page.texts["figcaption"])
 
 
-def test_images_are_whole_and_nothing_is_clipped(written: Written) -> None:
+def test_images_are_complete_and_nothing_is_clipped(written: Written) -> None:
     from PIL import Image
 
     images = [attrs for tag, attrs in written.page.tags if tag == "img"]
@@ -310,7 +310,7 @@ def test_curves_by_hand(tmp_path: Path) -> None:
     assert losses.finite == 1
 
 
-def test_settings_and_machines_tell_variants_apart(tmp_path: Path) -> None:
+def test_settings_and_machines_distinguish_variants(tmp_path: Path) -> None:
     for place, lr in enumerate((0.1, 0.2)):
         for seed in (0, 1):
             write_run(tmp_path / str(place), "shampoo-4", seed, lr=lr, log_every=place)
@@ -334,7 +334,8 @@ def test_unfinished_seeds_do_not_count_beside_finished_ones(tmp_path: Path) -> N
     write_run(tmp_path, "base", 2, [3.0, 2.0])
     base, shampoo = outcomes(find_runs([tmp_path]))
     assert [run.seed for run in shampoo.counted] == [0]
-    assert [run.seed for run in base.counted] == [1, 2]  # without the diverged one, it looks better
+    # Without the diverged seed, the mean would look better.
+    assert [run.seed for run in base.counted] == [1, 2]
     assert math.isnan(base.losses.mean[-1])
 
 

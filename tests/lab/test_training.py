@@ -1,4 +1,4 @@
-"""The loop: equal to one written by hand, and to itself after every kind of interruption."""
+"""The loop equals one written by hand, and resumes exactly after every kind of interruption."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def trained(recipe: Recipe, folder: Path, world: World = CPU, resume: bool = Fal
 
 
 def lines(folder: Path, kind: str) -> list[dict[str, Any]]:
-    found = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    return [line for line in found if line["kind"] == kind]
+    records = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [line for line in records if line["kind"] == kind]
 
 
 def train_losses(folder: Path) -> list[float]:
@@ -60,7 +60,7 @@ def train_losses(folder: Path) -> list[float]:
 
 
 @pytest.mark.parametrize("bits", [None, 4])
-def test_the_loop_is_that_of_a_careful_hand(bits: int | None, tmp_path: Path) -> None:
+def test_the_loop_equals_one_written_by_hand(bits: int | None, tmp_path: Path) -> None:
     recipe = small(*(["optimizer=base"] if bits is None else ["bits=4"]), "clip=0.5")
     training = trained(recipe, tmp_path / "run")
 
@@ -84,10 +84,10 @@ def test_the_loop_is_that_of_a_careful_hand(bits: int | None, tmp_path: Path) ->
         optimizer.step()
         losses.append(loss.item())
 
-    for (name, found), expected in zip(
+    for (name, actual), expected in zip(
         training.model.state_dict().items(), model.state_dict().values(), strict=True
     ):
-        torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5, msg=name)
+        torch.testing.assert_close(actual, expected, atol=1e-6, rtol=1e-5, msg=name)
     written = [line["loss"] for line in lines(tmp_path / "run", "train")]
     means = [sum(part) / len(part) for part in (losses[:5], losses[5:6], losses[6:10], losses[10:])]
     assert written == pytest.approx(means, rel=1e-6)
@@ -97,7 +97,7 @@ def test_the_loop_is_that_of_a_careful_hand(bits: int | None, tmp_path: Path) ->
     assert lines(tmp_path / "run", "eval")[-1]["accuracy"] == right / 397
 
 
-def test_what_is_held_out_of_the_training_set_is_evaluated(tmp_path: Path) -> None:
+def test_the_held_out_part_of_the_training_set_is_evaluated(tmp_path: Path) -> None:
     training = trained(small("optimizer=base", "holdout=0.1", "epochs=1"), tmp_path / "run")
     images, labels = training.data._test_images, training.data._test_labels  # type: ignore[attr-defined]
     assert training.steps == (1400 - len(labels)) // 20
@@ -114,17 +114,17 @@ def test_what_is_held_out_of_the_training_set_is_evaluated(tmp_path: Path) -> No
     "optimizer",
     ["shampoo", "kfac", *(pytest.param(name, marks=slow) for name in ("base", "eva", "mfac"))],
 )
-def test_a_run_goes_on_bit_for_bit(optimizer: str, tmp_path: Path) -> None:
+def test_a_run_resumes_bit_for_bit(optimizer: str, tmp_path: Path) -> None:
     recipe = small(f"optimizer={optimizer}", "checkpoint_every=6", "keep=5", "eval_every=4")
     trained(recipe, tmp_path / "whole")
     trained(recipe, tmp_path / "parts")
-    checkpoints.checkpoints(tmp_path / "parts")[-1].unlink()  # as if it had died after step 6
-    (tmp_path / "parts" / "metrics.jsonl").open("a").write('{"kind": "tr')  # while writing
+    checkpoints.checkpoints(tmp_path / "parts")[-1].unlink()  # as after a crash after step 6
+    (tmp_path / "parts" / "metrics.jsonl").open("a").write('{"kind": "tr')  # during a write
     trained(recipe, tmp_path / "parts", resume=True)
-    found, expected = (checkpoints.load_last(tmp_path / name) for name in ("parts", "whole"))
-    assert found["step"] == expected["step"] == 12
+    resumed, expected = (checkpoints.load_last(tmp_path / name) for name in ("parts", "whole"))
+    assert resumed["step"] == expected["step"] == 12
     for name in ("model", "optimizer", "shadow"):
-        assert same_state(found[name], expected[name]), name
+        assert same_state(resumed[name], expected[name]), name
     for kind in ("train", "eval", "errors"):
         timed = ("seconds", "step_ms")
         both = [
@@ -135,8 +135,8 @@ def test_a_run_goes_on_bit_for_bit(optimizer: str, tmp_path: Path) -> None:
     assert lines(tmp_path / "whole", "errors") or optimizer != "shampoo"
 
 
-def test_parts_of_a_batch_sum_up(tmp_path: Path) -> None:
-    # Without batch norm, whose statistics are of each part.
+def test_micro_batches_sum_up_to_the_batch(tmp_path: Path) -> None:
+    # The network has no batch norm, whose statistics would be those of each part.
     given = ["steps=5", "batch=20", "eval_every=5"]
     recipe = find_recipe("digits-vit").with_settings(parse_settings(given))
     whole = trained(recipe, tmp_path / "whole")
@@ -147,7 +147,7 @@ def test_parts_of_a_batch_sum_up(tmp_path: Path) -> None:
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
 
-def test_schedule_free_evaluates_other_weights(tmp_path: Path) -> None:
+def test_schedule_free_evaluates_averaged_weights(tmp_path: Path) -> None:
     recipe = small(
         "base=schedulefree-sgd", "schedule=schedule-free", "optimizer=base", "lr=1.0", "steps=40"
     )
@@ -186,7 +186,7 @@ def test_a_full_disk_keeps_the_last_checkpoint(
     (kept,) = (tmp_path / "run" / "checkpoints").iterdir()
     assert checkpoints.read(kept)["step"] == 6
 
-    # The same while torch writes: no file of this process may grow beyond 10,000 bytes.
+    # The disk fills up while torch writes: no file of this process may grow beyond 10,000 bytes.
     limits, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.getsignal(signal.SIGXFSZ)
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))
@@ -206,7 +206,7 @@ def test_a_network_learns(tmp_path: Path) -> None:
     assert lines(tmp_path / "run", "eval")[-1]["accuracy"] > 0.8
 
 
-def test_old_checkpoints_go(tmp_path: Path) -> None:
+def test_old_checkpoints_are_removed(tmp_path: Path) -> None:
     trained(small("checkpoint_every=3", "keep=2"), tmp_path / "run")
     assert [path.stem for path in checkpoints.checkpoints(tmp_path / "run")] == [
         "step-00000009",
@@ -227,27 +227,29 @@ def test_broken_checkpoints_are_named(tmp_path: Path) -> None:
         trained(recipe, tmp_path / "empty", resume=True)
 
 
-def test_a_comparison_goes_on_with_what_is_missing(tmp_path: Path) -> None:
+def test_a_comparison_resumes_with_its_missing_runs(tmp_path: Path) -> None:
     recipe = small("steps=4")
     members = [member(spec, recipe, "digits-cnn", RUNNING, CPU) for spec in ("base", "shampoo-4")]
-    own = Interrupts()
+    interrupts = Interrupts()
     with Display(QUIET) as display:
-        first = run_member(members[0], tmp_path / "base-seed0", CPU, RUNNING, display, False, own)
-        found = run_all(members, tmp_path, CPU, RUNNING, display, True, own)
-        assert [name for name, _ in found] == ["base-seed0", "shampoo-4-seed0"]
-        assert found[0][1] == json.loads(json.dumps(first))  # not run again: its times are the same
+        first = run_member(
+            members[0], tmp_path / "base-seed0", CPU, RUNNING, display, False, interrupts
+        )
+        runs = run_all(members, tmp_path, CPU, RUNNING, display, True, interrupts)
+        assert [name for name, _ in runs] == ["base-seed0", "shampoo-4-seed0"]
+        assert runs[0][1] == json.loads(json.dumps(first))  # not run again: it has the same times
         other = [member("base lr=0.1", recipe, "digits-cnn", RUNNING, CPU)]
         other[0] = type(other[0])("base", *list(vars(other[0]).values())[1:])
         with pytest.raises(LabError, match="other settings"):
-            run_all(other, tmp_path, CPU, RUNNING, display, True, own)
-    memory = found[1][1]["memory"]
+            run_all(other, tmp_path, CPU, RUNNING, display, True, interrupts)
+    memory = runs[1][1]["memory"]
     assert memory["statistics"] > 0
     assert memory["gradients"] == memory["parameters"]
     assert memory["peak"] is None or memory["peak"] >= 0
 
 
-class Later(Interrupts):
-    """Somebody presses Ctrl-C after the comparison has begun."""
+class InterruptsLater(Interrupts):
+    """Reports Ctrl-C after the comparison has begun."""
 
     def __init__(self) -> None:
         self.asked = 0
@@ -258,25 +260,25 @@ class Later(Interrupts):
         return self.asked > 1
 
 
-def test_an_interrupted_comparison_goes_on(tmp_path: Path) -> None:
+def test_an_interrupted_comparison_resumes(tmp_path: Path) -> None:
     members = [member(spec, small(), "digits-cnn", RUNNING, CPU) for spec in ("base", "shampoo-4")]
-    stop, go = Later(), Interrupts()
+    stop, go = InterruptsLater(), Interrupts()
     with Display(QUIET) as display:
         with pytest.raises(Interrupted):
             run_all(members, tmp_path / "parts", CPU, RUNNING, display, True, stop)
-        (own,) = (tmp_path / "parts").iterdir()  # the first one, after its first step
-        assert checkpoints.load_last(own)["step"] == 1
+        (first_run,) = (tmp_path / "parts").iterdir()  # the first one, after its first step
+        assert checkpoints.load_last(first_run)["step"] == 1
         run_all(members, tmp_path / "parts", CPU, RUNNING, display, True, go)
         run_all(members, tmp_path / "whole", CPU, RUNNING, display, False, go)
     for name in ("base-seed0", "shampoo-4-seed0"):
-        found, expected = (
+        resumed, expected = (
             checkpoints.load_last(tmp_path / folder / name) for folder in ("parts", "whole")
         )
-        assert same_state(found["model"], expected["model"])
-        assert same_state(found["optimizer"], expected["optimizer"])
+        assert same_state(resumed["model"], expected["model"])
+        assert same_state(resumed["optimizer"], expected["optimizer"])
 
 
-def test_commands_give_the_run_again() -> None:
+def test_commands_reproduce_the_run() -> None:
     import shlex
 
     recipe = find_recipe("pydoc-gpt").with_settings(
@@ -304,29 +306,29 @@ def test_commands_give_the_run_again() -> None:
 
 
 def train_on_ranks(rank: int, folder: str) -> None:
-    """On each rank: train in parallel, in both ways."""
+    """Train on a rank with DDP and with FSDP2."""
     for parallel in ("ddp", "fsdp2"):
         world = World(parallel, torch.device("cpu"), rank, 2)
         trained(transformer(), Path(folder) / parallel, world)
 
 
 def transformer() -> Recipe:
-    """Without crops, which each rank draws for itself; in 32 bits, where nothing is rounded."""
+    """Return a recipe without crops, which differ by rank, and without quantisation."""
     given = ["steps=8", "batch=20", "log_every=2", "bits=32", "checkpoint_every=4", "eval_every=4"]
     return find_recipe("digits-vit").with_settings(
         parse_settings([*given, "keep=9", "model.depth=1", "data.crop=0"])
     )
 
 
-def test_ranks_find_what_one_process_finds(tmp_path: Path) -> None:
-    """And one process goes on with the checkpoints of two ranks."""
+def test_ranks_train_like_one_process(tmp_path: Path) -> None:
+    """One process can also resume from the checkpoints of two ranks."""
 
     def losses(name: str) -> list[float]:
-        found = [
+        values = [
             line["loss"] for kind in ("train", "eval") for line in lines(tmp_path / name, kind)
         ]
-        assert len(found) == 8 / 2 + 8 / 4
-        return found
+        assert len(values) == 8 / 2 + 8 / 4
+        return values
 
     trained(transformer(), tmp_path / "one")
     run_on_ranks(2, train_on_ranks, str(tmp_path))
@@ -338,29 +340,29 @@ def test_ranks_find_what_one_process_finds(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "running", "said"),
+    ("settings", "running", "message"),
     [
         (["amp=fp16"], RUNNING, "--amp fp16 needs a GPU"),
         ([], Running(Path("data"), graph=True), "--cuda-graph needs a CUDA device"),
         (["model.classes=3"], RUNNING, "model.classes=10"),
         (["model.width=x"], RUNNING, "model 'digits-cnn' cannot be built"),
         (["optimizer=kfac"], Running(Path("data"), compile=True), "--compile leaves out the hooks"),
-        (["batch=5000"], RUNNING, "more than the 1400 training images"),
+        (["batch=5000"], RUNNING, "larger than the 1400 training images"),
     ],
 )
-def test_what_cannot_run_is_said_before_anything_is_written(
-    settings: list[str], running: Running, said: str, tmp_path: Path
+def test_invalid_runs_are_refused_before_anything_is_written(
+    settings: list[str], running: Running, message: str, tmp_path: Path
 ) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
     recipe = small(*settings)
-    one = member(recipe.optimizer, recipe, "digits-cnn", running, CPU)
-    with Display(QUIET) as display, pytest.raises(LabError, match=said):
-        run_member(one, tmp_path / "run", CPU, running, display, False, Interrupts())
+    invalid = member(recipe.optimizer, recipe, "digits-cnn", running, CPU)
+    with Display(QUIET) as display, pytest.raises(LabError, match=message):
+        run_member(invalid, tmp_path / "run", CPU, running, display, False, Interrupts())
     assert not (tmp_path / "run").exists()
 
 
-def test_schedule_free_shows_batch_norm_the_other_weights(
+def test_schedule_free_updates_batch_norm_for_averaged_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def network(name: str, **options: Any) -> nn.Module:
@@ -373,7 +375,7 @@ def test_schedule_free_shows_batch_norm_the_other_weights(
     norm: Any = training.model[1]
     before = norm.running_mean.clone()
     training._modes.evaluate(training.step)
-    # What the convolution gives with the averaged weights, over the batches that come next.
+    # Means of the convolution's output with the averaged weights, over the next batches.
     with torch.no_grad():
         seen = [
             training.model[0](training.data.batch(12 + i)[0]).mean((0, 2, 3)) for i in range(50)
@@ -392,7 +394,7 @@ def test_schedule_free_shows_batch_norm_the_other_weights(
 def on_gpu(
     settings: list[str], folder: Path, name: str = "swin-tiny", resume: bool = False, **running: Any
 ) -> Training:
-    """A short run on random images."""
+    """Train briefly on random images."""
     images = folder.parent / "data"
     if not images.exists():
         write_cifar(images, 400)
@@ -412,7 +414,7 @@ def on_gpu(
 @pytest.mark.parametrize("amp", ["off", "bf16", "fp16"])
 @pytest.mark.parametrize("graph", [False, True])
 @pytest.mark.parametrize("name", ["swin-tiny", "resnet34", "vgg19", "vit-small"])
-def test_a_run_on_a_gpu_goes_on_bit_for_bit(
+def test_a_run_on_a_gpu_resumes_bit_for_bit(
     name: str, amp: str, graph: bool, tmp_path: Path
 ) -> None:
     settings = [f"amp={amp}", *(["model.drop_path=0.1"] if "i" in name else [])]
@@ -424,9 +426,9 @@ def test_a_run_on_a_gpu_goes_on_bit_for_bit(
     on_gpu(settings, tmp_path / "parts", name, graph=graph)
     checkpoints.checkpoints(tmp_path / "parts")[-1].unlink()
     on_gpu(settings, tmp_path / "parts", name, resume=True, graph=graph)
-    found, expected = (checkpoints.load_last(tmp_path / name) for name in ("parts", "whole"))
+    resumed, expected = (checkpoints.load_last(tmp_path / name) for name in ("parts", "whole"))
     for name in ("model", "optimizer", "scaler", "shadow"):
-        assert same_state(found[name], expected[name]), name
+        assert same_state(resumed[name], expected[name]), name
 
 
 @pytest.mark.gpu
@@ -439,14 +441,14 @@ def test_a_graph_trains_as_eagerly(tmp_path: Path) -> None:
         [line["loss"] for line in lines(tmp_path / name, "train")] for name in ("eager", "graph")
     ]
     assert losses[0] == pytest.approx(losses[1], rel=1e-3)
-    # A graph's activations are there at the same time as AdamW's state, a quarter of it all, which
-    # is made after the capture.
+    # A graph keeps its activations beside AdamW's state, a quarter of the total, which is
+    # allocated after the capture.
     assert 0.95 * eager < graph < 1.3 * eager
 
 
 @pytest.mark.gpu
 def test_memory_of_earlier_runs_does_not_count(tmp_path: Path) -> None:
-    """The first one of a comparison leaves workspaces behind."""
+    """The first run of a comparison leaves workspaces behind."""
     on_gpu([], tmp_path / "zeroth", graph=True)
     first = on_gpu([], tmp_path / "first", graph=True).peak.read()
     other = torch.zeros(2**26, device="cuda")
@@ -457,7 +459,7 @@ def test_memory_of_earlier_runs_does_not_count(tmp_path: Path) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("graph", [False, True])
-def test_an_ordinary_step_waits_for_nothing(graph: bool, tmp_path: Path) -> None:
+def test_an_ordinary_step_does_not_synchronise(graph: bool, tmp_path: Path) -> None:
     never = ["update_every=100", "refresh_every=100", "steps=8", "amp=bf16"]
     training = on_gpu(never, tmp_path / "run", graph=graph)
     assert training.optimizer.state[training.model.head.weight]["step"] == 8  # next refresh: 16
@@ -471,7 +473,7 @@ def test_an_ordinary_step_waits_for_nothing(graph: bool, tmp_path: Path) -> None
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp2"])
-def test_one_rank_of_nccl_finds_what_one_process_finds(parallel: str, tmp_path: Path) -> None:
+def test_one_rank_of_nccl_trains_like_one_process(parallel: str, tmp_path: Path) -> None:
     run_on_ranks(1, train_on_one_gpu, str(tmp_path), parallel, backend="nccl")
     trained(transformer(), tmp_path / "one", World("none", torch.device("cuda")))
     losses = [
@@ -490,8 +492,8 @@ def test_every_optimizer_trains_on_a_gpu(optimizer: str, tmp_path: Path) -> None
     world = World("none", torch.device("cuda"))
     recipe = small(f"optimizer={optimizer}", "steps=120", "model.width=16", "base=adamw", "lr=1e-3")
     training = trained(recipe, tmp_path / "run", world)
-    found = lines(tmp_path / "run", "train")
-    assert found[-1]["loss"] < 0.95 * found[0]["loss"]
+    records = lines(tmp_path / "run", "train")
+    assert records[-1]["loss"] < 0.95 * records[0]["loss"]
     assert training.step == 120
 
 

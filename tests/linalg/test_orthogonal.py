@@ -59,8 +59,8 @@ QRS = pytest.mark.parametrize(
 @QRS
 @ORDERS
 @pytest.mark.parametrize("condition", [1.0, 1e3])
-def test_qr_is_qr(qr: QR, n: int, condition: float, device: torch.device) -> None:
-    """The reference is float64 Householder, with signs of a non-negative diagonal of R."""
+def test_qr_matches_householder(qr: QR, n: int, condition: float, device: torch.device) -> None:
+    """The reference is Householder QR in float64, with a non-negative diagonal of R."""
     X = spd(4, n, condition) @ orthogonal(4, n, n)
     Q, good = qr(X.float().to(device))
     expected = torch.stack([oracle.qr(x) for x in X])
@@ -78,8 +78,8 @@ def test_qr_takes_tall_matrices(qr: QR, device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("kind", ["ill-conditioned", "rank one", "zero", "zero column", "nan"])
-def test_cholesky_qr_knows_what_it_cannot_do(kind: str, device: torch.device) -> None:
-    """One bad matrix neither passes nor disturbs its neighbours; Householder can do it."""
+def test_cholesky_qr_reports_failures(kind: str, device: torch.device) -> None:
+    """One bad matrix fails and leaves the others unchanged; Householder handles it."""
     n = 40
     fine = spd(1, n, 10.0)[0]
     bad = {
@@ -148,7 +148,7 @@ def test_subspace_iteration_finds_eigenvectors(qr: QR, device: torch.device) -> 
 
 
 @ORDERS
-def test_power_iteration_is_the_oracles_and_bounds_the_largest(
+def test_power_iteration_matches_the_oracle_and_bounds_the_largest_eigenvalue(
     n: int, device: torch.device
 ) -> None:
     A = spd(3, n, 1e4)
@@ -160,7 +160,7 @@ def test_power_iteration_is_the_oracles_and_bounds_the_largest(
 
 
 @pytest.mark.parametrize("scale", [0.0, 1e-3, 1.0, 1e3])
-def test_power_iteration_goes_on_as_long_as_it_is_told_to(scale: float) -> None:
+def test_power_iteration_converges_with_more_steps(scale: float) -> None:
     A = (spd(1, 10, 10.0) * scale).float()
     assert torch.allclose(power_iteration(A, steps=200), torch.tensor([scale]), rtol=1e-3, atol=0)
 
@@ -188,7 +188,7 @@ def test_inverse_root_converges_to_the_eigendecomposition(p: int, device: torch.
 
 
 def test_ten_newton_steps_do_not_converge_at_high_condition() -> None:
-    """So `newton_steps` is an option, and the docs speak of an effective damping."""
+    """This is why `newton_steps` is an option and the docs describe an effective damping."""
     A = spd(1, 60, 1e6)
     lam, U = torch.linalg.eigh(A)
     expected = (U * (lam + 1e-6).pow(-0.25)[:, None, :]) @ U.mT
@@ -224,7 +224,7 @@ def test_inverse_root_stays_finite(name: str, p: int, device: torch.device) -> N
         assert torch.equal(root, torch.eye(n, device=device)[None])
 
 
-def test_inverse_root_freezes_each_matrix_by_itself() -> None:
+def test_inverse_root_freezes_each_matrix_separately() -> None:
     A = torch.cat([spd(1, 30, 10.0), spd(1, 30, 1e5), torch.zeros(1, 30, 30)]).float()
     A = torch.cat([A, torch.full((1, 30, 30), torch.nan)])
     together = inverse_root(A, 4, 1e-6, 15)
@@ -239,7 +239,7 @@ def test_inverse_root_refuses_other_roots() -> None:
 
 
 @pytest.mark.gpu
-def test_nothing_waits_for_the_host() -> None:
+def test_linear_algebra_does_not_synchronise() -> None:
     A = spd(3, 64, 1e3).float().cuda()
     V = orthogonal(3, 64, 64).float().cuda()
     inverse_root(A, 4, 1e-6, 10)
@@ -263,8 +263,8 @@ def inherit_precision() -> None:
 
 @pytest.fixture(params=["legacy high", "legacy medium", "cuda tf32", "all tf32"])
 def _reduced(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Enter the settings with which users allow less than float32."""
-    inherit_precision()  # what another test has set for one backend would hide what all are told
+    """Enter settings that allow less than float32 precision."""
+    inherit_precision()  # a setting left for one backend would hide the global one
     if request.param.startswith("legacy"):
         torch.set_float32_matmul_precision(request.param.split()[1])
     elif request.param == "cuda tf32":

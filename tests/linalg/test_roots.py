@@ -37,10 +37,10 @@ def exact(A: Tensor, p: int, damping: float) -> Tensor:
 @pytest.mark.parametrize("p", [1, 2, 4])
 @pytest.mark.parametrize(
     ("power", "damping", "tolerance"),
-    # Beyond a condition of 1e5, the float32 matrix itself is no better known.
+    # Beyond a condition of 1e5, rounding A to float32 dominates the error.
     [(0.0, 1e-6, 1e-5), (1.0, 1e-6, 1e-3), (2.0, 1e-4, 1e-3), (3.0, 1e-6, 2e-2), (6.0, 1e-2, 1e-4)],
 )
-def test_roots_are_those_of_the_eigenvalues(
+def test_roots_match_the_eigenvalues(
     p: int, power: float, damping: float, tolerance: float, device: torch.device
 ) -> None:
     lam = torch.arange(1, 151).double() ** -power
@@ -54,8 +54,8 @@ def test_roots_are_those_of_the_eigenvalues(
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
 @pytest.mark.parametrize("p", [pytest.param(1, marks=slow), pytest.param(2, marks=slow), 4])
 @pytest.mark.parametrize("n", [45, pytest.param(130, marks=slow)])
-def test_kernels_take_the_same_roots(n: int, p: int, kernels: torch.device) -> None:
-    """Kernels compute halves of symmetric products, in two parts."""
+def test_kernels_compute_the_same_roots(n: int, p: int, kernels: torch.device) -> None:
+    """Kernels compute only one half of symmetric products, in two parts."""
     lam = torch.arange(1, n + 1).double() ** -1.5
     A = torch.stack([with_spectrum(lam), with_spectrum(lam, 1) * 1e20, torch.zeros(n, n).double()])
     A = A.float()
@@ -95,7 +95,7 @@ def test_half_of_the_eigenvalues_may_be_zero(p: int) -> None:
 
 
 @pytest.mark.parametrize("scale", [1e-30, 1e30])
-def test_size_does_not_matter(scale: float) -> None:
+def test_roots_scale_with_the_matrix(scale: float) -> None:
     A = with_spectrum(torch.arange(1, 41).double() ** -1).float()
     small = converged_inverse_root((A * scale)[None], 4, 1e-6)[0]
     assert relative_error(small, exact(A, 4, 1e-6) * scale**-0.25) < 1e-3
@@ -112,7 +112,7 @@ def test_a_zero_matrix_gives_the_identity_and_order_one_the_number() -> None:
         assert float(one) == pytest.approx((81 * (1 + damping)) ** -0.25, rel=5e-5)
 
 
-def test_an_indefinite_matrix_is_not_said_to_have_converged() -> None:
+def test_an_indefinite_matrix_is_not_reported_as_converged() -> None:
     A = with_spectrum(torch.linspace(-0.5, 1, 30).double()).float()
     good = with_spectrum(torch.linspace(0.5, 1, 30).double()).float()
     actual = converged_inverse_root(torch.stack([A, good]), 4, 1e-6)
@@ -131,7 +131,7 @@ def test_steps_bring_the_whole_interval_to_one(p: int, least: float) -> None:
         assert (r > 0).all()
         newton = newton * ((p + 1) - newton**p) / p
     assert (r - 1).abs().max() < 5e-5
-    if least < 1e-6:  # where Newton's steps are far from it
+    if least < 1e-6:  # Newton's steps are still far from 1
         assert (newton - 1).abs().max() > 0.5
 
 
@@ -140,8 +140,10 @@ def test_other_roots_are_refused() -> None:
         converged_inverse_root(torch.eye(3)[None], 3, 1e-6)
 
 
-def assert_as_alone(orders: list[int], p: int, damping: float, device: torch.device) -> None:
-    """Matrices of one batch have the roots that they have alone, to the bit; the last is zero."""
+def assert_batch_matches_separate_roots(
+    orders: list[int], p: int, damping: float, device: torch.device
+) -> None:
+    """Check that batched roots equal separate ones to the bit; the last matrix is zero."""
     A = [with_spectrum(torch.arange(1, n + 1) ** -1.0, i).float() for i, n in enumerate(orders)]
     A[-1].zero_()
     pad = [functional.pad(a, (0, orders[0] - len(a), 0, orders[0] - len(a))) for a in A]
@@ -162,23 +164,23 @@ def assert_as_alone(orders: list[int], p: int, damping: float, device: torch.dev
     [(4, 1e-6), (2, 1.0), (1, 100.0)],
 )
 def test_roots_do_not_depend_on_the_batch(p: int, damping: float, kernels: torch.device) -> None:
-    """Tiles of the padding are skipped, and small matrices get no ridge there."""
-    several_tiles = kernels.type == "cuda" or p == 4  # interpreted, they take long
-    assert_as_alone([140 if several_tiles else 60, 45, 12], p, damping, kernels)
+    """Tiles of padding are skipped, and the padding of small matrices gets no ridge."""
+    several_tiles = kernels.type == "cuda" or p == 4  # several tiles take long when interpreted
+    assert_batch_matches_separate_roots([140 if several_tiles else 60, 45, 12], p, damping, kernels)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("p", [1, 2, 4])
 def test_tiles_of_many_matrices_side_by_side(p: int) -> None:
-    """On a GPU, programs do wait for each other."""
-    assert_as_alone([600, 520, 300, 130, 45] * 9, p, 1e-4, torch.device("cuda"))
+    """Programs on a GPU run concurrently and wait for each other."""
+    assert_batch_matches_separate_roots([600, 520, 300, 130, 45] * 9, p, 1e-4, torch.device("cuda"))
 
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
 @pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")
 @slow
 def test_kernels_mark_roots_that_have_not_converged(kernels: torch.device) -> None:
-    """Neighbours of a matrix that has not converged have their roots."""
+    """Other matrices of the batch still get their roots."""
     good = with_spectrum(torch.arange(1, 41) ** -1.0).float()
     broken = [good.clone() for _ in range(3)]
     broken[0] -= 0.5 * torch.eye(40)
@@ -192,7 +194,7 @@ def test_kernels_mark_roots_that_have_not_converged(kernels: torch.device) -> No
 @pytest.mark.parametrize(
     "scale", [1e-37, pytest.param(1e-34, marks=slow), pytest.param(1e34, marks=slow)]
 )
-def test_kernels_take_roots_of_any_size(scale: float, kernels: torch.device) -> None:
+def test_kernels_compute_roots_of_any_scale(scale: float, kernels: torch.device) -> None:
     A = with_spectrum(torch.arange(1, 41) ** -1.0)
     actual = converged_inverse_root((A * scale).float()[None].to(kernels), 4, 1e-6)[0].cpu()
     assert relative_error(actual.double() * scale**0.25, exact(A, 4, 1e-6)) < 1e-3
@@ -202,7 +204,7 @@ def test_kernels_take_roots_of_any_size(scale: float, kernels: torch.device) -> 
     st.lists(st.tuples(*[st.integers(0, 2**30)] * 4), min_size=2, max_size=12),
     st.integers(0, 2**30),
 )
-def test_no_line_of_a_polynomial_overwrites_what_is_read_later(
+def test_no_line_of_a_polynomial_overwrites_a_later_operand(
     choices: list[tuple[int, int, int, int]], which: int
 ) -> None:
     pytest.importorskip("triton")
@@ -216,7 +218,7 @@ def test_no_line_of_a_polynomial_overwrites_what_is_read_later(
     lines[checked] = lines[checked]._replace(C=which % (checked + 1))
     polynomial = Polynomial(tuple(lines), checked + 1, 0.1)
     places = _places(polynomial)
-    held = {0: 0}  # by place
+    held = {0: 0}  # line number by place
     for number, (line, place) in enumerate(zip(lines, places, strict=True), 1):
         out, *operands = place
         assert out not in operands

@@ -20,7 +20,7 @@ from kronbit.lab.quantisation.tables import PRINTED
 
 
 def trained() -> list[Statistic]:
-    """Preconditioners of a 32-bit run on digits, with conditions as in the paper."""
+    """Return preconditioners of a 32-bit run on digits, with conditions as in the paper."""
     torch.manual_seed(0)
     images, labels = load_digits(return_X_y=True)
     x, y = torch.tensor(images).float() / 16, torch.tensor(labels)
@@ -58,13 +58,13 @@ def check_orderings(rows: list[Row]) -> None:
         assert plain < tree
 
 
-def test_errors_are_the_printed_ones() -> None:
+def test_errors_match_the_printed_ones() -> None:
     rows = static_table(synthetic_matrix(), bits=4, kept=())
     check_orderings(rows)
     compared = 0
     for row in rows:
         printed = PRINTED.get((4, row.mapping, row.way, row.rectified))
-        # A itself depends on the eigenvalues, which are not printed: it may come out indefinite.
+        # A itself depends on the eigenvalues, which are not printed: it may be indefinite.
         if printed is None or row.way.startswith("A"):
             continue
         whole, off_diagonal = printed
@@ -75,7 +75,7 @@ def test_errors_are_the_printed_ones() -> None:
     assert compared == 10
 
 
-def test_orderings_hold_on_preconditioners_of_our_own_training() -> None:
+def test_orderings_hold_on_trained_preconditioners() -> None:
     matrices = trained()
     assert len(matrices) >= 3
     for statistic in matrices:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kronbit.factors import Layout, Leaves
+from kronbit.state.validation import checked_leaves
 from kronbit.step.state_plan import StatePlan
 from kronbit.step.step_plan import Snapshot, StepPlan
 
@@ -21,54 +21,6 @@ OWN_KEYS = ("step", "base", "product_bits")
 def blocks_of(entry: Mapping[str, Any]) -> dict[str, Any]:
     """The blocks in the state of a parameter."""
     return {key: value for key, value in entry.items() if key not in OWN_KEYS}
-
-
-FLOATS = frozenset((torch.float32, torch.bfloat16, torch.float16, torch.float64))
-
-
-def checked_leaves(values: Any, layout: Layout, where: str) -> Leaves:
-    """The tensors of one side of a block, if they are what the layout says.
-
-    Args:
-        values: Name -> tensor, from outside.
-        layout: What is expected.
-        where: The place of ``values``, for messages.
-
-    Raises:
-        ValueError: If a tensor is missing, unknown, of another dtype or shape, or holds impossible
-            numbers; by name.
-    """
-    if not isinstance(values, Mapping):
-        raise ValueError(f"{where} is missing or not a dict")
-    for name in values.keys() - layout.keys():
-        raise ValueError(f"{where}[{name!r}] is unknown; expected {', '.join(layout)}")
-    leaves: Leaves = {}
-    for name, (shape, dtype) in layout.items():
-        if name not in values:
-            raise ValueError(f"{where}[{name!r}] is missing")
-        value = values[name]
-        if not isinstance(value, Tensor) or value.dtype != dtype:
-            kind = value.dtype if isinstance(value, Tensor) else type(value).__name__
-            raise ValueError(f"{where}[{name!r}] is {kind}; expected a tensor of {dtype}")
-        if tuple(value.shape) != shape:
-            raise ValueError(f"{where}[{name!r}] has shape {tuple(value.shape)}; expected {shape}")
-        if value.is_meta or value.layout != torch.strided:
-            what = "on the meta device" if value.is_meta else value.layout
-            raise ValueError(f"{where}[{name!r}] is {what}; expected plain numbers")
-        if not is_finite(value):
-            raise ValueError(f"{where}[{name!r}] holds non-finite values")
-        if name.endswith(("scales", "eigenvalues")) and bool((value < 0).any()):
-            raise ValueError(f"{where}[{name!r}] holds negative values")
-        leaves[name] = value
-    return leaves
-
-
-def is_finite(value: Tensor) -> bool:
-    """Whether there is neither NaN nor infinity in a tensor. Waits for the device."""
-    if value.dtype not in FLOATS:
-        return True
-    largest = torch.linalg.vector_norm(value.flatten(), ord=torch.inf) if value.numel() else 0.0
-    return bool(largest < torch.inf)
 
 
 # Behind the last of many dicts: by this, too few and too many values are noticed without counting.

@@ -24,9 +24,9 @@ from kronbit.config import (
 from kronbit.factors import Leaves, is_root, make_method
 from kronbit.gpu.product_precision import WAYS
 from kronbit.linalg.precision import full_precision
-from kronbit.state.binding import blocks_of, checked_leaves
+from kronbit.state.binding import blocks_of
 from kronbit.state.migration import up_to_date
-from kronbit.state.outline import check, plain
+from kronbit.state.validation import check_outline, checked_leaves, plain
 from kronbit.step.schedule import first_preconditioned_step
 from kronbit.step.state_plan import StatePlan
 
@@ -119,7 +119,7 @@ def read(
     Raises:
         ValueError: If groups or entries do not match; by key.
     """
-    check(state_dict, groups)
+    check_outline(state_dict, groups)
     state, saved = state_dict["state"], state_dict["param_groups"]
     of_base_alone = bool(state) and not any("base" in entry for entry in state.values())
     if not of_base_alone:

@@ -1,4 +1,4 @@
-"""Loading F's part of a checkpoint."""
+"""Loading of F's state from a checkpoint."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from kronbit.state.validation import check_base_state
 
 
 class BaseLoader:
-    """Loads F's part of a checkpoint through F's own ``load_state_dict``, checked and exact.
+    """Loads F's state through F's ``load_state_dict``, with checks and without a change of dtype.
 
-    What F should hold is learned from a step on the meta device, where F can take one.
+    The expected state comes from a step of F on the meta device. If F cannot step there, missing
+    values, types and shapes are not checked.
 
     Args:
         base: F.
@@ -26,24 +27,24 @@ class BaseLoader:
 
     def __init__(self, base: Optimizer, checkpoint: Checkpoint) -> None:
         self._base, self._checkpoint = base, checkpoint
-        own = [p for group in base.param_groups for p in group["params"]]
+        params = [p for group in base.param_groups for p in group["params"]]
         groups = [
             {**group, "params": old["params"]}
             for group, old in zip(checkpoint.groups, base.param_groups, strict=True)
         ]
         try:
             states = state_on_meta(type(base), groups)
-        except Exception:  # it does not run there: then nothing can be checked
+        except Exception:  # F does not run on the meta device
             states = {}
-        self._expected = {p: states.get(i, {}) for i, p in enumerate(own)}
+        self._expected = {p: states.get(i, {}) for i, p in enumerate(params)}
 
     def check(self) -> None:
-        """Refuse a state that F could not work with: a tensor is missing, of a wrong shape, NaN."""
+        """Check the state of every parameter; see ``check_base_state``."""
         for p, entry in self._checkpoint.entries.items():
             check_base_state(entry.base, self._expected[p], type(self._base), entry.path("base"))
 
     def load(self) -> None:
-        """Let F load; undo its cast to the parameter's dtype where F itself holds another."""
+        """Let F load its state, then undo casts to the parameter's dtype that F does not expect."""
         state = {e.key: dict(e.base) for e in self._checkpoint.entries.values() if e.base}
         with _restored_on_error(self._base):
             self._base.load_state_dict({"state": state, "param_groups": self._checkpoint.groups})
@@ -55,12 +56,12 @@ class BaseLoader:
         self, entry: Entry, expected: Mapping[str, Any], state: MutableMapping[str, Any]
     ) -> None:
         for name, value in entry.base.items():
-            loaded, own = state.get(name), expected.get(name)
+            loaded, template = state.get(name), expected.get(name)
             if type(value) is not Tensor or type(loaded) is not Tensor:
                 continue
-            if isinstance(own, Tensor):
-                dtype = own.dtype
-            else:  # unknown: counters and products keep their dtype, moments take the parameter's
+            if isinstance(template, Tensor):
+                dtype = template.dtype
+            else:  # unknown: scalars keep their dtype, moments take the parameter's
                 dtype = value.dtype if value.dim() == 0 else loaded.dtype
             if loaded.dtype != dtype:
                 state[name] = value.to(device=loaded.device, dtype=dtype, copy=True)

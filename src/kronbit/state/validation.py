@@ -15,7 +15,7 @@ from kronbit.blocks.gradients import elements
 from kronbit.config import GROUP_OPTIONS
 from kronbit.factors import Layout, Leaves
 
-# What may not be taken for another; of anything else, anything may.
+# An option must keep its kind. Values of other types are not compared.
 _KINDS: dict[str, tuple[type, ...]] = {
     "number": (int, float),
     "sequence": (list, tuple),
@@ -23,7 +23,7 @@ _KINDS: dict[str, tuple[type, ...]] = {
 }
 
 _FLOATS = frozenset((torch.float32, torch.bfloat16, torch.float16, torch.float64))
-# What torch's optimizers call their counters, and their sums and means of squares.
+# Names of counters and of sums and means of squares in torch's optimizers.
 _NEVER_NEGATIVE = frozenset(
     ("step", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "square_avg", "acc_delta", "sum")
 )
@@ -31,10 +31,10 @@ _COMPARED = frozenset((*_FLOATS, torch.int32, torch.int64))
 
 
 def copied(state_dict: Any) -> dict[str, Any]:
-    """A copy of the outermost dict, which hooks may change.
+    """Return a copy of the outermost dict, which hooks may change.
 
     Raises:
-        ValueError: If it is none.
+        ValueError: If ``state_dict`` is not a dict.
     """
     if not isinstance(state_dict, Mapping):
         raise ValueError(f"a state dict is a dict; got {type(state_dict).__name__}")
@@ -44,15 +44,15 @@ def copied(state_dict: Any) -> dict[str, Any]:
 def check_outline(
     state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], prefix: str = ""
 ) -> None:
-    """Refuse what does not fit param groups.
+    """Check that a state dict matches an optimizer's param groups.
 
     Args:
-        state_dict: What is to be loaded.
-        groups: The optimizer's.
-        prefix: The place of the state dict, for messages.
+        state_dict: The state dict to load.
+        groups: The optimizer's param groups.
+        prefix: Path of the state dict in error messages.
 
     Raises:
-        ValueError: If it does not fit; by key.
+        ValueError: If an entry does not match. The message names the key.
     """
     for key in ("state", "param_groups"):
         if key not in state_dict:
@@ -89,13 +89,13 @@ def _check_group(old: Any, group: Mapping[str, Any], where: str) -> None:
         raise ValueError(f"{where}['params'] must be a list of numbers or names; got {keys!r}")
     names = old.get("param_names", keys)
     if not isinstance(names, (list, tuple)) or len(names) != len(keys):
-        raise ValueError(f"{where}['param_names'] must be as many names; got {names!r}")
+        raise ValueError(f"{where}['param_names'] must hold one name per parameter; got {names!r}")
     if len(keys) != len(group["params"]):
         raise ValueError(
             f"{where} has {len(keys)} parameters in the checkpoint and {len(group['params'])} in "
             "the optimizer"
         )
-    # Ours are looked at where they are read.
+    # The second-order options are checked where they are read.
     for name in (old.keys() & group.keys()) - {"params", "param_names", *GROUP_OPTIONS}:
         _check_option(f"{where}[{name!r}]", old[name], group[name])
     if "lr" in old and isinstance(plain(group.get("lr")), (int, float)):
@@ -104,33 +104,33 @@ def _check_group(old: Any, group: Mapping[str, Any], where: str) -> None:
             raise ValueError(f"{where}['lr'] must be a finite number; got {old['lr']!r}")
 
 
-def _check_option(where: str, value: Any, own: Any) -> None:
-    kind, expected = _kind(value), _kind(own)
+def _check_option(where: str, value: Any, current: Any) -> None:
+    kind, expected = _kind(value), _kind(current)
     if kind and expected and kind != expected:
-        raise ValueError(f"{where} must be a {expected}, as {own!r} is; got {value!r}")
-    if kind == expected == "sequence" and len(value) != len(own):
-        raise ValueError(f"{where} must have the length of {own!r}; got {value!r}")
+        raise ValueError(f"{where} must be a {expected}, as {current!r} is; got {value!r}")
+    if kind == expected == "sequence" and len(value) != len(current):
+        raise ValueError(f"{where} must have the length of {current!r}; got {value!r}")
     for number in map(plain, value if kind == "sequence" else [value]):
         if isinstance(number, float) and math.isnan(number):
             raise ValueError(f"{where} must be a number; got {value!r}")
 
 
 def _kind(value: Any) -> str | None:
-    found = plain(value)
-    return next((kind for kind, types in _KINDS.items() if isinstance(found, types)), None)
+    number = plain(value)
+    return next((kind for kind, types in _KINDS.items() if isinstance(number, types)), None)
 
 
 def checked_leaves(values: Any, layout: Layout, where: str) -> Leaves:
-    """The tensors of one side of a block, if they are what the layout says.
+    """Return the tensors of one side of a block after checking them against a layout.
 
     Args:
-        values: Name -> tensor, from outside.
-        layout: What is expected.
-        where: The place of ``values``, for messages.
+        values: Name -> tensor, from a checkpoint or from the user.
+        layout: The expected shapes and dtypes.
+        where: Path of ``values`` in error messages.
 
     Raises:
-        ValueError: If a tensor is missing, unknown, of another dtype or shape, or holds impossible
-            numbers; by name.
+        ValueError: If a tensor is missing or unknown, has another dtype or shape, or holds
+            impossible numbers. The message names the tensor.
     """
     if not isinstance(values, Mapping):
         raise ValueError(f"{where} is missing or not a dict")
@@ -147,8 +147,8 @@ def checked_leaves(values: Any, layout: Layout, where: str) -> Leaves:
         if tuple(value.shape) != shape:
             raise ValueError(f"{where}[{name!r}] has shape {tuple(value.shape)}; expected {shape}")
         if value.is_meta or value.layout != torch.strided:
-            what = "on the meta device" if value.is_meta else value.layout
-            raise ValueError(f"{where}[{name!r}] is {what}; expected plain numbers")
+            problem = "on the meta device" if value.is_meta else value.layout
+            raise ValueError(f"{where}[{name!r}] is {problem}; expected a strided tensor with data")
         if not is_finite(value):
             raise ValueError(f"{where}[{name!r}] holds non-finite values")
         if name.endswith(("scales", "eigenvalues")) and bool((value < 0).any()):
@@ -158,7 +158,7 @@ def checked_leaves(values: Any, layout: Layout, where: str) -> Leaves:
 
 
 def is_finite(value: Tensor) -> bool:
-    """Whether there is neither NaN nor infinity in a tensor. Waits for the device."""
+    """True if a tensor holds neither NaN nor infinity. Waits for the device."""
     if value.dtype not in _FLOATS:
         return True
     largest = torch.linalg.vector_norm(value.flatten(), ord=torch.inf) if value.numel() else 0.0
@@ -168,16 +168,17 @@ def is_finite(value: Tensor) -> bool:
 def check_base_state(
     state: Mapping[str, Any], expected: Mapping[str, Any], base: type[Optimizer], where: str
 ) -> None:
-    """Refuse a state that F could not work with.
+    """Check that F can continue from a loaded state.
 
     Args:
-        state: F's state of one parameter, from outside.
-        expected: The state after a step on the meta device; empty if unknown.
-        base: Type of F.
-        where: The place of ``state``, for messages.
+        state: F's state of one parameter.
+        expected: F's state after a step on the meta device; empty if unknown.
+        base: The class of F.
+        where: Path of ``state`` in error messages.
 
     Raises:
-        ValueError: If a value is missing, has another shape or holds impossible numbers; by name.
+        ValueError: If a value is missing, has another shape or holds impossible numbers. The
+            message names the value.
     """
     of_torch = base.__module__.startswith("torch.optim.")
     for name, value in state.items():
@@ -194,7 +195,7 @@ def check_base_state(
 
 def _check_like(where: str, name: str, value: Any, expected: Tensor) -> None:
     if not isinstance(value, Tensor):
-        # Counters may be plain numbers; torch's SGD begins a momentum that is None.
+        # Counters may be plain numbers. SGD accepts None for a momentum that has not begun.
         counter = not expected.dim() and isinstance(plain(value), (int, float))
         if not counter and (name, value) != ("momentum_buffer", None):
             raise ValueError(f"{where} is {type(value).__name__}; expected a tensor")
@@ -205,9 +206,9 @@ def _check_like(where: str, name: str, value: Any, expected: Tensor) -> None:
 
 
 def _check_numbers(where: str, value: Any, never_negative: bool) -> None:
-    if type(value) is Tensor:  # not of a shard, which ranks would have to look at together
+    if type(value) is Tensor:  # not a DTensor: its check would need all ranks
         if value.is_meta:
-            raise ValueError(f"{where} is on the meta device: it has no numbers")
+            raise ValueError(f"{where} is on the meta device and has no data")
         numbers = elements(value)
         if not is_finite(numbers):
             raise ValueError(f"{where} holds non-finite values")
@@ -218,8 +219,11 @@ def _check_numbers(where: str, value: Any, never_negative: bool) -> None:
 
 
 def plain(value: Any) -> Any:
-    """The number in a tensor of one element, or of another package; anything else as it is."""
+    """Convert a tensor of one element, or a foreign number, to a Python number.
+
+    Other values are returned unchanged.
+    """
     if isinstance(value, Tensor) and value.numel() == 1 and not value.is_meta:
         return value.item()
-    other = isinstance(value, Real) and not isinstance(value, (int, float))
-    return float(value) if other else value
+    foreign = isinstance(value, Real) and not isinstance(value, (int, float))
+    return float(value) if foreign else value

@@ -30,7 +30,7 @@ from kronbit.rules import Algorithm
 from kronbit.state.base_state import BaseLoader
 from kronbit.state.binding import StateKeeper, blocks_of
 from kronbit.state.loading import fill, read
-from kronbit.state.outline import copied
+from kronbit.state.validation import copied
 from kronbit.statistics import GradientStatistics, Statistics
 from kronbit.step.failures import (
     Stage,

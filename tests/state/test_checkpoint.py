@@ -475,9 +475,13 @@ def test_wrong_entries_are_refused(path: tuple[Any, ...], value: Any, message: s
 @pytest.mark.parametrize(
     ("side", "change", "message"),
     [
-        ("base", lambda t: t.to("meta"), "is on the meta device: it has no numbers"),
-        ("block_0", lambda t: t.to("meta"), "is on the meta device; expected plain numbers"),
-        ("block_0", Tensor.to_sparse, "is torch.sparse_coo; expected plain numbers"),
+        ("base", lambda t: t.to("meta"), "is on the meta device and has no data"),
+        (
+            "block_0",
+            lambda t: t.to("meta"),
+            "is on the meta device; expected a strided tensor with data",
+        ),
+        ("block_0", Tensor.to_sparse, "is torch.sparse_coo; expected a strided tensor with data"),
     ],
 )
 def test_tensors_without_numbers_are_refused(side: str, change: Any, message: str) -> None:
@@ -529,7 +533,7 @@ def test_too_few_parameter_names_are_refused_and_nothing_changes(names: Any) -> 
     optimizer = Shampoo([("weight", p), ("bias", nn.Parameter(torch.randn(3)))], lr=1e-2, **FAST)
     state = copy.deepcopy(optimizer.state_dict())
     state["param_groups"][0].update(param_names=names, lr=0.7)
-    with pytest.raises(ValueError, match=r"param_groups\[0\]\['param_names'\] must be as many"):
+    with pytest.raises(ValueError, match=r"param_groups\[0\]\['param_names'\] must hold one name"):
         optimizer.load_state_dict(state)
     assert optimizer.param_groups[0]["lr"] == 1e-2
 

@@ -23,9 +23,8 @@ from kronbit.linalg.precision import full_precision
 from kronbit.messages import parameter_name
 from kronbit.rules import graft_scale
 from kronbit.state.base_state import BaseLoader
-from kronbit.state.binding import checked_leaves
 from kronbit.state.loading import Checkpoint, Entry
-from kronbit.state.outline import check, copied
+from kronbit.state.validation import check_outline, checked_leaves, copied
 
 
 class Rewriter(Around, ABC):
@@ -301,7 +300,7 @@ def _by_parameter(
     state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], prefix: str = ""
 ) -> dict[Tensor, tuple[Any, Any]]:
     """Map each parameter with state to its key and its entry in a state dict."""
-    check(state_dict, groups, prefix)
+    check_outline(state_dict, groups, prefix)
     state, saved = state_dict["state"], state_dict["param_groups"]
     # An entry may be empty: reading optimizer.state[p] creates one.
     return {

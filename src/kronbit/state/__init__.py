@@ -1,1 +1,1 @@
-"""Where state leaves live, and how a checkpoint is loaded."""
+"""Binding, checking and loading of the optimizer's state."""

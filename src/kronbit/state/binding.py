@@ -1,4 +1,4 @@
-"""The optimizer's state: the plan's tensors, and F's own."""
+"""Binding of the optimizer's state to the plan's stacks and to F's state."""
 
 from __future__ import annotations
 
@@ -10,112 +10,64 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kronbit.factors import Layout, Leaves
+from kronbit.state.validation import checked_leaves
 from kronbit.step.state_plan import StatePlan
 from kronbit.step.step_plan import Snapshot, StepPlan
 
-# Names that are not blocks in the state of a parameter.
-OWN_KEYS = ("step", "base", "product_bits")
+# Keys in the state of a parameter that are not blocks.
+_OTHER_KEYS = ("step", "base", "product_bits")
 
 
 def blocks_of(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """The blocks in the state of a parameter."""
-    return {key: value for key, value in entry.items() if key not in OWN_KEYS}
+    """Return the blocks in the state of a parameter."""
+    return {key: value for key, value in entry.items() if key not in _OTHER_KEYS}
 
 
-FLOATS = frozenset((torch.float32, torch.bfloat16, torch.float16, torch.float64))
-
-
-def checked_leaves(values: Any, layout: Layout, where: str) -> Leaves:
-    """The tensors of one side of a block, if they are what the layout says.
-
-    Args:
-        values: Name -> tensor, from outside.
-        layout: What is expected.
-        where: The place of ``values``, for messages.
-
-    Raises:
-        ValueError: If a tensor is missing, unknown, of another dtype or shape, or holds impossible
-            numbers; by name.
-    """
-    if not isinstance(values, Mapping):
-        raise ValueError(f"{where} is missing or not a dict")
-    for name in values.keys() - layout.keys():
-        raise ValueError(f"{where}[{name!r}] is unknown; expected {', '.join(layout)}")
-    leaves: Leaves = {}
-    for name, (shape, dtype) in layout.items():
-        if name not in values:
-            raise ValueError(f"{where}[{name!r}] is missing")
-        value = values[name]
-        if not isinstance(value, Tensor) or value.dtype != dtype:
-            kind = value.dtype if isinstance(value, Tensor) else type(value).__name__
-            raise ValueError(f"{where}[{name!r}] is {kind}; expected a tensor of {dtype}")
-        if tuple(value.shape) != shape:
-            raise ValueError(f"{where}[{name!r}] has shape {tuple(value.shape)}; expected {shape}")
-        if value.is_meta or value.layout != torch.strided:
-            what = "on the meta device" if value.is_meta else value.layout
-            raise ValueError(f"{where}[{name!r}] is {what}; expected plain numbers")
-        if not is_finite(value):
-            raise ValueError(f"{where}[{name!r}] holds non-finite values")
-        if name.endswith(("scales", "eigenvalues")) and bool((value < 0).any()):
-            raise ValueError(f"{where}[{name!r}] holds negative values")
-        leaves[name] = value
-    return leaves
-
-
-def is_finite(value: Tensor) -> bool:
-    """Whether there is neither NaN nor infinity in a tensor. Waits for the device."""
-    if value.dtype not in FLOATS:
-        return True
-    largest = torch.linalg.vector_norm(value.flatten(), ord=torch.inf) if value.numel() else 0.0
-    return bool(largest < torch.inf)
-
-
-# Behind the last of many dicts: by this, too few and too many values are noticed without counting.
+# Follows the last of many dicts, so that a missing or extra value shifts it and is noticed.
 _END = {"end": object()}
 
 
 class Binding:
-    """Keeps the state's tensors and the plan's stacks one.
+    """Makes the state's tensors views into the plan's stacks and detects replaced ones.
 
-    State leaves are views into the stacks. Others may replace or remove them (offloading, device
-    moves, a reset), which is noticed by identity. There are thousands of tensors inside of blocks:
-    these are compared before a step writes to them, else after it.
+    Offloading, device moves and resets replace or remove tensors of the state. This is detected by
+    identity. Entries and blocks are compared before every step. The tensors inside of blocks are
+    many: they are compared before a step that writes to them, and otherwise after the step.
     """
 
     def __init__(self) -> None:
         self._state: Mapping[Tensor, Any] | None = None
         self._entries: list[tuple[Tensor, dict[str, Any]]] = []
-        # Of every block: the entry that it is in, its key there, and its dict.
-        self._owners: list[dict[str, Any]] = []
+        # For every block: the entry that holds it, its key in the entry, and its dict.
+        self._holders: list[dict[str, Any]] = []
         self._keys: list[str] = []
         self._views: list[dict[str, Any]] = []
-        # Live views of the dicts below the blocks, and the values that they shall show.
+        # Live views of all dicts inside of blocks, and the values that they must show.
         self._dicts: list[ValuesView[Any]] = []
         self._values: list[Any] = []
 
     def holds_entries(self, state: Mapping[Tensor, Any]) -> bool:
-        """True if every parameter still has the entry that its blocks were put into."""
+        """True if every parameter still has its bound entry."""
         return state is self._state and all(state.get(p) is entry for p, entry in self._entries)
 
     def holds_blocks(self) -> bool:
-        """True if every block in these entries is the one that was put there."""
+        """True if the entries still hold all bound blocks."""
         return self._state is not None and all(
-            map(is_, map(dict.get, self._owners, self._keys), self._views)
+            map(is_, map(dict.get, self._holders, self._keys), self._views)
         )
 
     def holds_tensors(self) -> bool:
-        """True if the tensors inside of all blocks are those that were put there."""
+        """True if the blocks still hold all bound tensors."""
         return all(map(is_, chain.from_iterable(self._dicts), self._values))
 
     def bind(self, plan: StatePlan, state: MutableMapping[Tensor, dict[str, Any]]) -> set[Tensor]:
-        """Put the plan's views into the state; values that the state already holds are kept.
+        """Put the plan's views into the state and keep the values that the state holds.
 
         Returns:
-            Parameters that hold values, of which the state does not say how they are used.
+            Parameters with values but without ``product_bits``.
 
         Raises:
-            ValueError: If a held tensor does not fit; nothing is changed then.
+            ValueError: If a tensor of the state does not fit. Nothing is changed in this case.
         """
         blocks = list(plan.blocks())
         held = []
@@ -128,57 +80,57 @@ class Binding:
                     for side, factors in block.sides.items()
                 }
             held.append(values)
-        self._state = None  # until all is there: what is not whole is not intact
+        self._state = None  # not intact until everything is bound
         self._entries = [(p, state[p]) for p in plan.places]
-        self._owners, self._keys, self._views, self._dicts = [], [], [], []
+        self._holders, self._keys, self._views, self._dicts = [], [], [], []
         for block, values in zip(blocks, held, strict=True):
             views = {side: factors.slot(block.row) for side, factors in block.sides.items()}
             for side, leaves in (values or {}).items():
                 for name, value in leaves.items():
                     views[side][name].copy_(value)
             state[block.p][block.key] = views
-            self._owners.append(state[block.p])
+            self._holders.append(state[block.p])
             self._keys.append(block.key)
             self._views.append(views)
             self._dicts += [views.values(), *(leaves.values() for leaves in views.values())]
         self._dicts.append(_END.values())
-        self._values = [value for own in self._dicts for value in own]
+        self._values = [value for values in self._dicts for value in values]
         self._state = state
         unknown = {block.p for block, values in zip(blocks, held, strict=True) if values}
         unknown = {p for p in unknown if "product_bits" not in state[p]}
         for p, place in plan.places.items():
-            own = plan.preconditioners[place.device]
+            preconditioner = plan.preconditioners[place.device]
             if p in unknown:
                 continue
             bits = state[p].setdefault("product_bits", 0)
             if bits:
-                own.stacks.refreshed.add(place.index)
-                own.products.ways[place.index] = bits
+                preconditioner.stacks.refreshed.add(place.index)
+                preconditioner.products.ways[place.index] = bits
         return unknown
 
 
 def _keep_on_host(
     old: Mapping[str, Any], new: MutableMapping[str, Any], device: torch.device
 ) -> None:
-    """Put counters back where F reads them without waiting for the device.
+    """Move F's counters back to the CPU, where F reads them without waiting for the device.
 
-    After a resume Lightning moves all of the state to the parameter's device, but for a tensor
-    that is called ``"step"`` in the first place, where ours is not one.
+    After a resume, Lightning moves the state to the parameter's device. It spares only a tensor
+    ``state[p]["step"]``, not the counters in ``state[p]["base"]``.
     """
     tensors = {name: value for name, value in old.items() if isinstance(value, Tensor)}
     if any(value.dim() and value.device != device for value in tensors.values()):
-        return  # the parameter itself has moved: F may want its counters there
+        return  # the parameter has moved, and F may want its counters on the new device
     for name, value in tensors.items():
         if not value.dim() and value.device.type == "cpu" and isinstance(new.get(name), Tensor):
             new[name] = new[name].cpu()
 
 
 class BaseLink:
-    """Keeps ``state[p]["base"]`` and F's own dict one, whichever of the two is replaced."""
+    """Keeps ``state[p]["base"]`` and F's state of p the same dict if either is replaced."""
 
     def __init__(self) -> None:
         self._linked: dict[Tensor, Any] = {}
-        # Our entries, the dicts shown there, F's state, and dicts that are two, but empty.
+        # The entries, their "base" dicts, F's state, and pairs of dicts that differ but are empty.
         self._remembered: Sequence[dict[str, Any]] | None = None
         self._shown: list[Any] = []
         self._base_state = Snapshot({})
@@ -190,20 +142,20 @@ class BaseLink:
         state: MutableMapping[Tensor, dict[str, Any]],
         base_state: MutableMapping[Tensor, Any],
     ) -> None:
-        """Make sure that a parameter has state, and that F has what stands there as its own."""
+        """Create the state of a parameter if needed, and give F the dict ``state[p]["base"]``."""
         if "base" not in state[p] and p in self._linked:
-            # somebody reset our state: F's part of it goes, too
+            # The entry was reset, so F's state of p is reset, too.
             del self._linked[p]
             base_state.pop(p, None)
         state[p].setdefault("step", 0)
         held = state[p].setdefault("base", {})
         if held and held is not self._linked.get(p, held):
-            # replaced in our state: by offloading, a device move, ...
+            # The dict was replaced, by offloading or a device move.
             _keep_on_host(self._linked[p], held, p.device)
             base_state[p] = held
 
     def holds(self, entries: Sequence[dict[str, Any]], base_state: Mapping[Tensor, Any]) -> bool:
-        """True if F's dicts are those in our entries, or both are empty, as last remembered."""
+        """True if nothing has changed since ``remember`` accepted these entries."""
         return (
             entries is self._remembered
             and all(map(is_, map(dict.get, entries, repeat("base")), self._shown))
@@ -217,7 +169,7 @@ class BaseLink:
         entries: Sequence[dict[str, Any]],
         base_state: Mapping[Tensor, Any],
     ) -> None:
-        """Remember F's dicts and those in our entries, for ``holds``, if they are the same ones."""
+        """Remember the entries for ``holds`` if each shows F's dict, or both dicts are empty."""
         self._remembered, self._empty = None, []
         self._shown = list(map(dict.get, entries, repeat("base")))
         for p, shown in zip(params, self._shown, strict=True):
@@ -233,24 +185,24 @@ class BaseLink:
         state: MutableMapping[Tensor, dict[str, Any]],
         base_state: MutableMapping[Tensor, Any],
     ) -> None:
-        """Show F's own dict in our state, for every parameter that F has state of."""
-        for p in [p for p, own in base_state.items() if own and isinstance(p, Tensor)]:
+        """Set ``state[p]["base"]`` to F's dict for every parameter that F has state of."""
+        for p in [p for p, held in base_state.items() if held and isinstance(p, Tensor)]:
             self.start(p, state, base_state)
-            if p in base_state:  # else it has just gone with ours
+            if p in base_state:  # start() removes F's state of a reset parameter
                 state[p]["base"] = self._linked[p] = base_state[p]
 
 
 class StateKeeper:
-    """Keeps the optimizer's state, the plan's stacks and F's state one, whoever changes them."""
+    """Keeps the optimizer's state, the plan's stacks and F's state in agreement."""
 
     def __init__(self) -> None:
         self._binding, self._base_link = Binding(), BaseLink()
-        self._tensors_intact = True  # when they were last compared
+        self._tensors_intact = True  # result of the last comparison
 
     def holds(
         self, plan: StepPlan, state: Mapping[Tensor, Any], base_state: Mapping[Tensor, Any]
     ) -> bool:
-        """True if nobody has changed the state since the last step with this plan."""
+        """True if the state has not changed since the last step with this plan."""
         return (
             self._tensors_intact
             and plan.states.holds(state)
@@ -259,16 +211,16 @@ class StateKeeper:
         )
 
     def holds_tensors(self) -> bool:
-        """True if no tensor inside of a block has been replaced. Compares all of them."""
+        """True if no tensor inside of a block has been replaced. Compares all tensors."""
         return self._binding.holds_tensors()
 
     def is_intact(self, state: Mapping[Tensor, Any]) -> bool:
-        """True if the state holds all that was bound."""
+        """True if the state still holds all bound entries, blocks and tensors."""
         binding = self._binding
         return binding.holds_entries(state) and binding.holds_blocks() and binding.holds_tensors()
 
     def bind(self, plan: StatePlan, state: MutableMapping[Tensor, dict[str, Any]]) -> set[Tensor]:
-        """Make the state's tensors views of a plan's stacks; see ``Binding.bind``."""
+        """Make the state's tensors views into a plan's stacks; see ``Binding.bind``."""
         unknown = self._binding.bind(plan, state)
         self._tensors_intact = True
         return unknown
@@ -279,7 +231,7 @@ class StateKeeper:
         state: MutableMapping[Tensor, dict[str, Any]],
         base_state: MutableMapping[Tensor, Any],
     ) -> None:
-        """Compare tensors, and show what F has put into its state or replaced there."""
+        """Compare the tensors of blocks and show F's new dicts in the state."""
         self._tensors_intact = self._binding.holds_tensors()
         if not self._base_link.holds(plan.entries, base_state):
             self._base_link.join(state, base_state)
@@ -291,7 +243,7 @@ class StateKeeper:
         state: MutableMapping[Tensor, dict[str, Any]],
         base_state: MutableMapping[Tensor, Any],
     ) -> None:
-        """Give a parameter a state; see ``BaseLink.start``."""
+        """Create the state of a parameter; see ``BaseLink.start``."""
         self._base_link.start(p, state, base_state)
 
     def join(
@@ -299,5 +251,5 @@ class StateKeeper:
         state: MutableMapping[Tensor, dict[str, Any]],
         base_state: MutableMapping[Tensor, Any],
     ) -> None:
-        """Show F's state in ours; see ``BaseLink.join``."""
+        """Show F's state in the optimizer's; see ``BaseLink.join``."""
         self._base_link.join(state, base_state)

@@ -1,7 +1,8 @@
-"""Loading a state dict: checked before anything changes, converted where the format differs.
+"""Loading of a state dict: check everything first, then convert blocks of another format.
 
-The base class's ``load_state_dict`` casts every tensor to the parameter's dtype: packed codes would
-become floats, and float32 scales under bf16 parameters would be rounded. So loading is ours.
+``torch.optim.Optimizer.load_state_dict`` casts every tensor to the parameter's dtype: packed codes
+would become floats, and float32 scales of bf16 parameters would be rounded. This module keeps every
+dtype.
 """
 
 from __future__ import annotations
@@ -24,24 +25,24 @@ from kronbit.config import (
 from kronbit.factors import Leaves, is_root, make_method
 from kronbit.gpu.product_precision import WAYS
 from kronbit.linalg.precision import full_precision
-from kronbit.state.binding import blocks_of, checked_leaves
+from kronbit.state.binding import blocks_of
 from kronbit.state.migration import up_to_date
-from kronbit.state.outline import check, plain
+from kronbit.state.validation import check_outline, checked_leaves, plain
 from kronbit.step.schedule import first_preconditioned_step
 from kronbit.step.state_plan import StatePlan
 
 
 @dataclass(frozen=True)
 class Entry:
-    """What a checkpoint says of one parameter.
+    """The state of one parameter in a checkpoint.
 
     Attributes:
-        key: Its key in the checkpoint.
-        step: Gradients that it has seen.
-        product_bits: How its products are taken, 0 before it is preconditioned; ``None``: unknown.
-        base: F's own state.
+        key: The parameter's key in the checkpoint.
+        step: Number of gradients that the parameter has seen.
+        product_bits: Bits of the operands of L̂ G R̂. 0: not preconditioned yet. ``None``: unknown.
+        base: F's state.
         blocks: Key -> state of each block.
-        config: The options it was written with.
+        config: Options of the parameter's group in the checkpoint.
     """
 
     key: Any
@@ -52,42 +53,42 @@ class Entry:
     config: Config
 
     def path(self, *keys: str) -> str:
-        """The place of something in this entry, for messages."""
+        """Return the path of a value in this entry, for error messages."""
         return f"state[{self.key!r}]" + "".join(f"[{key!r}]" for key in keys)
 
     def lacks_roots(self) -> bool:
-        """Whether it should be preconditioned by now, but is not."""
+        """True if the parameter should be preconditioned by this step but is not."""
         due = self.step >= first_preconditioned_step(self.config)
         return bool(self.blocks) and self.product_bits == 0 and due
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A state dict, its outline checked.
+    """A state dict, matched with the optimizer's parameters.
 
     Attributes:
-        groups: The param groups as they will be.
-        entries: Parameter -> what is known of it.
+        groups: The param groups after loading.
+        entries: Parameter -> its entry.
     """
 
     groups: list[dict[str, Any]]
     entries: dict[Tensor, Entry]
 
     def owned_by(self, owns: Callable[[Tensor], bool]) -> Checkpoint:
-        """The part of a rank, which loads no blocks of parameters that others own."""
+        """Drop the blocks of parameters that other ranks own."""
         others = {p: replace(entry, blocks={}) for p, entry in self.entries.items() if not owns(p)}
         return replace(self, entries={**self.entries, **others})
 
     def parameters(
         self, groups: Sequence[Mapping[str, Any]], config: Config
     ) -> Iterator[tuple[Tensor, Config]]:
-        """Yield the parameters that have an entry, with the options that they will have."""
+        """Yield the parameters that have an entry, with their options after loading."""
         for group, current in zip(self.groups, groups, strict=True):
             options = config.for_group(group)
             yield from ((p, options) for p in current["params"] if p in self.entries)
 
     def new_state(self) -> dict[Tensor, dict[str, Any]]:
-        """The optimizer's state but for blocks and F's part, which are put in afterwards."""
+        """Return the optimizer's new state, without blocks and F's state."""
         state: dict[Tensor, dict[str, Any]] = {}
         for p, entry in self.entries.items():
             state[p] = {"step": entry.step}
@@ -96,7 +97,7 @@ class Checkpoint:
         return state
 
     def of_unknown_products(self) -> list[Tensor]:
-        """Parameters of which the checkpoint does not say how their products are taken."""
+        """Return the parameters whose entries lack ``product_bits``."""
         return [p for p, entry in self.entries.items() if entry.product_bits is None]
 
 
@@ -108,18 +109,18 @@ def read(
 ) -> Checkpoint:
     """Match a state dict with the optimizer's groups and check its outline.
 
-    A state dict of F alone is taken, too: the second-order state starts fresh then.
+    A state dict of F alone is accepted. The second-order state then starts fresh.
 
     Args:
-        state_dict: What is to be loaded.
+        state_dict: The state dict to load.
         groups: The optimizer's param groups.
-        configs: Their options.
-        statistics: What the optimizer's are made of.
+        configs: The options of the groups.
+        statistics: Kind of the optimizer's statistics.
 
     Raises:
-        ValueError: If groups or entries do not match; by key.
+        ValueError: If groups or entries do not match. The message names the key.
     """
-    check(state_dict, groups)
+    check_outline(state_dict, groups)
     state, saved = state_dict["state"], state_dict["param_groups"]
     of_base_alone = bool(state) and not any("base" in entry for entry in state.values())
     if not of_base_alone:
@@ -128,16 +129,17 @@ def read(
             _check_statistics(saved, statistics)
     merged, entries = [], {}
     for index, (old, group, config) in enumerate(zip(saved, groups, configs, strict=True)):
-        # The checkpoint's numbers, as in every torch optimizer, but our own way of storing.
-        own = {name: getattr(config, name) for name in STRUCTURAL_OPTIONS}
+        # As in every torch optimizer, the checkpoint's options win. Only structural ones stay.
+        structural = {name: getattr(config, name) for name in STRUCTURAL_OPTIONS}
         rest = {name: value for name, value in group.items() if name != "params"}
-        merged.append({**rest, **old, **own, FORMAT_KEY: FORMAT, STATISTICS_KEY: statistics})
+        kind = {FORMAT_KEY: FORMAT, STATISTICS_KEY: statistics}
+        merged.append({**rest, **old, **structural, **kind})
         try:
             written = Config().for_group(old)
         except (TypeError, ValueError) as error:
             raise ValueError(f"param_groups[{index}]: {error}") from error
         for key, p in zip(old["params"], group["params"], strict=True):
-            # reading optimizer.state[p] of a parameter without state leaves an empty entry
+            # Reading optimizer.state[p] creates an empty entry.
             if not state.get(key):
                 continue
             if of_base_alone:
@@ -149,12 +151,12 @@ def read(
 
 def _check_statistics(saved: Sequence[Mapping[str, Any]], expected: str) -> None:
     for index, old in enumerate(saved):
-        found = old.get(STATISTICS_KEY, expected)
-        if found != expected:
+        kind = old.get(STATISTICS_KEY, expected)
+        if kind != expected:
             raise ValueError(
-                f"param_groups[{index}] has statistics of {found}, this optimizer takes those of "
-                f"{expected}: Shampoo and CASPR share theirs, KFAC and AdaBK theirs; of others, "
-                "only base.state_dict() can be loaded"
+                f"param_groups[{index}] has statistics of {kind}, this optimizer needs statistics "
+                f"of {expected}: Shampoo and CASPR can load each other's checkpoints, and so can "
+                "KFAC and AdaBK; otherwise, load base.state_dict()"
             )
 
 
@@ -175,31 +177,32 @@ def _read_entry(key: Any, value: Mapping[str, Any], config: Config) -> Entry:
     return Entry(key, int(step), product, value["base"], blocks_of(value), config)
 
 
-_CUT = (
-    "the checkpoint was cut into other blocks; use the precondition, max_order, split, batch_dims "
-    "and split_sizes that it was written with, and with blocks='local' as many ranks"
+_OTHER_BLOCKS = (
+    "the checkpoint holds other blocks; use the precondition, max_order, split, batch_dims and "
+    "split_sizes that it was written with, and the same number of ranks with blocks='local'"
 )
 
 
 @full_precision()
 def fill(plan: StatePlan, entries: Mapping[Tensor, Entry]) -> None:
-    """Copy checkpointed blocks into a new plan.
+    """Copy the blocks of a checkpoint into a new plan.
 
     Args:
-        plan: Freshly made.
-        entries: The checkpoint's parameters.
+        plan: The new plan.
+        entries: The entries of the checkpoint.
 
     Raises:
-        ValueError: If a block is missing, left over, or not what its format says; by key.
+        ValueError: If a block is missing, left over, or does not fit its format. The message names
+            the key.
     """
     left_over = {parameter: set(entry.blocks) for parameter, entry in entries.items()}
-    work = []
+    copies = []
     for block in plan.blocks():
         entry = entries.get(block.p)
         if entry is None or not (entry.blocks or (entry.step and entry.config.precondition)):
-            continue  # it was not preconditioned: its statistics start now
+            continue  # not preconditioned in the checkpoint: statistics start fresh
         if block.key not in entry.blocks:
-            raise ValueError(f"{entry.path(block.key)} is missing: {_CUT}")
+            raise ValueError(f"{entry.path(block.key)} is missing: {_OTHER_BLOCKS}")
         left_over[block.p].discard(block.key)
         held = entry.blocks[block.key]
         if not isinstance(held, Mapping):
@@ -210,21 +213,23 @@ def fill(plan: StatePlan, entries: Mapping[Tensor, Entry]) -> None:
             source = entry.config.format(factors.order)
             layout = make_method(source).layout(factors.order)
             leaves = checked_leaves(held.get(side), layout, entry.path(block.key, side))
-            work.append((factors, block.row, leaves, source))
+            copies.append((factors, block.row, leaves, source))
     for parameter, keys in left_over.items():
         if keys:
-            raise ValueError(f"{entries[parameter].path(min(keys))} does not exist here: {_CUT}")
-    for factors, row, leaves, source in work:
+            raise ValueError(
+                f"{entries[parameter].path(min(keys))} does not exist here: {_OTHER_BLOCKS}"
+            )
+    for factors, row, leaves, source in copies:
         views = factors.slot(row)
         for name, value in _converted(leaves, source, factors.format, factors.device).items():
             views[name].copy_(value)
 
 
 def _converted(leaves: Leaves, source: Format, target: Format, device: torch.device) -> Leaves:
-    """The tensors of one side in the target's format; the same ones where formats are equal."""
+    """Convert the tensors of one side to the target's format."""
     if source == target:
         return leaves
-    # Copies: kernels read words, and a checkpoint's tensors may begin anywhere.
+    # Copy, since kernels read aligned words and a checkpoint's tensors may be unaligned.
     stack = {
         name: value.to(device, copy=True, memory_format=torch.contiguous_format).unsqueeze(0)
         for name, value in leaves.items()
@@ -242,9 +247,9 @@ def _converted(leaves: Leaves, source: Format, target: Format, device: torch.dev
 
 
 def _power(root: Tensor, exponent: float) -> Tensor:
-    """A root, which is positive semi-definite, as that of another exponent."""
+    """Raise a positive semi-definite root to a power."""
     if exponent == 1:
         return root
     lam, V = torch.linalg.eigh(root.double())
-    found: Tensor = ((V * lam.clamp(min=0).unsqueeze(-2) ** exponent) @ V.mT).float()
-    return found
+    power: Tensor = ((V * lam.clamp(min=0).unsqueeze(-2) ** exponent) @ V.mT).float()
+    return power

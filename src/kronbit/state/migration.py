@@ -1,8 +1,8 @@
-"""What earlier formats of checkpoints meant: they are brought up to date here, and nowhere else.
+"""Conversion of checkpoints that earlier versions have written.
 
-``kronbit_format`` in every param group is the number of the format. A change of what the state
-holds, or of what an option means, takes the next number, and a function below that makes a group of
-the one before into one of its own.
+``kronbit_format`` in every param group is the number of the format. A change of the state's layout
+or of an option's meaning takes the next number, and a function in this module that converts a group
+of the format before.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from kronbit.config import FORMAT, FORMAT_KEY, STATISTICS_KEY
 
 
 def _from_1(group: Mapping[str, Any]) -> dict[str, Any]:
-    """The paper's method was the default, and there was one storage at first."""
+    """Write out the defaults of format 1: the paper's method and storage."""
     method = "dense" if group.get("bits") == 32 else "eigen"
     return {
         **group,
@@ -27,16 +27,17 @@ _NEXT: dict[int, Callable[[Mapping[str, Any]], dict[str, Any]]] = {1: _from_1}
 
 
 def up_to_date(groups: Sequence[Mapping[str, Any]], has_state: bool) -> list[dict[str, Any]]:
-    """Param groups of a checkpoint of any format as they would be written today.
+    """Convert the param groups of a checkpoint to the current format.
 
     Args:
-        groups: As they were written.
-        has_state: Whether there is state beside them; without, they may be those of F alone.
+        groups: The param groups of the checkpoint.
+        has_state: True if the checkpoint holds state. Without state, the groups may come from F
+            alone and carry no format.
 
     Raises:
-        ValueError: If a format is unknown, since it is a later one.
+        ValueError: If a format is unknown, as that of a later version is.
     """
-    found = []
+    converted = []
     for index, group in enumerate(groups):
         version = group.get(FORMAT_KEY)
         if version not in range(1, FORMAT + 1) and (version is not None or has_state):
@@ -44,11 +45,11 @@ def up_to_date(groups: Sequence[Mapping[str, Any]], has_state: bool) -> list[dic
                 f"param_groups[{index}] has {FORMAT_KEY}={version!r}; this version of kronbit "
                 f"reads formats 1 to {FORMAT}: upgrade kronbit"
             )
-        now = dict(group)
+        current = dict(group)
         if version is not None:
             for number in range(int(version), FORMAT):
-                now = _NEXT[number](now)
-            # Before K-FAC there was nothing to be said, and no number was taken for it.
-            now = {STATISTICS_KEY: "gradients", **now, FORMAT_KEY: FORMAT}
-        found.append(now)
-    return found
+                current = _NEXT[number](current)
+            # Versions before K-FAC wrote no kind of statistics. The format did not change with it.
+            current = {STATISTICS_KEY: "gradients", **current, FORMAT_KEY: FORMAT}
+        converted.append(current)
+    return converted

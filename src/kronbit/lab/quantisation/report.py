@@ -27,8 +27,7 @@ from kronbit.lab.training.checkpoints import checkpoints
 from kronbit.linalg.precision import full_precision
 from kronbit.messages import parameter_name
 from kronbit.state import loading
-from kronbit.state.binding import checked_leaves
-from kronbit.state.outline import check
+from kronbit.state.validation import check_outline, checked_leaves
 from kronbit.step.schedule import refreshes_at, updates_at
 
 # Each method has one of these in its state; the length of its last axis is the order.
@@ -258,7 +257,7 @@ def read_preconditioners(
     """
     groups = state_dict["param_groups"]
     try:
-        check(state_dict, groups)
+        check_outline(state_dict, groups)
         if not any(FORMAT_KEY in group for group in groups):
             raise LabError(f"{label} {_NOTHING}")
         # Empty tensors stand in for the parameters of an optimizer, which the reader expects.

@@ -256,7 +256,7 @@ class SecondOrder(Around):
         ):
             writes = plan.schedule()
             # A step that writes to the state compares all tensors first; others compare at the end.
-            if not writes or self._keeper.holds_tensors():
+            if not writes or self._keeper.binding.holds_tensors():
                 return plan, gradients
         gradients = gradients.once()
         self._step_plan = self._new_step_plan(gradients)
@@ -329,10 +329,10 @@ class SecondOrder(Around):
     # ---------------------------------------------------------------------------------- state
 
     def _start_state(self, p: Tensor) -> None:
-        self._keeper.start(p, self.state, self.base.state)
+        self._keeper.base_link.start(p, self.state, self.base.state)
 
     def _join_base_states(self) -> None:
-        self._keeper.join(self.state, self.base.state)
+        self._keeper.base_link.join(self.state, self.base.state)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state: plain tensors by parameter and block, and F's state under ``"base"``.

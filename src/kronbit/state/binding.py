@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, MutableMapping, Sequence, ValuesView
 from itertools import chain, repeat
 from operator import is_
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -25,6 +25,10 @@ def blocks_of(entry: Mapping[str, Any]) -> dict[str, Any]:
 
 # Follows the last of many dicts, so that a missing or extra value shifts it and is noticed.
 _END = {"end": object()}
+
+# The optimizer's state, and F's.
+State: TypeAlias = MutableMapping[Tensor, dict[str, Any]]
+BaseState: TypeAlias = MutableMapping[Tensor, Any]
 
 
 class Binding:
@@ -60,7 +64,7 @@ class Binding:
         """True if the blocks still hold all bound tensors."""
         return all(map(is_, chain.from_iterable(self._dicts), self._values))
 
-    def bind(self, plan: StatePlan, state: MutableMapping[Tensor, dict[str, Any]]) -> set[Tensor]:
+    def bind(self, plan: StatePlan, state: State) -> set[Tensor]:
         """Put the plan's views into the state and keep the values that the state holds.
 
         Returns:
@@ -139,8 +143,8 @@ class BaseLink:
     def start(
         self,
         p: Tensor,
-        state: MutableMapping[Tensor, dict[str, Any]],
-        base_state: MutableMapping[Tensor, Any],
+        state: State,
+        base_state: BaseState,
     ) -> None:
         """Create the state of a parameter if needed, and give F the dict ``state[p]["base"]``."""
         if "base" not in state[p] and p in self._linked:
@@ -154,7 +158,7 @@ class BaseLink:
             _keep_on_host(self._linked[p], held, p.device)
             base_state[p] = held
 
-    def holds(self, entries: Sequence[dict[str, Any]], base_state: Mapping[Tensor, Any]) -> bool:
+    def holds(self, entries: Sequence[dict[str, Any]], base_state: BaseState) -> bool:
         """True if nothing has changed since ``remember`` accepted these entries."""
         return (
             entries is self._remembered
@@ -167,7 +171,7 @@ class BaseLink:
         self,
         params: Sequence[Tensor],
         entries: Sequence[dict[str, Any]],
-        base_state: Mapping[Tensor, Any],
+        base_state: BaseState,
     ) -> None:
         """Remember the entries for ``holds`` if each shows F's dict, or both dicts are empty."""
         self._remembered, self._empty = None, []
@@ -182,8 +186,8 @@ class BaseLink:
 
     def join(
         self,
-        state: MutableMapping[Tensor, dict[str, Any]],
-        base_state: MutableMapping[Tensor, Any],
+        state: State,
+        base_state: BaseState,
     ) -> None:
         """Set ``state[p]["base"]`` to F's dict for every parameter that F has state of."""
         for p in [p for p, held in base_state.items() if held and isinstance(p, Tensor)]:
@@ -193,63 +197,40 @@ class BaseLink:
 
 
 class StateKeeper:
-    """Keeps the optimizer's state, the plan's stacks and F's state in agreement."""
+    """Keeps the optimizer's state, the plan's stacks and F's state in agreement.
+
+    Attributes:
+        binding: Links the state with the stacks.
+        base_link: Links the state with F's state.
+    """
 
     def __init__(self) -> None:
-        self._binding, self._base_link = Binding(), BaseLink()
+        self.binding, self.base_link = Binding(), BaseLink()
         self._tensors_intact = True  # result of the last comparison
 
-    def holds(
-        self, plan: StepPlan, state: Mapping[Tensor, Any], base_state: Mapping[Tensor, Any]
-    ) -> bool:
+    def holds(self, plan: StepPlan, state: Mapping[Tensor, Any], base_state: BaseState) -> bool:
         """True if the state has not changed since the last step with this plan."""
         return (
             self._tensors_intact
             and plan.states.holds(state)
-            and self._binding.holds_blocks()
-            and self._base_link.holds(plan.entries, base_state)
+            and self.binding.holds_blocks()
+            and self.base_link.holds(plan.entries, base_state)
         )
-
-    def holds_tensors(self) -> bool:
-        """True if no tensor inside of a block has been replaced. Compares all tensors."""
-        return self._binding.holds_tensors()
 
     def is_intact(self, state: Mapping[Tensor, Any]) -> bool:
         """True if the state still holds all bound entries, blocks and tensors."""
-        binding = self._binding
+        binding = self.binding
         return binding.holds_entries(state) and binding.holds_blocks() and binding.holds_tensors()
 
-    def bind(self, plan: StatePlan, state: MutableMapping[Tensor, dict[str, Any]]) -> set[Tensor]:
+    def bind(self, plan: StatePlan, state: State) -> set[Tensor]:
         """Make the state's tensors views into a plan's stacks; see ``Binding.bind``."""
-        unknown = self._binding.bind(plan, state)
+        unknown = self.binding.bind(plan, state)
         self._tensors_intact = True
         return unknown
 
-    def after_step(
-        self,
-        plan: StepPlan,
-        state: MutableMapping[Tensor, dict[str, Any]],
-        base_state: MutableMapping[Tensor, Any],
-    ) -> None:
+    def after_step(self, plan: StepPlan, state: State, base_state: BaseState) -> None:
         """Compare the tensors of blocks and show F's new dicts in the state."""
-        self._tensors_intact = self._binding.holds_tensors()
-        if not self._base_link.holds(plan.entries, base_state):
-            self._base_link.join(state, base_state)
-            self._base_link.remember(plan.params, plan.entries, base_state)
-
-    def start(
-        self,
-        p: Tensor,
-        state: MutableMapping[Tensor, dict[str, Any]],
-        base_state: MutableMapping[Tensor, Any],
-    ) -> None:
-        """Create the state of a parameter; see ``BaseLink.start``."""
-        self._base_link.start(p, state, base_state)
-
-    def join(
-        self,
-        state: MutableMapping[Tensor, dict[str, Any]],
-        base_state: MutableMapping[Tensor, Any],
-    ) -> None:
-        """Show F's state in the optimizer's; see ``BaseLink.join``."""
-        self._base_link.join(state, base_state)
+        self._tensors_intact = self.binding.holds_tensors()
+        if not self.base_link.holds(plan.entries, base_state):
+            self.base_link.join(state, base_state)
+            self.base_link.remember(plan.params, plan.entries, base_state)

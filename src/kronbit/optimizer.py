@@ -221,10 +221,8 @@ class SecondOrder(Around):
         return gradients
 
     def _join_ranks(self) -> None:
-        """Agree with other ranks on what to do, before the first step."""
-        if self._agreed:
-            return
-        if self._plan is None:
+        """Agree with other ranks before the first step, and after parameters were added."""
+        if self._plan is None and not self._agreed:
             # Accelerate shards parameters after it has loaded an empty state.
             self._check_groups(self.param_groups)
             self._adopt(self.param_groups)

@@ -146,7 +146,12 @@ def disagree(rank: int) -> dict[str, str]:
 
     step("parameters", width=66 + rank)
     step("options", bits=4 + 4 * rank)
-    step("gradients", process_group=dist.group.WORLD)
+    optimizer = step("gradients", process_group=dist.group.WORLD)
+    late = nn.Parameter(torch.ones(66 + rank, 70))
+    optimizer.add_param_group({"params": [late]})
+    late.grad = torch.ones_like(late)
+    with pytest.raises(RuntimeError, match="rank 1 of 2 has group 1, parameter 0 of shape"):
+        optimizer.step()
     with pytest.warns(RuntimeWarning, match="gradients differ between the 2 ranks"):
         optimizer = step("apart")
     assert optimizer.diagnostics()["ranks"]["apart"] == 1
@@ -166,7 +171,7 @@ def fail_to_update(rank: int) -> str:
         def fail(*_: Any) -> None:
             raise MemoryError("no room")
 
-        Preconditioner._update_own = fail
+        Preconditioner._update_assigned = fail
     try:
         optimizer.step()
     except (MemoryError, RuntimeError) as error:

@@ -1,4 +1,4 @@
-"""The options: one frozen dataclass, every bad value refused here by name."""
+"""The options of the second-order optimizers, and their checks."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ METHODS = ("dense", "eigen", "naive", "cholesky")
 STORAGES = ("paper", "compact")
 EXPONENTS = (-0.25, -0.5, -1.0)
 
-# Version of the state's layout, kept in every param group.
+# Version of the state's layout, stored in every param group.
 FORMAT = 2
 FORMAT_KEY = "kronbit_format"
-# What the statistics are made of, there, too: those of others are of no use.
+# Kind of statistics; checkpoints of another kind cannot be loaded.
 STATISTICS_KEY = "kronbit_statistics"
 
 
 class Format(NamedTuple):
-    """How the factors of one order are stored. Equal formats hold interchangeable tensors."""
+    """Storage format of the factors of one order. Equal formats have interchangeable tensors."""
 
     method: str
     statistic: Quantizer
@@ -33,12 +33,12 @@ class Format(NamedTuple):
 
     @property
     def root_part(self) -> tuple[Quantizer, bool, int]:
-        """What the root's tensors depend on."""
+        """The fields that determine the root's tensors."""
         return self.root, self.compact, self.p
 
     @property
     def statistic_part(self) -> tuple[str, Quantizer, bool]:
-        """What the statistic's tensors depend on."""
+        """The fields that determine the statistic's tensors."""
         return self.method, self.statistic, self.compact
 
 
@@ -47,69 +47,71 @@ _FLOAT32 = Quantizer(bits=32)
 
 @dataclass(frozen=True)
 class Config:
-    """Options of a second-order optimizer; the paper's symbol stands first where it has one.
+    """Options of a second-order optimizer.
 
-    All but the last seven may also be given per param group.
+    The paper's symbol stands first where an option has one. F is the base optimizer, L and R are a
+    block's statistics, L̂ and R̂ their inverse roots, and G̃ is the preconditioned gradient. All
+    options but the last seven can also be set per param group.
 
     Attributes:
         bits: b. Width of the stored statistics: 3, 4, 6, 8 or 32.
-        root_bits: Width of the stored inverse roots; ``None``: the same as ``bits``.
-        method: ``"cholesky"`` quantises the preconditioner's triangular factor, ``"eigen"`` stores
-            eigenvalues and quantised eigenvectors (the paper's method), ``"naive"`` quantises the
-            preconditioner itself (its baseline), ``"dense"`` keeps float32. ``None``: ``"dense"``
-            at 32 bits, else ``"cholesky"``.
-        mapping: R. ``"linear2"``, ``"dt"`` or ``"linear"``.
-        block_size: Elements that share one scale.
-        min_quantized_numel: A matrix with fewer elements stays in 32 bits.
-        storage: ``"compact"``: of symmetric and triangular matrices one triangle, in tiles, and
-            scales quantised to 8 bits. ``"paper"``: the paper's layout, to the bit. ``None``:
-            ``"compact"``, unless ``block_size`` is not 64.
-        exponent: The power of L and R that L̂ and R̂ are: -1/4, the paper's, -1/2 or -1.
-        trace_scaling: True divides L and R by the root of their trace before they are raised to
-            ``exponent``. The norm of a parameter's update is F's in any case; this is about the
-            balance between its blocks.
-        beta: β. Decay of the statistics; 1 sums them up.
-        damping: ε. Ridge of the root relative to the largest eigenvalue; of ``"cholesky"`` at least
-            5e-7. (Not ``eps``, which belongs to the base optimizer.)
-        start: L0 = R0 = start I; ``None``: ε I, the paper's for Shampoo.
+        root_bits: Width of the stored inverse roots. ``None``: the same as ``bits``.
+        method: Representation of the statistics. ``"cholesky"`` quantises the Cholesky factor.
+            ``"eigen"``, the paper's method, stores eigenvalues and quantised eigenvectors.
+            ``"naive"``, the paper's baseline, quantises the matrix itself. ``"dense"`` keeps
+            float32. ``None``: ``"dense"`` at 32 bits, else ``"cholesky"``.
+        mapping: R. Codebook of the quantiser: ``"linear2"``, ``"dt"`` or ``"linear"``.
+        block_size: Number of elements that share one scale.
+        min_quantized_numel: Matrices with fewer elements are kept in 32 bits.
+        storage: Layout of quantised matrices. ``"compact"`` stores one triangle of symmetric and
+            triangular matrices, in tiles, with 8-bit scales. ``"paper"`` is the paper's layout,
+            bit for bit. ``None``: ``"compact"`` if ``block_size`` is 64, else ``"paper"``.
+        exponent: Exponent of the inverse root: -1/4 (the paper's), -1/2 or -1.
+        trace_scaling: If True, L and R are divided by the square root of their trace before the
+            root. This changes the balance between the blocks of a parameter, but not the norm of
+            its update, which F determines.
+        beta: β. Decay of the statistics. 1 sums them up.
+        damping: ε. Ridge of the root, relative to the largest eigenvalue. ``"cholesky"`` uses at
+            least 5e-7. (``eps`` is an option of the base optimizer.)
+        start: Initial statistics: L0 = R0 = start I. ``None``: ε I, as in the paper's Shampoo.
         update_every: T1. Steps between updates of the statistics.
         refresh_every: T2. Steps between refreshes of the inverse roots.
-        first_refresh: ``None``: the first refresh is at T2. An integer k: update and refresh at
-            k, 2k, 4k, ... while below T2; from T2 on, T1 and T2 rule.
-        stagger: True spreads updates and refreshes over their intervals: the blocks run the same
-            schedule, each with a delay of its own below the longer interval (R two steps more than
-            L), so that no step does the work of all. False: all at the same step, as in the paper.
-        update_rectify: t1. Björck steps on the dequantised eigenvectors before an update; this and
-            the next three are for ``"eigen"``.
-        refresh_rectify: t2. Björck steps before a refresh.
-        qr_iterations: QR iterations of the randomized SVD in each update.
-        root: How ``"eigen"`` takes the root: ``"eigen"``, by powers of the eigenvalues, or
-            ``"schur_newton"``, as the dense method does.
-        newton_steps: Schur-Newton iterations. Ten, the paper's number, do not converge at high
-            condition: they act like a damping of 1e-5 to 1e-4.
-        max_order: Largest side of a block; larger matrices are cut.
-        split: ``"greedy"``: max_order, max_order, ..., remainder (the paper's); ``"even"``: equal
-            pieces, rounded up to multiples of 64.
-        batch_dims: Leading axes that count matrices: 1 for stacked experts (E, m, n).
-        split_sizes: Rows of matrices stacked in one parameter, such as a fused QKV; each is cut
-            on its own. Where the rows do not sum up but the columns do, the columns are split.
-        precondition: False leaves the parameters to the base optimizer.
-        workspace_mb: Bound of transient memory, in MiB.
-        offload_statistics: True keeps the statistics of parameters on a GPU in the host's memory
-            (pinned); updates and refreshes stream them through the workspace. The inverse roots,
-            which every step needs, stay on the GPU.
-        shard_state: True, where ranks hold the same parameters (DistributedDataParallel): the state
-            of each parameter is on one of them, which sends its G̃ to the others at every step.
-            Least memory; ``kronbit.consolidate_state_dict`` takes the place of ``state_dict()``.
-        blocks: Of parameters whose rows are sharded over ranks (FSDP2). ``"whole"``: those of the
-            whole matrix, as in one process. ``"local"``: each rank cuts its own rows, and sends
-            nothing; another cut, which depends on the number of ranks.
-        keep_gradients: True gives the gradients back unchanged after the step, at the price of a
-            copy of them.
-        cuda_graph: Whether the ordinary step on a GPU, and the factorisation inside of updates, are
+        first_refresh: An integer k below T2: updates and refreshes come at steps k, 2k, 4k, ...
+            before T2, and from T2 on at T1 and T2. ``None``: the first refresh is at T2.
+        stagger: If True, updates and refreshes are spread over their intervals. Each block keeps
+            the schedule, with a delay below the longer interval, and R comes two steps after L.
+            False: all blocks at the same step, as in the paper.
+        update_rectify: t1. Björck steps on the dequantised eigenvectors before an update. Only for
+            ``"eigen"``.
+        refresh_rectify: t2. Björck steps before a refresh. Only for ``"eigen"``.
+        qr_iterations: QR iterations of the randomized SVD in each update. Only for ``"eigen"``.
+        root: Root of the method ``"eigen"``: ``"eigen"`` takes powers of the eigenvalues,
+            ``"schur_newton"`` iterates on the matrix, as the method ``"dense"`` does.
+        newton_steps: Schur-Newton iterations. The paper's 10 do not converge at high condition
+            numbers, which acts like a damping of 1e-5 to 1e-4.
+        max_order: Largest side of a block. Larger matrices are cut.
+        split: Sizes of the pieces of a cut side. ``"greedy"``, the paper's: max_order, max_order,
+            ..., remainder. ``"even"``: equal pieces, rounded up to multiples of 64.
+        batch_dims: Number of leading axes that count matrices: 1 for stacked experts (E, m, n).
+        split_sizes: Row counts of matrices stacked in one parameter, such as a fused QKV. Each is
+            cut separately. Sizes that sum up to the columns, not to the rows, split the columns.
+        precondition: If False, the parameters are left to the base optimizer.
+        workspace_mb: Limit of transient memory, in MiB. A single large block may exceed it.
+        offload_statistics: If True, the statistics of parameters on a GPU are kept in pinned host
+            memory and copied to the GPU for updates and refreshes. The inverse roots stay on the
+            GPU, since every step needs them.
+        shard_state: If True, ranks that hold the same parameters (DistributedDataParallel) divide
+            the state: one rank keeps the state of a parameter and sends its G̃ to the others at
+            every step. Use ``kronbit.consolidate_state_dict`` instead of ``state_dict()``.
+        blocks: Blocks of parameters whose rows are sharded over ranks (FSDP2). ``"whole"`` cuts the
+            whole matrix, as in one process. ``"local"`` cuts each rank's rows and needs no
+            communication, but the blocks depend on the number of ranks.
+        keep_gradients: If True, gradients are unchanged after the step. This takes a copy of them.
+        cuda_graph: If True, the ordinary step on a GPU and the factorisation of updates are
             captured as CUDA graphs.
-        nonfinite: What becomes of a parameter's non-finite gradient: ``"zero"``, ``"pass"`` (the
-            base optimizer sees it) or ``"raise"`` (waits for the device at every step).
+        nonfinite: Treatment of a parameter's non-finite gradient. ``"zero"`` sets it to zero,
+            ``"pass"`` hands it to the base optimizer, and ``"raise"`` raises an error, which waits
+            for the device at every step.
     """
 
     bits: int = 4
@@ -199,10 +201,10 @@ class Config:
         if self.method == "dense" and (self.bits, self.root_bits or 32) != (32, 32):
             raise ValueError(
                 f"method='dense' keeps 32 bits, but bits={self.bits}, root_bits={self.root_bits}: "
-                "give bits=32, or method='eigen', 'naive' or 'cholesky'"
+                "set bits=32, or method='eigen', 'naive' or 'cholesky'"
             )
         if self.method == "naive" and self.bits == 32:
-            raise ValueError("method='naive' with bits=32 is method='dense': ask for that")
+            raise ValueError("method='naive' with bits=32 is method='dense': set method='dense'")
         if self.method is None and self.bits == 32 and self.root_bits not in (None, 32):
             raise ValueError(
                 f"bits=32 with root_bits={self.root_bits} needs method='eigen' or 'cholesky': "
@@ -211,7 +213,7 @@ class Config:
         if self.storage == "compact" and self.block_size != 64:
             raise ValueError(
                 f"storage='compact' needs block_size=64, the side of its tiles; got "
-                f"{self.block_size}: leave block_size out, or give storage='paper'"
+                f"{self.block_size}: leave out block_size, or set storage='paper'"
             )
         if self.first_refresh is not None and self.first_refresh >= self.refresh_every:
             raise ValueError(
@@ -220,23 +222,23 @@ class Config:
             )
 
     def for_group(self, group: Mapping[str, Any]) -> Config:
-        """This configuration with what a param group says otherwise."""
+        """Return these options, overridden by those of a param group."""
         forbidden = sorted(GLOBAL_OPTIONS & group.keys())
         if forbidden:
             raise ValueError(
-                f"{forbidden[0]} holds for the whole optimizer and cannot be set in a param group; "
-                "give it to the constructor"
+                f"{forbidden[0]} holds for the whole optimizer and cannot be set in a param group: "
+                "pass it to the constructor"
             )
         return replace(self, **{name: group[name] for name in GROUP_OPTIONS if name in group})
 
     def format(self, order: int) -> Format:
-        """How factors of this order are stored; small ones keep 32 bits."""
+        """Return the storage format of factors of this order. Small ones are kept in 32 bits."""
         method = self.method or ("dense" if self.bits == 32 else "cholesky")
         p = round(-1 / self.exponent)
         if order * order < self.min_quantized_numel:
             return Format("dense" if method == "naive" else method, _FLOAT32, _FLOAT32, p=p)
         statistic, root = self._quantizer(self.bits), self._quantizer(self.root_bits)
-        # At 32 bits there is nothing that could be told from the rest.
+        # Compact storage removes redundancy of quantised tensors; at 32 bits there is none.
         storage = self.storage or ("compact" if self.block_size == 64 else "paper")
         compact = storage == "compact" and not statistic.bits == root.bits == 32
         return Format(method, statistic, root, compact, p)
@@ -247,18 +249,21 @@ class Config:
 
     @property
     def start_value(self) -> float:
-        """Of the statistics' diagonals."""
+        """Initial value of the statistics' diagonals."""
         return self.damping if self.start is None else self.start
 
 
 def take_options(
     keywords: MutableMapping[str, Any], defaults: Iterable[tuple[str, Any]] = ()
 ) -> Config:
-    """Take our options out of keywords; what remains is for the base optimizer.
+    """Remove the second-order options from keywords. The rest is for the base optimizer.
 
     Args:
-        keywords: Of all kinds.
-        defaults: An algorithm's own, in the place of those of ``Config``.
+        keywords: Keyword arguments of an optimizer. Modified in place.
+        defaults: An algorithm's defaults, which override those of ``Config``.
+
+    Returns:
+        The options.
     """
     given = {name: keywords.pop(name) for name in OPTIONS if name in keywords}
     config = Config(**{**dict(defaults), **given})
@@ -268,7 +273,7 @@ def take_options(
             if getattr(config, name) != getattr(plain, name):
                 raise ValueError(
                     f"{name}={given[name]!r} is for method='eigen', which is not the default: "
-                    f"give method='eigen', or leave {name} out"
+                    f"set method='eigen', or leave out {name}"
                 )
     return config
 
@@ -286,9 +291,9 @@ GLOBAL_OPTIONS = frozenset(
 )
 OPTIONS = tuple(field.name for field in fields(Config))
 GROUP_OPTIONS = tuple(name for name in OPTIONS if name not in GLOBAL_OPTIONS)
-# Of no meaning to other methods.
+# Options that only ``method="eigen"`` uses.
 EIGEN_OPTIONS = ("update_rectify", "refresh_rectify", "qr_iterations", "root")
-# How a matrix is stored: fixed once there is state, but a checkpoint is converted.
+# Storage of matrices. Fixed once there is state, but checkpoints are converted.
 FORMAT_OPTIONS = (
     "bits",
     "root_bits",
@@ -299,18 +304,18 @@ FORMAT_OPTIONS = (
     "storage",
     "exponent",
 )
-# Which matrices there are: fixed once there is state, and a checkpoint must agree.
+# Cut into blocks. Fixed once there is state, and checkpoints must agree.
 CUT_OPTIONS = ("max_order", "split", "batch_dims", "split_sizes", "precondition")
 STRUCTURAL_OPTIONS = FORMAT_OPTIONS + CUT_OPTIONS
 
 
 def _is_sequence(value: object) -> bool:
-    """Whether it is one as a list is; such as the lists of OmegaConf."""
+    """True if a value is a list, a tuple or similar, such as a list of OmegaConf."""
     return isinstance(value, Sequence) and not isinstance(value, str)
 
 
 def _choice(name: str, value: object, allowed: Collection[object]) -> None:
-    # By type too: 4.0 == 4 and True == 1, but neither is a bit width.
+    # Compare types, too: 4.0 == 4 and True == 1, but neither is a bit width.
     if not any(type(value) is type(choice) and value == choice for choice in allowed):
         raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}; got {value!r}")
 
@@ -334,21 +339,21 @@ _VALUES = itemgetter(*GROUP_OPTIONS)
 
 
 class GroupOptions:
-    """The options of param groups: the same object as long as they are equal.
+    """Caches the options of param groups: equal options are the same object.
 
     Args:
         config: The optimizer's options, which a group may override.
-        statistics: Name of the kind of statistics, for checkpoints.
+        statistics: Kind of statistics, for checkpoints.
 
     Attributes:
-        defaults: The entries of a param group that sets nothing itself.
+        defaults: The entries of a param group that overrides nothing.
     """
 
     def __init__(self, config: Config, statistics: str) -> None:
         self._config = config
         options = {name: getattr(config, name) for name in GROUP_OPTIONS}
         self.defaults = {**options, FORMAT_KEY: FORMAT, STATISTICS_KEY: statistics}
-        self._known: dict[Any, Config] = {}  # by themselves, and by a group's values
+        self._known: dict[Any, Config] = {}  # keys: the options, and groups' values
 
     def __len__(self) -> int:
         return len(self._known)
@@ -357,17 +362,17 @@ class GroupOptions:
         """Return the options of a group; ``groups`` is the number of all groups."""
         try:
             return self._known[_VALUES(group)]
-        except (KeyError, TypeError):  # not seen yet; one is missing, or is a list
+        except (KeyError, TypeError):  # a new group, a missing option, or an unhashable value
             config = self._config.for_group(group)
         if len(self._known) > 4 * groups:
-            self._known.clear()  # of numbers that a schedule has left behind
+            self._known.clear()  # schedules leave old values behind
         config = self._known.setdefault(config, config)
         with suppress(KeyError, TypeError):
             self._known[_VALUES(group)] = config
         return config
 
     def complete(self, groups: Iterable[dict[str, Any]]) -> None:
-        """Put the defaults into groups that lack them: new ones, and groups that F has loaded."""
+        """Add the defaults to new groups and to groups that F has loaded."""
         for group in groups:
             if FORMAT_KEY not in group:
                 for name, value in self.defaults.items():

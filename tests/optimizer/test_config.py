@@ -63,7 +63,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"blocks": "rows"}, "blocks must be one of 'whole', 'local'; got 'rows'"),
     ({"keep_gradients": 1}, "keep_gradients must be one of True, False; got 1"),
     ({"nonfinite": "skip"}, "nonfinite must be one of 'zero', 'pass', 'raise'; got 'skip'"),
-    ({"method": "dense"}, "method='dense' keeps 32 bits, but bits=4.*give bits=32"),
+    ({"method": "dense"}, "method='dense' keeps 32 bits, but bits=4.*set bits=32"),
     ({"method": "dense", "bits": 32, "root_bits": 4}, "method='dense' keeps 32 bits"),
     ({"method": "naive", "bits": 32}, "method='naive' with bits=32 is method='dense'"),
     ({"bits": 32, "root_bits": 4}, "bits=32 with root_bits=4 needs method='eigen'"),

@@ -1,4 +1,4 @@
-"""Rows from all groups, cut into batches that fit into the workspace."""
+"""Batches of rows from all groups, sized to the workspace."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from kronbit.linalg.backend import backend
 from kronbit.linalg.orthogonal import thousands
 from kronbit.linalg.roots import LEAST_RIDGE
 
-_MOST_ROWS = 65535  # of a batch: the limit of a grid of programs
-_PADDED = 1 / 3  # of a batch may be padding
-_PAD = 64  # kernels pad the sides of matrices to multiples of it
+_MOST_ROWS = 65535  # in a batch: the limit of a launch grid
+_PADDING = 1 / 3  # part of a batch that may be spent on padding
+_TILE = 64  # kernels pad the sides of matrices to a multiple of it
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Number of float32 matrices that one row of a batch needs at the peak.
+    """Peak number of float32 matrices per row of a batch.
 
     Attributes:
-        square: Matrices n x n, where n is the order (the larger one, if both sides are used).
-        block: Matrices m x n, the shape of the gradient.
-        gathered: Matrices of that shape before the peak, beside one square matrix.
-        cropped: True if kernels skip the padding of matrices.
+        square: Matrices of the order, n x n. The larger order if both sides are in use.
+        block: Matrices of the gradient's shape, m x n.
+        gathered: Matrices of the gradient's shape in the phase before, beside one square matrix.
+        cropped: True if nothing is computed on the padding of matrices.
     """
 
     square: int
@@ -41,25 +41,25 @@ class Cost:
     cropped: bool = False
 
     def rows(self, order: int, shape: tuple[int, int], workspace: int) -> int:
-        """Return the rows of a batch within the workspace; a single row may exceed it."""
-        n, *sides = (-(-side // _PAD) * _PAD for side in (order, *shape))
+        """Return the number of rows that fit into the workspace, at least one."""
+        n, *sides = (-(-side // _TILE) * _TILE for side in (order, *shape))
         block = math.prod(sides)
-        one = max(self.square * n**2 + self.block * block, n**2 + self.gathered * block)
-        return max(1, min(_MOST_ROWS, workspace // (4 * one)))
+        elements = max(self.square * n**2 + self.block * block, n**2 + self.gathered * block)
+        return max(1, min(_MOST_ROWS, workspace // (4 * elements)))
 
 
-# Counted over all methods and widths; tests/test_memory.py counts again.
+# Maxima over all methods and widths. tests/reporting/test_memory.py measures them.
 UPDATE = Cost(square=5, gathered=1)
 ROBUST_UPDATE = Cost(square=7, gathered=1)
 REFRESH = Cost(square=5)
-CONVERGED_ROOT = Cost(square=4, cropped=True)  # by kernels
+CONVERGED_ROOT = Cost(square=4, cropped=True)  # with kernels
 NEWTON = Cost(square=10)
 PRECONDITION = Cost(square=4, block=4)
 
 
 @dataclass(frozen=True)
 class Part:
-    """Rows of one side of a group, with the options of the step."""
+    """A range of rows on one side of a group, with the options of the step."""
 
     group: Group
     right: bool
@@ -68,25 +68,25 @@ class Part:
 
     @property
     def factors(self) -> Factors:
-        """The stack of that side."""
+        """The factors of this side."""
         return self.group.right if self.right else self.group.left
 
     def row(self, row: int) -> Part:
-        """Return one of the rows."""
+        """Return the part with one row only."""
         return replace(self, rows=slice(row, row + 1))
 
     def damped_by(self, factor: float) -> Part:
-        """Return the rows with a larger damping."""
+        """Return the part with a damping larger by a factor."""
         damping = max(self.config.damping, LEAST_RIDGE) * factor
         return replace(self, config=replace(self.config, damping=damping))
 
 
 class Portion(NamedTuple):
-    """A batch of an update or a refresh.
+    """A batch of rows that are updated or refreshed together.
 
     Attributes:
-        parts: Rows of one format, with their options.
-        batch: Their state.
+        parts: The rows, of one format and with equal options.
+        batch: The factors of the rows.
         owners: The member of each row, on the device.
     """
 
@@ -96,14 +96,14 @@ class Portion(NamedTuple):
 
     @classmethod
     def of(cls, parts: Sequence[Part]) -> Portion:
-        """Make a portion of parts."""
+        """Return the portion of some parts."""
         batch = Batch([(part.factors, part.rows) for part in parts])
         owners = [part.group.owner[part.rows] for part in parts]
         return cls(parts, batch, owners[0] if len(owners) == 1 else torch.cat(owners))
 
 
 def due_parts(groups: Sequence[Group], due: Mapping[int, Due]) -> Iterator[Part]:
-    """Yield both sides of all rows that are due."""
+    """Yield the rows that are due, on both sides."""
     for group in groups if due else ():
         for right in (False, True):
             for run, config in group.runs(due, right):
@@ -111,17 +111,17 @@ def due_parts(groups: Sequence[Group], due: Mapping[int, Due]) -> Iterator[Part]
 
 
 def rows_of(parts: Iterable[Part]) -> Iterator[tuple[Part, int]]:
-    """Yield (part, row) for all rows of parts."""
+    """Yield every row with its part."""
     return ((part, row) for part in parts for row in range(part.rows.start, part.rows.stop))
 
 
 def order_of(parts: Sequence[Part]) -> int:
-    """Return the order of a batch: the largest of its parts."""
+    """Return the order of a batch, which is the largest order of its parts."""
     return max(part.factors.order for part in parts)
 
 
 def refresh_cost(part: Part) -> Cost:
-    """Return the cost of a row at a refresh."""
+    """Return the cost of a row's refresh."""
     method = part.factors.format.method
     if method == "cholesky":
         return CONVERGED_ROOT if backend(part.factors.device).by_kernels else REFRESH
@@ -134,123 +134,123 @@ def batches(
     cost: Cost | Callable[[Part], Cost],
     mixed: Callable[[Part], bool] = lambda part: False,
 ) -> Iterator[list[Part]]:
-    """Yield batches of rows of equal format and options, each as large as the workspace allows.
+    """Yield batches of rows of equal format and options, as large as the workspace allows.
 
-    Batches are few and large: where matrices are small, launches take most of the time.
+    Few large batches are faster, since kernel launches dominate the time of small matrices.
 
     Args:
         parts: The rows.
-        workspace: In bytes.
-        cost: Cost of a row.
-        mixed: True if orders may share the batch of a part.
+        workspace: Size of the workspace in bytes.
+        cost: Cost of a row, or a function that returns it for a part.
+        mixed: Returns True for a part whose format and options allow orders to share a batch.
     """
-    by_options: dict[tuple[Format, Config], dict[int, list[Part]]] = {}
-    by_identity: dict[tuple[int, int], dict[int, list[Part]]] = {}  # hashing options is slow
+    classes: dict[tuple[Format, Config], dict[int, list[Part]]] = {}
+    by_id: dict[tuple[int, int], dict[int, list[Part]]] = {}  # hashing options is slow
     for part in parts:
         format, config = part.factors.format, part.config
-        if (id(format), id(config)) not in by_identity:
-            by_identity[id(format), id(config)] = by_options.setdefault((format, config), {})
-        by_identity[id(format), id(config)].setdefault(part.factors.order, []).append(part)
-    for (format, _), orders in by_options.items():
-        example = next(iter(orders.values()))[0]
-        needs = cost if isinstance(cost, Cost) else cost(example)
-        # At 32 bits, rows that are not neighbours are copied; so are offloaded rows.
-        copies = (format.statistic.bits == 32) + example.factors.offloaded
-        needs = replace(needs, square=needs.square + copies)
-        if needs.cropped and mixed(example):
-            yield from _packed(orders, workspace, needs)
+        if (id(format), id(config)) not in by_id:
+            by_id[id(format), id(config)] = classes.setdefault((format, config), {})
+        by_id[id(format), id(config)].setdefault(part.factors.order, []).append(part)
+    for (format, _), orders in classes.items():
+        first = next(iter(orders.values()))[0]
+        row_cost = cost if isinstance(cost, Cost) else cost(first)
+        # One copy more for scattered rows of 32 bits, and one for offloaded statistics.
+        copies = (format.statistic.bits == 32) + first.factors.offloaded
+        row_cost = replace(row_cost, square=row_cost.square + copies)
+        if row_cost.cropped and mixed(first):
+            yield from _packed(orders, workspace, row_cost)
             continue
-        for alike in _shared(orders, workspace, needs) if mixed(example) else orders.values():
-            alike.sort(key=lambda part: (part.factors.order, part.factors.first + part.rows.start))
-            size, total = _room_for(alike, workspace, needs), _count(alike)
-            # Equal sizes: no batch has only a few rows, which cannot fill the device.
+        for rows in _shared(orders, workspace, row_cost) if mixed(first) else orders.values():
+            rows.sort(key=lambda part: (part.factors.order, part.factors.first + part.rows.start))
+            size, total = _room_for(rows, workspace, row_cost), _count(rows)
+            # Equal batches: a small last batch would not fill the device.
             equal = -(-total // -(-total // size))
-            yield from _cut(alike, dict.fromkeys(orders, equal).__getitem__)
+            yield from _cut(rows, dict.fromkeys(orders, equal).__getitem__)
 
 
-def _room_for(parts: Sequence[Part], workspace: int, needs: Cost) -> int:
-    """Return the rows of a batch of these parts."""
+def _room_for(parts: Sequence[Part], workspace: int, cost: Cost) -> int:
+    """Return the number of rows that a batch of these parts may have."""
     largest = max((part.group.shape for part in parts), key=math.prod)
-    return needs.rows(order_of(parts), largest, workspace)
+    return cost.rows(order_of(parts), largest, workspace)
 
 
 def _count(parts: Sequence[Part]) -> int:
     return sum(part.rows.stop - part.rows.start for part in parts)
 
 
-def _shared(orders: Mapping[int, list[Part]], workspace: int, needs: Cost) -> Iterator[list[Part]]:
-    """Yield orders that share batches: small ones of few rows join a larger one.
+def _shared(orders: Mapping[int, list[Part]], workspace: int, cost: Cost) -> Iterator[list[Part]]:
+    """Join small orders of few rows to a larger order.
 
-    They are padded to it, and take longer to compute. A batch less is worth that, as long as the
-    padding is only a part of a batch. Results are the same to the bit as those of a batch alone.
+    Their matrices are padded to the larger order. The extra work is accepted up to a fraction of a
+    batch, since it saves a batch. Results are the same to the bit.
     """
-    together: list[Part] = []
-    largest, spared = 0, 0.0
+    joined: list[Part] = []
+    largest, budget = 0, 0.0
     for order in sorted(orders, reverse=True):
         parts = orders[order]
         rows = _count(parts)
-        alike = bool(together) and thousands(order) == thousands(largest)
-        extra = rows * (1 - (order / largest) ** 3) if alike else math.inf
-        if extra <= spared and rows <= _room_for(parts, workspace, needs):
-            together += parts
-            spared -= extra
+        joinable = bool(joined) and thousands(order) == thousands(largest)
+        padding = rows * (1 - (order / largest) ** 3) if joinable else math.inf
+        if padding <= budget and rows <= _room_for(parts, workspace, cost):
+            joined += parts
+            budget -= padding
             continue
-        if together:
-            yield together
-        together, largest = list(parts), order
-        spared = _PADDED * _room_for(parts, workspace, needs)
-    yield together
+        if joined:
+            yield joined
+        joined, largest = list(parts), order
+        budget = _PADDING * _room_for(parts, workspace, cost)
+    yield joined
 
 
-def _packed(orders: Mapping[int, list[Part]], workspace: int, needs: Cost) -> Iterator[list[Part]]:
-    """Yield as few batches as possible, about equal, each filled with the next smaller orders."""
-    falling = sorted(orders, reverse=True)
-    for _, alike in groupby(falling, key=thousands):
-        chosen = {order: orders[order] for order in alike}
-        counts = tuple((order, _count(parts)) for order, parts in chosen.items())
-        sizes = _packed_sizes(counts, workspace, needs)
-        for parts in chosen.values():
+def _packed(orders: Mapping[int, list[Part]], workspace: int, cost: Cost) -> Iterator[list[Part]]:
+    """Yield the fewest possible batches, about equal in size, each filled with smaller orders."""
+    descending = sorted(orders, reverse=True)
+    for _, joinable in groupby(descending, key=thousands):
+        selected = {order: orders[order] for order in joinable}
+        counts = tuple((order, _count(parts)) for order, parts in selected.items())
+        sizes = _packed_sizes(counts, workspace, cost)
+        for parts in selected.values():
             parts.sort(key=lambda part: part.factors.first + part.rows.start)
-        yield from _cut(list(chain(*chosen.values())), sizes.__getitem__)
+        yield from _cut(list(chain(*selected.values())), sizes.__getitem__)
 
 
 @lru_cache(maxsize=1024)
 def _packed_sizes(
-    counts: tuple[tuple[int, int], ...], workspace: int, needs: Cost
+    counts: tuple[tuple[int, int], ...], workspace: int, cost: Cost
 ) -> Mapping[int, int]:
-    """Return order of the first row -> number of rows of a batch.
+    """Return the number of rows of a batch by the order of its first row.
 
     Args:
-        counts: Orders, descending, and their numbers of rows.
-        workspace: In bytes.
-        needs: Cost of a row.
+        counts: Pairs of order and number of rows, in descending order.
+        workspace: Size of the workspace in bytes.
+        cost: Cost of a row.
     """
-    rooms = {order: needs.rows(order, (0, 0), workspace) for order, _ in counts}
+    rooms = {order: cost.rows(order, (0, 0), workspace) for order, _ in counts}
     sizes = rooms
     for sixteenths in range(15, 0, -1):
         smaller = {order: -(-sixteenths * room // 16) for order, room in rooms.items()}
-        if _number(counts, smaller) > _number(counts, rooms):
+        if _count_batches(counts, smaller) > _count_batches(counts, rooms):
             break
         sizes = smaller
     return sizes
 
 
-def _number(counts: Iterable[tuple[int, int]], rooms: Mapping[int, int]) -> int:
-    """Return the number of batches, each as large as the room for the order of its first row."""
-    number, left = 0, 0
+def _count_batches(counts: Iterable[tuple[int, int]], rooms: Mapping[int, int]) -> int:
+    """Count the batches if the order of the first row determines the size of a batch."""
+    count, free = 0, 0
     for order, rows in counts:
-        more = -(-max(0, rows - left) // rooms[order])
-        number += more
-        left += more * rooms[order] - rows
-    return number
+        new = -(-max(0, rows - free) // rooms[order])
+        count += new
+        free += new * rooms[order] - rows
+    return count
 
 
 def _cut(parts: Sequence[Part], room_of: Callable[[int], int]) -> Iterator[list[Part]]:
-    """Cut parts into lists that do not exceed a number of rows; divide parts where needed.
+    """Cut parts into batches, and divide parts where a batch ends.
 
     Args:
         parts: The rows.
-        room_of: Order of the first row of a list -> the most rows of that list.
+        room_of: Maps the order of a batch's first row to the number of rows in the batch.
     """
     batch: list[Part] = []
     room = 0

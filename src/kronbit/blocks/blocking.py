@@ -1,9 +1,9 @@
-"""Parameter -> matrices -> blocks: pure descriptions, no tensor is touched.
+"""The cut of parameters into matrices and blocks. Shapes only, no tensors.
 
-A parameter is seen as a stack of ``E`` matrices of M rows and N columns. Rows and columns are cut
-so that no side of a block exceeds ``max_order``. Blocks are numbered row by row; the number is the
-block's key in the optimizer's state. Equal blocks that lie in a regular grid are handled as one
-strided view, so the cost of gathering grows with the number of grids, not of blocks.
+A parameter is a stack of E matrices of M rows and N columns. Rows and columns are cut so that no
+side of a block exceeds ``max_order``. Blocks are numbered row by row, and the number is part of the
+block's key in the optimizer's state. Blocks of one shape that lie in a regular grid are one strided
+view of the gradient, so the cost of gathering grows with the number of grids, not of blocks.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kronbit.config import Config
 
 @dataclass(frozen=True)
 class Block:
-    """One piece of a parameter's matrix: rows [row, row + m), columns [column, column + n)."""
+    """A block: rows [row, row + m), columns [column, column + n) of matrix number ``batch``."""
 
     index: int
     batch: int
@@ -31,7 +31,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Run:
-    """``count`` neighbouring pieces of one size along a side, the first being piece ``piece``."""
+    """``count`` neighbouring pieces of one size along a side, from piece number ``piece`` on."""
 
     piece: int
     start: int
@@ -41,13 +41,13 @@ class Run:
 
 @dataclass(frozen=True)
 class Grid:
-    """Equal blocks in a regular grid: ``matrices`` x ``rows.count`` x ``columns.count``.
+    """A grid of ``matrices`` x ``rows.count`` x ``columns.count`` blocks of one shape.
 
     Attributes:
         matrices: E, the number of stacked matrices.
-        rows: The cut of the rows.
-        columns: The cut of the columns.
-        pieces: How many pieces the rows and the columns of the whole matrix are cut into.
+        rows: The pieces of the rows.
+        columns: The pieces of the columns.
+        pieces: Number of pieces of all rows and of all columns of the matrix.
     """
 
     matrices: int
@@ -62,33 +62,33 @@ class Grid:
 
     @property
     def dims(self) -> tuple[int, int, int]:
-        """The grid's extent: matrices, block rows, block columns."""
+        """Numbers of matrices, block rows and block columns."""
         return self.matrices, self.rows.count, self.columns.count
 
     def __len__(self) -> int:
         return math.prod(self.dims)
 
     def blocks(self) -> Iterator[Block]:
-        """The blocks in the order in which ``view_blocks`` counts them."""
+        """Yield the blocks in the order of ``view_blocks``."""
         m, n = self.shape
         for e in range(self.matrices):
             for i in range(self.rows.count):
                 for j in range(self.columns.count):
-                    line = e * self.pieces[0] + self.rows.piece + i
-                    index = line * self.pieces[1] + self.columns.piece + j
+                    block_row = e * self.pieces[0] + self.rows.piece + i
+                    index = block_row * self.pieces[1] + self.columns.piece + j
                     row, column = self.rows.start + i * m, self.columns.start + j * n
                     yield Block(index, e, row, column, m, n)
 
 
 @dataclass(frozen=True)
 class Blocking:
-    """How one parameter is cut.
+    """The cut of one parameter.
 
     Attributes:
-        matrices: (E, M, N), the parameter seen as a stack of matrices.
-        grids: Its blocks, in grids of equal ones.
-        taps: Of a convolution's weight, whose columns are (input, tap): how many taps there are.
-            1 for all others.
+        matrices: (E, M, N), the shape of the parameter as a stack of matrices.
+        grids: The blocks, in grids of one shape each.
+        taps: Kernel size of a convolution's weight, whose columns are (input, tap). 1 for other
+            parameters.
     """
 
     matrices: tuple[int, int, int]
@@ -100,10 +100,10 @@ class Blocking:
 
 
 def cut(length: int, max_order: int, split: str) -> list[int]:
-    """Sizes of the pieces of a side, none above ``max_order``.
+    """Return the sizes of the pieces of a side, none above ``max_order``.
 
     Greedy (the paper's): max_order, max_order, ..., remainder. Even: equal pieces, rounded up to a
-    multiple of 64; the last may be shorter.
+    multiple of 64; the last piece may be shorter.
     """
     if length <= max_order:
         return [length]
@@ -126,17 +126,18 @@ def _runs(sizes: Sequence[int]) -> list[Run]:
 
 @lru_cache(maxsize=4096)
 def route(shape: tuple[int, ...], config: Config) -> Blocking | str:
-    """How a parameter of this shape is cut, or why it is left to the base optimizer.
+    """Cut a parameter into blocks, or say why it is left to the base optimizer.
 
     Args:
         shape: The parameter's shape.
-        config: ``precondition``, ``batch_dims``, ``split_sizes``, ``max_order`` and ``split``.
+        config: The parameter's options. ``precondition``, ``batch_dims``, ``split_sizes``,
+            ``max_order`` and ``split`` are used.
 
     Returns:
-        The blocking, or the reason why there is none.
+        The blocking, or the reason why the parameter is not preconditioned.
 
     Raises:
-        ValueError: If ``split_sizes`` sums up to neither side of the matrix.
+        ValueError: If ``split_sizes`` sums up to neither the rows nor the columns.
     """
     if not config.precondition:
         return "precondition=False"
@@ -156,7 +157,7 @@ def route(shape: tuple[int, ...], config: Config) -> Blocking | str:
             raise ValueError(
                 f"split_sizes {config.split_sizes} sums up to {total}, but a parameter of shape "
                 f"{shape} is a matrix of {M} rows and {N} columns: put parameters that are not "
-                "stacked into a group of their own"
+                "stacked into another param group"
             )
         parts["rows" if total == M else "columns"] = list(config.split_sizes)
     rows, columns = (

@@ -1,4 +1,4 @@
-"""Which parameter is preconditioned where."""
+"""The plan of the state: the device, member index and blocks of every parameter."""
 
 from __future__ import annotations
 
@@ -23,9 +23,13 @@ from kronbit.step.preconditioner import Preconditioner
 
 @dataclass(frozen=True)
 class Place:
-    """Where a parameter's state is: member ``index`` of the preconditioner of ``device``.
+    """The place of a parameter's state.
 
-    ``shape`` and ``config`` are those that the state was made for.
+    Attributes:
+        device: The preconditioner's device.
+        index: The parameter's number among the preconditioner's members.
+        shape: The parameter's shape when the state was made.
+        config: The parameter's options when the state was made.
     """
 
     device: torch.device
@@ -36,7 +40,7 @@ class Place:
 
 @dataclass(frozen=True)
 class PlannedBlock:
-    """One block: its parameter, its key in the state, and its row in the factors of each side."""
+    """A block with its parameter, its key in the state, its row, and the factors of each side."""
 
     p: Tensor
     key: str
@@ -48,12 +52,16 @@ class StatePlan:
     """The preconditioners, one per device, and each parameter's place in them.
 
     Args:
-        params: Parameters with their options, in the order of the param groups. Those that are
+        params: Parameters with their options, in the order of the param groups. Parameters that are
             left to F get no place.
-        algorithm: Rule and root.
-        options: ``workspace_mb``, ``cuda_graph`` and ``blocks`` hold for all parameters.
-        route: How a parameter is cut, or why it is left to F.
-        exchange: Shares work out among ranks that hold the same state.
+        algorithm: The algorithm.
+        options: The optimizer's options. ``workspace_mb``, ``cuda_graph`` and ``blocks`` are used.
+        route: Returns the cut of a parameter, or the reason why it is left to F.
+        exchange: Divides work among ranks that hold the same state.
+
+    Attributes:
+        places: Parameter -> its place.
+        preconditioners: Device -> its preconditioner.
     """
 
     def __init__(
@@ -71,26 +79,27 @@ class StatePlan:
         self._route = route
         for p, config in params:
             if p in self.places:
-                continue  # listed twice, of which torch only warns
-            there = members.setdefault(p.device, [])
+                continue  # listed twice: torch only warns
+            on_device = members.setdefault(p.device, [])
             dtypes.setdefault(p.device, set()).add(p.dtype)
             blocking = route(p, config)
             if isinstance(blocking, Blocking):
-                self.places[p] = Place(p.device, len(there), p.shape, config)
-                there.append(Member(blocking, config))
-        for device, there in members.items():
+                self.places[p] = Place(p.device, len(on_device), p.shape, config)
+                on_device.append(Member(blocking, config))
+        for device, on_device in members.items():
             if has_kernels(device) and device.type == "cuda":
                 from kronbit.step.warm_up import warm_up
 
-                brain = dtypes[device] == {torch.bfloat16}
-                for config in {member.config for member in there}:
-                    warm_up(device, algorithm, config, torch.bfloat16 if brain else torch.float32)
+                all_bf16 = dtypes[device] == {torch.bfloat16}
+                dtype = torch.bfloat16 if all_bf16 else torch.float32
+                for config in {member.config for member in on_device}:
+                    warm_up(device, algorithm, config, dtype)
         workspace = int(options.workspace_mb * 2**20)
         self.preconditioners = {
             device: Preconditioner(
-                there, algorithm, workspace, options.cuda_graph, device, exchange
+                on_device, algorithm, workspace, options.cuda_graph, device, exchange
             )
-            for device, there in members.items()
+            for device, on_device in members.items()
         }
 
     def lacks_any_of(
@@ -99,15 +108,15 @@ class StatePlan:
         configs: Iterable[Config],
         name: Callable[[Tensor], str],
     ) -> bool:
-        """Whether a parameter has no place where it needs one.
+        """True if a parameter needs a place on its device and has none.
 
         Args:
             params: The parameters.
-            configs: Their options.
-            name: What a parameter is called, for messages.
+            configs: The options of the parameters.
+            name: Returns a parameter's name for error messages.
 
         Raises:
-            ValueError: If the state of one cannot fit any more.
+            ValueError: If a parameter's state no longer fits its shape or options.
         """
         lacking = [self._lacks(p, config, name) for p, config in zip(params, configs, strict=True)]
         return any(lacking)
@@ -129,7 +138,7 @@ class StatePlan:
         return place.device != p.device
 
     def blocks(self) -> Iterator[PlannedBlock]:
-        """Every block of every parameter."""
+        """Yield every block of every parameter."""
         params = {(place.device, place.index): p for p, place in self.places.items()}
         for device, preconditioner in self.preconditioners.items():
             for group in preconditioner.stacks.groups:
@@ -142,20 +151,21 @@ class StatePlan:
     def find_refreshed(
         self, params: Iterable[Tensor], state: Mapping[Tensor, dict[str, Any]]
     ) -> None:
-        """Learn from their roots which parameters are preconditioned, and write it into the state.
+        """Derive ``product_bits`` from the roots and write it into the state.
 
-        For state that does not say so itself. Waits for the device.
+        This is for state that lacks the key. Waits for the device.
         """
         for p in params:
             if p in self.places:
                 place = self.places[p]
-                own = self.preconditioners[place.device]
-                own.find_refreshed([place.index], whole=place.config.stagger)
-                state[p]["product_bits"] = FLOAT32 if place.index in own.stacks.refreshed else 0
+                preconditioner = self.preconditioners[place.device]
+                preconditioner.find_refreshed([place.index], whole=place.config.stagger)
+                refreshed = place.index in preconditioner.stacks.refreshed
+                state[p]["product_bits"] = FLOAT32 if refreshed else 0
 
 
 def _forbidden_change(old: Config, new: Config) -> str | None:
-    """What must not change once there is state but did, and what to do; in words."""
+    """Describe a changed option that must not change once there is state, with a remedy."""
     remedies = {
         FORMAT_OPTIONS: "save state_dict(), build an optimizer with the new value, load it there",
         CUT_OPTIONS: "statistics of other matrices must start fresh: build an optimizer with the "

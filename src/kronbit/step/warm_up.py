@@ -1,4 +1,4 @@
-"""Compiling the kernels of a run side by side, before its first steps need them one by one."""
+"""Compilation of a run's kernels in parallel, before the first steps need them one by one."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from kronbit.statistics import GradientStatistics
 from kronbit.step.nonfinite import NonfiniteGuard
 from kronbit.step.preconditioner import Preconditioner
 
-# Of parameters that stay in float32 or are quantised, and are multiplied in small or large tiles.
+# Shapes of parameters in float32 and quantised, with products in small and in large tiles.
 _SHAPES = ((8, 8), (320, 320), (256, 512))
 
 
 def warm_up(device: torch.device, algorithm: Algorithm, config: Config, dtype: torch.dtype) -> None:
-    """Compile the kernels for parameters with some options; later calls do nothing.
+    """Compile the kernels for parameters with some options. Repeated calls do nothing.
 
-    What is compiled and never used costs time, but little; what is missed here is compiled when it
-    is needed.
+    A kernel that is compiled but never used costs little time. A kernel that is missed here is
+    compiled at its first use.
 
     Args:
-        device: Where they are.
-        algorithm: Rule and root.
-        config: Their options.
-        dtype: Of their gradients: bf16, or anything else; for all else, kernels are the same.
+        device: The device of the parameters.
+        algorithm: The algorithm.
+        config: The options of the parameters.
+        dtype: The dtype of the gradients. Kernels differ only between bf16 and all other dtypes.
     """
-    decisive = (*FORMAT_OPTIONS, "root", "nonfinite")
-    options = {name: getattr(config, name) for name in decisive}
+    relevant = (*FORMAT_OPTIONS, "root", "nonfinite")
+    options = {name: getattr(config, name) for name in relevant}
     _warm_up(device, algorithm, Config(**options), dtype)
 
 
@@ -43,24 +43,25 @@ def warm_up(device: torch.device, algorithm: Algorithm, config: Config, dtype: t
 def _warm_up(
     device: torch.device, algorithm: Algorithm, config: Config, dtype: torch.dtype
 ) -> None:
-    ways = [route(shape, config) for shape in _SHAPES]
-    members = [Member(way, config) for way in ways if isinstance(way, Blocking)]
+    routes = [route(shape, config) for shape in _SHAPES]
+    members = [Member(cut, config) for cut in routes if isinstance(cut, Blocking)]
     due = {i: Due(config) for i in range(len(members))}
     shapes = [member.blocking.matrices for member in members]
     grads = [torch.zeros(shape, dtype=dtype, device=device).squeeze(0) for shape in shapes]
     guard = NonfiniteGuard(device, config)
 
-    def every_kind_of_step() -> None:
-        own = Preconditioner(members, algorithm, 2**24, graphs=False, device=device)
+    def run_every_kernel() -> None:
+        preconditioner = Preconditioner(members, algorithm, 2**24, graphs=False, device=device)
         sizes = [grad.numel() for grad in grads]
         measured = guard.measure(grads, sizes, (), plain_dtypes(grads))
         assert measured.addresses is not None
-        M_of = GradientStatistics().outer_products(own.stacks, measured, due)
-        own._update(own._first_updates(due), M_of, measured.finite, FIRST_ATTEMPT)
-        own.stacks.refreshed.update(due)
-        own.refresh(measured, due)
-        for way, some in ((HALF, (0, 1)), (HALF, (2,)), (BF16X3, (0, 1, 2))):
-            chosen = ((way, frozenset(some)),)
-            own.products.step(chosen, measured.addresses, measured.norms)
+        M_of = GradientStatistics().outer_products(preconditioner.stacks, measured, due)
+        updates = preconditioner._first_updates(due)
+        preconditioner._update(updates, M_of, measured.finite, FIRST_ATTEMPT)
+        preconditioner.stacks.refreshed.update(due)
+        preconditioner.refresh(measured, due)
+        for precision, indices in ((HALF, (0, 1)), (HALF, (2,)), (BF16X3, (0, 1, 2))):
+            chosen = ((precision, frozenset(indices)),)
+            preconditioner.products.step(chosen, measured.addresses, measured.norms)
 
-    compile_together(every_kind_of_step)
+    compile_together(run_every_kernel)

@@ -63,7 +63,7 @@ def measure(rank: int, layout: str, layers: int, width: int) -> dict[str, Any]:
     group = {} if layout.startswith("fsdp2") else {"process_group": dist.group.WORLD}
     schedule = {"update_every": EVERY // 2, "refresh_every": EVERY}
     optimizer = Shampoo(model.parameters(), lr=1e-3, **LAYOUTS[layout], **group, **schedule)
-    spent: dict[str, list[float]] = {"_update_own": [], "_refresh_own": []}
+    spent: dict[str, list[float]] = {"_update_assigned": [], "_refresh_assigned": []}
     for name, times in spent.items():
         plain = getattr(Preconditioner, name)
 
@@ -89,8 +89,8 @@ def measure(rank: int, layout: str, layers: int, width: int) -> dict[str, Any]:
     last = by_step[-EVERY:]
     memory = optimizer.memory()
     return {
-        "update_s": statistics.median(spent["_update_own"][1:] or [0.0]),
-        "refresh_s": statistics.median(spent["_refresh_own"][1:] or [0.0]),
+        "update_s": statistics.median(spent["_update_assigned"][1:] or [0.0]),
+        "refresh_s": statistics.median(spent["_refresh_assigned"][1:] or [0.0]),
         "bytes_of_gradients_per_step": last[0]["gradient_bytes"],
         "bytes_received_ordinary": last[0]["received_bytes"],
         "bytes_received_update": last[1]["received_bytes"],

@@ -166,7 +166,7 @@ def fail_to_update(rank: int) -> str:
         def fail(*_: Any) -> None:
             raise MemoryError("no room")
 
-        Preconditioner._update_own = fail
+        Preconditioner._update_assigned = fail
     try:
         optimizer.step()
     except (MemoryError, RuntimeError) as error:

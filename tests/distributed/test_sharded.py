@@ -288,7 +288,7 @@ def fail_on_one_rank(rank: int) -> list[str]:
         model.second.bias.grad = gradient
         if rank == 1:
             for preconditioner in optimizer._plan.preconditioners.values():
-                preconditioner._update_own = no_room  # type: ignore[method-assign]
+                preconditioner._update_assigned = no_room  # type: ignore[method-assign]
         attempt(optimizer)
         attempt(Shampoo(model.parameters(), stagger=True, **sharding, **OPTIONS))
     return messages

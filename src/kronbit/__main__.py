@@ -9,7 +9,7 @@ _NEEDED = {"typer": "typer", "rich": "rich", "yaml": "pyyaml"}
 
 
 def main() -> None:
-    """Run the command; the lab's packages are asked for by name if they are missing."""
+    """Run the command. If packages of the lab are missing, name them."""
     missing = [name for module, name in _NEEDED.items() if not importlib.util.find_spec(module)]
     if missing:
         named = ", ".join(missing)

@@ -37,7 +37,7 @@ class Shampoo(SecondOrder):
             ``"schedulefree-adamw"``, ``"schedulefree-sgd"``), a class, an import path, or an
             optimizer (then ``params`` may be omitted). Default: ``"adamw"``.
         process_group: Ranks that hold the same parameters and gradients, and divide updates and
-            refreshes among them. ``None``: all ranks, if torch's distributed package is
+            refreshes among themselves. ``None``: all ranks, if torch's distributed package is
             initialised. ``False``: this rank works alone. For sharded parameters (FSDP2), their
             mesh defines the ranks.
         **options: Fields of ``kronbit.Config``. All others are passed to the base.
@@ -84,8 +84,8 @@ class KFAC(SecondOrder):
         base: First-order optimizer, as for ``Shampoo``.
         model: The model with these parameters. Its layers are observed before steps that update
             statistics, in training mode while gradients are enabled.
-        shared: ``"expand"``: every token, and every place of a convolution, has an x and a y.
-            ``"reduce"``: every example has one, with the mean of x and the sum of y.
+        shared: ``"expand"``: every token, or every position of a convolution, has an x and a y.
+            ``"reduce"``: every example has one of each: the mean of x and the sum of y.
         grad_scaler: Scaler of the loss, if any; its scale is removed from y.
         process_group: As for ``Shampoo``; statistics are also averaged over these ranks.
         **options: As for ``Shampoo``, but layers are not cut: a layer with a side above

@@ -1,4 +1,4 @@
-"""F, the first-order optimizer that receives the preconditioned gradient: by name, class, path."""
+"""F, the first-order optimizer that receives preconditioned gradients: resolved and wrapped."""
 
 from __future__ import annotations
 
@@ -76,18 +76,18 @@ def resolve(
 
     Args:
         params: An optimizer, or parameters, param groups or named parameters.
-        base: An optimizer (of the same parameters, if those are given); or the name, class or
-            import path of one to build.
+        base: An optimizer (of ``params``, if both are given), or the name, class or import path of
+            one to build.
         options: Keywords that are not options of kronbit.
 
     Raises:
-        TypeError: If the arguments contradict each other, or F cannot work on given gradients.
+        TypeError: If the arguments contradict each other, or F cannot use gradients as given.
         ValueError: If a name is unknown.
         ImportError: If a package is missing.
     """
     if isinstance(params, Optimizer):
         if base is not None:
-            raise TypeError(f"got an optimizer and base={base!r}: give one of them")
+            raise TypeError(f"got an optimizer and base={base!r}: pass only one of them")
         params, base = None, params
     if isinstance(base, Optimizer):
         if options:
@@ -98,12 +98,11 @@ def resolve(
             )
         if params is not None and not _same_parameters(params, base):
             raise TypeError(
-                f"base={type(base).__name__} optimizes other parameters than those given: "
-                "leave the parameters out"
+                f"base={type(base).__name__} does not optimize the given parameters: leave them out"
             )
         optimizer = base
     elif params is None:
-        raise TypeError("give parameters, or an optimizer that has them")
+        raise TypeError("pass parameters, or an optimizer that has them")
     else:
         optimizer = _build("adamw" if base is None else base, params, options)
     _check(optimizer)
@@ -152,7 +151,7 @@ def _build(base: str | BaseFactory, params: Iterable[Any], options: Mapping[str,
     _check_keywords(factory, options)
     optimizer = factory(params, **{**defaults, **options})
     if not isinstance(optimizer, Optimizer):
-        raise TypeError(f"base={base!r} returns no torch.optim.Optimizer; got {optimizer!r}")
+        raise TypeError(f"base={base!r} does not return a torch.optim.Optimizer; got {optimizer!r}")
     return optimizer
 
 
@@ -191,7 +190,7 @@ def _nearest(name: str, names: Iterable[str]) -> str:
 
 
 def _step_without_hooks(optimizer: Optimizer) -> None:
-    """Take a step that hooks on all optimizers do not see: it belongs to no training."""
+    """Take a step without torch's global optimizer hooks: the step is not part of training."""
     step: Any = type(optimizer).step
     if getattr(step, "hooked", False):  # torch has wrapped the method of the class
         step = step.__wrapped__
@@ -208,7 +207,7 @@ def state_on_meta(
         groups: Param groups with F's options; parameters may be on any device.
 
     Returns:
-        The state of each parameter, by its number in all groups.
+        The state of each parameter, by its index across all groups.
 
     Raises:
         Exception: Any error of an F that cannot run on the meta device.
@@ -237,7 +236,7 @@ class Around(Optimizer):
     """An optimizer that wraps a first-order one, F, which takes the step.
 
     Attributes:
-        base: F; ``param_groups`` is F's own list.
+        base: F; ``param_groups`` is F's list.
     """
 
     base: Optimizer
@@ -246,7 +245,7 @@ class Around(Optimizer):
     # optimizer.
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """F's own list of param groups."""
+        """F's list of param groups, not a copy."""
         return self.base.param_groups
 
     @param_groups.setter

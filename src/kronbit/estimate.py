@@ -29,8 +29,8 @@ def estimate_memory(
     """Return the bytes that an optimizer will hold after its first step.
 
     The result is exact. The size of the second-order state follows from its layout. The base
-    optimizer takes a step on the meta device, where tensors have shapes but no memory. Options hold
-    for all parameters: add up several estimates for several param groups.
+    optimizer takes a step on the meta device, where tensors have shapes but no memory. Options
+    apply to all parameters. For several param groups, add up one estimate for each.
 
     Args:
         model_or_shapes: A module, parameters (named or not), or shapes. Parameters that do not
@@ -60,7 +60,7 @@ def estimate_memory(
     statistics: Statistics = GradientStatistics()
     if issubclass(optimizer, KFAC):
         if not isinstance(model_or_shapes, nn.Module):
-            raise TypeError(f"{optimizer.__name__} knows layers, not shapes: give a module")
+            raise TypeError(f"{optimizer.__name__} needs layers, not shapes: pass a module")
         params = [p for p in model_or_shapes.parameters() if p.requires_grad]
         statistics = ActivationStatistics(model_or_shapes)
         statistics.adopt(params)
@@ -91,7 +91,7 @@ def _shapes(
     source: nn.Module | Iterable[Any], dtype: torch.dtype
 ) -> list[tuple[torch.Size, torch.dtype]]:
     if isinstance(source, Tensor):
-        raise TypeError("got one tensor: give a list of parameters, or a module")
+        raise TypeError("got one tensor: pass a list of parameters, or a module")
     items = source.parameters() if isinstance(source, nn.Module) else source
     shapes = []
     for given in items:

@@ -1,4 +1,4 @@
-"""Code that runs to its end although Ctrl-C arrives in the middle of it."""
+"""Code that runs to its end even if Ctrl-C arrives in the middle of it."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from contextlib import contextmanager
 def ending(cleanup: Callable[[], None]) -> Iterator[None]:
     """Run cleanup at the end, even if Ctrl-C arrives while it runs.
 
-    If Ctrl-C meets Python on the way from here to there, cleanup runs late. Where that would do
-    harm, use ``run_then``.
+    If Ctrl-C arrives while Python enters or leaves the context manager, cleanup may run late. Use
+    ``run_then`` where that would do harm.
 
     Args:
         cleanup: Must be idempotent.

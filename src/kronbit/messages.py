@@ -30,6 +30,6 @@ def warn(message: str) -> None:
 
 
 def parameter_name(group: Mapping[str, Any], index: int, number: int) -> str:
-    """Return the name that a parameter was given with, or its position in the param groups."""
+    """Return the name given for a parameter, or its position in the param groups."""
     names = group.get("param_names")
     return names[number] if names else f"group {index}, parameter {number}"

@@ -58,7 +58,7 @@ class SecondOrder(Around):
     Use one of the algorithms, such as ``kronbit.Shampoo``.
 
     Attributes:
-        base: F, the first-order optimizer; ``param_groups`` is F's own list.
+        base: F, the first-order optimizer; ``param_groups`` is F's list.
         config: The options; a param group may override most of them.
     """
 
@@ -95,7 +95,7 @@ class SecondOrder(Around):
         self._statistics.adopt([p for group in adopted for p in group["params"]])
 
     def _start_unplanned(self) -> None:
-        """Drop everything derived: the next step plans from ``param_groups`` and ``state``."""
+        """Drop all derived data: the next step plans from ``param_groups`` and ``state``."""
         self._plan: StatePlan | None = None
         self._step_plan: StepPlan | None = None
         self._keeper = StateKeeper()
@@ -104,13 +104,14 @@ class SecondOrder(Around):
         self._past_counts.subtract(self._statistics.counts())  # these restart as well
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group to F; it may override our options for its parameters."""
+        """Add a group to F. Its options override those of the optimizer."""
         if isinstance(param_group, dict) and isinstance(param_group["params"], Iterator):
-            param_group["params"] = list(param_group["params"])  # to be read twice
+            param_group["params"] = list(param_group["params"])  # an iterator can be read only once
         self._check_groups([*self.base.param_groups, param_group], new=1)
         self.base.add_param_group(param_group)
         self._group_options.complete(self.base.param_groups)
-        # Without a plan, __init__ is running. Lightning's wrapper has our attributes, not __dict__.
+        # While __init__ runs, there is no plan yet. Use hasattr, because Lightning's wrapper
+        # forwards attributes, but has another __dict__.
         if hasattr(self, "_plan"):
             self._adopt(self.param_groups)
             if self._known_ranks is not None:
@@ -131,7 +132,7 @@ class SecondOrder(Around):
     @_disable_dynamo  # the host decides what is due, so the step cannot be compiled
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """One step of the algorithm, then one of F.
+        """Take one step of the algorithm, then one of F.
 
         Unless ``keep_gradients`` is set, ``p.grad`` holds G̃ afterwards, not G.
 
@@ -165,16 +166,16 @@ class SecondOrder(Around):
             return loss  # inside, so that an error on this line says that the step counts
 
     def _rewrite(self, device: DevicePlan) -> None:
-        """Put directions in the place of the gradients of a device.
+        """Replace the gradients of a device by directions.
 
-        A seam: an algorithm with a direction of its own writes it here.
+        An algorithm with another direction overrides this method.
         """
         device.precondition()
 
     def _step_base(self) -> None:
-        """W, s ← F(W, s, G̃).
+        """Take F's step: W, s ← F(W, s, G̃).
 
-        A seam: an algorithm that steps some parameters itself does so here, and lets F step the
+        An algorithm that steps some parameters itself overrides this method, and lets F step the
         others.
         """
         self.base.step()
@@ -200,7 +201,7 @@ class SecondOrder(Around):
         run_then(count_and_step, settle_or_undo)
 
     def _after_step(self, plan: StepPlan) -> None:
-        """Host-side checks, which run while the GPU is busy."""
+        """Run host-side checks and prepare the next step, while the GPU is busy."""
         self._keeper.after_step(plan, self.state, self.base.state)
         for guard in self._guards.values():
             guard.warn_once()
@@ -232,7 +233,7 @@ class SecondOrder(Around):
 
     @contextmanager
     def _matrices(self, gradients: StepGradients) -> Iterator[StepPlan]:
-        """Provide the step's plan, with whole matrices measured; at the end, write them back."""
+        """Provide the step's plan with whole, measured matrices; at the end, write these back."""
         with self._ranks.whole(gradients, lambda: is_due(gradients, self.state)) as whole:
             plan, whole = self._step_plan_of(whole)
             planned = plan.state_plan.places
@@ -354,7 +355,7 @@ class SecondOrder(Around):
         """Load a checkpoint bit for bit, converting it where bits or method differ.
 
         Numbers of the param groups (``lr``, ``beta``, ``damping``, intervals, ...) come from the
-        checkpoint, as in every torch optimizer; the storage format is the one of this optimizer.
+        checkpoint, as in every torch optimizer; the storage format is that of this optimizer.
         A checkpoint of F alone loads as well: the second-order state then starts fresh.
 
         Args:
@@ -372,7 +373,7 @@ class SecondOrder(Around):
         checkpoint = checkpoint.owned_by(self._ranks.owns)
         base = BaseLoader(self.base, checkpoint)
         base.check()
-        self._adopt(self.param_groups)  # Lightning's finetuning puts new ones into their place
+        self._adopt(self.param_groups)  # Lightning's finetuning replaces them
         plan = self._make_plan(checkpoint.parameters(self.param_groups, self.config))
         with self._ranks.together():
             fill(plan, checkpoint.entries)
@@ -414,12 +415,12 @@ class SecondOrder(Around):
         return account(self.state, self.base.state)
 
     def summary(self) -> str:
-        """Table of parameters: shape, blocks, method, bits, bytes, or why it is left to F."""
+        """Return a table of parameters: shape, blocks, method, bits, bytes, or why F gets them."""
         rows, route = self._rows(), self._statistics.route
         return summary(type(self).__name__, rows, route, self.base, self.config)
 
     def _rows(self) -> list[Row]:
-        """All parameters with their names and options."""
+        """Return all parameters with their names and options."""
         return rows(self.param_groups, self._config_of)
 
     def diagnostics(self) -> dict[str, Any]:

@@ -38,8 +38,8 @@ def param_groups(
         skip: Patterns of parameter names (with ``*`` and ``?``), and kinds of modules whose
             parameters are all left to the base optimizer.
         low_rank_order: ``max_order`` of LoRA's factors, ``r x n`` and ``m x r``, which then form a
-            separate group: a block of order n is far larger than the factors. ``None``: that of all
-            other parameters. (K-FAC and AdaBK cut nothing.)
+            separate group: a block of order n is far larger than the factors. ``None``: the same as
+            for all other parameters. (K-FAC and AdaBK cut nothing.)
 
     Returns:
         Up to three groups. Options may be added to them.
@@ -100,7 +100,7 @@ def check_group(
         group: The group; options may be missing.
         earlier: The groups before it.
         config: Options of the optimizer.
-        statistics: Determine how a parameter is cut.
+        statistics: Determines how a parameter is cut.
 
     Raises:
         TypeError: If the group is not a dict, or a parameter cannot be assembled.

@@ -756,7 +756,7 @@ def test_memory_equals_the_estimate(options: dict[str, Any]) -> None:
     optimizer = KFAC(torch.optim.AdamW(model.parameters()), model=model, **options)
     step(model, optimizer, lambda out: out.square().mean(), torch.randn(4, 8, 3, 3))
     assert kronbit.estimate_memory(model, optimizer=KFAC, **options) == optimizer.memory()
-    with pytest.raises(TypeError, match="KFAC knows layers, not shapes: give a module"):
+    with pytest.raises(TypeError, match="KFAC needs layers, not shapes: pass a module"):
         kronbit.estimate_memory([(3, 4)], optimizer=KFAC)
 
 

@@ -171,7 +171,7 @@ def test_the_note_says_if_the_step_counts(keep: bool) -> None:
             break  # beyond the last line
         except KeyboardInterrupt as error:
             note = note_of(error)
-        through = "The step is through, and counts: do not take it again" in note
+        through = "The step is complete and counts: do not take it again" in note
         assert optimizer.state_dict()["state"][0]["step"] == 3 + through
         outcomes.add((through, "had begun" in note))
         if through:
@@ -289,7 +289,7 @@ def test_the_note_names_a_remedy(where: str, monkeypatch: pytest.MonkeyPatch) ->
         assert all(map(torch.equal, weights(model), old))
         intact = keep or where != "precondition"
         assert ("gradients are as they were" in note) == intact
-        assert ("compute them anew" in note) == (not intact)
+        assert ("compute them again" in note) == (not intact)
         assert "step() can be called again" in note
         if intact:
             assert all(map(torch.equal, grads(model), old_grads))
@@ -308,10 +308,10 @@ def test_a_step_repeated_with_recomputed_gradients_gives_the_same_result() -> No
         with NthOperation(operations.count - back), pytest.raises(torch.OutOfMemoryError) as caught:
             optimizer.step()
         note = note_of(caught.value)
-        if "had begun" in note or "is through" in note:
+        if "had begun" in note or "is complete" in note:
             continue
         notes.append(note)
-        assert "compute them anew" in notes[-1]
+        assert "compute them again" in notes[-1]
         assert all(map(torch.equal, weights(model), old))
         backward(model, 3)
         optimizer.step()

@@ -116,7 +116,7 @@ class EVA(Rewriter):
         if not any(p in self._layers for p in self._params()):
             raise ValueError(
                 "none of the parameters is the weight of a linear layer or convolution of model, "
-                "so nothing would be preconditioned: give the model that has these parameters"
+                "so nothing would be preconditioned: pass the model that has these parameters"
             )
         processes = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
         if processes > 1:

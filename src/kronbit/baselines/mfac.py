@@ -142,7 +142,7 @@ class MFAC(Rewriter):
         grad.copy_(torch.where(finite, graft(G, Ghat, grad.dtype), G))
 
     def _pieces(self, stack: Tensor) -> Iterator[Tensor]:
-        """Yield groups of columns of a stack of gradients, (m, some), in float32 or float64."""
+        """Yield groups of columns of a stack of gradients, (m, columns), in float32 or float64."""
         rows = stack.view(len(stack), stack[0].numel())
         for piece in rows.split(max(1, _PIECE // len(stack)), 1):
             yield piece.to(wide(stack.dtype))

@@ -56,7 +56,7 @@ class Rewriter(Around, ABC):
         if isinstance(self.base, Rewriter):
             raise TypeError(
                 f"{type(self.base).__name__} rewrites gradients already, and cannot be a base: "
-                f"give {type(self).__name__} a first-order optimizer"
+                f"pass {type(self).__name__} a first-order optimizer"
             )
         for index, group in enumerate(self.base.param_groups):
             self._check_group(group, index)  # before anything is changed
@@ -223,7 +223,7 @@ class Rewriter(Around, ABC):
     def _read(self, p: Tensor, key: Any, held: Any) -> Leaves:
         layout = self.layout(p)
         if not layout:
-            raise ValueError(f"state[{key!r}] is of a parameter that has no state here")
+            raise ValueError(f"state[{key!r}] belongs to a parameter that has no state here")
         return checked_leaves(held, layout, f"state[{key!r}]")
 
     def __getstate__(self) -> dict[str, Any]:

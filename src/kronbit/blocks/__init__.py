@@ -1,1 +1,1 @@
-"""How a parameter becomes blocks, and blocks become stacks."""
+"""Blocks of parameters, and stacks of blocks."""

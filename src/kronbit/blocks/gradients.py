@@ -21,8 +21,8 @@ _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}  # by the n
 def plain_dtypes(grads: Sequence[Tensor]) -> set[torch.dtype] | None:
     """Return the dtypes if all gradients are real and contiguous or channels-last, else None.
 
-    This runs at every step for every parameter: two passes in C instead of one in Python, unless
-    there are convolutions in channels-last order.
+    This runs at every step for every parameter, so it makes two passes in C instead of one in
+    Python, unless some gradients are in channels-last order.
     """
     dtypes = set(map(attrgetter("dtype"), grads))
     try:
@@ -59,7 +59,7 @@ def problem(grad: Tensor) -> str | None:
 
 
 def overlaps_itself(grad: Tensor) -> bool:
-    """True if elements share memory, as in an expanded tensor, which must not be written to."""
+    """True if elements share memory, as in an expanded tensor: it must not be written to."""
     return any(
         stride == 0 and size > 1 for size, stride in zip(grad.shape, grad.stride(), strict=True)
     )
@@ -88,8 +88,8 @@ def view_blocks(grid: Grid, matrices: Tensor) -> Tensor:
 class GradientBlocks:
     """Reads and writes blocks of the gradients of one step.
 
-    A gradient whose strides do not allow a view as a matrix (a channels-last convolution, where
-    there are no kernels) is copied at each read. Writes go to a copy, which ``flush`` writes back.
+    A gradient whose strides do not allow a view as a matrix (a channels-last convolution, if
+    no kernels are used) is copied at each read. Writes go to a copy, which ``flush`` writes back.
 
     Args:
         members: The parameters.
@@ -115,7 +115,7 @@ class GradientBlocks:
             view = view_blocks(grid, self._matrices(member, to_write=True))[box]
             values = stack[place].view(*dims, *group.shape)
             if view.dtype == torch.float16:
-                # G̃ has the norm of G, but one of its elements may exceed the range: saturate.
+                # G̃ has the norm of G, but one of its elements may exceed float16's range: saturate.
                 values = values.clamp(-65504.0, 65504.0)
             view.copy_(values)
 
@@ -138,7 +138,7 @@ class GradientBlocks:
         grad, shape = self._grad(member), self._members[member].blocking.matrices
         try:
             return grad.view(shape)
-        except RuntimeError:  # its strides do not allow that view
+        except RuntimeError:  # the strides do not allow this view
             copy = grad.reshape(shape)
             if to_write:
                 self._written[member] = copy
@@ -186,7 +186,7 @@ class StepGradients(NamedTuple):
             configs += [config_of(group)] * len(members)
         try:
             dtypes = plain_dtypes(grads)
-        except AttributeError:  # some have none
+        except AttributeError:  # some parameters have no gradient
             present = [grad is not None for grad in grads]
             params, configs, grads = (
                 list(compress(values, present)) for values in (params, configs, grads)
@@ -195,7 +195,7 @@ class StepGradients(NamedTuple):
         return cls(params, configs, grads, dtypes)
 
     def once(self) -> StepGradients:
-        """Return the gradients without repetitions: torch accepts parameters listed twice."""
+        """Return the gradients, each parameter once: torch accepts a parameter listed twice."""
         if len(set(map(id, self.params))) == len(self.params):
             return self
         rows = {id(row[0]): row for row in zip(self.params, self.configs, self.grads, strict=True)}

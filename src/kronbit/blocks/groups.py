@@ -1,6 +1,6 @@
 """Blocks of one shape form a group: row i of every stack is one block.
 
-To be exact, blocks of one shape, format and start value: a single tensor can hold their state.
+The blocks of a group also share formats and start value, so one tensor can hold their state.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from kronbit.rules import Rule
 # Shape, format of the left side, format of the right side, start value of a group.
 _Key: TypeAlias = tuple[tuple[int, int], Format, Format, float]
 
-_BATCH = 2**23  # most elements of the larger factors of blocks that share a turn
+_BATCH = 2**23  # largest number of elements in the larger factors of one turn
 _SIMILAR, _FEW = 2 / 3, 1 / 8  # fractions of the largest order of a turn, and of _BATCH
 
 
@@ -34,8 +34,8 @@ class Member:
 
     Attributes:
         blocking: The cut into blocks.
-        config: The options when the state is made. Formats and start value are taken from here, all
-            others from the options of the step.
+        config: The options when the state was made. They determine formats and start value; all
+            other options are those of the step.
     """
 
     blocking: Blocking
@@ -57,10 +57,10 @@ class Span:
 
 
 class Turn(NamedTuple):
-    """The time of a statistic and its root within an interval, under ``stagger``.
+    """The point in an interval at which a statistic and its root are due, under ``stagger``.
 
     Attributes:
-        phase: Place of the block in the interval, in [0, 1).
+        phase: Position of the block in the interval, in [0, 1).
         right: True for R, which comes after L.
     """
 
@@ -74,7 +74,7 @@ class Due:
 
     Attributes:
         config: The member's options at this step.
-        turns: The turns that have come; ``None`` for both sides of all blocks.
+        turns: The turns that are due; ``None`` for both sides of all blocks.
     """
 
     config: Config
@@ -183,11 +183,11 @@ class Group:
             yield slice(start, self.segments[-1].stop), current
 
     def places(self, members: Sequence[Member]) -> Iterator[tuple[int, int, int, int, int, int]]:
-        """Yield where each row's block lies in its gradient.
+        """Yield the location of each row's block in its gradient.
 
         Yields:
-            The row, its member, the number of the block within the member, its first element in
-            the gradient, the stride between its rows, and its taps.
+            The row, its member, the number of the block within the member, the offset of the
+            block in the gradient, the stride between its rows, and its taps.
         """
         for span in self.spans:
             blocking = members[span.member].blocking
@@ -274,8 +274,8 @@ def _stacks(
 def _places_in_interval(spans: Mapping[_Key, Sequence[Span]]) -> tuple[dict[_Key, list[int]], int]:
     """Assign each group's rows to places in the interval; return these and the number of places.
 
-    The rows of a place keep a GPU busy. Large blocks come first, so that the blocks of a place have
-    similar orders and can share batches, unless there are only a few of them.
+    The rows of one place keep a GPU busy. Large blocks come first, so that the blocks of a place
+    have similar orders and can share batches, unless there are only a few of them.
     """
     assigned: dict[_Key, list[int]] = {}
     place = filled = largest = 0
@@ -313,8 +313,8 @@ class DeviceStacks:
         workspace: Bound of transient memory in bytes.
         device: The device.
         graft_ratio: ‖G‖ / ‖Ĝ‖ of each member when it was last preconditioned, on the device.
-        ungrafted: Number of times that F got G itself because Ĝ had overflowed, on the device.
-        refreshed: Members with a root that is not the identity; grows in place.
+        ungrafted: Number of times that F received G because Ĝ had overflowed, on the device.
+        refreshed: Members with a root that is not the identity; updated in place.
     """
 
     members: tuple[Member, ...]

@@ -85,7 +85,7 @@ def output_folder(out: Path | None, name: str) -> Iterator[Path]:
 
 
 def _claim(place: Path) -> bool:
-    """Create a folder; return false if it exists."""
+    """Create a folder; return False if it exists."""
     make_folder(place.parent)
     try:
         place.mkdir()

@@ -9,7 +9,7 @@ from kronbit.blocks.batches import Part
 
 
 def divide(parts: Iterable[Part], ranks: int) -> list[list[Part]]:
-    """Divide rows among ranks. Each rank gets neighbouring rows, and about the same load.
+    """Divide rows among ranks. Each rank gets adjacent rows, and about the same load.
 
     A row costs the cube of its order. All ranks get the same number of rows of a part. The
     remaining rows go to the ranks with the smallest loads; ties start at a different rank each
@@ -49,6 +49,6 @@ def assign(costs: Sequence[int], ranks: int) -> list[int]:
 
 
 def _by_load(loads: Sequence[int], start: int) -> list[int]:
-    """Return the ranks in order of their loads. Ties are ordered from rank ``start`` on."""
+    """Return the ranks, sorted by load. Ties are in order of rank, from ``start`` on."""
     ranks = len(loads)
     return sorted(range(ranks), key=lambda rank: (loads[rank], (rank - start) % ranks))

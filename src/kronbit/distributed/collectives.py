@@ -49,7 +49,7 @@ class Link:
         return cls(group, travels)
 
     def any_rank(self, flag: bool) -> bool:
-        """Return True on all ranks if the flag is true on any. Waits for the others."""
+        """True on all ranks if the flag is true on any. Waits for the other ranks."""
         number = torch.tensor([int(flag)], device=self.device)
         dist.all_reduce(number, dist.ReduceOp.MAX, group=self.group)
         return bool(number.item())
@@ -61,14 +61,14 @@ class Link:
         return tensor.tolist()
 
     def digests(self, *contents: bytes) -> list[list[int]]:
-        """Return the digests of all ranks: of each rank, one number for each of its contents."""
+        """Return the digests of all ranks: for each rank, one number per content."""
         local = torch.tensor([_digest(content) for content in contents], device=self.device)
         gathered = [torch.empty_like(local) for _ in range(self.ranks)]
         dist.all_gather(gathered, local, group=self.group)
         return [numbers.tolist() for numbers in gathered]
 
     def objects(self, value: Any) -> list[Any]:
-        """Return the values of all ranks, which are pickled."""
+        """Return the values of all ranks. Values are pickled."""
         gathered: list[Any] = [None] * self.ranks
         on_gpu = self.device.type == "cuda"
         with torch.cuda.device(self.device) if on_gpu else nullcontext():
@@ -133,7 +133,7 @@ def exchange(
 
     Args:
         sent: For each rank, contiguous tensors to send.
-        received: For each rank, contiguous tensors that take its values.
+        received: For each rank, contiguous tensors that receive its values.
         link: The ranks.
 
     Returns:
@@ -176,7 +176,10 @@ def _bytes_of_all(streams: Iterable[Iterable[Tensor]]) -> list[Tensor]:
 def _overlaps(
     buffer: Tensor, stream: Sequence[Tensor], start: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield views of a buffer, and of the tensors whose bytes it holds from a byte on."""
+    """Yield views of a buffer, each with the bytes of a tensor that belong there.
+
+    The buffer holds the bytes of the stream from byte ``start`` on.
+    """
     first, stop = 0, start + buffer.numel()
     for tensor in stream:
         last = first + tensor.nbytes

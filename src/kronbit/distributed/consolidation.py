@@ -49,8 +49,8 @@ def consolidate_state_dict(optimizer: ShardedOptimizer) -> dict[str, Any]:
     """
     if optimizer.config.blocks == "local" and optimizer._ranks.localises:
         raise RuntimeError(
-            "blocks='local' has cut each rank's rows separately: there is no state dict of a "
-            "single process; use torch.distributed.checkpoint, and as many ranks to load it"
+            "blocks='local' has cut each rank's rows separately, so there is no state dict of a "
+            "single process: use torch.distributed.checkpoint, and load it on as many ranks"
         )
     owners = optimizer._ranks.owners
     state_dict = optimizer._local_state_dict()
@@ -58,7 +58,7 @@ def consolidate_state_dict(optimizer: ShardedOptimizer) -> dict[str, Any]:
     params = [p for group in optimizer.param_groups for p in group["params"]]
     first = optimizer._ranks.first
     for key, p in enumerate(params):
-        if not state.get(key):  # to read optimizer.state[p] adds an empty entry
+        if not state.get(key):  # reading optimizer.state[p] adds an empty entry
             continue
         entry = {**state[key], "base": _whole(state[key]["base"])}
         owner = None if owners is None else owners.owner(p)
@@ -86,7 +86,7 @@ def load_consolidated(optimizer: ShardedOptimizer, state_dict: Mapping[str, Any]
     for key, p in zip(keys, params, strict=False):  # the loader reports a mismatch
         if state.get(key) and is_distributed(p):
             entry = state[key]
-            base = entry.get("base", entry)  # or the entry is of a checkpoint of F alone
+            base = entry.get("base", entry)  # a checkpoint of F alone has no "base"
             base = tree_map_only(Tensor, partial(_like, p), dict(base))
             state[key] = {**entry, "base": base} if "base" in entry else base
     optimizer.load_state_dict({**state_dict, "state": state})

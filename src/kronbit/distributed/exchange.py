@@ -30,12 +30,12 @@ class Exchange(Protocol):
         norms: Tensor,
         wanted: Callable[[str], bool],
     ) -> AbstractContextManager[None]:
-        """Inside, each rank computes its share of the rows; at the end, all ranks have all rows.
+        """Let each rank compute its share of the rows inside; at the end, all ranks have all rows.
 
         Args:
             stacks: The state.
             due: Members that are due, with their options and blocks.
-            norms: Norms of the members' gradients. If they differ, ranks do not hold the same
+            norms: Norms of the members' gradients. Ranks with different norms do not hold the same
                 state.
             wanted: Returns True for the name of a tensor that is written.
         """

@@ -1,8 +1,8 @@
-"""State on one rank each: the owner of a parameter preconditions its whole gradient.
+"""Owners: one rank holds the state of a parameter, and preconditions its whole gradient.
 
-Either parameters are sharded (FSDP2, HSDP). Then owners receive the rows of their gradients from
-all ranks, and send them back preconditioned, by one uneven all-to-all each way. Or every rank has
-all gradients (``shard_state=True``). Then owners send theirs to all ranks.
+If parameters are sharded (FSDP2, HSDP), owners receive the rows of their gradients from all ranks,
+and send them back preconditioned, by one uneven all-to-all each way. If every rank has all
+gradients (``shard_state=True``), owners send the preconditioned ones to all ranks.
 
 Owners do what a single process does, on the same numbers, so the results are the same.
 """
@@ -44,7 +44,7 @@ class Transfer:
         to_owners: For each owner, the rows of its gradients that this rank has.
         from_ranks: For each rank, the rows that it has of the gradients that this rank owns. Views
             of ``shown``.
-        replicated: For each owner, those of its gradients that every rank has.
+        replicated: For each owner, the gradients it owns that every rank has.
     """
 
     shown: list[Tensor]
@@ -60,7 +60,7 @@ class Owners:
         link: The ranks among which parameters are divided.
         workspace: Limit on transient memory in bytes.
         placement: Placement of sharded parameters; None if every rank has all parameters.
-        spreads: True if a gradient that is not finite on one rank becomes so on all ranks.
+        spreads: True if a gradient that is not finite on one rank is made NaN on all ranks.
 
     Attributes:
         bytes: Bytes of gradients that this rank has sent or, if every rank receives all gradients,
@@ -87,7 +87,7 @@ class Owners:
             self._owners |= dict(zip(costs, owners, strict=True))
 
     def keep(self, before: Owners) -> None:
-        """Leave parameters with their previous owners."""
+        """Keep the owners that parameters had before."""
         self._owners |= before._owners
 
     def owner(self, p: Tensor) -> int | None:
@@ -95,7 +95,7 @@ class Owners:
         return self._owners.get(p)
 
     def owns(self, p: Tensor) -> bool:
-        """Return True if this rank has the state of a parameter."""
+        """True if this rank has the state of a parameter."""
         return self._owners.get(p, self.link.rank) == self.link.rank
 
     @contextmanager
@@ -169,8 +169,8 @@ class Owners:
             raise failure
         if failed:
             raise RuntimeError(
-                f"another one of the {self.link.ranks} ranks has failed; its error has the cause. "
-                "States of ranks may differ now: load the last checkpoint"
+                f"another of the {self.link.ranks} ranks has failed; its error names the cause. "
+                "The states of the ranks may differ now: load the last checkpoint"
             )
 
     def _compare(self, gradients: StepGradients) -> None:
@@ -179,8 +179,8 @@ class Owners:
         digests = self.link.digests(described.encode())
         if any(digest != digests[0] for digest in digests):
             raise RuntimeError(
-                f"the {self.link.ranks} ranks have gradients of different parameters: give every "
-                "rank a gradient of every parameter, zeros if it has none"
+                f"the {self.link.ranks} ranks have gradients of different parameters: every rank "
+                "needs a gradient of every parameter; set it to zeros if there is none"
             )
 
     def _spread_nonfinite(self, grads: Sequence[Tensor]) -> None:

@@ -57,7 +57,7 @@ class Ranks:
         self._agreed = link is None
 
     def owns(self, p: Tensor) -> bool:
-        """Return True if this rank has the state of a parameter."""
+        """True if this rank has the state of a parameter."""
         return self.owners is None or self.owners.owns(p)
 
     @property
@@ -101,8 +101,8 @@ class Ranks:
     def figures(self) -> dict[str, int]:
         """Return the figures that ``diagnostics`` shows.
 
-        Of ranks that hold the same state: their number, how often each did all of the work because
-        gradients differed, and the bytes of statistics and roots that this rank has received. Of
+        For ranks that hold the same state: their number, how often each did all of the work because
+        gradients differed, and the bytes of statistics and roots that this rank has received. For
         ranks that own parameters: their number, and the bytes of gradients that this rank has sent
         or received.
         """
@@ -119,12 +119,13 @@ class Ranks:
         """Raise an error if this rank has only a part of the state."""
         if self.owners is not None:
             raise RuntimeError(
-                "with shard_state=True a rank has a part of the state only: let all ranks call "
-                "kronbit.consolidate_state_dict(optimizer), and one of them save what it returns"
+                "with shard_state=True, a rank has only a part of the state: call "
+                "kronbit.consolidate_state_dict(optimizer) on all ranks, and save its result on "
+                "the first"
             )
 
     def any_rank(self, flag: bool) -> bool:
-        """Return True if the flag is true on any rank that would wait for this one."""
+        """True if the flag is true on any rank that would wait for this one."""
         if self._link is not None and (self.owners is not None or self.localises):
             return self._link.any_rank(flag)
         return flag
@@ -150,8 +151,8 @@ class Ranks:
                 if line != expected:
                     raise RuntimeError(
                         f"rank {rank} of {len(ranks)} has {line}, where rank 0 has {expected}: "
-                        "ranks must have the same parameters and options. Give process_group= the "
-                        "ranks that do, or process_group=False to let every rank work alone"
+                        "ranks must have the same parameters and options. Set process_group "
+                        "to the ranks that do, or to False to let every rank work alone"
                     )
         self._agreed = True
 
@@ -231,7 +232,7 @@ def _ranks_of_mesh(
     process_group: ProcessGroup | Literal[False] | None,
     device: torch.device,
 ) -> Ranks:
-    """Return the ranks that have rows of sharded parameters, and those that have the same rows."""
+    """Return the ranks that divide rows of parameters, and the ranks that hold the same rows."""
     link, copies = Link.between(placement.group(), device), placement.copies()
     exchange: Exchange = _ALONE
     if copies is not None and process_group is not False:
@@ -249,7 +250,7 @@ def _ranks_of_group(
     device: torch.device,
     localises: bool,
 ) -> Ranks:
-    """Return the ranks of a process group, by default of all, that have the same parameters."""
+    """Return the ranks of a process group (default: all) that have the same parameters."""
     group = process_group or dist.group.WORLD
     if process_group is False or group is None or dist.get_rank(group) < 0:
         return Ranks(localises=localises)

@@ -30,7 +30,7 @@ class Replicas:
     Args:
         link: The ranks.
         given: True if the user has stated that they hold the same parameters. Otherwise, ranks with
-            different gradients are taken for independent trainings.
+            different gradients are treated as independent trainings.
 
     Attributes:
         divides: True while the work is divided among the ranks.
@@ -103,7 +103,7 @@ class Replicas:
         self.received += gather(streams, self.link, stacks.workspace)
 
     def _same_gradients(self, stacks: DeviceStacks, due: Mapping[int, Due], norms: Tensor) -> bool:
-        """Return True if all ranks have the same gradients; refuse ranks with other work."""
+        """True if all ranks have the same gradients. Raise an error if their work differs."""
         ranks = self.link.ranks
         values = norms[: len(stacks.members)].cpu().numpy().tobytes()
         digests = self.link.digests(_describe(stacks, due), values)
@@ -111,18 +111,18 @@ class Replicas:
         if len(works) > 1:
             raise RuntimeError(
                 f"the {ranks} ranks disagree on which parameters are due at this step: their "
-                "parameters, options or numbers of steps differ. Give process_group= the ranks "
-                "that hold the same parameters, or process_group=False"
+                "parameters, options or numbers of steps differ. Set process_group to the "
+                "ranks that hold the same parameters, or to False"
             )
         if len(gradients) > 1 and self._given:
             raise RuntimeError(
                 f"gradients differ between the {ranks} ranks of process_group: average them "
-                "before the step, as DistributedDataParallel does, or give process_group=False"
+                "before the step, as DistributedDataParallel does, or set process_group=False"
             )
         if len(gradients) > 1 and not self.apart:
             warn(
                 f"gradients differ between the {ranks} ranks, so each of them does all of its "
-                "updates and refreshes; if that is intended, give process_group=False"
+                "updates and refreshes; if that is intended, set process_group=False"
             )
         return len(gradients) == 1
 
@@ -145,7 +145,8 @@ class Replicas:
         if any(failed):
             raise RuntimeError(
                 f"an update or a refresh has failed on rank {failed.index(1)} of {ranks}; its "
-                "error has the cause. States of ranks differ now: load the last checkpoint"
+                "error names the cause. The states of the ranks differ now: load the last "
+                "checkpoint"
             )
         for (side, name, before), total in zip(counters, sums, strict=False):
             side.counters[name] = before + total
@@ -163,5 +164,5 @@ def _describe(stacks: DeviceStacks, due: Mapping[int, Due]) -> bytes:
 
 
 def _worth_sending(factors: Factors) -> bool:
-    """Return True if rows are divided: every rank computes small ones faster than it gets them."""
+    """True if rows are large enough to divide: computing small rows is faster than receiving."""
     return factors.order >= _LARGE

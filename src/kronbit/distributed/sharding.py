@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def is_distributed(p: Tensor) -> TypeGuard[DTensor]:
-    """Return True if a tensor is a DTensor."""
+    """True if a tensor is a DTensor."""
     module = sys.modules.get("torch.distributed.tensor")  # imported if any DTensor exists
     return module is not None and isinstance(p, module.DTensor)
 
@@ -88,7 +88,7 @@ def _problem(p: Tensor, shards: bool, known: Iterable[Tensor]) -> str | None:
     placement, others = placement_of(p), filter(None, map(placement_of, known))
     if placement is not None and next(others, placement) != placement:
         return (
-            f"sharded over another mesh, {placement.mesh}, than parameters before it: build an "
+            f"sharded over another mesh, {placement.mesh}, than earlier parameters: build an "
             "optimizer for each mesh"
         )
     return None

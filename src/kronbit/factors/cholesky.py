@@ -1,4 +1,4 @@
-"""Statistics as triangular factors: half of the elements, and always positive semi-definite."""
+"""Statistics as Cholesky factors: half as many elements, and always positive semi-definite."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kronbit.linalg.orthogonal import Attempt, cholesky_
 from kronbit.linalg.products import multiply, operand
 from kronbit.linalg.roots import converged_inverse_root
 
-# Parts of the mean of A's diagonal that are tried in order where A is singular up to rounding.
+# Jitter relative to the mean of A's diagonal, tried in this order if A is singular up to rounding.
 _JITTERS = tuple(10.0**exponent for exponent in range(-7, -1))
 
 
@@ -40,7 +40,8 @@ class Triangle(NamedTuple):
         if not self.smaller:
             return None
         k, largest, _ = self.C.shape
-        orders = torch.full((k,), largest, dtype=torch.int32, device="cpu")  # not the default one
+        # By name: the default device may be another.
+        orders = torch.full((k,), largest, dtype=torch.int32, device="cpu")
         for rows, n in self.smaller:
             orders[rows] = n
         if self.C.device.type == "cuda":
@@ -51,7 +52,7 @@ class Triangle(NamedTuple):
         """Return the traces of C Cᵀ, (k,)."""
         return (
             self.C.square().sum(-1).sum(-1)
-        )  # in two steps: threads do not share the sum of a row
+        )  # in two steps, so that threads never split the sum of a row
 
     def square(self) -> Tensor:
         """Return A = C Cᵀ."""
@@ -62,10 +63,10 @@ class Triangle(NamedTuple):
 
 
 class Cholesky:
-    """Keeps C of A = C Cᵀ: the diagonal in float32, the rest quantised.
+    """Stores C with A = C Cᵀ: the diagonal in float32, the rest quantised.
 
-    C Cᵀ is positive semi-definite whatever the errors of quantisation, and the condition of C is
-    the square root of A's, so errors weigh less.
+    C Cᵀ is positive semi-definite whatever the quantisation error. The condition number of C is
+    the square root of A's, so errors matter less.
     """
 
     repairs: tuple[str, ...] = ("jittered",)
@@ -126,13 +127,13 @@ class Cholesky:
         return _jittered(A)
 
     def refresh(self, statistic: Triangle, config: Config) -> Tensor:
-        """PIRU: return the root of C Cᵀ, to convergence."""
+        """PIRU: return the root of C Cᵀ, iterated to convergence."""
         A, orders = statistic.square(), statistic.orders()
         del statistic
         return converged_inverse_root(A, self.p, config.damping, orders)
 
     def encode(self, statistic: Triangle) -> Leaves:
-        """Q(C); C may be written to."""
+        """Q: return the tensors of C, which may be overwritten."""
         return self.factor.encode(statistic.C)
 
     def matrix(self, leaves: Mapping[str, Tensor]) -> Tensor:
@@ -147,7 +148,7 @@ class Cholesky:
         return self.factor.encode((R * signs.unsqueeze(-1)).mT.float().contiguous())
 
     def figures(self, leaves: Mapping[str, Tensor]) -> dict[str, float]:
-        """Return a lower bound of the condition of A by its pivots, for ``diagnostics``."""
+        """Return a lower bound on A's condition number, from the pivots, for ``diagnostics``."""
         pivots = self.factor.decode(leaves).diagonal(dim1=-2, dim2=-1).double()
         return {"condition_at_least": condition(pivots.square())}
 
@@ -155,11 +156,11 @@ class Cholesky:
 def _jittered(A: Tensor) -> tuple[Triangle, Tensor]:
     """Return the factor of A + jitter I, with the least jitter that makes it positive definite.
 
-    The jitter is subtracted again from the factor's diagonal: the statistic does not grow by it.
+    The jitter is then subtracted from the factor's diagonal, so that the statistic does not grow.
     """
     diagonal = A.diagonal(dim1=-2, dim2=-1)
     original, mean = diagonal.clone(), diagonal.mean(-1, keepdim=True)
-    # A matrix without a diagonal is zero, and so is its factor.
+    # A positive semi-definite matrix with a zero diagonal is zero, and so is its factor.
     good = (original == 0).all(-1)
     C = torch.where(good[:, None, None], 0.0, torch.full_like(A, torch.nan))
     for jitter in _JITTERS:

@@ -44,7 +44,7 @@ class Dense:
         self.root = root_storage(format)
 
     def allows_padding(self, config: Config, attempt: int | None) -> bool:
-        """False: a root starts from the norm of the whole matrix."""
+        """Return False: the iteration for a root starts from the norm of the whole matrix."""
         return False
 
     def layout(self, order: int) -> Layout:
@@ -73,7 +73,7 @@ class Dense:
         return inverse_root(statistic.A, self.p, config.damping, config.newton_steps)
 
     def encode(self, statistic: Square) -> Leaves:
-        """Q(A); A may be written to."""
+        """Q: return the tensors of A, which may be overwritten."""
         return self.statistic.encode(statistic.A)
 
     def matrix(self, leaves: Mapping[str, Tensor]) -> Tensor:
@@ -85,7 +85,7 @@ class Dense:
         return self.statistic.encode(A)
 
     def figures(self, leaves: Mapping[str, Tensor]) -> dict[str, float]:
-        """Return the condition of A for ``diagnostics``."""
+        """Return the condition number of A, for ``diagnostics``."""
         eigenvalues = torch.linalg.eigvalsh(self.matrix(leaves).double())
         return {"condition": condition(eigenvalues)}
 

@@ -44,7 +44,7 @@ class Spectrum(NamedTuple):
 class Eigen:
     """A = V Λ Vᵀ as (λ, Ū): Algorithms PU and PIRU.
 
-    U is stored transposed: a row is an eigenvector, so that a quantisation block never leaves it.
+    U is stored transposed: a row is an eigenvector, so a quantisation block never spans two.
     Float32 eigenvectors (32 bits, or a small order) are orthogonal and are not rectified.
     """
 
@@ -58,12 +58,12 @@ class Eigen:
         self.root = root_storage(format)
 
     def allows_padding(self, config: Config, attempt: int | None) -> bool:
-        """True unless by Schur-Newton, or in the last attempt, which takes one matrix at a time."""
+        """True unless the root is by Schur-Newton, or the last attempt takes single matrices."""
         if config.root == "schur_newton" or attempt == len(self.repairs):
             return False
         if attempt is None and config.trace_scaling:
             return False
-        # A λ of zero could not be told from padding.
+        # A λ of zero could not be distinguished from padding.
         return config.beta > 0 and config.start_value > 0
 
     def layout(self, order: int) -> Layout:
@@ -88,7 +88,7 @@ class Eigen:
     def update(
         self, statistic: Spectrum, M: Tensor, config: Config, attempt: Attempt
     ) -> tuple[Spectrum, Tensor]:
-        """PU: rectify, average M in, one or more QR iterations."""
+        """PU: rectify, average M in, run one or more QR iterations."""
         lam, Vt = statistic.lam, self._rectified(statistic, config.update_rectify)
         del statistic
         decay, weight = decay_weights(config.beta)
@@ -117,7 +117,7 @@ class Eigen:
         largest = lam.amax(-1, keepdim=True)
         # A zero statistic has no inverse root; 1 in its place gives the identity.
         damped = torch.where(largest == 0, 1.0, lam + largest * config.damping)
-        # Not pow: on a CPU, its last bit depends on the place of a number in the stack.
+        # Not pow: on a CPU, its last bit depends on the position of an element.
         for _ in range(self.p.bit_length() - 1):  # p = 1, 2 or 4
             damped.sqrt_()
         return _scaled_square(Vt, damped.reciprocal_())
@@ -139,7 +139,7 @@ class Eigen:
         return self.encode(Spectrum(lam.float(), U.float().mT))
 
     def figures(self, leaves: Mapping[str, Tensor]) -> dict[str, float]:
-        """Return the condition of A and errors of orthogonality, for ``diagnostics``."""
+        """Return A's condition number and errors of orthogonality, for ``diagnostics``."""
         V = self.vectors.decode(leaves).mT
         return {
             "condition": condition(leaves["eigenvalues"]),

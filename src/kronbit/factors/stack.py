@@ -22,11 +22,11 @@ from kronbit.linalg.orthogonal import FIRST_ATTEMPT, Attempt
 
 
 class Method(Protocol):
-    """A way to keep a preconditioner A and its root: pure functions on a stack's tensors.
+    """A way to store a preconditioner A and its root: pure functions on a stack's tensors.
 
-    Q quantises and D restores. Each method has a type of its statistic: D of the tensors, such as
-    (λ, V). ``statistic.part(rows, order)`` is some of the matrices without their padding, and
-    ``statistic.trace()`` are the traces of A, (k,).
+    Q quantises and D restores. Each method has a type for its statistic, the result of D, such
+    as (λ, V). ``statistic.part(rows, order)`` returns some of the matrices without their padding,
+    and ``statistic.trace()`` the traces of A, (k,).
     """
 
     p: int
@@ -56,10 +56,10 @@ class Method(Protocol):
     def update(
         self, statistic: Any, M: Tensor, config: Config, attempt: Attempt
     ) -> tuple[Any, Tensor]:
-        """PU: return the new statistic, and bool (k,): True if trusted. M is given away."""
+        """PU: return the new statistic, and bool (k,), True if trusted. M may be overwritten."""
 
     def encode(self, statistic: Any) -> Leaves:
-        """Q: return the tensors of a new statistic, which may be written to."""
+        """Q: return the tensors of a new statistic, which may be overwritten."""
 
     def refresh(self, statistic: Any, config: Config) -> Tensor:
         """PIRU: return the new root, (k, n, n); its padding is undefined."""
@@ -85,7 +85,7 @@ class Factors:
     """A stack of preconditioners of one order with their inverse p-th roots.
 
     The tensors are allocated once and only ever copied into: their slices are the optimizer's
-    state. A stack may be a window of a larger one: rows of many stacks are then neighbours.
+    state. A stack may be a window of a larger one: rows of several stacks are then adjacent.
 
     Args:
         order: n.
@@ -141,7 +141,7 @@ class Factors:
         self.whole, self.first = self.tensors, 0
 
     def window(self, first: int, rows: int) -> Factors:
-        """Return some rows as a stack, with counters that start at 0."""
+        """Return a window of some rows, with counters that start at 0."""
         part = copy(self)
         part.rows, part.first = rows, self.first + first
         part.counters = dict.fromkeys(self.COUNTERS, 0)
@@ -159,7 +159,7 @@ class Factors:
         return (roots == eye).flatten(1).all(1)
 
     def figures(self) -> dict[str, float]:
-        """Return the worst of each figure over all rows. Waits for the device."""
+        """Return the worst value of each figure over all rows. Waits for the device."""
         worst: dict[str, float] = {}
         for row in range(self.rows):
             for name, value in self.method.figures(self.leaves(slice(row, row + 1))).items():
@@ -211,24 +211,24 @@ class Batch:
     def update(
         self, M: Tensor, finite: Tensor, config: Config, attempt: Attempt = FIRST_ATTEMPT
     ) -> tuple[Tensor, Tensor]:
-        """PU. Where a factorisation fails, a row stays as it is.
+        """Run PU. A row whose factorisation fails stays as it is.
 
         Args:
-            M: The new G Gᵀ or Gᵀ G, (rows, n, n), finite; written to.
+            M: The new G Gᵀ or Gᵀ G, (rows, n, n), finite; may be overwritten.
             finite: bool (rows,): a row stays as it is where this is False.
             config: β, t1 and the number of QR iterations.
             attempt: The first attempt, or a more robust one for rows where it has failed.
 
         Returns:
-            bool (rows,) twice: True if the factorisation can be trusted; and True if the statistic
-            was replaced, because the new one is finite, too.
+            Two tensors, bool (rows,). The first is True if the factorisation can be trusted. The
+            second is True if the statistic was replaced, because the new one is also finite.
         """
         new, good = self.method.update(self.restored(), M, config, attempt)
         encode = self.method.encode
         return good, self._keep(lambda rows, n: encode(new.part(rows, n)), finite & good)
 
     def refresh(self, config: Config) -> Tensor:
-        """PIRU: ε, t2 and the number of Newton steps come from ``config``.
+        """Run PIRU with ε, t2 and the number of Newton steps of ``config``.
 
         Returns:
             bool (rows,): True if the root was replaced, because the new one is finite.
@@ -256,7 +256,7 @@ class Batch:
         return self.method.restore(slices, self._order)
 
     def _trace_scale(self) -> Tensor:
-        """Return the factor from A^(-1/p) to (A / √tr A)^(-1/p); 1 for a zero matrix."""
+        """Return (A / √tr A)^(-1/p) relative to A^(-1/p), a number; 1 for a zero matrix."""
         trace = self.restored().trace()
         scale = torch.where(trace == 0, 1.0, trace)
         for _ in range(self.method.p.bit_length()):  # the 2p-th root; not pow, see ``Eigen``
@@ -271,7 +271,8 @@ class Batch:
 
         Args:
             encoded: (rows, order) -> their new tensors.
-            accepted: bool (rows,): False where the old tensors stay anyway; given away.
+            accepted: bool (rows,): False where the old tensors stay in any case; may be
+                overwritten.
 
         Returns:
             bool (rows,): True if a row has new tensors.
@@ -292,13 +293,13 @@ class Batch:
 
 @dataclass(frozen=True)
 class Replacement:
-    """New tensors that will take the place of old ones, but for rows that are not finite.
+    """New tensors that will replace old ones, except in rows that are not finite.
 
     Attributes:
         old: Tensors that are overwritten. They may be in the host's memory.
         new: The new tensors, on the device.
-        accepted: bool (rows,), contiguous: which rows are replaced. False where they are not
-            finite, at the latest when they have been written.
+        accepted: bool (rows,), contiguous: True for rows that are replaced. After ``write``, it is
+            False for rows that are not finite.
         away: True if the old tensors are in the host's memory.
     """
 
@@ -335,12 +336,12 @@ class Replacement:
 
 
 def _per_row(values: Tensor, leaf: Tensor) -> Tensor:
-    """Add axes to (rows,), as many as a leaf has."""
+    """Add axes to (rows,), so that it broadcasts to a leaf."""
     return values.view(-1, *[1] * (leaf.dim() - 1))
 
 
 def _finite_rows(leaves: Sequence[Tensor]) -> Tensor:
-    """Return which rows are finite. A non-finite element makes the scale of its block so."""
+    """Return bool (rows,), True if finite: a non-finite element makes its scale non-finite."""
     checks = [
         torch.linalg.vector_norm(leaf.flatten(1), ord=torch.inf, dim=1) < torch.inf
         for leaf in leaves

@@ -1,4 +1,4 @@
-"""How matrices are kept: by rows as the paper does, compactly, or in float32.
+"""Storage of matrices: by rows as in the paper, compact, or in float32.
 
 A stack of square matrices is a dict of tensors, whose first axis is that of the stack.
 """
@@ -28,8 +28,8 @@ Layout: TypeAlias = dict[str, tuple[tuple[int, ...], torch.dtype]]
 Shape: TypeAlias = Literal["square", "symmetric", "lower"]
 
 TILES = (32, 64)
-# Blocks of 32 err less (half a degree of an update at 4 bits, by
-# ``benchmarks/accuracy/update_angle.py``), so tiles of 64 must save more than a hundredth.
+# Blocks of 32 have a smaller error (by half a degree of an update at 4 bits, see
+# ``benchmarks/accuracy/update_angle.py``), so tiles of 64 must save more than 1 % of the memory.
 _HANDICAP = {32: 1.0, 64: 1.01, None: 1.0}
 
 
@@ -38,16 +38,16 @@ class MatrixStorage(Protocol):
 
     @property
     def quantizer(self) -> Quantizer:
-        """Q and D."""
+        """The quantiser, Q and D."""
 
     def layout(self, order: int) -> Layout:
         """Return name -> (shape, dtype) of the tensors of a matrix of this order."""
 
     def encode(self, X: Tensor) -> Leaves:
-        """Return Q(X) of a float32 stack (k, n, n), which is given away: it may be written to."""
+        """Return Q(X) of a float32 stack (k, n, n), which may be overwritten."""
 
     def decode(self, leaves: Mapping[str, Tensor], out: Tensor | None = None) -> Tensor:
-        """D: return the float32 stack (k, n, n). It may be the stored one: do not write to it.
+        """D: return the float32 stack (k, n, n). It may be the stored tensor: do not write to it.
 
         Args:
             leaves: The tensors.
@@ -55,7 +55,7 @@ class MatrixStorage(Protocol):
         """
 
     def operand(self, slices: Sequence[Mapping[str, Tensor]], order: int) -> Operand:
-        """D: return an operand of matrices with no elements far above 1.
+        """D: return an operand. No element of the matrices may be far above 1.
 
         Args:
             slices: Stacks, which are concatenated.
@@ -93,7 +93,7 @@ class RowStorage:
         return layout
 
     def encode(self, X: Tensor) -> Leaves:
-        """Return Q(X); X may be written to."""
+        """Return Q(X); X may be overwritten."""
         if self.quantizer.bits == 32:
             return {self.plain: X}
         by = backend(X.device)
@@ -102,7 +102,7 @@ class RowStorage:
         return leaves | {f"{self.prefix}codes": codes, f"{self.prefix}scales": scales}
 
     def decode(self, leaves: Mapping[str, Tensor], out: Tensor | None = None) -> Tensor:
-        """D: return the stack; at 32 bits the stored one: do not write to it."""
+        """D: return the stack; at 32 bits it is the stored tensor: do not write to it."""
         if out is not None:
             return out.copy_(self.decode(leaves))
         if self.quantizer.bits == 32:
@@ -126,11 +126,11 @@ class RowStorage:
 
 @dataclass(frozen=True)
 class CompactStorage:
-    """Storage without redundancy: one triangle, and scales that are quantised, too.
+    """Storage without redundancy: one triangle, and quantised scales.
 
     The strictly lower part of a triangular or symmetric matrix is quantised, and the diagonal stays
     float32. The lower part is cut into square tiles, in the order of rows, and a row of a tile is a
-    block; or, where that is smaller, it is kept by rows.
+    block. If rows take less memory, the lower part is stored by rows instead.
 
     Attributes:
         quantizer: Q and D, below 32 bits.
@@ -180,7 +180,7 @@ class CompactStorage:
         return leaves | {f"{self.prefix}{n}": leaf for n, leaf in zip(names, encoded, strict=True)}
 
     def decode(self, leaves: Mapping[str, Tensor], out: Tensor | None = None) -> Tensor:
-        """D: return a stack (k, n, n), new or ``out``; symmetric matrices are exactly so."""
+        """D: return a stack (k, n, n), new or ``out``; symmetric ones to the bit."""
         codes, scales, tops = (
             leaves[f"{self.prefix}{name}"] for name in ("codes", "scales", "top_scales")
         )
@@ -228,7 +228,7 @@ def _storage(
 ) -> MatrixStorage:
     if format.compact and quantizer.bits < 32:
         return CompactStorage(quantizer, prefix, shape)
-    # The diagonal does not dominate in a square matrix: it is an orthogonal basis.
+    # A square matrix is an orthogonal basis, whose diagonal does not dominate.
     return RowStorage(quantizer, plain, prefix, diagonal=shape != "square")
 
 

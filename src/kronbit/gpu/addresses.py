@@ -39,7 +39,7 @@ def takes(dtypes: set[torch.dtype] | None, grads: Sequence[Tensor | None]) -> bo
 
 def channels_last(grads: Sequence[Tensor | None]) -> frozenset[int]:
     """Return the indices of plain gradients that are in channels-last order."""
-    with suppress(TypeError):  # one is None
+    with suppress(TypeError):  # a gradient is None
         if all(map(Tensor.is_contiguous, cast("Sequence[Tensor]", grads))):
             return _NONE
     return frozenset(
@@ -116,7 +116,7 @@ class AddressTable(Integers):
     aligned = True
     all_bf16 = False
     channels_last = _NONE
-    # Addresses, the one dtype, and the channels-last indices of the last step.
+    # Addresses, the single dtype, and the channels-last indices of the last step.
     _last: tuple[list[int], set[torch.dtype], frozenset[int]] | None = None
 
     def fill(
@@ -136,9 +136,9 @@ class AddressTable(Integers):
         values: list[int] | None = None
         last = None
         if dtypes is not None and len(dtypes) == 1:
-            # Nearly every step comes here; a loop in Python takes twice as long.
+            # Nearly every step takes this path; a loop in Python takes twice as long.
             (dtype,) = dtypes
-            with suppress(TypeError):  # one is None
+            with suppress(TypeError):  # a gradient is None
                 places = list(map(Tensor.data_ptr, cast("Sequence[Tensor]", grads)))
                 last = places, dtypes, channels_last
                 if last == self._last:

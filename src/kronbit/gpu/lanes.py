@@ -21,7 +21,7 @@ class Lanes:
     """Streams for the work of a step. Outside of a graph, all work stays in order.
 
     Args:
-        device: Device of the work. Lanes begin after the present work of its current stream.
+        device: Device of the work. Lanes begin after the pending work of its current stream.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -39,7 +39,7 @@ class Lanes:
 
     @contextmanager
     def grafting(self) -> Iterator[None]:
-        """Run work after the present work of all lanes."""
+        """Run work after the pending work of all lanes."""
         if not self._streams:
             yield
             return
@@ -51,12 +51,12 @@ class Lanes:
         self._grafted.append(grafting.record_event())
 
     def wait_for_grafting(self, back: int) -> None:
-        """Let the lanes wait for the grafting of the wave ``back`` waves ago."""
+        """Make the lanes wait until the wave ``back`` waves ago has been grafted."""
         if len(self._grafted) >= back:
             for lane in self._streams[:-1]:
                 lane.wait_event(self._grafted[-back])
 
     def join(self) -> None:
-        """Let the stream that began wait for all streams."""
+        """Make the original stream wait for all lanes and for grafting."""
         for stream in self._streams:
             self._origin.wait_stream(stream)

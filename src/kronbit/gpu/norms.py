@@ -15,14 +15,14 @@ from kronbit.kernels.gradients import norms_kernel, squares_kernel, zero_kernel
 from kronbit.kernels.launch import launch
 
 _BLOCK, _ROUNDS = 2048, 8
-_SUMMED = 256  # pieces of a gradient that are summed up together
+_SUMMED = 256  # pieces of a gradient that are summed together
 
 
 class KernelNorms:
     """Norms of gradients of given sizes on one device.
 
     Args:
-        sizes: Elements of each gradient. One whose address is 0 counts as zero.
+        sizes: Elements of each gradient. A gradient whose address is 0 counts as zero.
         device: Device of the gradients.
 
     Attributes:

@@ -1,4 +1,4 @@
-"""The ordinary step on a GPU by a few launches, as one CUDA graph.
+"""The ordinary step on a GPU, in a few launches that form one CUDA graph.
 
 Ĝ = L̂ G R̂ is the preconditioned gradient, and G̃ = Ĝ ‖G‖ / ‖Ĝ‖ the grafted one.
 """
@@ -25,8 +25,8 @@ from kronbit.kernels.strips import gather_kernel, scatter_kernel
 from kronbit.quantization import codebook
 from kronbit.quantization.reference import SCALE_BITS, SCALE_MAPPING
 
-_COLUMNS = 256  # of a strip that are copied together
-_DECODED = 128  # or decoded
+_COLUMNS = 256  # columns of a strip that are copied together
+_DECODED = 128  # columns of a strip that are decoded together
 
 
 class GroupedProducts:
@@ -59,12 +59,12 @@ class GroupedProducts:
         self.held_bytes = tables.held * precision.held.itemsize
         self._buffers = Integers(Buffer.LENGTH, self._device)
         self._scales = torch.empty_like(stacks.graft_ratio)
-        # Sums of squares, one of each program of a product.
+        # One sum of squares per program of a product.
         self._squares = torch.zeros(tables.squares, dtype=torch.float32, device=self._device)
-        # Scratch is addressed relative to the anchor, as either type of numbers.
+        # Scratch is addressed relative to the anchor, whichever 16-bit dtype it holds.
         anchor = torch.zeros(64, dtype=torch.bfloat16, device=self._device)
         self._anchors = {True: anchor, False: anchor.view(torch.float16)}
-        # Units of both roots of each block.
+        # The units of both roots of each block.
         self._units = torch.ones(2 * len(tables.lines), dtype=torch.float32, device=self._device)
 
     def place(self, scratch: int, held: int, norms: Tensor) -> None:
@@ -83,7 +83,7 @@ class GroupedProducts:
         scratch = self._empty(self.scratch_bytes, torch.uint8)
         sums = torch.zeros(tables.squares, 3, dtype=torch.float32, device=self._device)
         for chunk in (chunk for wave in tables.waves for chunk in wave.chunks):
-            # Room for Ĝ of this chunk alone: the held stack would begin before it.
+            # Hold Ĝ of this chunk alone, at the offsets that it has in the whole held stack.
             held = self._empty(sum(map(held_size, chunk.blocks)), half.held)
             begin = held.data_ptr() - tables.offsets[chunk.blocks[0]] * held.element_size()
             self.place(scratch.data_ptr(), begin, norms)
@@ -99,7 +99,7 @@ class GroupedProducts:
         return torch.empty(size, dtype=dtype, device=self._device)
 
     def _from_anchor(self, scratch: int) -> int:
-        """Return the elements from the anchor to the scratch, which are both well aligned."""
+        """Return the distance from the anchor to the scratch in elements; both are aligned."""
         return (scratch - self._anchors[True].data_ptr()) // self._anchors[True].itemsize
 
     def step(self, addresses: AddressTable) -> None:

@@ -22,28 +22,28 @@ if TYPE_CHECKING:
 
     _Key: TypeAlias = tuple[Precision, frozenset[int], frozenset[int]]
 
-# Ways to take products, by the bits of their operands: float32 by torch, which is the contract;
-# sums of two bf16 numbers; float16, but a gradient in bf16 stays in bf16.
+# Ways to compute products, numbered by the bits of their operands: float32 by torch, which is the
+# contract; sums of two bf16 numbers; float16, but a gradient in bf16 stays in bf16.
 FLOAT32, BF16X3, HALF = 24, 16, 11
 WAYS = (FLOAT32, BF16X3, HALF)
 _BY_KERNELS = (HALF, BF16X3)  # the cheapest first
 
-# A way is taken up to this angle, in degrees, between Ĝ in HALF and in BF16X3. BF16X3 has five bits
-# more, and so a 32nd of the angle as its error: both errors are half a degree at most.
+# Largest angle, in degrees, between Ĝ in HALF and in BF16X3 at which each way is chosen. BF16X3 has
+# five more bits, so its error is a 32nd of this angle: either error is at most half a degree.
 _TOLERANCE = {HALF: 0.5, BF16X3: 16.0}
 _REMEMBERED = 64
 
 
 class KernelProducts:
-    """Takes products by kernels, for members whose measured error permits reduced precision.
+    """Computes products with kernels, for members whose measured error permits less precision.
 
     Args:
         stacks: The members' state.
         graphs: True if the ordinary step may be a CUDA graph.
 
     Attributes:
-        ways: How each member's products are taken: in a way whose Ĝ, measured at the member's last
-            refresh, was within half a degree of the float32 one.
+        ways: The way of each member's products. At the member's last refresh, Ĝ computed in this
+            way was within half a degree of Ĝ in float32.
     """
 
     def __init__(self, stacks: DeviceStacks, graphs: bool) -> None:
@@ -55,25 +55,25 @@ class KernelProducts:
             keep_used=True,
             on_eviction=lambda: self._replay.forget(),  # graphs may hold its tables
         )
-        # For comparisons of ways: staggered, the same members come back every interval.
+        # For comparisons of ways: under ``stagger``, the same members return every interval.
         self._comparisons: BoundedCache[_Key, GroupedProducts] = BoundedCache(_REMEMBERED)
         self._shares = _Shares.make(set(), self.ways)
-        # The step, by members of each way and common properties of the gradients, for one table of
-        # addresses.
+        # Graphs of the step, keyed by the members of each way and common properties of the
+        # gradients, for one table of addresses.
         self._replay = Replay(stacks.device, graphs)
         self._addresses: Tensor | None = None
         # The key and the tables of the last step.
         self._last: tuple[Any, list[GroupedProducts]] = (None, [])
 
     def precondition(self, measured: Measured, addresses: AddressTable) -> Sequence[int]:
-        """Write G̃ over those gradients that kernels can take.
+        """Write G̃ over the gradients that kernels can take.
 
         Args:
             measured: The members' gradients; others may follow.
-            addresses: Where those are that the kernels can take.
+            addresses: Table of the gradients that the kernels can take.
 
         Returns:
-            The other refreshed members, in order; some may have no gradient.
+            The refreshed members that remain, in order; some may have no gradient.
         """
         refreshed = self._stacks.refreshed
         if not self._shares.hold(refreshed, self.ways):
@@ -130,14 +130,14 @@ class KernelProducts:
         self._replay((chosen, kind), launch_all)
 
     def choose(self, measured: Measured, candidates: Collection[int], new: Collection[int]) -> None:
-        """Choose how products of refreshed members are taken. Waits for the device.
+        """Choose the way of refreshed members' products. Waits for the device.
 
         Args:
             measured: The members' gradients, on which errors are measured.
             candidates: Members that have just been refreshed.
-            new: Members that were refreshed for the first time. Others take a cheaper way than
-                their present one only if its error is half of the tolerance: each change makes new
-                tables.
+            new: Members that were refreshed for the first time. Others switch to a
+                cheaper way only if its error is at most half of the tolerance, because each change
+                makes new tables.
         """
         chosen = dict.fromkeys(candidates, FLOAT32)
         addresses = measured.addresses
@@ -156,7 +156,7 @@ class KernelProducts:
         return self._replay.refused
 
     def _precision(self, way: int, addresses: AddressTable) -> Precision:
-        """Return the precision of a way for these gradients. G R̂ can read G itself in bf16."""
+        """Return the precision of a way for these gradients. In bf16, G R̂ can read G directly."""
         from kronbit.gpu.tables import Precision
 
         half, first = way == HALF, self._stacks.rule[0]
@@ -183,12 +183,12 @@ class KernelProducts:
 
 @dataclass(frozen=True)
 class _Shares:
-    """Refreshed members by the way of their products.
+    """Refreshed members, grouped by the way of their products.
 
     Attributes:
         refreshed: The members.
         ways: The way of each.
-        by_kernels: (way, its members) of kernels, without empty ones.
+        by_kernels: (way, members) for each way of the kernels that has members.
         left: The other members, in order.
     """
 
@@ -213,7 +213,7 @@ class _Shares:
 
 
 def _way(cosine: float, before: int) -> int:
-    """Return the cheapest way within its tolerance; within half of it, if cheaper than before."""
+    """Return the cheapest way within tolerance; half the tolerance if cheaper than before."""
     for way in _BY_KERNELS:
         degrees = _TOLERANCE[way] / (2 if way < before else 1)
         if cosine >= math.cos(math.radians(degrees)):  # False for NaN, where there is no gradient

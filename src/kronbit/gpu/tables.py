@@ -156,7 +156,7 @@ class Chunk:
         roots: For each kind of root, (block, side, first) of each program that restores, where
             ``first`` is the first program of the block.
         strips: Range of the tables' programs that gather or scatter its rows.
-        wide: True if rows of all gradients are wide, False if those of none are.
+        wide: True if the rows of all gradients are wide, False if none are.
         tiles: (block, first) of each program of a product.
         square: Index of the first program's sum of squares.
         lane: Lane whose scratch it uses.
@@ -179,7 +179,7 @@ class TableWave:
         members: Range of the tables' members.
         chunks: Its blocks in order.
         fits: True if Ĝ of the wave is held until it is grafted; else it is computed twice.
-        alone: True if the wave may need all of the held stack; others have a half each.
+        alone: True if the wave may need all of the held stack; other waves use half of it.
     """
 
     members: range
@@ -194,9 +194,9 @@ class Tables:
 
     Attributes:
         lines: The blocks' lines of integers.
-        members: (member, first, one past the last of its sums of squares) of each.
+        members: For each member, (member, first, one past the last) of its sums of squares.
         strips: (block, first) of each program that gathers or scatters rows.
-        waves: In order.
+        waves: The waves, in order.
         shape: Shape of the programs of products.
         squares: Number of programs that compute products.
         scratch: Elements of the scratch of all lanes.
@@ -286,7 +286,7 @@ def make_tables(
 def cut_into_waves(
     blocks: Sequence[TableBlock], hold: int
 ) -> Iterator[tuple[list[TableBlock], int]]:
-    """Yield blocks of a wave, with the size of their Ĝ.
+    """Yield the blocks of each wave, with the size of their Ĝ.
 
     Two waves run at a time: products of one, and grafting of the previous one.
     """

@@ -61,10 +61,10 @@ class ShampooFactory:
         options, more = read_options(options), read_options(optim_args or {})
         twice = sorted(more.keys() & options.keys())
         if twice:
-            raise ValueError(f"option {twice[0]!r} is given twice, once of it in optim_args")
+            raise ValueError(f"option {twice[0]!r} is given twice, once in optim_args")
         options |= more
         skipped, decay = options.pop("skip", None) or (), options.pop("weight_decay", None) or 0.0
-        # K-FAC keeps layers whole, and a given max_order holds for all parameters.
+        # K-FAC keeps layers whole, and a given max_order applies to all parameters.
         uncut = issubclass(self.optimizer, kronbit.KFAC) or "max_order" in options
         order = None if uncut else LOW_RANK_ORDER
         groups = []

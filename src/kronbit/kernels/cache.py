@@ -10,13 +10,13 @@ V = TypeVar("V")
 
 
 class BoundedCache(dict[K, V]):
-    """Values by key, at most ``size`` of them: the oldest makes room for a new one.
+    """Values by key, at most ``size`` of them: a new value evicts the oldest.
 
     Args:
         size: Number of values that are kept.
         keep_used: True if a value counts as new whenever ``obtain`` returns it, so that the least
             recently used one is evicted; else the age is counted from the insertion.
-        on_eviction: Called after a value was evicted.
+        on_eviction: Called after a value has been evicted.
     """
 
     def __init__(

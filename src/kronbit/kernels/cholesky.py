@@ -34,12 +34,12 @@ _TILE = 32
 _BLOCK = 8  # tiles that are inverted one after the other; larger blocks are joined
 _JOINED, _DEPTH = 64, 16  # tiles of the products that join two blocks
 _WARPS = 4
-_TILES = {"TILE": _TILE, "num_warps": 1}  # of an elimination
+_TILES = {"TILE": _TILE, "num_warps": 1}  # constants of an elimination
 
 
 @triton.jit(do_not_specialize=["n", "tiles"])
 def _blocks_kernel(places, n, tiles, BLOCK: tl.constexpr, TILE: tl.constexpr):
-    """Write R⁻¹ of blocks along the diagonal, tile by tile; every program has a row of tiles.
+    """Write R⁻¹ of blocks along the diagonal, tile by tile. A program handles a row of tiles.
 
     Also write the zeros to the left.
     """
@@ -81,7 +81,7 @@ def _blocks_kernel(places, n, tiles, BLOCK: tl.constexpr, TILE: tl.constexpr):
 def _join_kernel(places, n, size, SECOND: tl.constexpr, TILE: tl.constexpr, DEPTH: tl.constexpr):
     """Write R⁻¹ above B, where A and B are blocks along its diagonal, and C is R above B.
 
-    First T = C B, which is stored transposed below A in R, where nothing is read any more; then
+    First compute T = C B, stored transposed below A in R, where nothing is read any more; then
     -A T.
     """
     matrix = tl.program_id(2).to(tl.int64)
@@ -125,7 +125,7 @@ def inverse_factor_(S: Tensor, least: float, only: Tensor, chain: Chain | None =
 
     Args:
         S: Symmetric matrices; upper tiles are not read.
-        least: Smaller pivots are replaced by it; the row of R is zero beside its diagonal.
+        least: Smaller pivots are replaced by it; their rows of R are zero off the diagonal.
         only: bool (k,): matrices whose results are wanted; others are undefined.
         chain: Launches factorisations that are repeated.
 
@@ -161,7 +161,7 @@ def factor_(A: Tensor, chain: Chain | None = None) -> Tensor:
 
 
 class Chain:
-    """Launches of ``inverse_factor_`` and ``factor_``. Matrices are found by noted addresses.
+    """Launches of ``inverse_factor_`` and ``factor_``. Kernels read the addresses of matrices.
 
     Args:
         device: Device of the matrices.
@@ -174,7 +174,7 @@ class Chain:
 
     @property
     def graph_refused(self) -> str | None:
-        """Why the launches could not be captured; ``None`` if nothing was refused."""
+        """Return why the launches could not be captured; ``None`` if nothing was refused."""
         return self._replay.refused
 
     def invert(self, k: int, n: int, least: float) -> None:
@@ -230,7 +230,7 @@ def whitened(
     del x, w
     again = largest > _bits(limit)
     S = multiply(y.mT, y, symmetric=True, out=room, only=again)
-    # No least pivot here: columns have lost their length.
+    # No least pivot here: columns no longer have length 1.
     W = inverse_factor_(S, 0.0, again, chain)
     w, _ = measured_split(W, again)
     del S, W
@@ -249,7 +249,7 @@ def shifted(X: Tensor, room: Tensor | None, shift: float) -> Tensor:
 
 
 def _all_matrices(X: Tensor) -> Tensor:
-    """Return a mask of all matrices: with and without a choice, kernels are the same variant."""
+    """Return a mask that selects all matrices, so that one kernel variant serves both cases."""
     return torch.ones(len(X), dtype=torch.bool, device=X.device)
 
 

@@ -1,7 +1,8 @@
 """Compact storage by Triton kernels: the same codes as pure torch, from matrices of any strides.
 
-A matrix is cut into runs of blocks below each other: those of a tile, or 16 if it is kept by rows.
-Every program has one run. Blocks have scales, which are quantised; scales of these are tops.
+A matrix is cut into runs of blocks below each other: the blocks of a tile, or 16 blocks if it is
+stored by rows. Every program handles one run. The scales of blocks are quantised, too; the scales
+of scales are called tops.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ def eight_codes(words):
 def restore_tile(
     codes, scales, tops, table, squares, tile, count, BITS: tl.constexpr, TILE: tl.constexpr
 ):
-    """D: return a tile, (TILE, TILE); zero behind the last of ``count`` rows of tiles."""
+    """D: return a tile, (TILE, TILE); zero after the last of ``count`` rows of tiles."""
     line = tile * TILE + tl.arange(0, TILE)[:, None]
     scale = restored_scale(scales, tops, squares, line, line < count)
     if BITS == 4:  # eight codes are read as one word
@@ -80,7 +81,7 @@ def restore_by_rows(
     codes, scales, tops, table, squares, row, column, mask, n,
     TRIANGLE: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """D: return elements of a matrix that is kept by rows; a TRIANGLE is mirrored."""
+    """D: return elements of a matrix that is stored by rows; a TRIANGLE is mirrored."""
     if TRIANGLE:
         row, column = tl.maximum(row, column), tl.minimum(row, column)
     blocks = (n + BLOCK - 1) // BLOCK
@@ -93,7 +94,7 @@ def restore_by_rows(
 def _run(
     number, n, TRIANGLE: tl.constexpr, BLOCK: tl.constexpr, TILED: tl.constexpr, ROWS: tl.constexpr
 ):
-    """Return rows, columns, a mask of elements that count, blocks, and their mask, of a run."""
+    """Return a run's rows, columns, mask of elements that count, blocks, and their mask."""
     if TILED:
         i, j = tile_at(number)
         row, column = i * BLOCK + tl.arange(0, BLOCK), j * BLOCK + tl.arange(0, BLOCK)
@@ -162,7 +163,7 @@ def _codes_kernel(
         line_start, byte = line.to(tl.int64) * (BLOCK * BITS // 8), 0
         length = BLOCK * BITS // 8
     else:
-        # Behind the end of a row stored is no code, not even that of zero.
+        # Beyond the end of a row, no code is stored, not even that of zero.
         code = tl.where((column < n)[None, :], code, 0)
         line_start, byte = row.to(tl.int64) * code_length, column // BLOCK * (BLOCK * BITS // 8)
         byte = tl.min(byte)
@@ -269,7 +270,7 @@ def encode(
     """Q: return codes, codes of the scales, and tops; see ``linalg.backend``."""
     kept = block_scales(X, triangle, block_size, tiled)
     scales, tops = round_scales_(kept)
-    # The codes are the nearest with the scales that are kept, not with the exact ones.
+    # The codes are nearest for the stored scales, not for the exact ones.
     return nearest_codes(X, kept, triangle, bits, mapping, block_size, tiled), scales, tops
 
 

@@ -17,10 +17,10 @@ import triton.language as tl
 
 
 class Place(enum.IntEnum):
-    """Places of addresses in the table."""
+    """Indices of addresses in the table."""
 
     S = 0
-    INVERSES = 1  # of the diagonal tiles' factors
+    INVERSES = 1  # inverses of the diagonal tiles' factors
     OUT = 2
     ONLY = 3  # flags of the matrices that are wanted
 
@@ -48,7 +48,7 @@ def find(places, PLACE: tl.constexpr):
 
 @triton.jit
 def wanted(places, matrix):
-    """Return True if a matrix is wanted."""
+    """True if a matrix is wanted."""
     return tl.load(tl.load(places + AT_ONLY).to(tl.pointer_type(tl.int8)) + matrix) != 0
 
 
@@ -59,8 +59,9 @@ def _factors(D, least, DIRECT: tl.constexpr, HALF: tl.constexpr):
     Pivots below the least one are replaced by it, and eliminate nothing: elements below them are
     rounding errors, too, and would only grow.
 
-    Gauss, from D | I to Lᵀ | L⁻¹ but for the square roots of the pivots. Column j of D is zero
-    below the pivot from step j on, and that of the right half is zero until then: they share it.
+    Gaussian elimination, from D | I to Lᵀ | L⁻¹, except for the square roots of the pivots. Column
+    j of D is zero below the pivot from step j on, and column j of the right half is zero until
+    then, so both share one column.
     """
     index = tl.arange(0, HALF)
     row, column = index[:, None], index[None, :]

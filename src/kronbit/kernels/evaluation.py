@@ -1,4 +1,4 @@
-"""A polynomial of products in two launches: all lines but the last; then, once checked, the last.
+"""A polynomial of products in two launches: all lines but the last; after a check, the last.
 
 Programs take tiles in the order of lines, matrices and tiles, and wait until the previous lines of
 their matrix are done. So no processor waits for the last tiles of a line, as it does between
@@ -33,13 +33,13 @@ from kronbit.kernels.taking_turns import take, tell, wait_for
 # C, the diagonal, the inverse of the unit of out). Parts hold a matrix divided by its unit.
 _WHERE: tl.constexpr = tl.constexpr(4)
 _NUMBERS: tl.constexpr = tl.constexpr(5)
-_ROWS, _COLUMNS = 8, 256  # of a matrix, per program of the check
+_ROWS, _COLUMNS = 8, 256  # rows and columns of a matrix, per program of the check
 _PRODUCT = {name: value for name, value in PRODUCT.items() if name != "SUPER"}
 
 
 @triton.jit
 def _parts_of(parts, last, place, matrix, k, size, PLACES: tl.constexpr):
-    """Return the larger parts of a matrix of a place; the smaller ones lie behind all k of them."""
+    """Return the larger parts of the matrix in a place; the smaller parts follow all k of them."""
     first = parts + place * 2 * k * size
     if place == PLACES - 1:
         first = last
@@ -56,9 +56,9 @@ def _evaluate_kernel(
     # Counters: finished tiles of each matrix, its distance from I, and the tiles that are taken.
     taken, farthest = done + 2 * k, done + k
     last = out.to(tl.pointer_type(tl.float16), bitcast=True)
-    padded_n = padded_n // PAD * PAD  # a multiple of PAD, which tells the compiler
+    padded_n = padded_n // PAD * PAD  # tell the compiler that it is a multiple of PAD
     size = padded_n.to(tl.int64) * padded_n
-    lo = k * size  # behind the larger parts
+    lo = k * size  # after the larger parts
     side = tl.cdiv(n, TILE)
     most = side * (side + 1) // 2
     task = take(taken + LAST)
@@ -149,7 +149,7 @@ def _check_kernel(
 
 
 def room(k: int, n: int, device: torch.device) -> Tensor:
-    """Return room for matrices (k, n, n) in float32, and later for their parts."""
+    """Allocate matrices (k, n, n) in float32, with storage for their parts later."""
     whole = torch.empty(k * padded(n) ** 2, dtype=torch.float32, device=device)
     return whole[: k * n**2].view(k, n, n)
 

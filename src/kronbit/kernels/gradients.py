@@ -1,4 +1,4 @@
-"""How kernels reach gradients, which move from step to step: by a table of addresses.
+"""A table of addresses, by which kernels reach gradients that move from step to step.
 
 An entry is the address of a gradient, with its kind and its order in bits that addresses leave
 free; 0 if there is no gradient. The weight of a convolution is a matrix of output rows, with
@@ -21,7 +21,7 @@ class Kind(enum.IntEnum):
     FLOAT16 = 2
 
 
-_ORDER_AT, _KIND_FROM = 59, 60  # the bit of an entry's order; those of its kind begin here
+_ORDER_AT, _KIND_FROM = 59, 60  # the bit of an entry's order, and the first bit of its kind
 CHANNELS_LAST = 1 << _ORDER_AT  # added to an entry whose gradient is channels-last
 
 
@@ -46,16 +46,16 @@ def find(addresses, i):
 
 @triton.jit
 def is_channels_last(addresses, i):
-    """Return True if a gradient is channels-last."""
+    """True if a gradient is channels-last."""
     return (tl.load(addresses + i) & _CHANNELS_LAST) != 0
 
 
 @triton.jit
 def pointer_to(address, TYPE: tl.constexpr, WIDE: tl.constexpr):
-    """Make a pointer of an address; WIDE: it is aligned to 16 bytes, for wide loads.
+    """Make a pointer from an address. WIDE: it is aligned to 16 bytes, for wide loads.
 
-    Triton takes such a pointer for unaligned unless it is told here: it forgets what it is told
-    about arguments.
+    Triton assumes that this pointer is unaligned unless told otherwise here: what it knows about
+    the alignment of arguments does not apply.
     """
     pointer = address.to(tl.pointer_type(TYPE))
     if WIDE:
@@ -90,7 +90,7 @@ def store(address, kind, place, value, mask, WIDE: tl.constexpr = False):
         rounded = value.to(tl.bfloat16)
         tl.store(pointer_to(address, tl.bfloat16, WIDE) + place, rounded, mask=mask)
     else:
-        # The norm is that of G, but one element may exceed what G's had: saturate.
+        # G̃ has the norm of G, but one element may exceed float16's range: saturate.
         saturated = tl.minimum(tl.maximum(value, -65504.0), 65504.0).to(tl.float16)
         tl.store(pointer_to(address, tl.float16, WIDE) + place, saturated, mask=mask)
 
@@ -129,7 +129,7 @@ def squares_kernel(tiles, addresses, squares, BLOCK: tl.constexpr, ROUNDS: tl.co
 
 @triton.jit
 def norms_kernel(ends, squares, norms, finite, skipped, COUNT: tl.constexpr, BLOCK: tl.constexpr):
-    """Compute ‖G‖_F of a gradient from its pieces, always in the same order, and if it is finite.
+    """Compute ‖G‖_F of a gradient from its pieces in a fixed order, and whether it is finite.
 
     The pieces of gradient i are those from ``ends[i]`` up to ``ends[i + 1]``.
     """

@@ -65,7 +65,7 @@ class Replay:
                 finally:
                     graph.capture_end()
         except RuntimeError as error:
-            # The end of a broken recording raises another error.
+            # Ending a failed capture raises another error.
             self.refused = str(error.__context__ or error).splitlines()[0]
             return None
         return graph

@@ -65,7 +65,7 @@ def _dot(a, b, total):
 def _multiply(
     a, a_size, a_step, b, b_size, b_step, depth, total, PRECISE: tl.constexpr, DEPTH: tl.constexpr
 ):
-    """Add a product to the total. lo is ``size`` elements behind hi; ``step`` goes deeper."""
+    """Add a product to the total. lo is ``size`` elements after hi; ``step`` goes along depth."""
     for _ in range(0, depth, DEPTH):
         high_a, high_b = tl.load(a), tl.load(b)
         if PRECISE:
@@ -129,12 +129,12 @@ def pass_kernel(
     row = tile // across * TILE_M + tl.arange(0, TILE_M)
     column = tile % across * TILE_N + tl.arange(0, TILE_N)
     k = tl.arange(0, DEPTH)
-    # Rows beyond the padding wrap around: what they give is never stored.
+    # Rows beyond the padding wrap around: their results are never stored.
     x_row = row % padded_m
     x_column = tl.max_contiguous(tl.multiple_of(column % padded_n, PADDING), PADDING)
     total = tl.zeros((TILE_M, TILE_N), dtype=tl.float32)
     size = padded_m * padded_n
-    # The result of the first pass is divided by this.
+    # Divisor of the first pass's result.
     room = 1.0 if PRECISE else _ROOM
     if BOTH:
         room *= tl.maximum(left_unit, right_unit)

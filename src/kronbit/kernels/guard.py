@@ -1,7 +1,7 @@
 """The one guard in front of every Triton kernel.
 
 Pure torch is the contract on every device. A kernel computes the same result faster; this module
-decides at each use if kernels are used. ``KRONBIT_KERNELS=0`` in the environment turns all off.
+decides at each use whether kernels run. ``KRONBIT_KERNELS=0`` in the environment turns all off.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def _trial(device: torch.device) -> str | None:
     from kronbit.kernels.split import split
 
     try:
-        for _ in range(2):  # the first launch compiles, the second takes the usual way
+        for _ in range(2):  # the first launch compiles, the second takes the usual path
             split(torch.ones(1, 1, 1, device=device), 1.0)
     except Exception as error:
         return f"Triton does not work: {type(error).__name__}: {error}"

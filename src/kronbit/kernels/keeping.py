@@ -29,7 +29,7 @@ def _is_finite(new, length, ELEMENTS: tl.constexpr):
         place = start + tl.arange(0, ELEMENTS)
         bits = tl.load(new + place, mask=place < length, other=0)
         worst = tl.maximum(worst, bits & 0x7FFFFFFF)
-    # As integers, magnitudes sort as they do; infinity and NaN are the largest.
+    # Magnitudes keep their order as integers; infinity and NaN are the largest.
     return (tl.max(worst) < 0x7F800000).to(tl.int32)
 
 

@@ -27,7 +27,7 @@ _COMPILED: dict[tuple[Any, ...], Callable[[tuple[int, ...], list[Any]], None]] =
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
-    """``kernel[grid](*arguments, **constants)`` on the device of the first argument.
+    """Run ``kernel[grid](*arguments, **constants)`` on the device of the first argument.
 
     A variant is compiled for the constexprs and for the alignment of tensors. It must not depend on
     the values of integers (kernels name them all in ``do_not_specialize``), nor on types of
@@ -99,7 +99,7 @@ def _compile(device: torch.device, call: Callable[[], Any]) -> None:
     """Compile and load a kernel with a GPU as the current one: each thread has its own."""
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         compiled = call()
-        # A kernel that does not fit onto this GPU may not be needed; if it is, it fails again.
+        # A kernel that does not fit this GPU may not be needed; if it is, its launch fails again.
         with suppress(Exception):
             load(compiled)
 

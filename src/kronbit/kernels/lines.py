@@ -1,4 +1,4 @@
-"""Lines: what the kernels of the ordinary step know of a block; and how scratch is laid out."""
+"""Lines, which describe blocks to the kernels of the ordinary step, and the layout of scratch."""
 
 from __future__ import annotations
 
@@ -114,14 +114,14 @@ def padded(size):
 def scratch(anchor, buffers, offset):
     """Return a pointer into the scratch, relative to the anchor, a tensor that does not move.
 
-    A pointer made of an integer counts as unaligned: its loads would go element by element.
+    A pointer made from an integer counts as unaligned: its loads would go element by element.
     """
     return anchor + tl.multiple_of(tl.load(buffers + SCRATCH) + offset, PADDING)
 
 
 @triton.jit
 def keep(target, size, value, mask, PRECISE: tl.constexpr):
-    """Store a float32 value in float16, or as hi + lo in bf16, lo ``size`` elements behind hi."""
+    """Store a float32 value in float16, or as hi + lo in bf16, lo ``size`` elements after hi."""
     if PRECISE:
         high = value.to(tl.bfloat16)
         tl.store(target, high, mask=mask)

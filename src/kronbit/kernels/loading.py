@@ -1,10 +1,9 @@
-"""Loading compiled kernels, safely beside other threads and processes.
+"""Load compiled kernels safely while other threads and processes do the same.
 
-Up to Triton 3.6 the C code that launches kernels of a signature is compiled into a shared library
+Up to Triton 3.6, the C code that launches kernels of a signature is compiled into a shared library
 in Triton's cache. Builders that start at the same time replace each other's file. Python identifies
-libraries by the number of their file, and may then take the library of another signature for a
-loaded one, which reads arguments in wrong types. So one thread of one process builds a library, and
-the others load it.
+libraries by inode, and may then reuse a loaded library of another signature, which reads arguments
+with the wrong types. So one thread of one process builds a library, and the others load it.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ def _only_builder(name: str) -> Iterator[None]:
 
 
 def _locked(path: Path) -> IO[bytes] | None:
-    """Return an open file, locked for us alone; None where files cannot be locked."""
+    """Return an open file with an exclusive lock; None where files cannot be locked."""
     with suppress(ImportError, OSError):
         import fcntl
 

@@ -49,7 +49,7 @@ def accumulate(
     a_hi, a_lo, a_place, a_step, b_hi, b_lo, b_place, b_step, depth, TILE: tl.constexpr,
     DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """Sum up products along the depth; ``step`` leads to the next operands."""
+    """Sum up products along the depth; ``step`` is the stride to the next operands."""
     total = tl.zeros((TILE, TILE), dtype=tl.float32)
     for _ in range(0, depth, DEPTH):
         ah, al = tl.load(a_hi + a_place), tl.load(a_lo + a_place)
@@ -80,7 +80,7 @@ def _product_kernel(
     row, column = i * TILE + tl.arange(0, TILE), j * TILE + tl.arange(0, TILE)
     k = tl.arange(0, DEPTH)
     a_line, b_line = wrapped(row, padded_m, PAD), wrapped(column, padded_n, PAD)
-    # They are multiples of PAD, which tells the compiler.
+    # Tell the compiler that both are multiples of PAD.
     padded_m, padded_n = padded_m // PAD * PAD, padded_n // PAD * PAD
     depth = depth // PAD * PAD
     a_place, a_step = a_line[:, None] * depth + k[None, :], DEPTH
@@ -202,7 +202,7 @@ def compose(
     if isinstance(C, Tensor):
         added, adds = (C.contiguous(),) * 3, _FLOATS
     elif C is not None:
-        assert not C.transposed, "what is added lies as the result does"
+        assert not C.transposed, "C has the layout of the result"
         added, adds = C[:3], _PARTS
     flags = {"ADD": adds, "WRITE": _PARTS, "SYMMETRIC": symmetric, "TRIANGULAR": False}
     _launch(A, B, added, out[:3], bound, only, alpha, beta, flags)
@@ -224,7 +224,7 @@ def _launch(
 
 def correction(Q: Split) -> tuple[Split, Tensor]:
     """Return I - U, and squares by tiles; see ``linalg.backend``."""
-    assert not Q.transposed, "the kernel goes down the columns of Q"
+    assert not Q.transposed, "the kernel reads Q by columns"
     k, n = len(Q.hi), Q.columns
     out = empty_split(k, n, n, Q.hi.device)
     errors = torch.empty(k, tiles(n) ** 2, dtype=torch.float32, device=Q.hi.device)

@@ -16,7 +16,7 @@ from kronbit.kernels.split import PAD, magnitude_bits, power_below, store_parts
 
 TILE = PAD  # of a gradient, per program
 _PAD: tl.constexpr = tl.constexpr(PAD)
-# Fields of a line behind ``lines.block_head``: 1 for Gᵀ G, the first element of the copy, and its
+# Fields of a line after ``lines.block_head``: 1 for Gᵀ G, the first element of the copy, and its
 # columns.
 _RIGHT: tl.constexpr = tl.constexpr(int(Field.TAPS) + 1)
 _PLACE: tl.constexpr = tl.constexpr(int(Field.TAPS) + 2)

@@ -14,10 +14,10 @@ from kronbit.kernels.guard import processors
 from kronbit.kernels.launch import launch
 from kronbit.kernels.taking_turns import take, tell, wait_for
 
-_ROWS = 8  # of a matrix, per program
-_ROWS_AT_ONCE = 16  # times a vector
+_ROWS = 8  # rows of a matrix, per program
+_ROWS_AT_ONCE = 16  # rows that are multiplied by a vector at once
 _COLUMNS = 256
-_PARTS = 128  # that are added at once
+_PARTS = 128  # parts of a sum that are added at once
 _PER_PROCESSOR = 8  # programs that wait for memory side by side
 
 
@@ -46,7 +46,7 @@ def _root_of_sum_kernel(a, norms, powers, parts, PARTS: tl.constexpr, LEAST: tl.
     norm = tl.sqrt(tl.sum(total))
     tl.store(norms + matrix, norm.to(tl.float32))
     norm = tl.where(norm == 0.0, 1.0, norm)
-    # By the bits of its exponent; too large a power becomes infinity.
+    # Read the bits of its exponent; too large a power becomes infinity.
     exponent = ((norm.to(tl.int64, bitcast=True) >> 52) & 0x7FF) - 1022
     bits = tl.minimum(tl.maximum(exponent, LEAST) + 127, 255).to(tl.int32) << 23
     tl.store(powers + matrix, bits.to(tl.float32, bitcast=True))
@@ -66,7 +66,7 @@ def _length(x, n, COLUMNS: tl.constexpr):
 
 @triton.jit
 def _place_of_largest(a, n, COLUMNS: tl.constexpr):
-    """Return the first place of the largest diagonal element; n if a NaN hides it."""
+    """Return the first index of the largest diagonal element; n if a NaN hides it."""
     best = tl.full((COLUMNS,), float("-inf"), dtype=tl.float32)
     at = tl.full((COLUMNS,), 0, dtype=tl.int32) + n
     for start in range(0, n, COLUMNS):
@@ -112,7 +112,7 @@ def _iteration_kernel(
 
 @triton.jit(do_not_specialize=["n"])
 def _quotient_kernel(x, out, n, COLUMNS: tl.constexpr):
-    """Compute |x·y| / x·x of vectors x, with all y behind them; zero for zero."""
+    """Compute |x·y| / x·x of vectors x, after which all y are stored; zero for zero."""
     x += tl.program_id(0).to(tl.int64) * n
     y = x + tl.num_programs(0).to(tl.int64) * n
     length = _length(x, n, COLUMNS)
@@ -132,7 +132,7 @@ def _ridge_kernel(
     a, largest, norms, powers, orders, n, ridge, least,
     MIXED: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Add to the diagonal of a matrix."""
+    """Add a ridge to the diagonal of a matrix."""
     matrix = tl.program_id(0)
     order = n
     if MIXED:
@@ -182,7 +182,7 @@ def add_ridge_(
     A: Tensor, largest: Tensor, norm: Tensor, s: Tensor, ridge: float, least: float,
     orders: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Add to diagonals; see ``linalg.backend``."""
+    """Add a ridge to diagonals; see ``linalg.backend``."""
     k, n, _ = A.shape
     mixed = orders is not None
     arguments = A, largest, norm, s, orders if mixed else A, n, ridge, least

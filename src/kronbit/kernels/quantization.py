@@ -18,7 +18,7 @@ from kronbit.kernels.split import Split, empty_split, store_parts
 from kronbit.quantization.mappings import codebook, thresholds
 from kronbit.quantization.reference import WORD, block_count, packed_length
 
-_ROWS, _COLUMNS = 16, 256  # of a matrix, per program (columns of one that is restored)
+_ROWS, _COLUMNS = 16, 256  # rows per program; columns per program that restores
 
 
 @triton.jit
@@ -61,7 +61,7 @@ def block_scale(value):
 @triton.jit
 def nearest_code(value, scale, borders, BITS: tl.constexpr):
     """Return the codes of values (rows, columns); every row is a block with a scale."""
-    # The division is IEEE's: an approximate one would move values over a border.
+    # The division follows IEEE: an approximate one would move values across a border.
     value = tl.div_rn(value, tl.where(scale == 0.0, 1.0, scale)[:, None] + tl.zeros_like(value))
     # The code is the number of borders below the value: by comparison with each, or by bisection.
     code = tl.zeros(value.shape, dtype=tl.int32)
@@ -240,5 +240,5 @@ def encode(
 
 
 def strides(X: Tensor) -> tuple[int, int]:
-    """Return the strides between matrices, and between lines, be they rows or columns."""
+    """Return the strides between matrices, and between their rows (columns if transposed)."""
     return X.stride(0), X.stride(1) if X.stride(2) == 1 else X.stride(2)

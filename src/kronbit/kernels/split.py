@@ -1,7 +1,7 @@
 """Matrices as sums of two float16 matrices, which the tensor cores multiply.
 
 A float32 number, scaled by a power of two, is the sum of two float16 numbers to 22 bits. One scale
-per matrix keeps the parts inside of float16's range. Elements down to 2⁻¹⁴ of the largest have all
+per matrix keeps the parts inside float16's range. Elements down to 2⁻¹⁴ of the largest have all
 their bits; of smaller ones, what is lost is 2⁻³⁷ of the largest.
 """
 
@@ -17,12 +17,12 @@ from torch import Tensor
 
 from kronbit.kernels.launch import launch
 
-PAD = 64  # operands are padded with zeros to multiples of it: loads need no masks
-_ROWS = 8  # of a matrix, per program
+PAD = 64  # operands are zero-padded to multiples of this, so loads need no masks
+_ROWS = 8  # rows of a matrix, per program
 _TAKEN = 4096  # elements of a matrix, per program that copies
-_COLUMNS = 32  # of a matrix, per program that goes down its columns
+_COLUMNS = 32  # columns of a matrix, per program that reads it by columns
 _ONE, _GIVEN, _DIVISOR = 0, 1, 2  # kinds of bounds of the largest elements
-UNIT = 2.0**-12  # of matrices whose largest elements are about 1
+UNIT = 2.0**-12  # unit of matrices whose largest elements are about 1
 _SIZES = ["rows", "columns", "padded_rows", "padded_columns"]
 
 
@@ -73,7 +73,7 @@ def power_below(bound):
 
 @triton.jit
 def magnitude_bits(value):
-    """Return magnitudes of float32 numbers as integers of the same order; NaN is the largest."""
+    """Return magnitudes of float32 numbers as integers in the same order; NaN is the largest."""
     return value.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
@@ -226,7 +226,7 @@ def split(X: Tensor, bound: Tensor | float | None = None) -> Split:
         return measured_split(X)[0]
     if isinstance(bound, Tensor):
         return _split(X, bound, None)
-    assert bound == 1, "other numbers are given for each matrix"
+    assert bound == 1, "other bounds are tensors with a number per matrix"
     return _split(X, None, None)
 
 

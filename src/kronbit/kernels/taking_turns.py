@@ -19,7 +19,7 @@ def take(counter):
 
 @triton.jit
 def wait_for(counter, count):
-    """Wait until a counter reaches a number; then all that was written before is visible."""
+    """Wait until a counter reaches a number. All writes before its increments are visible then."""
     while tl.atomic_add(counter, 0, sem="acquire") < count:
         pass
     tl.debug_barrier()

@@ -65,7 +65,7 @@ class MuonBesideBase(Optimizer):
         muon.state = base.state = self.state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what ``state_dict`` returned."""
+        """Load the result of ``state_dict``."""
         super().load_state_dict(state_dict)
         self._share()
 

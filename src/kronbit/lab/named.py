@@ -1,4 +1,4 @@
-"""Names that must be known."""
+"""Checks of names that the user has given."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kronbit.lab.errors import LabError
 
 
 def refuse_unknown(what: str, given: Iterable[str], known: Iterable[str]) -> None:
-    """Refuse names that are not known.
+    """Refuse unknown names.
 
     Raises:
         LabError: For the first unknown name. The message suggests similar names, or lists all.

@@ -122,7 +122,7 @@ def variant(spec: str, recipe: Recipe) -> tuple[str, str, Recipe]:
 
 
 def refuse_unused_options(recipe: Recipe, shared: Mapping[str, Any] | None = None) -> None:
-    """Refuse second-order options of an optimizer that is of first order.
+    """Refuse second-order options for a first-order optimizer.
 
     Args:
         recipe: The recipe to run.

@@ -1,6 +1,6 @@
 """The one place that chooses between torch and kernels for the math on factors.
 
-``torch_backend`` is the contract, on every device. ``triton_backend`` computes the same by Triton
+``torch_backend`` is the contract, on every device. ``triton_backend`` computes the same with Triton
 kernels. Both are modules with the functions of ``Backend``.
 """
 
@@ -52,8 +52,8 @@ class Backend(Protocol):
     ) -> Operand:  # fmt: skip
         """Multiply and add as ``multiply`` does; the result is an operand of the next product.
 
-        C may be an operand, by rows. No element of the result is much larger than ``bound``: (k,),
-        or 1 for all matrices.
+        C may be an operand stored by rows. No element of the result is much larger than ``bound``:
+        (k,), or 1 for all matrices.
         """
 
     def scale_rows(self, X: Any, factors: Tensor, largest: Tensor) -> Operand:
@@ -66,10 +66,10 @@ class Backend(Protocol):
         """
 
     def correction(self, Q: Any) -> tuple[Operand, Tensor]:
-        """Return the matrix that makes a nearly orthonormal Q more so: the error is squared.
+        """Return the matrix by which to multiply a nearly orthonormal Q, to square its error.
 
         With QᵀQ = I + E and U + Uᵀ = E, the Gram matrix of Q (I - U) is I + O(E²). U is the upper
-        triangle of E, its diagonal halved: so Q stays what a QR decomposition gives.
+        triangle of E with its diagonal halved, so Q (I - U) still comes from a QR decomposition.
 
         Args:
             Q: (k, m, n), by rows.
@@ -80,13 +80,13 @@ class Backend(Protocol):
         """
 
     def normalise_columns(self, X: Tensor) -> Operand:
-        """Divide the columns of a contiguous stack, which is given away, by their lengths.
+        """Divide the columns of a contiguous stack by their lengths. Zero stays zero.
 
-        Zero stays zero.
+        The stack may be overwritten.
         """
 
     def column_dots(self, X: Tensor, Y: Tensor) -> Tensor:
-        """Return the dot products of the columns of X and Y, (k, n). Y is given away."""
+        """Return the dot products of the columns of X and Y, (k, n). Y may be overwritten."""
 
     def norms(self, A: Tensor, least: int) -> tuple[Tensor, Tensor]:
         """Return ‖A‖_F of each matrix of a contiguous stack, and the next power of two; (k,).
@@ -98,23 +98,23 @@ class Backend(Protocol):
         self, A: Tensor, largest: Tensor, norm: Tensor, s: Tensor, ridge: float, least: float,
         orders: Tensor | None = None,
     ) -> None:  # fmt: skip
-        """Add to the diagonals of a contiguous stack (k, n, n): 1 to those of zero matrices.
+        """Add a ridge to the diagonals of a contiguous stack (k, n, n); 1 for zero matrices.
 
         Args:
             A: The stack.
             largest: (k,), eigenvalues of A / s.
             norm: (k,), of A.
             s: (k,).
-            ridge: What is added, relative to the largest eigenvalue of A.
-            least: No less than that is added, relative to the norm.
-            orders: int32 (k,), the orders before padding: what is beyond need not be touched.
+            ridge: The ridge, relative to the largest eigenvalue of A.
+            least: The least ridge, relative to the norm.
+            orders: int32 (k,), the orders before padding. Padding need not be touched.
         """
 
     def power_iteration(self, A: Tensor, factors: Tensor, steps: int, unscaled: int) -> Tensor:
         """See ``roots.power_iteration``. ``unscaled`` steps run between two normalisations."""
 
     def room(self, k: int, n: int, device: torch.device) -> Tensor:
-        """Return room for matrices (k, n, n) in float32 from which ``evaluate`` starts."""
+        """Allocate float32 matrices (k, n, n) with enough storage for ``evaluate`` to work in."""
 
     def evaluate(
         self, polynomial: Polynomial, A: Tensor, s: Tensor, scale: Tensor,
@@ -124,18 +124,18 @@ class Backend(Protocol):
 
         Args:
             polynomial: The products.
-            A: (k, n, n), symmetric, contiguous; given away, and so is all of its storage, which is
-                large enough if it comes from ``room``.
+            A: (k, n, n), symmetric, contiguous. All of its storage may be overwritten; the storage
+                is large enough if it comes from ``room``.
             s: (k,), powers of two that no element of A exceeds.
-            scale: (k,), which results are multiplied with.
-            orders: int32 (k,), the orders before padding: kernels find zeros beyond them.
+            scale: (k,), factors of the results.
+            orders: int32 (k,), the orders before padding: kernels see zeros beyond them.
 
         Returns:
             (k, n, n); NaN where the check has failed; undefined beyond the orders.
         """
 
     def chain(self, device: torch.device, graphs: bool) -> Chain | None:
-        """Return what launches factorisations that are repeated, as CUDA graphs if allowed."""
+        """Return an object that launches repeated factorisations, as CUDA graphs if allowed."""
 
     def cholesky_(self, A: Tensor, chain: Chain | None = None) -> tuple[Tensor, Tensor]:
         """See ``orthogonal.cholesky_``."""
@@ -143,14 +143,14 @@ class Backend(Protocol):
     def whitened(
         self, X: Tensor, room: Tensor | None, least: float, limit: float, chain: Chain | None
     ) -> Operand:
-        """Return X R⁻¹ with Rᵀ R = Xᵀ X, of normalised columns; NaN where that fails.
+        """Return X R⁻¹ with Rᵀ R = Xᵀ X, for X with normalised columns; NaN where this fails.
 
         Args:
-            X: (k, m, n), contiguous, given away.
+            X: (k, m, n), contiguous; may be overwritten.
             room: (k, n, n) that may be overwritten; it may be X itself.
             least: The least pivot of the first pass.
             limit: The largest element of R⁻¹ up to which one pass is enough.
-            chain: What launches factorisations.
+            chain: Launches factorisations, if given.
         """
 
     def shifted(self, X: Tensor, room: Tensor | None, shift: float) -> Tensor:
@@ -159,27 +159,27 @@ class Backend(Protocol):
     def encode_rows(
         self, X: Tensor, diagonal: bool, bits: int, mapping: str, block_size: int
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Q by rows, of a stack that may be written to: codes, scales, and the diagonal.
+        """Q by rows: return codes, scales and diagonal of a stack, which may be overwritten.
 
-        The diagonal is taken out, and counts as zero, if ``diagonal`` is true.
+        If ``diagonal`` is true, the diagonal is taken out, and zeros are quantised in its place.
         """
 
     def decode_rows(
         self, codes: Tensor, scales: Tensor, diagonal: Tensor | None, bits: int, mapping: str,
         block_size: int,
     ) -> Tensor:  # fmt: skip
-        """D by rows: a new stack (k, n, n), with the given diagonal, if there is one."""
+        """D by rows: return a new stack (k, n, n), with the given diagonal, if any."""
 
     def operand_of_rows(
         self, stacks: Sequence[tuple[Tensor, Tensor]], order: int, bits: int, mapping: str,
         block_size: int,
     ) -> Operand:  # fmt: skip
-        """D by rows, of codes and scales of stacks, joined as ``torch_backend.joined`` does."""
+        """D by rows: return stacks as one operand, joined as by ``torch_backend.joined``."""
 
     def encode_triangle(
         self, X: Tensor, triangle: bool, bits: int, mapping: str, block_size: int, tiled: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Q with quantised scales: codes, codes of the scales (k, blocks), scales of these.
+        """Q: return codes, codes of the scales (k, blocks), and scales of the scales.
 
         Args:
             X: (k, n, n), which may be transposed.
@@ -194,32 +194,32 @@ class Backend(Protocol):
         self, codes: Tensor, scales: Tensor, tops: Tensor, diagonal: Tensor | None, mirrored: bool,
         bits: int, mapping: str, block_size: int, out: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """D of what ``encode_triangle`` gives.
+        """D: restore the result of ``encode_triangle``.
 
         Args:
             codes: (k, tiles, block, bytes), or (k, n, bytes) by rows.
             scales: Codes of the scales, (k, blocks).
-            tops: Scales of these.
-            diagonal: (k, n) of a triangle; ``None``: the matrix is a square one.
+            tops: Scales of the scales.
+            diagonal: (k, n) of a triangle; ``None`` for a square matrix.
             mirrored: True if the upper triangle is the mirrored lower one; else it is zero.
             bits: b, below 32.
             mapping: R.
             block_size: Elements of a block.
-            out: Takes the result (k, n, n), if given; its rows may be apart.
+            out: Receives the result (k, n, n), if given; its rows need not be contiguous.
         """
 
     def replace_rows_(self, old: Sequence[Tensor], new: Sequence[Tensor], accepted: Tensor) -> None:
-        """Copy accepted rows of new tensors over old ones; takes no memory.
+        """Copy accepted rows of new tensors over old ones. Allocates nothing.
 
-        Kernels also refuse rows that are not finite: ``accepted``, bool (rows,), is False there
-        afterwards.
+        Kernels also refuse rows that are not finite, and set ``accepted``, bool (rows,), to False
+        for these.
         """
 
 
 def backend(where: torch.device | Operand) -> Backend:
-    """Return what works on a device at present, or what has made an operand.
+    """Return the backend that a device uses now, or the one that made an operand.
 
-    Ask at each use: kernels may be turned off.
+    Call this at each use, because kernels may be turned off in between.
     """
     if isinstance(where, Tensor) or (isinstance(where, torch.device) and not has_kernels(where)):
         return torch_backend

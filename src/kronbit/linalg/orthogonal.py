@@ -44,9 +44,9 @@ FIRST_ATTEMPT = Attempt()
 
 # The largest ‖QᵀQ - I‖ that is corrected: a correction squares it.
 _CORRECTABLE = 5e-3
-# Pivots of XᵀX below this part of its trace are rounding errors.
+# Pivots of XᵀX below this fraction of its trace are rounding errors.
 _ROUNDING = 3e-7
-# Q is correctable if no element of R⁻¹ exceeds this part of what the least pivot gives.
+# Q is correctable if no element of R⁻¹ exceeds this fraction of the bound set by the least pivot.
 _ONE_PASS = 0.7
 _SHIFTED_PASSES = 3
 
@@ -89,27 +89,27 @@ def cholesky_(A: Tensor, chain: Chain | None = None) -> tuple[Tensor, Tensor]:
     """Return the lower triangular C with A = C Cᵀ.
 
     Args:
-        A: (k, n, n), symmetric, float32, contiguous; given away: it may be overwritten.
+        A: (k, n, n), symmetric, float32, contiguous; may be overwritten.
         chain: Launches factorisations that are repeated, if kernels do them.
 
     Returns:
         C: (k, n, n), zero above the diagonal.
-        good: bool (k,): False where a pivot was not positive: C is not usable there.
+        good: bool (k,): False where a pivot was not positive. C is not usable there.
     """
     return backend(A.device).cholesky_(A, chain)
 
 
 def thousands(order: int) -> int:
-    """Round an order up to a multiple of 1024. Orders may share a batch if the result is equal."""
+    """Round an order up to a multiple of 1024. Orders with equal results may share a batch."""
     return 1024 * -(-order // 1024)
 
 
 def least_pivot(order: int) -> float:
     """Return the least pivot of XᵀX, with a diagonal of ones, that is not a rounding error.
 
-    It depends on the order by the thousand: the result of a matrix must not depend on the matrices
-    that share its batch. For small orders it is larger than needed; a good column that is put off
-    costs a second pass.
+    The order is rounded up by ``thousands``, because the result of a matrix must not depend on the
+    matrices that share its batch. For small orders, the pivot is larger than needed; a good column
+    that is postponed only costs a second pass.
     """
     return _ROUNDING * thousands(order)
 
@@ -117,12 +117,12 @@ def least_pivot(order: int) -> float:
 def _whitened(X: Tensor, room: Tensor | None, chain: Chain | None) -> Operand:
     """Return X R⁻¹ with Rᵀ R = Xᵀ X, for X with columns of length 1; NaN where that fails.
 
-    Rounding errors grow with the condition, and pivots near zero are nothing else. Columns with
-    these pivots are put off: they are made orthogonal to the others, but not to each other. The
-    result is better conditioned, and a second pass does the rest. It is needed where R⁻¹ is large.
+    Rounding errors grow with the condition number, and pivots near zero consist of nothing else.
+    Columns with these pivots are postponed: they are made orthogonal to the others, but not to each
+    other. The result is better conditioned, and a second pass, where R⁻¹ is large, does the rest.
 
     Args:
-        X: (k, m, n), contiguous, given away.
+        X: (k, m, n), contiguous; may be overwritten.
         room: (k, n, n) that may be overwritten; it may be X itself.
         chain: Launches factorisations that are repeated, if kernels do them.
     """
@@ -132,17 +132,19 @@ def _whitened(X: Tensor, room: Tensor | None, chain: Chain | None) -> Operand:
 
 
 def _better_conditioned(X: Tensor, room: Tensor | None) -> Tensor:
-    """Return X R⁻¹ with Rᵀ R = Xᵀ X + shift I, which never fails, and gains two or three digits.
+    """Return X R⁻¹ with Rᵀ R = Xᵀ X + shift I. This never fails.
+
+    It reduces the condition number by two or three orders of magnitude.
 
     Args:
-        X: (k, m, n), contiguous, given away.
+        X: (k, m, n), contiguous; may be overwritten.
         room: (k, n, n) that may be overwritten; it may be X itself.
     """
     return backend(X.device).shifted(X, room, least_pivot(X.shape[-1]))
 
 
 def _corrected(Q: Operand, room: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Correct a nearly orthonormal Q twice; return it, and which matrices can be trusted."""
+    """Correct a nearly orthonormal Q twice; return it, and bool (k,), True if trusted."""
     by = backend(Q)
     W, _ = by.correction(Q)
     Q = by.compose(Q, W)
@@ -152,10 +154,10 @@ def _corrected(Q: Operand, room: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 def cholesky_qr(X: Tensor, chain: Chain | None = None) -> tuple[Tensor, Tensor]:
-    """QR(X) by Cholesky-QR on normalised columns, corrected twice: all matrix products.
+    """Compute QR(X) by Cholesky-QR on normalised columns and two corrections: matrix products only.
 
     Args:
-        X: (k, m, n) with m >= n, float32; given away: it may be overwritten.
+        X: (k, m, n) with m >= n, float32; may be overwritten.
         chain: Launches factorisations that are repeated, if kernels do them.
 
     Returns:
@@ -184,10 +186,10 @@ def _room(X: Tensor) -> Tensor | None:
 
 
 def householder_qr(X: Tensor) -> tuple[Tensor, Tensor]:
-    """QR(X) by Householder, with the signs that Cholesky-QR gives: R has diagonal >= 0.
+    """Compute QR(X) by Householder, with the signs of Cholesky-QR: R has diagonal >= 0.
 
     Args:
-        X: (k, m, n) with m >= n, float32; given away: it is overwritten.
+        X: (k, m, n) with m >= n, float32; it is overwritten.
 
     Returns:
         Q: (k, m, n).
@@ -204,11 +206,11 @@ def _signed_q(Q: Tensor, R: Tensor) -> Tensor:
 
 
 def subspace_iteration(A: Operand, AV: Tensor, steps: int, qr: QR) -> tuple[Tensor, Tensor]:
-    """The paper's randomized SVD: ``steps`` times P ← QR(A P), from P = V.
+    """Run the paper's randomized SVD: ``steps`` times P ← QR(A P), from P = V.
 
     Args:
         A: (k, n, n), symmetric.
-        AV: A V with V the start, eigenvectors of an earlier A as columns; given away.
+        AV: A V with V the start, eigenvectors of an earlier A as columns; may be overwritten.
         steps: Number of QR iterations, at least 1.
         qr: ``cholesky_qr`` or a more robust one.
 

@@ -2,7 +2,7 @@
 
 TF32 keeps 10 bits of mantissa. The eigenvalues of a preconditioner span six orders of magnitude
 and more, so a product in TF32 (or in bf16, under autocast) loses the small ones, which the inverse
-root makes large.
+root amplifies.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import torch
 
 from kronbit.interruptions import ending
 
-# Where a float32 matrix product may be lowered (cuBLAS, and oneDNN on the CPU), with the setting
-# that it inherits while it is "none" itself.
+# Settings that may lower the precision of float32 products (cuBLAS, and oneDNN on the CPU), each
+# with the setting that it inherits while it is "none".
 _BACKENDS = (
     (torch.backends.cuda.matmul, torch.backends.cudnn),
     (torch.backends.mkldnn.matmul, torch.backends.mkldnn),  # type: ignore[attr-defined]
@@ -27,7 +27,7 @@ _here = threading.local()
 
 @contextmanager
 def full_precision() -> Iterator[None]:
-    """Run float32 matrix products as IEEE float32, outside autocast; restores every setting."""
+    """Run float32 products in IEEE float32, without autocast; restore all settings at the end."""
     autocast = [device for device in _AUTOCAST_DEVICES if torch.is_autocast_enabled(device)]
     if getattr(_here, "inside", False) and not autocast:  # reading the settings is slow
         yield

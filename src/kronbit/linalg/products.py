@@ -16,7 +16,7 @@ def operand(X: Tensor, bound: Tensor | float | None = None) -> Operand:
 
     Args:
         X: The stack.
-        bound: No element is much larger than this: (k,), or 1 for all matrices, as for nearly
+        bound: No element is much larger than this: (k,), or 1 for all matrices, such as nearly
             orthogonal ones. If it is None, the largest elements are measured.
     """
     return backend(X.device).operand(X, bound)

@@ -19,18 +19,18 @@ from kronbit.linalg.torch_backend import nonzero
 LEAST_RIDGE, _LEAST_OF_NORM = 5e-7, 1.5e-7
 _ENOUGH = 5e-5  # a root this close to 1 has only rounding errors left
 _CONVERGING = 0.3  # no element of M - I is larger before the last step
-_MARGIN = 0.5  # power iteration finds at least this part of λmax
+_MARGIN = 0.5  # power iteration finds at least this fraction of λmax
 # Polynomials are steep at the upper end of their interval: rounding errors must not lie beyond it.
 _ROOM = 1e-3
 _EXCHANGES = 30
-_LEAST_EXPONENT = -126  # of float32: what is smaller has lost its bits already
+_LEAST_EXPONENT = -126  # of float32: smaller numbers have already lost bits
 _UNSCALED = 5  # steps of a power iteration between which a vector may grow or shrink
 _NEWTON_TOLERANCE, _NEWTON_GROWTH = 1e-6, 1.2
 
 
 @cache
 def minimax_steps(p: int, least: float) -> tuple[tuple[float, float, float], ...]:
-    """Return the steps T = a I + b M + c M² that bring M, eigenvalues in [least, 1], nearest to I.
+    """Return the steps T = a I + b M + c M² that bring M, with λ in [least, 1], closest to I.
 
     In r = λ^(1/p), a step is r ← r (a + b r^p + c r^2p). The best step of that form minimises the
     largest distance of r from 1 on its interval, so the next interval is the narrowest. Each step
@@ -53,16 +53,16 @@ def minimax_steps(p: int, least: float) -> tuple[tuple[float, float, float], ...
 
 
 def steps_of(order: int, p: int, damping: float) -> tuple[tuple[float, float, float], ...]:
-    """Return the steps for any matrix of an order, divided by up to twice its Frobenius norm."""
+    """Return the steps for a matrix of this order, divided by up to twice its Frobenius norm."""
     ridge = max(damping, LEAST_RIDGE)
-    # No eigenvalue is larger than the norm, and λmax is not smaller than a √n-th of it. The order
-    # counts by the thousand: a result must not depend on the matrices that share the batch.
+    # No eigenvalue is larger than the norm, and λmax is at least norm / √n. The order is rounded
+    # up by ``thousands``: a result must not depend on the matrices that share the batch.
     least = max(_MARGIN * ridge / math.sqrt(thousands(order)), _LEAST_OF_NORM)
     return minimax_steps(p, least / 2 / 2 ** _doublings(ridge))
 
 
 def _doublings(ridge: float) -> int:
-    """Return by how many powers of two a ridge raises the largest eigenvalue, if it is large."""
+    """Return the number of powers of two by which a large ridge raises the largest eigenvalue."""
     return math.ceil(math.log2(1 + ridge)) if ridge > _ROOM else 0
 
 
@@ -90,11 +90,11 @@ def converged_inverse_root(
     """Return (A + λmax ε I)^(-1/p) by a coupled iteration with minimax steps.
 
     From M = A / s, where s is a power of two above ‖A‖_F, and H = I: T = a I + b M + c M²,
-    H ← H T and M ← T^(p/2) M T^(p/2), until M is I. All of them are polynomials of A, so that every
+    H ← H T and M ← T^(p/2) M T^(p/2), until M is I. All of these are polynomials of A, so every
     product is symmetric, and half of it need not be computed.
 
     Args:
-        A: (k, n, n), symmetric and positive semi-definite; given away with its storage.
+        A: (k, n, n), symmetric and positive semi-definite. Its storage may be overwritten.
         p: 1, 2 or 4.
         damping: ε, relative to the largest eigenvalue of each matrix; raised to ``LEAST_RIDGE``,
             or to what rounding needs.
@@ -163,8 +163,8 @@ def power_iteration(A: Tensor, factors: Tensor | None = None, steps: int = 10) -
 
     Args:
         A: (k, n, n), float32, contiguous.
-        factors: (k,), factors of the matrices, with which neither the largest element nor the norm
-            of any is far from 1.
+        factors: (k,), factors of the matrices that bring the largest element and the norm of each
+            close to 1.
         steps: Number of iterations, a multiple of 10.
 
     Returns:
@@ -182,9 +182,10 @@ def inverse_root(A: Tensor, p: int, damping: float, steps: int) -> Tensor:
     """Return (A + λmax ε I)^(-1/p) by the coupled Newton (Schur-Newton) iteration.
 
     From M = z A, H = z^(1/p) I with z = (1 + p) / (2 ‖A‖_F): T = ((p + 1) I - M) / p, H ← H T,
-    M ← Tᵖ M, until M is I. The count is fixed; a matrix that has converged, or whose error grew
-    by a fifth, is frozen at its last good root. Ten steps gain at most ((p + 1) / p)^10: at high
-    condition they are not converged, and act like a larger damping.
+    M ← Tᵖ M, until M is I. The number of steps is fixed; a matrix that has converged, or
+    whose error grew by a fifth, is frozen at its last good root. Ten steps raise a root by at most
+    ((p + 1) / p)^10. At a high condition number, they do not converge: the effect is that of a
+    larger damping.
 
     Args:
         A: (k, n, n), positive semi-definite. Never written to.

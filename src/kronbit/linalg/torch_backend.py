@@ -31,8 +31,8 @@ def multiply(
 ) -> Tensor:  # fmt: skip
     """Multiply and add: alpha A B + beta C."""
     if A.dtype == torch.float32 and max(*A.shape[1:], B.shape[-1]) < _TINY:
-        # How CPUs multiply tiny matrices depends on their place in memory, and so on the batch. In
-        # float64, the difference is below float32's last bit.
+        # On CPUs, products of tiny matrices depend on their position in memory, and so on the
+        # batch. In float64, the difference is below float32's last bit.
         wide = multiply(A.double(), B.double(), None if C is None else C.double(), alpha, beta)
         return wide.float() if out is None else out.copy_(wide)
     if C is None:
@@ -88,7 +88,7 @@ def add_ridge_(
     A: Tensor, largest: Tensor, norm: Tensor, s: Tensor, ridge: float, least: float,
     orders: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Add to the diagonals."""
+    """Add a ridge to the diagonals."""
     added = torch.maximum(largest * s * ridge, norm * least)
     A.diagonal(dim1=-2, dim2=-1).add_(torch.where(norm == 0, 1.0, added).unsqueeze(-1))
 
@@ -96,8 +96,8 @@ def add_ridge_(
 def power_iteration(A: Tensor, factors: Tensor, steps: int, unscaled: int) -> Tensor:
     """Return λmax, starting from the unit vector of the largest diagonal element."""
     start = A.diagonal(dim1=-2, dim2=-1).argmax(-1, keepdim=True)
-    # Two equal vectors: torch multiplies a vector with one matrix in another way than with several,
-    # but a result must not depend on the matrices that share the batch.
+    # Use two equal vectors. Torch multiplies one matrix by a vector differently than several, but a
+    # result must not depend on the matrices that share the batch.
     x = A.new_zeros(*A.shape[:-1], 2).scatter_(-2, start.unsqueeze(-1).expand(-1, 1, 2), 1.0)
     for step in range(1, steps + 1):
         x = torch.bmm(A, x) * factors[:, None, None]
@@ -109,7 +109,7 @@ def power_iteration(A: Tensor, factors: Tensor, steps: int, unscaled: int) -> Te
 
 
 def room(k: int, n: int, device: torch.device) -> Tensor:
-    """Return room for matrices (k, n, n)."""
+    """Allocate matrices (k, n, n)."""
     return torch.empty(k, n, n, dtype=torch.float32, device=device)
 
 
@@ -144,7 +144,7 @@ def chain(device: torch.device, graphs: bool) -> None:
 
 
 def cholesky_(A: Tensor, chain: object = None) -> tuple[Tensor, Tensor]:
-    """Return C with A = C Cᵀ, and which matrices were positive definite."""
+    """Return C with A = C Cᵀ, and bool (k,), True if positive definite."""
     C, info = torch.linalg.cholesky_ex(A)
     return C, info == 0
 
@@ -171,8 +171,8 @@ def shifted(X: Tensor, room: Tensor | None, shift: float) -> Tensor:
 def _whiten_once_(X: Tensor, shift: float, always: bool = False) -> Tensor:
     """Take one pass; return the largest elements of R⁻¹, infinity where the diagonal was shifted.
 
-    Unless ``always``, it is shifted where torch finds a pivot that is not positive: torch cannot
-    put off single columns.
+    Unless ``always``, the diagonal is shifted only where torch finds a pivot that is not positive:
+    torch cannot postpone single columns.
     """
     normalise_columns(X)
     S = multiply(X.mT, X)
@@ -244,7 +244,7 @@ def encode_triangle(
         X = lower_tiles(X, block_size) if tiled else X.tril(-1)
     exact = reference.block_scales(X, block_size)
     scales, tops = reference.quantize_scales(exact.flatten(1))
-    # The codes are the nearest with the scales that are kept, not with the exact ones.
+    # The codes are nearest for the stored scales, not for the exact ones.
     kept = reference.dequantize_scales(scales, tops).view_as(exact)
     return reference.nearest_codes(X, kept, bits, mapping, block_size), scales, tops
 

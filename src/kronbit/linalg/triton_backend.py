@@ -1,4 +1,4 @@
-"""The functions of ``backend.Backend`` by Triton kernels. Only ``backend`` imports this module."""
+"""The functions of ``backend.Backend`` as Triton kernels. Only ``backend`` imports this module."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ by_kernels = True
 
 
 def chain(device: torch.device, graphs: bool) -> Chain:
-    """Return the launches of factorisations that are repeated."""
+    """Return an object that launches repeated factorisations."""
     return Chain(device, graphs)
 
 

@@ -16,17 +16,17 @@ def _linear(bits: int) -> list[float]:
 
 
 def _linear2(bits: int) -> list[float]:
-    """Linear square: sign(x_j) x_j²."""
+    """Return the linear-square values sign(x_j) x_j²."""
     return [x * abs(x) for x in _linear(bits)]
 
 
 def _squares(bits: int) -> list[float]:
-    """(j / (2^b - 1))²: a mapping for non-negative values, which are scales that are quantised."""
+    """Return (j / (2^b - 1))²: a mapping for non-negative values, used for quantised scales."""
     return [(j / (2**bits - 1)) ** 2 for j in range(2**bits)]
 
 
 def _dynamic_tree(bits: int) -> list[float]:
-    """Dynamic tree: {0, 1} and ±q_k 10^-E for every split b = 2 + E + F."""
+    """Return the dynamic tree: {0, 1} and ±q_k 10^-E for every split b = 2 + E + F."""
     values = [0.0, 1.0]
     for E in range(bits - 1):
         F = bits - 2 - E
@@ -40,7 +40,7 @@ _CACHE: dict[tuple[str, str, int, torch.device], Tensor] = {}
 
 
 def _cached(kind: str, mapping: str, bits: int, device: torch.device | str) -> Tensor:
-    """Keep one tensor per device: a copy from the host at every use would synchronise."""
+    """Return a device's cached table: a copy from the host at every use would synchronise."""
     device = torch.device(device)
     key = (kind, mapping, bits, device)
     if key not in _CACHE:

@@ -43,7 +43,7 @@ class Quantizer:
     block_size: int = 64
 
     def __post_init__(self) -> None:
-        # By type, too: 4.0 == 4 and True == 1.
+        # Check the type as well: 4.0 == 4 and True == 1.
         if type(self.bits) is not int or self.bits not in BITS:
             raise ValueError(f"bits must be one of {BITS}; got {self.bits!r}")
         if self.mapping not in MAPPINGS:
@@ -119,7 +119,7 @@ class Quantizer:
 
     @property
     def parameters(self) -> tuple[int, str, int]:
-        """Bits, mapping and block size, in the order in which kernels take them."""
+        """Return bits, mapping and block size, in the order in which kernels take them."""
         return self.bits, self.mapping, self.block_size
 
     def lengths(self, length: int) -> tuple[int, int]:

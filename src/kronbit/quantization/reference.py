@@ -19,7 +19,7 @@ from kronbit.quantization.mappings import codebook, thresholds
 # whole bytes: bits -> (codes in a word, bytes in a word).
 WORD = {8: (1, 1), 6: (4, 3), 4: (2, 1), 3: (8, 3)}
 
-# Scales may be quantised, too, as values are.
+# Scales may be quantised in the same way as values.
 SCALE_BITS, SCALE_MAPPING, SCALES_PER_TOP = 8, "squares", 256
 
 
@@ -39,7 +39,7 @@ def _padded(x: Tensor, multiple: int) -> Tensor:
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
-    """Pack int32 codes of the last axis into bytes; of two 4-bit codes the even one is low."""
+    """Pack int32 codes of the last axis into bytes; an even 4-bit code is the low half."""
     per_word, width = WORD[bits]
     length = packed_length(codes.shape[-1], bits)
     parts = _padded(codes, per_word).unflatten(-1, (-1, per_word))
@@ -118,12 +118,12 @@ def nearest_codes(x: Tensor, scales: Tensor, bits: int, mapping: str, block_size
 
 
 def quantize_scales(scales: Tensor) -> tuple[Tensor, Tensor]:
-    """Q of scales (..., n): a byte each, and the largest of every 256 scales as a float32."""
+    """Q: return scales (..., n) as one byte each, and the largest of every 256 as float32."""
     return quantize(scales, SCALE_BITS, SCALE_MAPPING, SCALES_PER_TOP)
 
 
 def dequantize_scales(codes: Tensor, tops: Tensor) -> Tensor:
-    """D of the result of ``quantize_scales``."""
+    """D: restore the result of ``quantize_scales``."""
     return dequantize(codes, tops, SCALE_BITS, SCALE_MAPPING, SCALES_PER_TOP, codes.shape[-1])
 
 

@@ -1,1 +1,1 @@
-"""Reports of an optimizer on itself."""
+"""Reports on an optimizer: summary, diagnostics, memory, warnings."""

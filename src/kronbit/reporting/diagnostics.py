@@ -67,7 +67,7 @@ def _preconditioners(plan: StatePlan | None) -> Mapping[torch.device, Preconditi
 def _acceleration(
     plan: StatePlan | None, guards: Mapping[torch.device, NonfiniteGuard]
 ) -> dict[str, Any]:
-    """Return whether kernels and graphs are used, and the number of parameters by precision."""
+    """Return the use of kernels and graphs, and the number of parameters by precision."""
     preconditioners = _preconditioners(plan)
     products: Counter[int] = Counter()
     refused: dict[str, str] = {}

@@ -20,7 +20,7 @@ def account(state: Mapping[Tensor, Mapping[str, Any]], base: Mapping[Any, Any]) 
 
     Args:
         state: The second-order optimizer's state.
-        base: F's own state.
+        base: F's state.
 
     Returns:
         ``{"statistics", "roots", "base", "total"}``.
@@ -55,7 +55,7 @@ def _kind(name: str) -> str:
 
 
 def _tensor_bytes(tensor: Tensor) -> int:
-    """Return the bytes of a tensor on this rank. A tensor subclass is the sum of its tensors."""
+    """Return the bytes of a tensor on this rank. A tensor subclass counts as its inner tensors."""
     tensor = local(tensor)
     if hasattr(tensor, "__tensor_flatten__"):
         names, _ = tensor.__tensor_flatten__()

@@ -1,4 +1,4 @@
-"""Warnings about what a user probably did not intend."""
+"""Warnings about states and settings that a user probably did not intend."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from kronbit.messages import warn
 from kronbit.reporting.summary import Row
 from kronbit.state.loading import Entry
 
-_FLATTENED = 2**16  # vectors of at least so many elements are probably flattened matrices
+_FLATTENED = 2**16  # a vector with at least this many elements is probably a flattened matrix
 
 
 def warn_of_fresh_starts(
     params: Sequence[Row], route: Callable[[Tensor, Config], Blocking | str]
 ) -> None:
-    """Warn of parameters without state that will be preconditioned."""
+    """Warn about preconditioned parameters that have no state yet."""
     fresh = [
         name
         for name, p, config in params
@@ -32,7 +32,7 @@ def warn_of_fresh_starts(
 
 
 def warn_of_lost_roots(names: Sequence[str]) -> None:
-    """Warn of parameters that should have been preconditioned, but lack roots in the checkpoint."""
+    """Warn about refreshed parameters whose roots are missing in the checkpoint."""
     if names:
         warn(
             f"the checkpoint has no roots of {len(names)} parameter(s), such as {names[0]}, "
@@ -48,7 +48,7 @@ def warn_of_few(
     route: Callable[[Tensor, Config], Blocking | str],
     summary: Callable[[], str],
 ) -> None:
-    """Warn if less than half of the elements that could be preconditioned are."""
+    """Warn if less than half of the eligible elements are preconditioned."""
     possible = preconditioned = 0
     flat = ""
     for name, p, config in params:
@@ -75,7 +75,7 @@ def warn_after_loading(
     params: Sequence[Row],
     route: Callable[[Tensor, Config], Blocking | str],
 ) -> None:
-    """Warn of preconditioned parameters whose statistics or roots are not in the checkpoint."""
+    """Warn about preconditioned parameters whose statistics or roots are not in the checkpoint."""
     if any(entry.blocks for entry in entries.values()):
         warn_of_fresh_starts([row for row in params if row[1] not in entries], route)
     lost = {p for p, entry in entries.items() if entry.lacks_roots()}

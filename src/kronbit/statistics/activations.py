@@ -72,10 +72,10 @@ class ActivationStatistics:
 
     Args:
         model: The model whose parameters are optimized.
-        shared: How positions of an example (tokens, places of a convolution) become rows.
+        shared: How positions of an example (tokens, or outputs of a convolution) become rows.
             ``"expand"``: each position is a row. ``"reduce"``: each example is a row, with the mean
             of its x and the sum of its y.
-        grad_scaler: Scaler of the loss; y are divided by its scale.
+        grad_scaler: Scaler of the loss; y is divided by its scale.
         process_group: Ranks over which statistics are averaged. None: all ranks. False: this rank
             alone.
         workspace: Limit on copies of inputs, in bytes.
@@ -125,7 +125,7 @@ class ActivationStatistics:
         known = set(self.model.parameters())
         if not known.intersection(params) and not self._layers:
             raise ValueError(
-                "model has none of the parameters that are optimized: give the model that they "
+                "model has none of the parameters that are optimized: pass the model that they "
                 "belong to, not a copy of it"
             )
         layers, self._reasons = find_layers(self.model, params)
@@ -155,8 +155,8 @@ class ActivationStatistics:
             return self._reasons.get(p, "no weight of a linear layer or convolution")
         blocking = _blocking(layer.matrices, config)
         if isinstance(blocking, Blocking) and layer.bias is None:
-            # The weight's gradient is preconditioned in place, in any memory format. With a bias, a
-            # copy is: [W | b].
+            # Without a bias, the weight's gradient is preconditioned in place, in any memory
+            # format. With a bias, the gradient is copied into [W | b].
             blocking = replace(blocking, taps=math.prod(layer.weight.shape[2:]))
         return blocking
 
@@ -235,7 +235,7 @@ class ActivationStatistics:
     # --------------------------------------------------------------------------------- updating
 
     def source(self, part: DevicePart, due: Mapping[int, Due]) -> Source:
-        """Return the mean squares of the rows. Statistics of a layer without rows stay."""
+        """Return the mean squares of the rows. A layer without rows is not updated."""
         layers = {i: self._layers[part.param(i)] for i in due}
         self._share(list(layers.values()))
         missed = [layer for layer in layers.values() if layer not in self._collected]
@@ -250,7 +250,7 @@ class ActivationStatistics:
         return Source({i: due[i] for i in sums}, M_of)
 
     def _share(self, layers: Sequence[Layer]) -> None:
-        """Add up the sums of all ranks. All ranks take part, also those without rows."""
+        """Add up the sums of all ranks. All ranks take part, even those without rows."""
         group = self.process_group
         if group is False or not (dist.is_available() and dist.is_initialized()):
             return
@@ -287,7 +287,7 @@ class ActivationStatistics:
 def _mean_squares(
     sums: Mapping[int, tuple[Tensor, Tensor, int]], device: torch.device, parts: Sequence[Part]
 ) -> Tensor:
-    """Return M of a batch. Rows whose gradient is not finite are not used by the caller."""
+    """Return M of a batch. The caller ignores rows whose gradient is not finite."""
     M = zeros_for(parts, device)
     for part, rows in rows_in_batch(parts):
         n, offset = part.factors.order, rows.start - part.rows.start

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class DevicePart(Protocol):
-    """The part of a step that one device does."""
+    """The part of a step that runs on one device."""
 
     @property
     def stacks(self) -> DeviceStacks:
@@ -47,7 +47,7 @@ class Source(NamedTuple):
 
 
 class Statistics(Protocol):
-    """Defines the matrices of each parameter, and M of an update of their statistics."""
+    """Defines the matrices of each parameter, and the M of each update."""
 
     # Name of the statistics in checkpoints.
     name: str

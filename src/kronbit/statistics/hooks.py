@@ -29,9 +29,9 @@ def hooked(watcher: Watcher, layers: Iterable[Layer]) -> list[RemovableHandle]:
 
 
 def given_up(layer: Layer) -> bool:
-    """Return True if, at a call, the gradient of earlier calls has been reset.
+    """True if, at a call of the layer, the gradient of earlier calls has been reset.
 
-    In a backward pass, in which checkpointing calls a layer again, the gradient may not have been
+    A call within a backward pass, by checkpointing, does not count: the gradient may not have been
     computed yet.
     """
     return layer.weight.grad is None and torch._C._current_graph_task_id() == -1
@@ -109,5 +109,5 @@ def _ignore(*_: Any) -> None:
 
 
 def _no_hook() -> Callable[..., None]:
-    """Return what replaces a hook in a pickled model."""
+    """Return the stand-in for a hook in a pickled model."""
     return _ignore

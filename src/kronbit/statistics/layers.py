@@ -34,7 +34,7 @@ class Kind(Protocol):
 
 
 class Linear:
-    """``nn.Linear``: the last axis holds features, the axes between it and the first positions."""
+    """``nn.Linear``: axes are examples, then any number of positions, then features."""
 
     inputs_are_rows = False
 
@@ -192,7 +192,7 @@ def find_layers(
         for p in module.parameters(recurse=False):
             users.setdefault(p, []).append(name)
         if isinstance(module, nn.MultiheadAttention):
-            uncalled.add(module.out_proj)  # attention uses its weight alone
+            uncalled.add(module.out_proj)  # attention uses its weight, but does not call it
     wanted = set(params)
     unshared = {p for p in wanted if len(users.get(p, ())) == 1}
     layers: dict[Tensor, Layer] = {}
@@ -202,14 +202,15 @@ def find_layers(
         if kind is None or weight is None or weight not in wanted:
             continue
         if nn.parameter.is_lazy(weight):
-            raise ValueError(f"{name} does not know its shape yet: call the model once before")
+            raise ValueError(f"{name} does not know its shape yet: call the model once first")
         if len(users[weight]) > 1:
             reasons[weight] = f"shared by {', '.join(users[weight])}"
         elif module in uncalled:
             reasons[weight] = "nn.MultiheadAttention does not call it"
         else:
             bias = module._parameters.get("bias")
-            # A bias that is frozen alone stays frozen. With its weight, it may be trained later.
+            # A bias that is frozen alone stays frozen. If its weight is frozen too, both may be
+            # trained later.
             frozen = bias is not None and weight.requires_grad and not bias.requires_grad
             bias = None if bias not in unshared or frozen else bias
             layers[weight] = Layer(name, module, kind, weight, bias)

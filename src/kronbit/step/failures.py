@@ -1,4 +1,4 @@
-"""A step that ends by an error or by Ctrl-C: the note for the user, and what not to do again."""
+"""A step that ends in an error or Ctrl-C: the note for the user, and the record of updates."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from kronbit.factors import Factors
 from kronbit.interruptions import ending
 
 _AGAIN = (
-    "Once its cause is gone, step() can be called again (several ranks: load the last checkpoint "
-    "instead); what it has updated of the second-order state is not updated twice"
+    "Once the cause is fixed, step() can be called again (with several ranks: load the last "
+    "checkpoint instead). Second-order state that is already updated is not updated twice"
 )
 
 
@@ -34,14 +34,14 @@ def refuse_capture() -> None:
 
 
 class Stage:
-    """How far a step has come.
+    """The progress of a step, which the note on an error reports.
 
     Args:
         keep_gradients: True if F is given copies of the gradients.
         zeroes: True if non-finite gradients become zero where they are measured.
 
     Attributes:
-        through: True if the step counts: weights, F's state and ours are new.
+        through: True if the step counts: weights, F's state and the second-order state are new.
     """
 
     def __init__(self, keep_gradients: bool, zeroes: bool) -> None:
@@ -49,33 +49,33 @@ class Stage:
         self._rewriting = self._in_base = self.through = False
 
     def rewrites_gradients(self) -> None:
-        """From now on, gradients may be G̃."""
+        """Note that gradients may be G̃ from now on."""
         self._rewriting = True
 
     def steps_base(self) -> None:
-        """From now on, weights and F's state may be new."""
+        """Note that weights and F's state may be new from now on."""
         self._in_base = True
 
     def counts(self) -> None:
-        """From now on, the step counts."""
+        """Note that the step counts from now on."""
         self.through = True
 
     def __str__(self) -> str:
-        """The note that is added to an error: what has changed, and what to do."""
+        """Return the note that is added to an error: what has changed, and what to do."""
         if self.through:
-            return "The step is through, and counts: do not take it again."
+            return "The step is complete and counts: do not take it again."
         weights, again = "no weight has changed", _AGAIN
         if self._in_base:
             weights = "the base optimizer had begun, so some weights may have changed"
             again = f"{_AGAIN}, but weights that have changed are"
         if self._keep or not self._rewriting:
-            but = ", but for those that were not finite, which are zero now" * (
+            but = ", except those that were not finite, which are zero now" * (
                 self._zeroes and not self._keep
             )
             return f"In this step, {weights}, and gradients are as they were{but}. {again}."
         return (
             f"In this step, {weights}, but gradients may be preconditioned already: compute them "
-            f"anew (keep_gradients=True would have kept them). {again}."
+            f"again (keep_gradients=True would have kept them). {again}."
         )
 
 
@@ -92,7 +92,7 @@ def report_failure(config: Config) -> Iterator[Stage]:
     except BaseException as error:
         if hasattr(error, "add_note"):
             error.add_note(str(stage))
-        else:  # Python 3.10, where pytest and others show it all the same
+        else:  # Python 3.10 has no add_note, but pytest and others show notes
             error.__dict__.setdefault("__notes__", []).append(str(stage))
         raise
 
@@ -121,10 +121,10 @@ def writable(gradients: StepGradients, config: Config) -> Iterator[StepGradients
 
 
 class Progress:
-    """The updates of a step that is not through, or has failed.
+    """The updates of a step that is running or has failed.
 
-    Statistics must not take a step's M twice. Refreshes need no such care: the second time they
-    find what they found the first time.
+    Statistics must not take in a step's M twice. Refreshes may be repeated: they compute the same
+    roots again.
 
     Attributes:
         new: Members whose first roots this step has computed.
@@ -136,16 +136,16 @@ class Progress:
         self._updated: set[tuple[Factors, int]] = set()
 
     def begin(self, portion: Portion) -> None:
-        """Note that a batch is about to be updated; the batch will tell whether it was."""
+        """Note that a batch is about to be updated; it records which of its rows were."""
         portion.batch.replaced = None
         self._begun.append(portion)
 
     def failed(self) -> bool:
-        """True if, when a step begins, the one before it is not through."""
+        """True if, when a step begins, the one before it is not complete."""
         return bool(self._begun or self._updated)
 
     def left(self, parts: Iterable[Part]) -> Iterator[Part]:
-        """The rows that are not updated yet. Waits for the device."""
+        """Yield the rows that are not updated yet. Waits for the device."""
         for begun, batch, _ in self._begun:
             if batch.replaced is not None:
                 done = zip(rows_of(begun), batch.replaced.tolist(), strict=True)
@@ -156,7 +156,7 @@ class Progress:
                 yield part.row(row)
 
     def settle(self) -> None:
-        """Forget the step, which is through: the next one does its own updates."""
+        """Forget the step, which is complete: the next one starts with no updates."""
         self.new.clear()
         self._begun.clear()
         self._updated.clear()

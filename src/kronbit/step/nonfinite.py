@@ -76,7 +76,7 @@ class NonfiniteGuard:
             return self._by_torch(grads, None)
         from kronbit.gpu.addresses import AddressTable, channels_last, takable, takes
 
-        # Captured graphs hold the table, so one that is large enough is kept.
+        # Captured graphs hold the table, so a table that is large enough is reused.
         addresses = self._addresses
         if addresses is None or len(addresses.values) < len(grads):
             addresses = self._addresses = AddressTable(len(grads), device)

@@ -1,7 +1,7 @@
 """Update, refresh, precondition: the algorithm on groups of blocks, chunked by a workspace.
 
-A preconditioner knows matrices and gradients. It does not know optimizers. All that it knows of
-ranks is an exchange, which may assign it a part of the rows.
+A preconditioner knows matrices and gradients, but no optimizer. Of other ranks, it knows only an
+exchange, which may assign it a part of the rows.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class Preconditioner:
         products: Computes the members' products with kernels, on devices that have them.
         turns: The turns of each member under ``stagger``, ascending.
         all_turns: The turns of all members.
-        progress: The updates of a step that is not through.
+        progress: The updates of a step that is not complete.
     """
 
     def __init__(

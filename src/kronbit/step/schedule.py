@@ -1,4 +1,4 @@
-"""When statistics are updated and roots are refreshed: T1, T2, early refreshes, staggering.
+"""The schedule of updates and refreshes: T1, T2, early refreshes, staggering.
 
 Steps t count from 1. Unless ``stagger`` is set, all blocks of a parameter share one turn.
 """
@@ -42,7 +42,7 @@ EVENTS: tuple[Event, Event] = (updates_at, refreshes_at)
 
 
 def delay(config: Config, turn: Turn) -> int:
-    """Steps by which a turn lags behind the paper's schedule.
+    """Return the number of steps by which a turn lags behind the paper's schedule.
 
     R comes two steps after L: after the update and the refresh of L.
     """
@@ -52,7 +52,7 @@ def delay(config: Config, turn: Turn) -> int:
 
 
 def first_preconditioned_step(config: Config, last: Turn = LAST_TURN) -> int:
-    """The first step whose gradient is preconditioned: a refresh at or after an update.
+    """Return the first step whose gradient is preconditioned: a refresh at or after an update.
 
     Args:
         config: The options.
@@ -65,17 +65,17 @@ def first_preconditioned_step(config: Config, last: Turn = LAST_TURN) -> int:
 
 
 def turns_at(event: Event, config: Config, t: int, turns: Iterable[Turn]) -> frozenset[Turn]:
-    """Return the given turns that come at step t."""
+    """Return the given turns that are due at step t."""
     candidates = turns if config.stagger else _SHARED_TURN
     return frozenset(turn for turn in candidates if event(config, t, turn))
 
 
 def due_blocks(config: Config, come: Collection[Turn], turns: tuple[Turn, ...]) -> Due | None:
-    """The blocks of a parameter that are due, or None.
+    """Return the blocks of a parameter that are due, or None.
 
     Args:
         config: The parameter's options.
-        come: The turns that have come, from ``turns_at``.
+        come: The turns that are due, from ``turns_at``.
         turns: The parameter's turns.
     """
     of_parameter = turns if config.stagger else _SHARED_TURN

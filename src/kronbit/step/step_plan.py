@@ -27,15 +27,15 @@ _STEP = itemgetter("step")
 class Snapshot:
     """The keys and values of a dict as they are now.
 
-    Compared by identity and in order: to look up a tensor takes its hash, which torch computes in
-    Python, and that is too slow to be done at every step for every parameter.
+    Entries are compared by identity and in order. Looking up a tensor needs its hash, which torch
+    computes in Python: too slow for every parameter at every step.
     """
 
     def __init__(self, mapping: Mapping[Any, Any]) -> None:
         self._keys, self._values = list(mapping), list(mapping.values())
 
     def holds(self, mapping: Mapping[Any, Any]) -> bool:
-        """True if no entry has come, gone or been replaced."""
+        """True if no entry was added, removed or replaced."""
         return (
             len(mapping) == len(self._keys)
             and all(map(is_, mapping, self._keys))
@@ -51,10 +51,10 @@ def _picker(numbers: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]
 
 
 class DevicePlan:
-    """The part of a step that one device does.
+    """The part of a step that runs on one device.
 
-    Everything that every step needs is looked up once. Parameters are known by their number in the
-    step plan.
+    Everything that every step needs is looked up once. Parameters are identified by their number
+    in the step plan.
 
     Args:
         preconditioner: The state of the device's matrices, its members.
@@ -116,9 +116,9 @@ class DevicePlan:
         self.updates, self.refreshes = map(self._due, EVENTS)
 
     def _due(self, event: Event) -> dict[int, Due]:
-        """The members that an event falls on, with their options and blocks.
+        """Return the members that are due for an event, with their options and blocks.
 
-        Nearly always all members have seen the same number of steps, and none is due.
+        Nearly always, all members have taken the same number of steps, and none is due.
         """
         all_turns = self.preconditioner.all_turns
         come = {
@@ -139,17 +139,17 @@ class DevicePlan:
         return due
 
     def pick(self, grads: list[Tensor]) -> tuple[Tensor | None, ...]:
-        """The gradient of every member, None where there is none, and those left to F."""
+        """Return each member's gradient, or None, then the gradients that are left to F."""
         return self._pick([*grads, None])
 
     def param(self, member: int) -> Tensor:
-        """The parameter of a member that has a gradient."""
+        """Return the parameter of a member that has a gradient."""
         number = self._numbers[member]
         assert number is not None
         return self._params[number]
 
     def nonfinite(self) -> list[tuple[Tensor, int]]:
-        """Parameters with a non-finite gradient, and their steps. Waits for the device."""
+        """Return parameters with a non-finite gradient, and their steps. Waits for the device."""
         numbers = [*self._numbers, *self._rest]
         return [
             (self._params[number], self._entries[number]["step"] + 1)
@@ -158,13 +158,13 @@ class DevicePlan:
         ]
 
     def update(self, statistics: Statistics) -> None:
-        """L ← PU(L, G Gᵀ), R ← PU(R, Gᵀ G), or with another M, for the members that are due."""
+        """Run L ← PU(L, G Gᵀ), R ← PU(R, Gᵀ G), or with another M, for members that are due."""
         self.preconditioner.update(self.measured, statistics.source(self, self.updates))
 
     def refresh(self) -> None:
-        """L̂ ← PIRU(L), R̂ ← PIRU(R) for the members that are due.
+        """Run L̂ ← PIRU(L), R̂ ← PIRU(R) for the members that are due.
 
-        The state notes how products are taken from now on; 0: not yet.
+        The state records in how many bits products are computed from now on; 0 if undecided.
         """
         self.preconditioner.refresh(self.measured, self.refreshes)
         refreshed, ways = self.stacks.refreshed, self.preconditioner.products.ways
@@ -174,22 +174,22 @@ class DevicePlan:
                 self._entries[number]["product_bits"] = ways[i] if i in refreshed else 0
 
     def precondition(self) -> None:
-        """Ĝ = L̂ G R̂, and G̃ = Ĝ ‖G‖ / ‖Ĝ‖ over G. While L̂ = R̂ = I, G̃ is G."""
+        """Compute Ĝ = L̂ G R̂, and write G̃ = Ĝ ‖G‖ / ‖Ĝ‖ over G. While L̂ = R̂ = I, G̃ is G."""
         self.preconditioner.precondition(self.measured)
 
 
 @dataclass(frozen=True)
 class StepPlan:
-    """The parameters of a step; it holds for later steps as long as nothing changes.
+    """The plan of a step, which stays valid for later steps as long as nothing changes.
 
     Attributes:
         params: Parameters that have a gradient.
         configs: The options of each.
         device_numbers: The number of each gradient's device; -1 is the CPU.
         entries: The state of each.
-        state_plan: Where the preconditioned ones have their state.
+        state_plan: The location of the state of preconditioned parameters.
         devices: The part of each device.
-        states: All that was in the state.
+        states: Keys and values of the optimizer's state when the plan was made.
     """
 
     params: list[Tensor]
@@ -232,18 +232,18 @@ class StepPlan:
         )
 
     def holds(self, gradients: StepGradients) -> bool:
-        """True if parameters, their options and all that matters of their gradients are equal."""
+        """True if parameters, options, and the devices and shapes of gradients are unchanged."""
         return (
             len(gradients.params) == len(self.params)
             and all(map(is_, gradients.params, self.params))
             and gradients.configs == self.configs
-            # By number: torch makes a new object of every device that it is asked for.
+            # Compare devices by number: torch makes a new object for each query.
             and list(map(Tensor.get_device, gradients.grads)) == self.device_numbers
             and all(device.holds(gradients.grads) for device in self.devices)
         )
 
     def schedule(self) -> bool:
-        """Look up what is due at this step; returns True if state will be written."""
+        """Look up what is due at this step; return True if state will be written."""
         for device in self.devices:
             device.schedule()
         return any(device.updates or device.refreshes for device in self.devices)
@@ -260,8 +260,8 @@ class StepPlan:
         Args:
             grads: The gradients of the parameters.
             dtypes: The dtypes of the gradients, as returned by ``plain_dtypes``.
-            guards: By device; missing ones are added.
-            config: Says what becomes of gradients that are not finite.
+            guards: Guards by device; missing ones are added.
+            config: Its ``nonfinite`` says how non-finite gradients are handled.
         """
         for part in self.devices:
             device = part.stacks.device
@@ -270,14 +270,14 @@ class StepPlan:
             part.measured = guards[device].measure(part.pick(grads), part.sizes, part.taps, dtypes)
 
     def settle(self) -> None:
-        """Forget how far the step has come: it counts."""
+        """Forget the progress of the step, which counts now."""
         for device in self.devices:
             device.preconditioner.progress.settle()
 
 
 def is_due(gradients: StepGradients, state: Mapping[Tensor, Any]) -> bool:
     """True if an update or a refresh of unstaggered parameters falls on this step."""
-    # By identity: to hash options takes long.
+    # Compare options by identity: hashing them is slow.
     steps = {
         (id(config), state[p].get("step", 0) if p in state else 0): config
         for p, config in zip(gradients.params, gradients.configs, strict=True)
@@ -294,13 +294,13 @@ def expected_updates(
     state: Mapping[Tensor, Mapping[str, Any]],
     plan: StatePlan | None,
 ) -> Iterator[tuple[Tensor, Config]]:
-    """The parameters whose statistics the next step updates, if they have any, and their options.
+    """Yield parameters whose statistics the next step updates, if they have any, and options.
 
     Args:
         groups: Param groups.
         config_of: Returns the options of a group.
         state: The optimizer's state before that step.
-        plan: Knows the turns of staggered parameters; one that it does not know may have any turn.
+        plan: Has the turns of staggered parameters; a parameter that it lacks may have any turn.
     """
     for group in groups:
         config = config_of(group)

@@ -153,7 +153,7 @@ def learning_rate_as_float(subject: Subject, device: torch.device) -> None:
 
 
 def neutral_first_step(subject: Subject, device: torch.device) -> None:
-    """A step with zero gradients and lr=0, which checkpointing uses to create state, is neutral."""
+    """A step with zero gradients and lr=0 changes nothing; checkpointing creates state this way."""
     model, optimizer = _start(subject, device)
     before, rates = _copy(model.parameters()), [group["lr"] for group in optimizer.param_groups]
     for p in model.parameters():

@@ -51,7 +51,7 @@ def build(name: str, **options: Any) -> nn.Module:
     """
     refuse_unknown("model.name", [name], MODELS)
     taken = inspect.signature(MODELS[name]).parameters.values()
-    if not any(one.kind is one.VAR_KEYWORD for one in taken):  # those with **options check them
+    if not any(one.kind is one.VAR_KEYWORD for one in taken):  # others check **options themselves
         refuse_unknown(f"an option of model {name!r}", options, [one.name for one in taken])
     try:
         return MODELS[name](**options)

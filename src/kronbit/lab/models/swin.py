@@ -59,7 +59,7 @@ class WindowAttention(nn.Module):
         width: Width of a token.
         heads: Number of heads.
         size: Side of a window.
-        apart: (windows, size², size²), true for pairs of tokens that are masked; ``None`` for none.
+        apart: (windows, size², size²), True for masked pairs of tokens; ``None`` for no mask.
     """
 
     offsets: Tensor

@@ -1,4 +1,4 @@
-"""Emulation of a GPU on the meta device: the same tensors are saved for the backward pass.
+"""Emulation of a GPU on the meta device: autograd saves the tensors that it saves on a GPU.
 
 The meta device itself decomposes attention, keeps dropout masks in float and has no autocast.
 """
@@ -82,7 +82,7 @@ class GPUEmulation(TorchFunctionMode):
 
 
 class _Attention(torch.autograd.Function):
-    """Attention that saves what flash and memory-efficient kernels save: a float per score row."""
+    """Attention that saves one float per score row, as flash and memory-efficient kernels do."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:

@@ -1,4 +1,4 @@
-"""The computation behind ``kronbit plan``: memory of a training for each way to keep the state."""
+"""The computation behind ``kronbit plan``: memory of a training for each way to store the state."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Activations:
 
 @dataclass(frozen=True)
 class Plan:
-    """Memory of a training, for each way to keep the second-order state.
+    """Memory of a training, for each way to store the second-order state.
 
     Attributes:
         model: Name given by the user.

@@ -1,4 +1,4 @@
-"""The rows of a plan: peak memory of a training for each way to keep the state."""
+"""The rows of a plan: peak memory of a training for each way to store the state."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ class Accounts:
         self.notes: list[str] = []
 
     def rows(self, algorithm: str, order: int | None) -> list[Row]:
-        """Return the row of the base alone, then one row per way to keep an algorithm's state.
+        """Return the row of the base alone, then one row per way to store an algorithm's state.
 
         Args:
             algorithm: A key of ``ALGORITHMS``; Shampoo's rows are followed by K-FAC's.

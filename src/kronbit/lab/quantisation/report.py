@@ -308,7 +308,7 @@ def _as_factors(values: Any, config: Config, where: str, device: torch.device) -
 
 @cache
 def _updates_since_refresh(config: Config, step: int) -> int | None:
-    """Count updates after the last refresh. A refresh follows the update of the same step."""
+    """Return the number of updates after the last refresh. At one step, the update comes first."""
     count = 0
     for t in range(step, 0, -1):
         if config.stagger or refreshes_at(config, t):

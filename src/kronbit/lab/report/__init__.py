@@ -1,1 +1,1 @@
-"""Reports: run folders are read back and shown as tables, figures and an HTML page."""
+"""Reports, which show run folders as tables, figures and an HTML page."""

@@ -1,4 +1,4 @@
-"""Outcomes of a comparison: the seeds of a variant combined, and compared with base and 32 bits."""
+"""Outcomes of a comparison: seeds of a variant, combined and compared with base and 32 bits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Run folders: the files of one training, or of the trainings of a comparison, are read back."""
+"""Reading of run folders: the files of one training, or of the trainings of a comparison."""
 
 from __future__ import annotations
 

@@ -16,13 +16,13 @@ T = TypeVar("T")
 
 
 class Repeatable:
-    """Runs passes on a GPU with deterministic algorithms; on a CPU all algorithms are.
+    """Runs passes on a GPU with deterministic algorithms; on a CPU, all algorithms are.
 
     The setting holds during the passes only: the optimizer is deterministic without it.
 
     Args:
         device: Device of the passes.
-        wanted: False to run them as they are.
+        wanted: False to leave torch's settings as they are.
     """
 
     def __init__(self, device: torch.device, wanted: bool) -> None:

@@ -171,7 +171,7 @@ def run_member(
 
 
 def read_member(folder: Path) -> tuple[Member, dict[str, Any]]:
-    """Read the run of a folder, and how it ran.
+    """Read the run of a folder, and the ``Running`` settings that it was started with.
 
     Raises:
         LabError: If the folder has no readable ``run.json``.
@@ -206,7 +206,7 @@ def run_all(
         running: How the trainings run.
         display: Shows the progress.
         resume: True to keep finished runs and resume the others from their checkpoints.
-        interrupts: Tells if the user wants to stop.
+        interrupts: Tells whether the user wants to stop.
 
     Returns:
         (name of the folder, summary) of each run.

@@ -49,7 +49,7 @@ from kronbit.lab.training.world import (
 from kronbit.optimizer import SecondOrder
 from kronbit.reporting.memory import held_bytes
 
-_PATIENCE = 2  # lines of non-finite loss before a run is given up
+_PATIENCE = 2  # lines of non-finite loss before a run is abandoned
 
 Figures: TypeAlias = dict[str, float]
 
@@ -159,7 +159,7 @@ class Training:
             display: Shows the progress.
             label: Name of the run on the display.
             resume: True to resume from the last checkpoint.
-            interrupts: Tells if the user wants to stop.
+            interrupts: Tells whether the user wants to stop.
 
         Returns:
             The figures of ``summary.json``.
@@ -211,7 +211,7 @@ class Training:
             x = x.contiguous(memory_format=torch.channels_last)
         if self._passes is None:
             self._passes = self._make_passes(x, y)
-        # For random numbers of the network, such as stochastic depth.
+        # The network draws random numbers, e.g. for stochastic depth.
         torch.manual_seed(seed_of("network", recipe.seed, step, self.world.rank))
         self._losses.append(self._passes(x, y))
         self.scaler.unscale_(self.optimizer)

@@ -24,7 +24,7 @@ class Objective:
     """The loss of a network.
 
     Attributes:
-        classifies: True if an example has one target, false if each token has one.
+        classifies: True if an example has one target, False if each token has one.
         amp: Autocast: ``off``, ``bf16`` or ``fp16``.
         smoothing: Label smoothing in training.
     """

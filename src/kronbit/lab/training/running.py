@@ -1,4 +1,4 @@
-"""How a training runs: settings that change no result."""
+"""Settings of how a training runs, which change no result."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Running:
-    """How a training runs. Its results should not depend on these settings.
+    """Settings of how a training runs. Results should not depend on them.
 
     Attributes:
         data: Folder with downloaded data sets.

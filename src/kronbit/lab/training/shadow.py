@@ -165,7 +165,7 @@ class Shadow:
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load what ``state_dict`` returned.
+        """Load the result of ``state_dict``.
 
         Raises:
             LabError: If the blocks or their shapes differ.

@@ -54,9 +54,10 @@ class World:
 
 
 class Votes:
-    """Asks all ranks if any of them wants to stop; the answer comes one step later.
+    """Asks all ranks whether any of them wants to stop; the answer comes one step later.
 
-    So no rank waits for its device, nor for other hosts on steps of usual length.
+    Because of this delay, no rank waits for its device, and on steps of usual length, none waits
+    for other hosts.
     """
 
     def __init__(self, world: World) -> None:
@@ -150,7 +151,7 @@ def shard(model: nn.Module, world: World) -> None:
 
 
 def _blocks(model: nn.Module) -> list[nn.Module]:
-    """Return the members of the outermost lists of layers that have parameters."""
+    """Return the layers with parameters in the outermost lists of layers."""
     blocks: list[nn.Module] = []
     for child in model.children():
         if isinstance(child, (nn.ModuleList, nn.Sequential)):
@@ -170,7 +171,7 @@ def replicate(model: nn.Module, world: World) -> nn.Module:
 
 
 def whole_state(model: nn.Module, optimizer: Optimizer, world: World) -> dict[str, Any]:
-    """Return weights and state as those of a single process. All ranks must call it."""
+    """Return weights and state as a single process has them. All ranks must call this function."""
     if world.ranks == 1 and world.parallel != "fsdp2":
         return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
     from torch.distributed.tensor import DTensor
@@ -189,7 +190,7 @@ def whole_state(model: nn.Module, optimizer: Optimizer, world: World) -> dict[st
 def load_whole_state(
     model: nn.Module, optimizer: Optimizer, state: Mapping[str, Any], world: World
 ) -> None:
-    """Load what ``whole_state`` returned, on any number of ranks."""
+    """Load the result of ``whole_state``, on any number of ranks."""
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
     if world.parallel == "fsdp2":

@@ -1,4 +1,4 @@
-"""Statistics kept as matrices: the paper's 32-bit Shampoo, and its naive low-bit one."""
+"""Statistics stored as matrices: the paper's 32-bit Shampoo, and its naive low-bit baseline."""
 
 from __future__ import annotations
 

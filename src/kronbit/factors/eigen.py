@@ -58,7 +58,11 @@ class Eigen:
         self.root = root_storage(format)
 
     def allows_padding(self, config: Config, attempt: int | None) -> bool:
-        """True unless the root is by Schur-Newton, or the last attempt takes single matrices."""
+        """True if padding changes no result.
+
+        Schur-Newton depends on the norm of the whole matrix, and the last attempt at an update
+        takes one matrix at a time.
+        """
         if config.root == "schur_newton" or attempt == len(self.repairs):
             return False
         if attempt is None and config.trace_scaling:

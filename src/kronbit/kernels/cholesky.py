@@ -161,7 +161,7 @@ def factor_(A: Tensor, chain: Chain | None = None) -> Tensor:
 
 
 class Chain:
-    """Launches of ``inverse_factor_`` and ``factor_``. Kernels read the addresses of matrices.
+    """Launches of ``inverse_factor_`` and ``factor_``. Kernels read addresses from a table.
 
     Args:
         device: Device of the matrices.

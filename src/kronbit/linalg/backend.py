@@ -1,4 +1,4 @@
-"""The one place that chooses between torch and kernels for the math on factors.
+"""The choice between torch and kernels for the math on factors, made only here.
 
 ``torch_backend`` is the contract, on every device. ``triton_backend`` computes the same with Triton
 kernels. Both are modules with the functions of ``Backend``.
@@ -66,7 +66,7 @@ class Backend(Protocol):
         """
 
     def correction(self, Q: Any) -> tuple[Operand, Tensor]:
-        """Return the matrix by which to multiply a nearly orthonormal Q, to square its error.
+        """Return the factor that squares the error of a nearly orthonormal Q: Q ← Q (I - U).
 
         With QᵀQ = I + E and U + Uᵀ = E, the Gram matrix of Q (I - U) is I + O(E²). U is the upper
         triangle of E with its diagonal halved, so Q (I - U) still comes from a QR decomposition.

@@ -95,7 +95,7 @@ class Conv2d:
             yield patches.unflatten(1, (module.groups, -1)).permute(1, 0, 3, 2)
 
     def outputs(self, module: nn.Module, y: Tensor) -> Tensor:
-        """Return the gradient at each place of the output."""
+        """Return the gradient at each position of the output."""
         assert isinstance(module, nn.Conv2d)
         y = y.unsqueeze(0) if y.dim() == 3 else y
         rows: Tensor = y.flatten(2).unflatten(1, (module.groups, -1)).permute(1, 0, 3, 2)

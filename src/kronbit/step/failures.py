@@ -14,7 +14,7 @@ from kronbit.factors import Factors
 from kronbit.interruptions import ending
 
 _AGAIN = (
-    "Once the cause is fixed, step() can be called again (with several ranks: load the last "
+    "Once the cause is removed, step() can be called again (with several ranks: load the last "
     "checkpoint instead). Second-order state that is already updated is not updated twice"
 )
 

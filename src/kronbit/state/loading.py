@@ -129,7 +129,7 @@ def read(
             _check_statistics(saved, statistics)
     merged, entries = [], {}
     for index, (old, group, config) in enumerate(zip(saved, groups, configs, strict=True)):
-        # As in every torch optimizer, the checkpoint's options win. Only structural ones stay.
+        # The checkpoint's options win, as in every torch optimizer. Only structural ones stay.
         structural = {name: getattr(config, name) for name in STRUCTURAL_OPTIONS}
         rest = {name: value for name, value in group.items() if name != "params"}
         kind = {FORMAT_KEY: FORMAT, STATISTICS_KEY: statistics}

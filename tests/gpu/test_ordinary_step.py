@@ -23,7 +23,7 @@ from kronbit.blocks.gradients import GradientBlocks, plain_dtypes
 from kronbit.blocks.groups import Due, Member
 from kronbit.config import Config
 from kronbit.factors import Factors
-from kronbit.gpu.norms import Measured
+from kronbit.gpu.measured import Measured
 from kronbit.gpu.product_precision import BF16X3, FLOAT32, HALF, _way
 from kronbit.kernels import guard
 from kronbit.statistics import GradientStatistics

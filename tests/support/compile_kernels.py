@@ -20,7 +20,8 @@ from kronbit.blocks.blocking import route
 from kronbit.blocks.groups import Due, Member
 from kronbit.config import Config
 from kronbit.gpu.addresses import AddressTable
-from kronbit.gpu.norms import KernelNorms, Measured
+from kronbit.gpu.measured import Measured
+from kronbit.gpu.norms import KernelNorms
 from kronbit.gpu.ordinary_step import GroupedProducts
 from kronbit.gpu.tables import Precision
 from kronbit.kernels import compact, guard, keeping

@@ -5,12 +5,12 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from kronbit.gpu.addresses import AddressTable, to_device
+from kronbit.gpu.addresses import to_device
 from kronbit.kernels.gradients import norms_kernel, squares_kernel, zero_kernel
 from kronbit.kernels.launch import launch
 
@@ -70,22 +70,3 @@ class KernelNorms:
         """Launch a kernel with one program for each piece of a gradient."""
         tensors = self._tiles, addresses, numbers
         launch(kernel, (self._programs,), *tensors, BLOCK=_BLOCK, ROUNDS=_ROUNDS)
-
-
-class Measured(NamedTuple):
-    """The gradients of a step and their norms.
-
-    Attributes:
-        grads: The gradients; ``None`` where there is none.
-        norms: ‖G‖_F of each in float32; 0 where there is none. Not finite where G is not, or where
-            the sum of squares overflows float32.
-        finite: bool, True if a norm is finite.
-        addresses: Table of the gradients that kernels can take; ``None`` without kernels.
-        by_kernels: True if kernels have measured the norms: then they can take all gradients.
-    """
-
-    grads: Sequence[Tensor | None]
-    norms: Tensor
-    finite: Tensor
-    addresses: AddressTable | None
-    by_kernels: bool

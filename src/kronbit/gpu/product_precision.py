@@ -16,7 +16,7 @@ from kronbit.kernels.graphs import Replay
 
 if TYPE_CHECKING:
     from kronbit.gpu.addresses import AddressTable
-    from kronbit.gpu.norms import Measured
+    from kronbit.gpu.measured import Measured
     from kronbit.gpu.ordinary_step import GroupedProducts
     from kronbit.gpu.tables import Precision
 

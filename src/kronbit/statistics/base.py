@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from kronbit.blocks.blocking import Blocking
     from kronbit.blocks.groups import DeviceStacks, Due
     from kronbit.config import Config
-    from kronbit.gpu.norms import Measured
+    from kronbit.gpu.measured import Measured
 
 
 class DevicePart(Protocol):

@@ -16,7 +16,7 @@ from kronbit.blocks.gradients import GradientBlocks
 from kronbit.blocks.groups import DeviceStacks, Due
 from kronbit.config import Config
 from kronbit.distributed.sharding import local
-from kronbit.gpu.norms import Measured
+from kronbit.gpu.measured import Measured
 from kronbit.linalg.products import multiply, operand
 from kronbit.statistics.base import DevicePart, Source, rows_in_batch, zeros_for
 

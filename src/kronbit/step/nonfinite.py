@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kronbit.blocks.gradients import elements
 from kronbit.config import Config
-from kronbit.gpu.norms import Measured
+from kronbit.gpu.measured import Measured
 from kronbit.kernels.graphs import Replay
 from kronbit.kernels.guard import has_kernels
 from kronbit.messages import warn

@@ -32,7 +32,7 @@ from kronbit.blocks.gradients import GradientBlocks
 from kronbit.blocks.groups import Due, Group, Member, Turn, chunks, make_stacks
 from kronbit.distributed.exchange import Alone, Exchange
 from kronbit.factors import is_root, is_statistic
-from kronbit.gpu.norms import Measured
+from kronbit.gpu.measured import Measured
 from kronbit.gpu.product_precision import KernelProducts
 from kronbit.kernels.cache import BoundedCache
 from kronbit.linalg.backend import backend

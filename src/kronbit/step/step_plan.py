@@ -14,7 +14,7 @@ from torch import Tensor
 from kronbit.blocks.gradients import StepGradients
 from kronbit.blocks.groups import DeviceStacks, Due, Turn
 from kronbit.config import Config
-from kronbit.gpu.norms import Measured
+from kronbit.gpu.measured import Measured
 from kronbit.statistics import Statistics
 from kronbit.step.nonfinite import NonfiniteGuard
 from kronbit.step.preconditioner import Preconditioner

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 import warnings
+import weakref
 from collections import defaultdict
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -15,6 +18,7 @@ from support.numerics import no_host_sync, relative_error
 from torch import Tensor, nn
 
 from kronbit import Shampoo
+from kronbit.factors import Factors
 from kronbit.state.binding import blocks_of
 
 
@@ -529,3 +533,31 @@ def test_state_that_the_base_creates_late_is_shared() -> None:
             if base.state[p]:
                 assert optimizer.state[p]["base"] is base.state[p], t
     assert all(base.state[p] for p in params)
+
+
+def test_former_stacks_are_freed_without_a_garbage_collection() -> None:
+    """Loading a checkpoint, or a new plan, does not keep the stacks of the former plan."""
+    model = network()
+    optimizer = Shampoo(model.parameters(), lr=1e-3, **FAST)
+
+    def stacks() -> weakref.ref[Factors]:
+        (preconditioner,) = optimizer._plan.preconditioners.values()
+        return weakref.ref(preconditioner.stacks.groups[0].left)
+
+    run(model, optimizer, 5)
+    gc.collect()
+    gc.disable()
+    try:
+        former = stacks()
+        optimizer.load_state_dict(deepcopy(optimizer.state_dict()))
+        assert former() is None
+        run(model, optimizer, 1, first=5)
+        former = stacks()
+        for entry in optimizer.state.values():  # as offloading does
+            for block in (value for key, value in entry.items() if key.startswith("block")):
+                for side, leaves in block.items():
+                    block[side] = {name: leaf.clone() for name, leaf in leaves.items()}
+        run(model, optimizer, 2, first=6)
+        assert former() is None
+    finally:
+        gc.enable()

@@ -49,19 +49,18 @@ class KernelProducts:
     def __init__(self, stacks: DeviceStacks, graphs: bool) -> None:
         self._stacks = stacks
         self.ways = dict.fromkeys(range(len(stacks.members)), FLOAT32)
-        # By precision, members, and members whose gradients are in channels-last order.
-        self._grouped: BoundedCache[_Key, GroupedProducts] = BoundedCache(
-            _REMEMBERED,
-            keep_used=True,
-            on_eviction=lambda: self._replay.forget(),  # graphs may hold its tables
-        )
-        # For comparisons of ways: under ``stagger``, the same members return every interval.
-        self._comparisons: BoundedCache[_Key, GroupedProducts] = BoundedCache(_REMEMBERED)
-        self._shares = _Shares.make(set(), self.ways)
         # Graphs of the step, keyed by the members of each way and common properties of the
         # gradients, for one table of addresses.
         self._replay = Replay(stacks.device, graphs)
         self._addresses: Tensor | None = None
+        # By precision, members, and members whose gradients are in channels-last order. Graphs may
+        # hold the tables. No lambda: a cycle would keep the stacks in memory until a collection.
+        self._grouped: BoundedCache[_Key, GroupedProducts] = BoundedCache(
+            _REMEMBERED, keep_used=True, on_eviction=self._replay.forget
+        )
+        # For comparisons of ways: under ``stagger``, the same members return every interval.
+        self._comparisons: BoundedCache[_Key, GroupedProducts] = BoundedCache(_REMEMBERED)
+        self._shares = _Shares.make(set(), self.ways)
         # The key and the tables of the last step.
         self._last: tuple[Any, list[GroupedProducts]] = (None, [])
 

@@ -44,7 +44,7 @@ def check(optimizer: Any, model: nn.Module, reference: Any, network: nn.Module, 
     repaired = torch.tensor(optimizer.diagnostics()["jittered"])
     owners = optimizer._ranks.owners
     if owners is not None:  # owners count their parameters, replicas count all
-        dist.all_reduce(repaired, group=owners.group)
+        dist.all_reduce(repaired, group=owners.link.group)
     assert repaired == reference.diagnostics()["jittered"] > 0
 
 

@@ -98,7 +98,10 @@ def compile_together(work: Callable[[], object]) -> None:
 def _compile(device: torch.device, call: Callable[[], Any]) -> None:
     """Compile and load a kernel with a GPU as the current one: each thread has its own."""
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-        compiled = call()
+        try:
+            compiled = call()
+        except SystemError:  # CPython's ast.parse may fail while another thread parses
+            compiled = call()
         # A kernel that does not fit this GPU may not be needed; if it is, its launch fails again.
         with suppress(Exception):
             load(compiled)

@@ -527,7 +527,11 @@ REFUSED = [
     (mfac, shortened("common", "gram"), r"gram'\] has shape \(2, 3\); .*options that the checkp"),
     (mfac, lambda saved: saved["common"].clear(), r"common\['stored'\] is missing"),
     (eva, lambda saved: saved["state"][0].update(step=3), "is int; expected a tensor of torch.int"),
-    (eva, lambda saved: saved["state"].update({1: saved["state"][0]}), r"state\[1\] belongs to a param"),
+    (
+        eva,
+        lambda saved: saved["state"].update({1: saved["state"][0]}),
+        r"state\[1\] belongs to a param",
+    ),
     (mfac, lambda saved: saved["state"].update({9: {"a": 1}}), r"state\[9\] belongs to no param"),
     (eva, without("base", "state", 0, "exp_avg"), r"base\['state'\]\[0\]\['exp_avg'\] is missing"),
     (eva, shortened("base", "state", 0, "exp_avg"), r"\['exp_avg'\] has shape \(4, 6\); expected"),

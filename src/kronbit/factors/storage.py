@@ -152,7 +152,7 @@ class CompactStorage:
 
     def _layout(self, order: int, tile: int | None) -> Layout:
         rows = (order,) if tile is None else (tile_count(order, tile), tile)
-        code_length, blocks = self._blocks(tile).lengths(tile or order)
+        code_length, blocks = _blocks(self.quantizer, tile).lengths(tile or order)
         scales = math.prod(rows) * blocks
         layout: Layout = {}
         if self.shape != "square":
@@ -163,18 +163,13 @@ class CompactStorage:
         layout[f"{self.prefix}top_scales"] = ((tops,), torch.float32)
         return layout
 
-    def _blocks(self, tile: int | None) -> Quantizer:
-        """Return the quantiser with blocks that are rows of tiles."""
-        quantizer = self.quantizer
-        return quantizer if tile is None else replace(quantizer, block_size=tile)
-
     def encode(self, X: Tensor) -> Leaves:
         """Return Q(X); only the lower triangle of a symmetric matrix is read."""
         tile, triangle = self.tile(X.shape[-1]), self.shape != "square"
         leaves: Leaves = {}
         if triangle:
             leaves[f"{self.prefix}diagonal"] = X.diagonal(dim1=-2, dim2=-1).clone()
-        parameters = self._blocks(tile).parameters
+        parameters = _blocks(self.quantizer, tile).parameters
         encoded = backend(X.device).encode_triangle(X, triangle, *parameters, tile is not None)
         names = ("codes", "scales", "top_scales")
         return leaves | {f"{self.prefix}{n}": leaf for n, leaf in zip(names, encoded, strict=True)}
@@ -186,7 +181,7 @@ class CompactStorage:
         )
         diagonal = None if self.shape == "square" else leaves[f"{self.prefix}diagonal"]
         order = codes.shape[1] if diagonal is None else diagonal.shape[1]
-        parameters = self._blocks(self.tile(order)).parameters
+        parameters = _blocks(self.quantizer, self.tile(order)).parameters
         mirrored = self.shape == "symmetric"
         return backend(codes.device).decode_triangle(
             codes, scales, tops, diagonal, mirrored, *parameters, out=out
@@ -196,6 +191,12 @@ class CompactStorage:
         """D: return an operand."""
         whole = joined([self.decode(leaves) for leaves in slices], order)
         return backend(whole.device).operand(whole, 1.0)
+
+
+@cache
+def _blocks(quantizer: Quantizer, tile: int | None) -> Quantizer:
+    """Return the quantiser with blocks that are rows of tiles."""
+    return quantizer if tile is None else replace(quantizer, block_size=tile)
 
 
 @cache

@@ -335,7 +335,7 @@ class Preconditioner:
         # ‖Ĝ‖² of every block, ordered by member and block. The sums run in this order whatever the
         # chunks are, so that they give the same bits every time.
         squares = norms.new_zeros(sum(self._blocks))
-        for wave in self._waves.get(active) or self._waves_of(active):
+        for wave in self._waves_of(active):
             held = []
             for group, rows in wave.parts:
                 G, Ghat = self.product(blocks, group, rows)

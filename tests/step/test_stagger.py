@@ -53,7 +53,7 @@ def test_blocks_of_a_turn_have_similar_orders_unless_there_are_few(
     config = Config(stagger=True)
     members = [grouping.Member(route((8, n), config), config) for n in orders]
     groups = grouping.make_groups(members, torch.device("cpu"))
-    phases = {s.member: s.phase for group in groups for s in group.segments}
+    phases = {s.member: s.phase for group in groups for s in group.spans}
     numbers = [round(phases[i] * len(set(phases.values()))) for i in range(len(orders))]
     # Four of 96 fill a batch; 70 is close to the fifth. 20 and 8 differ from 40, but all are small.
     assert numbers == [0] * 4 + [1] * 3 + [2] * 4
@@ -109,12 +109,9 @@ def test_statistics_match_a_run_that_starts_later() -> None:
             keys = {
                 f"block_{block.index}"
                 for group in preconditioner.stacks.groups
-                for segment in group.segments
-                if segment.member == number and segment.phase == turn.phase
                 for span in group.spans
-                if span.member == number
-                for row, block in enumerate(span.grid.blocks(), span.start)
-                if segment.start <= row < segment.stop
+                if span.member == number and span.phase == turn.phase
+                for block in span.blocks()
             }
             assert keys
             side = "right" if turn.right else "left"
@@ -199,9 +196,9 @@ def test_each_step_handles_at_most_one_batch() -> None:
     optimizer.step()
     (preconditioner,) = optimizer._plan.preconditioners.values()
     delays = [
-        delay(optimizer.config, Turn(segment.phase, right)) + refresh
+        delay(optimizer.config, Turn(span.phase, right)) + refresh
         for group in preconditioner.stacks.groups
-        for segment in group.segments
+        for span in group.spans
         for right in (False, True)
         for refresh in (0, 1)
     ]

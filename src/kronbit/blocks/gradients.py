@@ -104,14 +104,14 @@ class GradientBlocks:
         """Return G, the blocks of some rows, as a new float32 stack (rows, m, n)."""
         shape = (rows.stop - rows.start, *group.shape)
         stack = torch.empty(shape, dtype=torch.float32, device=group.owner.device)
-        for member, grid, box, place, dims in group.pieces[rows.start, rows.stop]:
+        for member, grid, box, place, dims in group.pieces(rows):
             view = view_blocks(grid, self._matrices(member))[box]
             stack[place].view(*dims, *group.shape).copy_(view)
         return stack
 
     def scatter(self, group: Group, rows: slice, stack: Tensor) -> None:
         """Write a stack into the gradients, in their dtype."""
-        for member, grid, box, place, dims in group.pieces[rows.start, rows.stop]:
+        for member, grid, box, place, dims in group.pieces(rows):
             view = view_blocks(grid, self._matrices(member, to_write=True))[box]
             values = stack[place].view(*dims, *group.shape)
             if view.dtype == torch.float16:

@@ -10,13 +10,13 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import accumulate, groupby, islice
 from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
-from kronbit.blocks.blocking import Blocking, Grid
+from kronbit.blocks.blocking import Block, Blocking, Grid
 from kronbit.config import Config, Format
 from kronbit.factors import Factors
 from kronbit.rules import Rule
@@ -44,16 +44,27 @@ class Member:
 
 @dataclass(frozen=True)
 class Span:
-    """The rows of a group that hold one grid of one member, from row ``start`` on."""
+    """Rows [start, stop) of a group: blocks of one grid of one member that have one phase.
+
+    Attributes:
+        member: The member.
+        grid: The grid of the blocks.
+        first: Number of the first block within the grid.
+        start: The first row.
+        stop: One past the last row.
+        phase: Position of the blocks in the interval, in [0, 1), under ``stagger``.
+    """
 
     member: int
     grid: Grid
+    first: int
     start: int
+    stop: int
+    phase: float
 
-    @property
-    def stop(self) -> int:
-        """One past the last row."""
-        return self.start + len(self.grid)
+    def blocks(self) -> Iterator[Block]:
+        """Yield the block of each row."""
+        return islice(self.grid.blocks(), self.first, self.first + self.stop - self.start)
 
 
 class Turn(NamedTuple):
@@ -81,16 +92,6 @@ class Due:
     turns: frozenset[Turn] | None = None
 
 
-@dataclass(frozen=True)
-class Segment:
-    """Rows [start, stop) of a group that belong to one member and have one phase."""
-
-    start: int
-    stop: int
-    member: int
-    phase: float
-
-
 class Piece(NamedTuple):
     """Rows of a group that are one strided view of a gradient.
 
@@ -109,35 +110,6 @@ class Piece(NamedTuple):
     dims: list[int]
 
 
-class Pieces(dict[tuple[int, int], tuple[Piece, ...]]):
-    """The pieces of every range (start, stop) of rows, computed at the first request.
-
-    Args:
-        spans: The spans of the group, in row order.
-    """
-
-    def __init__(self, spans: Sequence[Span]) -> None:
-        super().__init__()
-        self._spans = spans
-
-    def __missing__(self, rows: tuple[int, int]) -> tuple[Piece, ...]:
-        self[rows] = pieces = tuple(self._cut(*rows))
-        return pieces
-
-    def _cut(self, first: int, last: int) -> Iterator[Piece]:
-        number = bisect_right(self._spans, first, key=lambda span: span.start) - 1
-        for span in self._spans[number:]:
-            if span.start >= last:
-                break
-            start, stop = max(first, span.start), min(last, span.stop)
-            place = start - first
-            for box in boxes(span.grid.dims, start - span.start, stop - span.start):
-                dims = [side.stop - side.start for side in box]
-                count = math.prod(dims)
-                yield Piece(span.member, span.grid, box, slice(place, place + count), dims)
-                place += count
-
-
 @dataclass
 class Group:
     """Blocks of one shape (m, n) and one format.
@@ -150,8 +122,6 @@ class Group:
         owner: The member of each row, on the device.
         number: The number of each row's block among all blocks of the device, on the device.
             Blocks are counted member by member.
-        segments: The rows by member and phase, in row order.
-        pieces: (start, stop) -> the strided views of gradients that hold these rows.
     """
 
     shape: tuple[int, int]
@@ -160,27 +130,46 @@ class Group:
     spans: tuple[Span, ...]
     owner: Tensor
     number: Tensor
-    segments: tuple[Segment, ...]
-    pieces: Pieces = field(init=False)
+    _pieces: dict[tuple[int, int], tuple[Piece, ...]] = field(init=False, default_factory=dict)
 
-    def __post_init__(self) -> None:
-        self.pieces = Pieces(self.spans)
+    def pieces(self, rows: slice) -> tuple[Piece, ...]:
+        """Return the strided views of gradients that hold these rows; computed once."""
+        key = rows.start, rows.stop
+        if key not in self._pieces:
+            self._pieces[key] = tuple(self._cut(*key))
+        return self._pieces[key]
+
+    def _cut(self, first: int, last: int) -> Iterator[Piece]:
+        number = bisect_right(self.spans, first, key=lambda span: span.start) - 1
+        place = 0
+        for span in self.spans[number:]:
+            if span.start >= last:
+                break
+            start, stop = (
+                span.first - span.start + row
+                for row in (max(first, span.start), min(last, span.stop))
+            )
+            for box in boxes(span.grid.dims, start, stop):
+                dims = [side.stop - side.start for side in box]
+                count = math.prod(dims)
+                yield Piece(span.member, span.grid, box, slice(place, place + count), dims)
+                place += count
 
     def runs(self, wanted: Mapping[int, Due], right: bool) -> Iterator[tuple[slice, Config]]:
         """Yield maximal ranges of rows of one side that are due with equal options."""
         start, current = 0, None
-        for segment in self.segments:
-            due = wanted.get(segment.member)
-            turn = Turn(segment.phase, right)
+        for span in self.spans:
+            due = wanted.get(span.member)
+            turn = Turn(span.phase, right)
             here = due is not None and (due.turns is None or turn in due.turns)
             config = due.config if due is not None and here else None
             if config == current:
                 continue
             if current is not None:
-                yield slice(start, segment.start), current
-            start, current = segment.start, config
+                yield slice(start, span.start), current
+            start, current = span.start, config
         if current is not None:
-            yield slice(start, self.segments[-1].stop), current
+            yield slice(start, self.spans[-1].stop), current
 
     def places(self, members: Sequence[Member]) -> Iterator[tuple[int, int, int, int, int, int]]:
         """Yield the location of each row's block in its gradient.
@@ -192,7 +181,7 @@ class Group:
         for span in self.spans:
             blocking = members[span.member].blocking
             _, M, N = blocking.matrices
-            for row, block in enumerate(span.grid.blocks(), span.start):
+            for row, block in enumerate(span.blocks(), span.start):
                 first = (block.batch * M + block.row) * N + block.column
                 yield row, span.member, block.index, first, N, blocking.taps
 
@@ -210,96 +199,87 @@ def make_groups(members: Sequence[Member], device: torch.device) -> list[Group]:
         members: The parameters, in order; rows follow that order.
         device: Device of the parameters.
     """
-    spans: dict[_Key, list[Span]] = {}
-    first_number = [0]
+    grids: dict[_Key, list[tuple[int, Grid]]] = {}
     for index, member in enumerate(members):
-        first_number.append(first_number[-1] + len(member.blocking))
         for grid in member.blocking.grids:
             left, right = map(member.config.format, grid.shape)
             key: _Key = (grid.shape, left, right, member.config.start_value)
-            earlier = spans.setdefault(key, [])
-            earlier.append(Span(index, grid, earlier[-1].stop if earlier else 0))
+            grids.setdefault(key, []).append((index, grid))
+    rows = {key: sum(len(grid) for _, grid in of_group) for key, of_group in grids.items()}
     offload = any(member.config.offload_statistics for member in members)
-    stacks = _stacks(spans, device, offload)
+    sides, phases = _allocate(rows, device, offload), _phases(rows)
+    first_number = list(accumulate((len(member.blocking) for member in members), initial=0))
     groups = []
-    places, count = _places_in_interval(spans)
-    for key, of_group in spans.items():
-        segments = tuple(_segments(of_group, places[key], count))
-        blocks = [(span.member, block.index) for span in of_group for block in span.grid.blocks()]
-        groups.append(
-            Group(
-                shape=key[0],
-                left=stacks[key][0],
-                right=stacks[key][1],
-                spans=tuple(of_group),
-                owner=torch.tensor([member for member, _ in blocks], device=device),
-                number=torch.tensor([first_number[i] + j for i, j in blocks], device=device),
-                segments=segments,
-            )
-        )
+    for key, of_group in grids.items():
+        spans = tuple(_spans(of_group, phases[key]))
+        blocks = [(span.member, block.index) for span in spans for block in span.blocks()]
+        owner = torch.tensor([member for member, _ in blocks], device=device)
+        number = torch.tensor([first_number[i] + j for i, j in blocks], device=device)
+        groups.append(Group(key[0], *sides[key], spans, owner, number))
     return groups
 
 
-def _stacks(
-    spans: Mapping[_Key, Sequence[Span]], device: torch.device, offload: bool
+def _allocate(
+    rows: Mapping[_Key, int], device: torch.device, offload: bool
 ) -> dict[_Key, tuple[Factors, Factors]]:
     """Allocate both sides' factors of each group.
 
     Factors of one order, format and start value are windows of one stack.
     """
-    rows: Counter[tuple[int, Format, float]] = Counter()
-    for (shape, *formats, start), of_group in spans.items():
+    totals: Counter[tuple[int, Format, float]] = Counter()
+    for (shape, *formats, start), count in rows.items():
         for order, format in zip(shape, formats, strict=True):
-            rows[order, format, start] += of_group[-1].stop
-    whole = {
-        (order, format, start): Factors(order, count, format, start, device, offload)
-        for (order, format, start), count in rows.items()
+            totals[order, format, start] += count
+    stacks = {
+        (order, format, start): Factors(order, total, format, start, device, offload)
+        for (order, format, start), total in totals.items()
     }
     used: Counter[tuple[int, Format, float]] = Counter()
 
     def window(order: int, format: Format, start: float, count: int) -> Factors:
         key = (order, format, start)
         used[key] += count
-        return whole[key].window(used[key] - count, count)
+        return stacks[key].window(used[key] - count, count)
 
     return {
         key: (
-            window(key[0][0], key[1], key[3], of_group[-1].stop),
-            window(key[0][1], key[2], key[3], of_group[-1].stop),
+            window(key[0][0], key[1], key[3], count),
+            window(key[0][1], key[2], key[3], count),
         )
-        for key, of_group in spans.items()
+        for key, count in rows.items()
     }
 
 
-def _places_in_interval(spans: Mapping[_Key, Sequence[Span]]) -> tuple[dict[_Key, list[int]], int]:
-    """Assign each group's rows to places in the interval; return these and the number of places.
+def _phases(rows: Mapping[_Key, int]) -> dict[_Key, list[float]]:
+    """Assign each group's rows to places in the interval; return the phases of the rows.
 
     The rows of one place keep a GPU busy. Large blocks come first, so that the blocks of a place
     have similar orders and can share batches, unless there are only a few of them.
     """
-    assigned: dict[_Key, list[int]] = {}
+    places: dict[_Key, list[int]] = {}
     place = filled = largest = 0
-    for key in sorted(spans, key=lambda key: max(key[0]), reverse=True):
+    for key in sorted(rows, key=lambda key: max(key[0]), reverse=True):
         order = max(key[0])
-        assigned[key] = []
-        for _ in range(spans[key][-1].stop):
+        places[key] = []
+        for _ in range(rows[key]):
             much_smaller = order < largest * _SIMILAR and filled >= _BATCH * _FEW
             if filled and (much_smaller or filled + order**2 > _BATCH):
                 place, filled = place + 1, 0
             largest = largest if filled else order
-            assigned[key].append(place)
+            places[key].append(place)
             filled += order**2
-    return assigned, place + 1
+    return {key: [number / (place + 1) for number in of_group] for key, of_group in places.items()}
 
 
-def _segments(spans: Sequence[Span], places: Sequence[int], count: int) -> Iterator[Segment]:
-    """Cut the rows of a group where the member or the place changes."""
-    for span in spans:
-        start = span.start
-        for place, rows in groupby(places[span.start : span.stop]):
-            stop = start + len(list(rows))
-            yield Segment(start, stop, span.member, place / count)
-            start = stop
+def _spans(grids: Sequence[tuple[int, Grid]], phases: Sequence[float]) -> Iterator[Span]:
+    """Cut the rows of a group where the grid or the phase changes."""
+    row = 0
+    for member, grid in grids:
+        first = row
+        for phase, same in groupby(phases[first : first + len(grid)]):
+            stop = row + len(list(same))
+            yield Span(member, grid, row - first, row, stop, phase)
+            row = stop
 
 
 @dataclass(frozen=True, eq=False)

@@ -295,7 +295,8 @@ def _mean_squares(
             start, stop = max(part.rows.start, span.start), min(part.rows.stop, span.stop)
             if start < stop:
                 *sides, count = sums[span.member]
-                side = sides[part.right][start - span.start : stop - span.start]
+                first = span.first - span.start
+                side = sides[part.right][start + first : stop + first]
                 torch.div(side, count, out=M[start + offset : stop + offset, :n, :n])
     return M
 

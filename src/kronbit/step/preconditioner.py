@@ -116,8 +116,8 @@ class Preconditioner:
     def _turns(self) -> list[tuple[Turn, ...]]:
         turns: list[set[Turn]] = [set() for _ in self.stacks.members]
         for group in self.stacks.groups:
-            for segment in group.segments:
-                turns[segment.member] |= {Turn(segment.phase, right) for right in (False, True)}
+            for span in group.spans:
+                turns[span.member] |= {Turn(span.phase, right) for right in (False, True)}
         return [tuple(sorted(of_member)) for of_member in turns]
 
     def graph_refused(self) -> str | None:

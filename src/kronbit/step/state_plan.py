@@ -145,7 +145,7 @@ class StatePlan:
                 sides = {"left": group.left, "right": group.right}
                 for span in group.spans:
                     p = params[device, span.member]
-                    for row, block in enumerate(span.grid.blocks(), span.start):
+                    for row, block in enumerate(span.blocks(), span.start):
                         yield PlannedBlock(p, f"{self._rows(p)}block_{block.index}", row, sides)
 
     def find_refreshed(

@@ -28,7 +28,6 @@ from kronbit import Shampoo
 from kronbit.blocks.groups import Due
 from kronbit.lab.models.swin import SwinTiny
 from kronbit.statistics import GradientStatistics
-from kronbit.statistics.base import Source
 from kronbit.step.nonfinite import NonfiniteGuard
 from kronbit.step.preconditioner import Preconditioner
 
@@ -62,10 +61,8 @@ def batched(
         new = [torch.randn_like(grad) for grad in grads]
         measured = guard.measure(new, sizes, [], {torch.float32})
         start = time.perf_counter()
-        preconditioner.update(
-            measured,
-            Source(due, statistics_of.outer_products(preconditioner.stacks, measured, due)),
-        )
+        M_of = statistics_of.outer_products(preconditioner.stacks, measured, due)
+        preconditioner.update(measured, due, M_of)
         times.append(time.perf_counter() - start)
         preconditioner.progress.settle()
     return statistics.median(times[warm_up:])

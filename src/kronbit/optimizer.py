@@ -158,7 +158,7 @@ class SecondOrder(Around):
                     if device.refreshes:
                         device.refresh()
                     # Ĝ = L̂ G R̂, and G̃ = Ĝ ‖G‖ / ‖Ĝ‖ for G. While L̂ = R̂ = I, G̃ is G.
-                    stage.rewrites_gradients()
+                    stage.rewriting = True
                     self._rewrite(device)
             # t ← t + 1; W, s ← F(W, s, G̃)
             self._count_and_step(plan, stage)
@@ -188,7 +188,7 @@ class SecondOrder(Around):
             for entry in plan.entries:  # before F's step, as hooks of F expect
                 entry["step"] += 1
             self._step_base()
-            stage.counts()
+            stage.through = True
 
         def settle_or_undo() -> None:
             if stage.through:
@@ -197,7 +197,7 @@ class SecondOrder(Around):
             for entry, step in zip(plan.entries, steps, strict=True):
                 entry["step"] = step
 
-        stage.steps_base()
+        stage.in_base = True
         run_then(count_and_step, settle_or_undo)
 
     def _after_step(self, plan: StepPlan) -> None:

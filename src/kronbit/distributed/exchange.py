@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -13,15 +13,18 @@ if TYPE_CHECKING:
     from kronbit.blocks.groups import DeviceStacks, Due
 
 
-class Exchange(Protocol):
-    """Divides the work of updates and refreshes among ranks."""
+class Exchange:
+    """A single rank, which does all of the work. ``Replicas`` divides it among ranks.
 
-    @property
-    def divides(self) -> bool:
-        """True while this rank does only a part of the work."""
+    Attributes:
+        divides: True while this rank does only a part of the work.
+    """
+
+    divides = False
 
     def assigned(self, parts: Iterable[Part]) -> Iterable[Part]:
         """Return the rows that this rank computes."""
+        return parts
 
     def shared(
         self,
@@ -39,23 +42,4 @@ class Exchange(Protocol):
                 state.
             wanted: Returns True for the name of a tensor that is written.
         """
-
-
-class Alone:
-    """A single rank, which does all of the work."""
-
-    divides = False
-
-    def assigned(self, parts: Iterable[Part]) -> Iterable[Part]:
-        """Return all rows."""
-        return parts
-
-    def shared(
-        self,
-        stacks: DeviceStacks,
-        due: Mapping[int, Due],
-        norms: Tensor,
-        wanted: Callable[[str], bool],
-    ) -> AbstractContextManager[None]:
-        """Do nothing."""
         return nullcontext()

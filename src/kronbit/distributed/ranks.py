@@ -16,7 +16,7 @@ from kronbit.blocks.blocking import Blocking
 from kronbit.blocks.gradients import plain_dtypes
 from kronbit.config import GLOBAL_OPTIONS, GROUP_OPTIONS, Config
 from kronbit.distributed.collectives import Link, message_device
-from kronbit.distributed.exchange import Alone, Exchange
+from kronbit.distributed.exchange import Exchange
 from kronbit.distributed.owners import Owners
 from kronbit.distributed.replicas import Replicas
 from kronbit.distributed.sharding import (
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from kronbit.blocks.gradients import StepGradients
 
-_ALONE = Alone()
+_ALONE = Exchange()
 
 
 class Ranks:

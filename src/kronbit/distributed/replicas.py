@@ -15,6 +15,7 @@ from torch import Tensor
 from kronbit.blocks.batches import Part, due_parts
 from kronbit.distributed.assignment import divide
 from kronbit.distributed.collectives import Link, gather
+from kronbit.distributed.exchange import Exchange
 from kronbit.messages import warn
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 _LARGE = 64  # smallest order that is worth sending
 
 
-class Replicas:
+class Replicas(Exchange):
     """The ranks of a group, each of which holds the whole state.
 
     Args:

@@ -23,18 +23,20 @@ from torch.utils.hooks import RemovableHandle
 
 from kronbit.blocks.batches import Part
 from kronbit.blocks.blocking import Blocking, route
-from kronbit.blocks.groups import Due
+from kronbit.blocks.groups import DeviceStacks, Due
 from kronbit.config import Config
 from kronbit.distributed.collectives import copy_all
 from kronbit.linalg.precision import full_precision
 from kronbit.linalg.products import multiply, operand
 from kronbit.messages import warn
-from kronbit.statistics.base import DevicePart, Source, rows_in_batch, zeros_for
+from kronbit.statistics.base import MatrixOf, rows_in_batch, zeros_for
 from kronbit.statistics.hooks import Kept, given_up, hooked
 from kronbit.statistics.layers import Layer, find_layers, pieces_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+    from kronbit.gpu.measured import Measured
 
 
 SHARED = ("expand", "reduce")
@@ -234,9 +236,15 @@ class ActivationStatistics:
 
     # --------------------------------------------------------------------------------- updating
 
-    def source(self, part: DevicePart, due: Mapping[int, Due]) -> Source:
+    def source(
+        self,
+        stacks: DeviceStacks,
+        measured: Measured,
+        due: Mapping[int, Due],
+        param: Callable[[int], Tensor],
+    ) -> tuple[Mapping[int, Due], MatrixOf]:
         """Return the mean squares of the rows. A layer without rows is not updated."""
-        layers = {i: self._layers[part.param(i)] for i in due}
+        layers = {i: self._layers[param(i)] for i in due}
         self._share(list(layers.values()))
         missed = [layer for layer in layers.values() if layer not in self._collected]
         if missed:
@@ -246,8 +254,7 @@ class ActivationStatistics:
             for i, layer in layers.items()
             if layer in self._collected
         }
-        M_of = partial(_mean_squares, sums, part.measured.finite.device)
-        return Source({i: due[i] for i in sums}, M_of)
+        return {i: due[i] for i in sums}, partial(_mean_squares, sums, stacks.device)
 
     def _share(self, layers: Sequence[Layer]) -> None:
         """Add up the sums of all ranks. All ranks take part, even those without rows."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -18,32 +18,9 @@ if TYPE_CHECKING:
     from kronbit.gpu.measured import Measured
 
 
-class DevicePart(Protocol):
-    """The part of a step that runs on one device."""
-
-    @property
-    def stacks(self) -> DeviceStacks:
-        """State of the device's members."""
-
-    @property
-    def measured(self) -> Measured:
-        """Gradients of the members."""
-
-    def param(self, member: int) -> Tensor:
-        """Return the parameter of a member that has a gradient."""
-
-
-class Source(NamedTuple):
-    """M for the members that have one.
-
-    Attributes:
-        due: The members, with their options and blocks.
-        of: Returns M of a batch of rows: float32 (k, n, n), zero beyond the order of a row. The
-            caller may write to it. May be called again for rows that failed.
-    """
-
-    due: Mapping[int, Due]
-    of: Callable[[Sequence[Part]], Tensor]
+# Returns M of a batch of rows: float32 (k, n, n), zero beyond the order of a row. The caller may
+# write to it. May be called again for rows that failed.
+MatrixOf: TypeAlias = "Callable[[Sequence[Part]], Tensor]"
 
 
 class Statistics(Protocol):
@@ -71,12 +48,20 @@ class Statistics(Protocol):
             grads: The gradient of each parameter.
         """
 
-    def source(self, part: DevicePart, due: Mapping[int, Due]) -> Source:
-        """Return M for an update.
+    def source(
+        self,
+        stacks: DeviceStacks,
+        measured: Measured,
+        due: Mapping[int, Due],
+        param: Callable[[int], Tensor],
+    ) -> tuple[Mapping[int, Due], MatrixOf]:
+        """Return the members that have an M, with their options and blocks, and the function for M.
 
         Args:
-            part: The device's part of the step.
+            stacks: State of the device's members.
+            measured: Gradients of the members.
             due: Members to update, with their options and blocks.
+            param: Returns the parameter of a member that has a gradient.
         """
 
     @property

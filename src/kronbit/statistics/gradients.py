@@ -18,7 +18,7 @@ from kronbit.config import Config
 from kronbit.distributed.sharding import local
 from kronbit.gpu.measured import Measured
 from kronbit.linalg.products import multiply, operand
-from kronbit.statistics.base import DevicePart, Source, rows_in_batch, zeros_for
+from kronbit.statistics.base import MatrixOf, rows_in_batch, zeros_for
 
 if TYPE_CHECKING:
     from kronbit.gpu.outer_products import OuterProducts
@@ -56,13 +56,19 @@ class GradientStatistics:
         """Provide the gradients themselves."""
         return nullcontext(grads)
 
-    def source(self, part: DevicePart, due: Mapping[int, Due]) -> Source:
-        """Return M for an update."""
-        return Source(due, self.outer_products(part.stacks, part.measured, due))
+    def source(
+        self,
+        stacks: DeviceStacks,
+        measured: Measured,
+        due: Mapping[int, Due],
+        param: Callable[[int], Tensor],
+    ) -> tuple[Mapping[int, Due], MatrixOf]:
+        """Return all members that are due, and the function for M."""
+        return due, self.outer_products(stacks, measured, due)
 
     def outer_products(
         self, stacks: DeviceStacks, measured: Measured, due: Mapping[int, Due]
-    ) -> Callable[[Sequence[Part]], Tensor]:
+    ) -> MatrixOf:
         """Return a function that computes M of a batch.
 
         It uses kernels if they can read all gradients that are due.

@@ -41,34 +41,24 @@ class Stage:
         zeroes: True if non-finite gradients become zero where they are measured.
 
     Attributes:
+        rewriting: True if gradients may be G̃.
+        in_base: True if weights and F's state may be new.
         through: True if the step counts: weights, F's state and the second-order state are new.
     """
 
     def __init__(self, keep_gradients: bool, zeroes: bool) -> None:
         self._keep, self._zeroes = keep_gradients, zeroes
-        self._rewriting = self._in_base = self.through = False
-
-    def rewrites_gradients(self) -> None:
-        """Note that gradients may be G̃ from now on."""
-        self._rewriting = True
-
-    def steps_base(self) -> None:
-        """Note that weights and F's state may be new from now on."""
-        self._in_base = True
-
-    def counts(self) -> None:
-        """Note that the step counts from now on."""
-        self.through = True
+        self.rewriting = self.in_base = self.through = False
 
     def __str__(self) -> str:
         """Return the note that is added to an error: what has changed, and what to do."""
         if self.through:
             return "The step is complete and counts: do not take it again."
         weights, again = "no weight has changed", _AGAIN
-        if self._in_base:
+        if self.in_base:
             weights = "the base optimizer had begun, so some weights may have changed"
             again = f"{_AGAIN}, but weights that have changed are"
-        if self._keep or not self._rewriting:
+        if self._keep or not self.rewriting:
             but = ", except those that were not finite, which are zero now" * (
                 self._zeroes and not self._keep
             )

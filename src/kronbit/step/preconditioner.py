@@ -30,7 +30,7 @@ from kronbit.blocks.batches import (
 )
 from kronbit.blocks.gradients import GradientBlocks
 from kronbit.blocks.groups import Due, Group, Member, Turn, chunks, make_stacks
-from kronbit.distributed.exchange import Alone, Exchange
+from kronbit.distributed.exchange import Exchange
 from kronbit.factors import is_root, is_statistic
 from kronbit.gpu.measured import Measured
 from kronbit.gpu.product_precision import KernelProducts
@@ -43,12 +43,12 @@ from kronbit.step.failures import Progress
 
 if TYPE_CHECKING:
     from kronbit.kernels.cholesky import Chain
-    from kronbit.statistics.base import Source
+    from kronbit.statistics.base import MatrixOf
 
 
 _REMEMBERED_WAVES = 16
 _REMEMBERED_CUTS = 256
-_ALONE = Alone()
+_ALONE = Exchange()
 
 
 @dataclass(frozen=True)
@@ -128,22 +128,23 @@ class Preconditioner:
     # ------------------------------------------------------------------------ statistics, roots
 
     @full_precision()
-    def update(self, measured: Measured, source: Source) -> None:
+    def update(self, measured: Measured, due: Mapping[int, Due], M_of: MatrixOf) -> None:
         """Run PU on L and R with their M. Waits for the device.
 
         Args:
             measured: The members' gradients. A non-finite gradient leaves its statistics unchanged.
-            source: The members to update, with their options and blocks, and M.
+            due: The members to update, with their options and blocks.
+            M_of: Returns M of a batch.
         """
-        with self.exchange.shared(self.stacks, source.due, measured.norms, is_statistic):
-            self._update_assigned(measured.finite, source)
+        with self.exchange.shared(self.stacks, due, measured.norms, is_statistic):
+            self._update_assigned(measured.finite, due, M_of)
 
-    def _update_assigned(self, finite: Tensor, source: Source) -> None:
+    def _update_assigned(self, finite: Tensor, due: Mapping[int, Due], M_of: MatrixOf) -> None:
         """Run PU on the rows of this rank; retry rows where a factorisation failed."""
         if self._chain is None:
             self._chain = backend(self.stacks.device).chain(self.stacks.device, self._graphs)
         first = Attempt(chain=self._chain)
-        failed = self._update(self._first_updates(source.due), source.of, finite, first)
+        failed = self._update(self._first_updates(due), M_of, finite, first)
         for number in count(1):
             again = []
             for part in failed:
@@ -154,12 +155,12 @@ class Preconditioner:
                 break
             mixed = partial(self._may_share, attempt=number)
             portions = self._cut(again, ROBUST_UPDATE, mixed)
-            failed = self._update(portions, source.of, finite, Attempt(number))
+            failed = self._update(portions, M_of, finite, Attempt(number))
 
     def _update(
         self,
         portions: Iterable[Portion],
-        M_of: Callable[[Sequence[Part]], Tensor],
+        M_of: MatrixOf,
         finite: Tensor,
         attempt: Attempt,
     ) -> list[Part]:

@@ -159,7 +159,8 @@ class DevicePlan:
 
     def update(self, statistics: Statistics) -> None:
         """Run L ← PU(L, G Gᵀ), R ← PU(R, Gᵀ G), or with another M, for members that are due."""
-        self.preconditioner.update(self.measured, statistics.source(self, self.updates))
+        source = statistics.source(self.stacks, self.measured, self.updates, self.param)
+        self.preconditioner.update(self.measured, *source)
 
     def refresh(self) -> None:
         """Run L̂ ← PIRU(L), R̂ ← PIRU(R) for the members that are due.

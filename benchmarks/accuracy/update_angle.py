@@ -186,7 +186,7 @@ def replay(grads: list[Tensor], options: dict[str, Any], L: Tensor, R: Tensor) -
         update, exact = p.grad.double(), L @ grad.double() @ R
         angles.append(degrees(update, exact))
         errors.append(float((update / update.norm() - exact / exact.norm()).norm()))
-    (preconditioner,) = optimizer._plan.preconditioners.values()
+    (preconditioner,) = optimizer._keeper.plan.preconditioners.values()
     (group,) = preconditioner.stacks.groups
     memory = optimizer.memory()
     state = memory["statistics"] + memory["roots"]

@@ -42,7 +42,7 @@ def prepare() -> tuple[Preconditioner, list[torch.Tensor | None], Any]:
     for p in model.parameters():
         p.grad = torch.randn_like(p)
     optimizer.step()
-    plan = optimizer._plan
+    plan = optimizer._keeper.plan
     assert plan is not None
     (preconditioner,) = plan.preconditioners.values()
     by_index = {place.index: p for p, place in plan.places.items()}

@@ -216,7 +216,7 @@ def bandwidth() -> float:
 
 def floor(optimizer: kronbit.Shampoo | kronbit.CASPR) -> dict[str, float]:
     """Return lower bounds of an ordinary step: the time of its products and of its bytes."""
-    (preconditioner,) = optimizer._plan.preconditioners.values()
+    (preconditioner,) = optimizer._keeper.plan.preconditioners.values()
     products = bytes_moved = 0.0
     element = next(p for g in optimizer.param_groups for p in g["params"]).element_size()
     for group in preconditioner.stacks.groups:
@@ -252,7 +252,7 @@ def roots(optimizer: kronbit.Shampoo | kronbit.CASPR) -> dict[str, float]:
     The floor of Cholesky refreshes is the time of as many operations in large products. The two
     are measured in turn because a GPU under load lowers its clock.
     """
-    (preconditioner,) = optimizer._plan.preconditioners.values()
+    (preconditioner,) = optimizer._keeper.plan.preconditioners.values()
     due = {i: Due(member.config) for i, member in enumerate(preconditioner.stacks.members)}
     x = operand(torch.randn(16, 1200, 1200, device="cuda"))
     out = torch.empty(16, 1200, 1200, device="cuda")

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Mapping, MutableMapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, fields, replace
-from operator import itemgetter
 from typing import Any, NamedTuple
 
 from kronbit.quantization.quantizer import BITS, Quantizer
@@ -333,47 +331,3 @@ def _number(name: str, value: object, least: float, most: float) -> None:
         raise TypeError(f"{name} must be {allowed}; got {value!r}")
     if not (least <= value <= most and math.isfinite(value)):
         raise ValueError(f"{name} must be {allowed}; got {value!r}")
-
-
-_VALUES = itemgetter(*GROUP_OPTIONS)
-
-
-class GroupOptions:
-    """Caches the options of param groups: equal options are the same object.
-
-    Args:
-        config: The optimizer's options, which a group may override.
-        statistics: Kind of statistics, for checkpoints.
-
-    Attributes:
-        defaults: The entries of a param group that overrides nothing.
-    """
-
-    def __init__(self, config: Config, statistics: str) -> None:
-        self._config = config
-        options = {name: getattr(config, name) for name in GROUP_OPTIONS}
-        self.defaults = {**options, FORMAT_KEY: FORMAT, STATISTICS_KEY: statistics}
-        self._known: dict[Any, Config] = {}  # keys: the options, and groups' values
-
-    def __len__(self) -> int:
-        return len(self._known)
-
-    def of(self, group: Mapping[str, Any], groups: int) -> Config:
-        """Return the options of a group; ``groups`` is the number of all groups."""
-        try:
-            return self._known[_VALUES(group)]
-        except (KeyError, TypeError):  # a new group, a missing option, or an unhashable value
-            config = self._config.for_group(group)
-        if len(self._known) > 4 * groups:
-            self._known.clear()  # schedules leave old values behind
-        config = self._known.setdefault(config, config)
-        with suppress(KeyError, TypeError):
-            self._known[_VALUES(group)] = config
-        return config
-
-    def complete(self, groups: Iterable[dict[str, Any]]) -> None:
-        """Add the defaults to new groups and to groups that F has loaded."""
-        for group in groups:
-            if FORMAT_KEY not in group:
-                for name, value in self.defaults.items():
-                    group.setdefault(name, value)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, overload
 
@@ -15,29 +15,21 @@ from torch.optim import Optimizer
 from kronbit.base import Around, BaseFactory, resolve
 from kronbit.blocks.blocking import Blocking
 from kronbit.blocks.gradients import StepGradients, inspect, plain_dtypes
-from kronbit.config import Config, GroupOptions, take_options
+from kronbit.config import Config, take_options
 from kronbit.distributed.ranks import Ranks, agreement_lines, find_ranks
 from kronbit.interruptions import run_then
 from kronbit.reporting.diagnostics import diagnostics, fallback_counts
 from kronbit.reporting.memory import account
-from kronbit.reporting.summary import Row, rows, summary
-from kronbit.reporting.warnings import (
-    warn_after_loading,
-    warn_of_few,
-)
-from kronbit.routing import check_group
+from kronbit.reporting.summary import summary
+from kronbit.reporting.warnings import warn_after_loading, warn_of_few
+from kronbit.routing import Groups
 from kronbit.rules import Algorithm
 from kronbit.state.base_state import BaseLoader
 from kronbit.state.binding import StateKeeper, blocks_of
 from kronbit.state.loading import fill, read
 from kronbit.state.validation import copied
 from kronbit.statistics import GradientStatistics, Statistics
-from kronbit.step.failures import (
-    Stage,
-    refuse_capture,
-    report_failure,
-    writable,
-)
+from kronbit.step.failures import Stage, refuse_capture, report_failure, writable
 from kronbit.step.nonfinite import NonfiniteGuard
 from kronbit.step.state_plan import StatePlan
 from kronbit.step.step_plan import (
@@ -78,11 +70,10 @@ class SecondOrder(Around):
         self._agreed = False
         self.base = resolve(params, base, options)
         self._statistics = self._make_statistics()
-        self._adopt(self.base.param_groups)
-        self._check_groups(self.base.param_groups)  # before anything is changed
-        self._group_options = GroupOptions(self.config, self._statistics.name)
-        defaults = {**self.base.defaults, **self._group_options.defaults}
-        super().__init__(self.base.param_groups, defaults)
+        self._groups = Groups(self.base, self.config, self._statistics)
+        self._groups.adopt()
+        self._groups.check()  # before anything is changed
+        super().__init__(self.base.param_groups, {**self.base.defaults, **self._groups.defaults})
         self._start_unplanned()
         self._join_base_states()
         self._expect_statistics()
@@ -90,14 +81,8 @@ class SecondOrder(Around):
     def _make_statistics(self) -> Statistics:
         return GradientStatistics()
 
-    def _adopt(self, groups: Iterable[Mapping[str, Any]]) -> None:
-        adopted = [group for group in groups if self.config.for_group(group).precondition]
-        self._statistics.adopt([p for group in adopted for p in group["params"]])
-
     def _start_unplanned(self) -> None:
         """Drop all derived data: the next step plans from ``param_groups`` and ``state``."""
-        self._plan: StatePlan | None = None
-        self._step_plan: StepPlan | None = None
         self._keeper = StateKeeper()
         self._guards: dict[torch.device, NonfiniteGuard] = {}
         self._past_counts: Counter[str] = Counter()
@@ -107,21 +92,16 @@ class SecondOrder(Around):
         """Add a group to F. Its options override those of the optimizer."""
         if isinstance(param_group, dict) and isinstance(param_group["params"], Iterator):
             param_group["params"] = list(param_group["params"])  # an iterator can be read only once
-        self._check_groups([*self.base.param_groups, param_group], new=1)
+        self._groups.check_new(param_group)
         self.base.add_param_group(param_group)
-        self._group_options.complete(self.base.param_groups)
+        self._groups.complete()
         # While __init__ runs, there is no plan yet. Use hasattr, because Lightning's wrapper
         # forwards attributes, but has another __dict__.
-        if hasattr(self, "_plan"):
-            self._adopt(self.param_groups)
+        if hasattr(self, "_keeper"):
+            self._groups.adopt()
             if self._known_ranks is not None:
                 self._known_ranks.grow(self._find_ranks())
             self._expect_statistics()
-
-    def _check_groups(self, groups: Sequence[Mapping[str, Any]], new: int | None = None) -> None:
-        """Refuse bad options and parameters of all groups, or of the last ``new`` ones."""
-        for index in range(len(groups) - (len(groups) if new is None else new), len(groups)):
-            check_group(groups[index], groups[:index], self.config, self._statistics)
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -211,87 +191,52 @@ class SecondOrder(Around):
 
     def _gradients(self) -> StepGradients:
         """Collect parameters with a gradient; at the first step, agree with the other ranks."""
-        self._group_options.complete(self.base.param_groups)
-        gradients = StepGradients.of(self.base.param_groups, self._config_of)
+        self._groups.complete()
+        groups = self._groups
+        gradients = StepGradients.of(self.base.param_groups, groups.config_of)
         if gradients.dtypes is None:  # a gradient needs a closer look
-            for p, config in zip(gradients.params, gradients.configs, strict=True):
-                preconditioned = isinstance(self._statistics.route(p, config), Blocking)
-                inspect(p, preconditioned, self._name)
-            gradients = StepGradients.of(self.base.param_groups, self._config_of)
-        self._join_ranks()
-        return gradients
-
-    def _join_ranks(self) -> None:
-        """Agree with other ranks before the first step, and after parameters were added."""
-        if self._plan is None and not self._agreed:
+            inspect(gradients, self._statistics.route, groups.name)
+            gradients = StepGradients.of(self.base.param_groups, groups.config_of)
+        if self._keeper.plan is None and not self._agreed:
             # Accelerate shards parameters after it has loaded an empty state.
-            self._check_groups(self.param_groups)
-            self._adopt(self.param_groups)
+            self._groups.check()
+            self._groups.adopt()
             self._known_ranks = None
         self._ranks.agree(lambda: agreement_lines(self, self.base, self.config, self.state))
         self._agreed = True
+        return gradients
 
     @contextmanager
     def _matrices(self, gradients: StepGradients) -> Iterator[StepPlan]:
         """Provide the step's plan with whole, measured matrices; at the end, write these back."""
         with self._ranks.whole(gradients, lambda: is_due(gradients, self.state)) as whole:
-            plan, whole = self._step_plan_of(whole)
+            plan, whole = self._keeper.step_plan(
+                whole, self.state, self.base.state, self._groups.name, self._replanned
+            )
             planned = plan.state_plan.places
             with self._statistics.matrices(plan.params, planned, whole.grads) as matrices:
                 dtypes = whole.dtypes if matrices is whole.grads else plain_dtypes(matrices)
                 plan.measure(matrices, dtypes, self._guards, self.config)
                 if self.config.nonfinite == "raise":
-                    refuse_nonfinite(plan.devices, self._ranks.any_rank, self._name)
+                    refuse_nonfinite(plan.devices, self._ranks.any_rank, self._groups.name)
                 yield plan
-
-    def _step_plan_of(self, gradients: StepGradients) -> tuple[StepPlan, StepGradients]:
-        """Return the last step's plan, or a new one if parameters or the state have changed."""
-        plan = self._step_plan
-        if (
-            plan is not None
-            and plan.state_plan is self._plan
-            and plan.holds(gradients)
-            and self._keeper.holds(plan, self.state, self.base.state)
-        ):
-            writes = plan.schedule()
-            # A step that writes to the state compares all tensors first; others compare at the end.
-            if not writes or self._keeper.binding.holds_tensors():
-                return plan, gradients
-        gradients = gradients.once()
-        self._step_plan = self._new_step_plan(gradients)
-        self._step_plan.schedule()
-        return self._step_plan, gradients
-
-    def _new_step_plan(self, gradients: StepGradients) -> StepPlan:
-        """Plan parameters that are new, and all of them if the state was changed from outside."""
-        plan = self._plan
-        if (
-            plan is None
-            or not self._keeper.is_intact(self.state)
-            or plan.lacks_any_of(gradients.params, gradients.configs, self._name)
-        ):
-            plan = self._plan = self._replanned(gradients.params)
-        for p in gradients.params:
-            self._start_state(p)
-        return StepPlan.make(gradients, plan, self.state)
 
     def _replanned(self, present: Collection[Tensor]) -> StatePlan:
         """Lay out all state anew: values that the state holds are copied, the rest starts fresh."""
-        present, first = set(present), self._plan is None
-        self._past_counts.update(fallback_counts(self._plan))
-        self._plan = None  # until the new one is bound
+        present, old, rows = set(present), self._keeper.plan, self._groups.rows()
+        self._past_counts.update(fallback_counts(old))
+        self._keeper.plan = None  # until the new one is bound
         plan = self._make_plan(
-            (p, self._config_of(group))
-            for group in self.param_groups
-            for p in group["params"]
+            (p, config)
+            for _, p, config in rows
             if p.requires_grad or p in present or blocks_of(self.state.get(p, {}))
         )
-        for _, p, _ in self._rows():
+        for _, p, _ in rows:
             if p in plan.places or (p.requires_grad and not self._ranks.owns(p)):
                 self._start_state(p)  # on all ranks, or on none
-        plan.find_refreshed(self._keeper.bind(plan, self.state), self.state)
-        if first:
-            warn_of_few(self._rows(), self._statistics.route, self.summary)
+        self._keeper.bind(plan, self.state)
+        if old is None:
+            warn_of_few(rows, self._statistics.route, self.summary)
         return plan
 
     def _make_plan(self, params: Iterable[tuple[Tensor, Config]]) -> StatePlan:
@@ -302,10 +247,6 @@ class SecondOrder(Around):
 
         return StatePlan(params, self.algorithm, self.config, route, ranks.exchange)
 
-    def _config_of(self, group: Mapping[str, Any]) -> Config:
-        """Return the options of a group: the same object as long as they are equal."""
-        return self._group_options.of(group, len(self.base.param_groups))
-
     @property
     def _ranks(self) -> Ranks:
         """The other ranks, determined once."""
@@ -314,16 +255,14 @@ class SecondOrder(Around):
         return self._known_ranks
 
     def _find_ranks(self) -> Ranks:
-        parameters = [(p, config) for _, p, config in self._rows()]
+        parameters = [(p, config) for _, p, config in self._groups.rows()]
         return find_ranks(parameters, self.config, self._process_group, self._statistics.route)
 
     def _expect_statistics(self) -> None:
         """Tell the statistics which parameters the next step updates."""
         if self._statistics.collects:
-            route = self._statistics.route
-            rows = expected_updates(self.param_groups, self._config_of, self.state, self._plan)
-            expected = (p for p, config in rows if isinstance(route(p, config), Blocking))
-            self._statistics.expect(expected)
+            of_groups = self.param_groups, self._groups.config_of, self._statistics.route
+            self._statistics.expect(expected_updates(*of_groups, self.state, self._keeper.plan))
 
     # ---------------------------------------------------------------------------------- state
 
@@ -346,7 +285,7 @@ class SecondOrder(Around):
 
     def _local_state_dict(self) -> dict[str, Any]:
         """Return the state that this rank holds."""
-        self._group_options.complete(self.base.param_groups)
+        self._groups.complete()
         self._join_base_states()
         return super().state_dict()
 
@@ -368,12 +307,12 @@ class SecondOrder(Around):
         state_dict = copied(state_dict)
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = pre_hook(self, state_dict) or state_dict
-        configs = [self._config_of(group) for group in self.param_groups]
+        configs = [self._groups.config_of(group) for group in self.param_groups]
         checkpoint = read(state_dict, self.param_groups, configs, self._statistics.name)
         checkpoint = checkpoint.owned_by(self._ranks.owns)
         base = BaseLoader(self.base, checkpoint)
         base.check()
-        self._adopt(self.param_groups)  # Lightning's finetuning replaces them
+        self._groups.adopt()  # Lightning's finetuning replaces them
         plan = self._make_plan(checkpoint.parameters(self.param_groups, self.config))
         with self._ranks.together():
             fill(plan, checkpoint.entries)
@@ -384,10 +323,8 @@ class SecondOrder(Around):
             self._start_state(p)
         self._join_base_states()
         if checkpoint.entries:
-            self._keeper.bind(plan, self.state)
-            plan.find_refreshed(checkpoint.of_unknown_products(), self.state)
-            self._plan = plan
-        warn_after_loading(checkpoint.entries, self._rows(), self._statistics.route)
+            self._keeper.bind(plan, self.state, checkpoint.of_unknown_products())
+        warn_after_loading(checkpoint.entries, self._groups.rows(), self._statistics.route)
         self._expect_statistics()
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
@@ -401,14 +338,11 @@ class SecondOrder(Around):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._known_ranks, self._agreed = None, False
-        self._group_options = GroupOptions(self.config, self._statistics.name)
+        self._groups = Groups(self.base, self.config, self._statistics)
         self._start_unplanned()
         self._expect_statistics()
 
     # -------------------------------------------------------------------------------- reporting
-
-    def _name(self, p: Tensor) -> str:
-        return next((name for name, other, _ in self._rows() if other is p), "a parameter")
 
     def memory(self) -> dict[str, int]:
         """Return the bytes held now, by kind: ``{"statistics", "roots", "base", "total"}``."""
@@ -416,12 +350,8 @@ class SecondOrder(Around):
 
     def summary(self) -> str:
         """Return a table of parameters: shape, blocks, method, bits, bytes, or why F gets them."""
-        rows, route = self._rows(), self._statistics.route
+        rows, route = self._groups.rows(), self._statistics.route
         return summary(type(self).__name__, rows, route, self.base, self.config)
-
-    def _rows(self) -> list[Row]:
-        """Return all parameters with their names and options."""
-        return rows(self.param_groups, self._config_of)
 
     def diagnostics(self) -> dict[str, Any]:
         """Return counters of every fallback, and figures per group. Waits for the device.
@@ -429,4 +359,4 @@ class SecondOrder(Around):
         Counting starts at construction or at the last ``load_state_dict``.
         """
         counts = self._statistics.counts(), self._past_counts
-        return diagnostics(self._plan, self._guards, self._known_ranks, *counts)
+        return diagnostics(self._keeper.plan, self._guards, self._known_ranks, *counts)

@@ -1,22 +1,27 @@
-"""Param groups that select, by name or kind of module, which parameters are preconditioned."""
+"""Param groups: which parameters are preconditioned, with which options."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from fnmatch import fnmatchcase
+from operator import itemgetter
 from typing import Any
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from kronbit.base import tensors_of
-from kronbit.config import Config
+from kronbit.config import FORMAT, FORMAT_KEY, GROUP_OPTIONS, STATISTICS_KEY, Config
 from kronbit.distributed.sharding import refuse
 from kronbit.messages import parameter_name
+from kronbit.reporting.summary import Row, rows
 from kronbit.statistics.base import Statistics
 
 # Names of the factors of a low-rank update in peft, torchtune and kohya's scripts.
 _LOW_RANK = re.compile(r"(^|\.)lora_")
+_VALUES = itemgetter(*GROUP_OPTIONS)
 
 
 def param_groups(
@@ -88,32 +93,80 @@ def _matching(model: nn.Module, pattern: str | type[nn.Module]) -> set[Tensor]:
     return matches
 
 
-def check_group(
-    group: Mapping[str, Any],
-    earlier: Sequence[Mapping[str, Any]],
-    config: Config,
-    statistics: Statistics,
-) -> None:
-    """Refuse bad options, and options that do not suit the group's parameters.
+class Groups:
+    """The param groups of F, with their options. Equal options are the same object.
 
     Args:
-        group: The group; options may be missing.
-        earlier: The groups before it.
-        config: Options of the optimizer.
+        base: F, which has the list of groups.
+        config: The optimizer's options, which a group may override.
         statistics: Determines how a parameter is cut.
 
-    Raises:
-        TypeError: If the group is not a dict, or a parameter cannot be assembled.
-        ValueError: If an option or a parameter is refused. The message names it.
+    Attributes:
+        defaults: The entries of a param group that overrides nothing.
     """
-    if not isinstance(group, Mapping):
-        raise TypeError(f"a param group must be a dict; got {type(group).__name__}")
-    options = config.for_group(group)
-    known = [p for g in earlier if config.for_group(g).precondition for p in g["params"]]
-    for number, p in enumerate(tensors_of(group)):
-        if isinstance(p, Tensor):
-            if options.precondition:
-                name = parameter_name(group, len(earlier), number)
-                refuse(name, p, statistics.takes_shards, known)
-                known.append(p)
-            statistics.route(p, options)
+
+    def __init__(self, base: Optimizer, config: Config, statistics: Statistics) -> None:
+        self._base, self._config, self._statistics = base, config, statistics
+        options = {name: getattr(config, name) for name in GROUP_OPTIONS}
+        self.defaults = {**options, FORMAT_KEY: FORMAT, STATISTICS_KEY: statistics.name}
+        self._known: dict[Any, Config] = {}  # keys: the options, and groups' values
+
+    def config_of(self, group: Mapping[str, Any]) -> Config:
+        """Return the options of a group."""
+        try:
+            return self._known[_VALUES(group)]
+        except (KeyError, TypeError):  # a new group, a missing option, or an unhashable value
+            config = self._config.for_group(group)
+        if len(self._known) > 4 * len(self._base.param_groups):
+            self._known.clear()  # schedules leave old values behind
+        config = self._known.setdefault(config, config)
+        with suppress(KeyError, TypeError):
+            self._known[_VALUES(group)] = config
+        return config
+
+    def complete(self) -> None:
+        """Add the defaults to new groups and to groups that F has loaded."""
+        for group in self._base.param_groups:
+            if FORMAT_KEY not in group:
+                for name, value in self.defaults.items():
+                    group.setdefault(name, value)
+
+    def rows(self) -> list[Row]:
+        """Return all parameters with their names and options, each once."""
+        return rows(self._base.param_groups, self.config_of)
+
+    def name(self, p: Tensor) -> str:
+        """Return the name of a parameter, for messages."""
+        return next((name for name, other, _ in self.rows() if other is p), "a parameter")
+
+    def adopt(self) -> None:
+        """Register the parameters that may be preconditioned with the statistics."""
+        groups = [g for g in self._base.param_groups if self._config.for_group(g).precondition]
+        self._statistics.adopt([p for group in groups for p in group["params"]])
+
+    def check(self) -> None:
+        """Refuse bad options and parameters of all groups; see ``check_new``."""
+        for index, group in enumerate(self._base.param_groups):
+            self._check(group, self._base.param_groups[:index])
+
+    def check_new(self, group: Mapping[str, Any]) -> None:
+        """Refuse bad options, and options that do not suit the parameters of a new group.
+
+        Raises:
+            TypeError: If the group is not a dict, or a parameter cannot be assembled.
+            ValueError: If an option or a parameter is refused. The message names it.
+        """
+        self._check(group, self._base.param_groups)
+
+    def _check(self, group: Mapping[str, Any], earlier: Sequence[Mapping[str, Any]]) -> None:
+        if not isinstance(group, Mapping):
+            raise TypeError(f"a param group must be a dict; got {type(group).__name__}")
+        options = self._config.for_group(group)
+        known = [p for g in earlier if self._config.for_group(g).precondition for p in g["params"]]
+        for number, p in enumerate(tensors_of(group)):
+            if isinstance(p, Tensor):
+                if options.precondition:
+                    name = parameter_name(group, len(earlier), number)
+                    refuse(name, p, self._statistics.takes_shards, known)
+                    known.append(p)
+                self._statistics.route(p, options)

@@ -287,7 +287,7 @@ def fail_on_one_rank(rank: int) -> list[str]:
         attempt(optimizer)
         model.second.bias.grad = gradient
         if rank == 1:
-            for preconditioner in optimizer._plan.preconditioners.values():
+            for preconditioner in optimizer._keeper.plan.preconditioners.values():
                 preconditioner._update_assigned = no_room  # type: ignore[method-assign]
         attempt(optimizer)
         attempt(Shampoo(model.parameters(), stagger=True, **sharding, **OPTIONS))

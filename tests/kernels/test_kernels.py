@@ -455,7 +455,7 @@ def test_a_graph_changes_nothing_if_gradients_move(
     assert actual["kernels"] == {"cuda:0": "used"}
     assert actual["cuda_graph"] == {"cuda:0": "not refused"}
     assert actual["products"] == {HALF: 3}
-    (preconditioner,) = with_graph._plan.preconditioners.values()
+    (preconditioner,) = with_graph._keeper.plan.preconditioners.values()
     (guard,) = with_graph._guards.values()
     for replay in (preconditioner.products._replay, guard._replay):
         assert any(graph is not None for graph in replay._graphs.values())

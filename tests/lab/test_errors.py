@@ -80,8 +80,8 @@ def held(optimizer: SecondOrder) -> list[Held]:
 
 def stored_roots(optimizer: SecondOrder) -> Iterator[tuple[str, str, Tensor]]:
     names = dict(zip(*_params_and_names(optimizer), strict=True))
-    assert optimizer._plan is not None
-    for block in optimizer._plan.blocks():
+    assert optimizer._keeper.plan is not None
+    for block in optimizer._keeper.plan.blocks():
         for side, factors in block.sides.items():
             root = factors.roots(slice(block.row, block.row + 1))[0]
             yield f"{names[block.p]} {block.key}", side, root

@@ -191,7 +191,7 @@ def test_tables_do_not_depend_on_missing_gradients() -> None:
         for i, p in enumerate(params):
             p.grad = None if i == missing else torch.randn(p.shape)
         optimizer.step()
-        (device,) = optimizer._step_plan.devices
+        (device,) = optimizer._keeper._step_plan.devices
         assert device.sizes == [70 * 66, 3 * 20 * 30, 5]
 
 
@@ -475,7 +475,7 @@ def test_configs_of_scheduled_options_do_not_accumulate() -> None:
         optimizer.param_groups[0]["damping"] = 1e-6 * (1 + t)
         p.grad = torch.randn(64, 66)
         optimizer.step()
-    assert len(optimizer._group_options) < 10
+    assert len(optimizer._groups._known) < 10
 
 
 def test_identity_roots_do_not_change_the_gradient() -> None:
@@ -541,7 +541,7 @@ def test_former_stacks_are_freed_without_a_garbage_collection() -> None:
     optimizer = Shampoo(model.parameters(), lr=1e-3, **FAST)
 
     def stacks() -> weakref.ref[Factors]:
-        (preconditioner,) = optimizer._plan.preconditioners.values()
+        (preconditioner,) = optimizer._keeper.plan.preconditioners.values()
         return weakref.ref(preconditioner.stacks.groups[0].left)
 
     run(model, optimizer, 5)

@@ -300,7 +300,7 @@ def test_the_peak_stays_within_the_workspace_on_the_gpu(options: dict[str, Any])
 
 def test_state_bytes_of_the_layout_equal_those_of_the_stacks() -> None:
     optimizer = stepped(network(), lr=1e-2, max_order=70)
-    for preconditioner in optimizer._plan.preconditioners.values():
+    for preconditioner in optimizer._keeper.plan.preconditioners.values():
         expected = [
             sum(state_bytes(member.blocking, member.config).values())
             for member in preconditioner.stacks.members

@@ -125,7 +125,7 @@ def test_the_graft_ratio_is_of_the_last_step() -> None:
     G = torch.randn(64, 66)
     p.grad = G.clone()
     optimizer.step()
-    (group,) = optimizer._plan.preconditioners[p.device].stacks.groups
+    (group,) = optimizer._keeper.plan.preconditioners[p.device].stacks.groups
     L, R = (factors.roots(slice(0, 1))[0] for factors in (group.left, group.right))
     expected = float(G.norm() / (L @ G @ R).norm())
     low, high = optimizer.diagnostics()["groups"][0]["graft_ratio"]
@@ -166,7 +166,7 @@ def test_a_root_that_does_not_converge_is_retried_with_more_damping(
     diagnostics = optimizer.diagnostics()
     assert diagnostics["redamped"] == 2
     assert diagnostics["discarded_roots"] == (2 if enough == 1 else 0)
-    left = optimizer._plan.preconditioners[p.device].stacks.groups[0].left
+    left = optimizer._keeper.plan.preconditioners[p.device].stacks.groups[0].left
     assert bool(left.is_identity(slice(0, 1))) == (enough == 1)
 
 

@@ -238,7 +238,7 @@ def test_other_bits_and_methods_are_converted(
     figures = [
         [
             (factors.method.matrix(factors.tensors), factors.roots(slice(0, factors.rows)))
-            for preconditioner in o._plan.preconditioners.values()
+            for preconditioner in o._keeper.plan.preconditioners.values()
             for group in preconditioner.stacks.groups
             for factors in (group.left, group.right)
         ]

@@ -95,7 +95,7 @@ def test_statistics_match_a_run_that_starts_later() -> None:
     for t in range(steps):
         feed(params, t)
         optimizer.step()
-    (preconditioner,) = optimizer._plan.preconditioners.values()
+    (preconditioner,) = optimizer._keeper.plan.preconditioners.values()
     config = optimizer.config
     delays = set()
     for i, number in ((0, 0), (1, 1), (3, 2)):
@@ -132,7 +132,7 @@ def test_a_parameter_waits_until_all_its_blocks_have_been_refreshed(device: torc
         for i, p in enumerate(params):
             if not torch.equal(p.grad, before[i]):
                 changed.setdefault(i, t)
-    (preconditioner,) = optimizer._plan.preconditioners.values()
+    (preconditioner,) = optimizer._keeper.plan.preconditioners.values()
     expected = {
         i: first_preconditioned_step(optimizer.config, preconditioner.turns[number][-1])
         for i, number in ((0, 0), (1, 1), (3, 2))
@@ -178,7 +178,7 @@ def test_parameters_without_product_bits_are_not_preconditioned_too_early() -> N
     resumed.load_state_dict(saved)
     refreshed = []
     for stepping, weights in ((optimizer, params), (resumed, twins)):
-        (preconditioner,) = stepping._plan.preconditioners.values()
+        (preconditioner,) = stepping._keeper.plan.preconditioners.values()
         before = set(preconditioner.stacks.refreshed)
         feed(weights, 10)
         stepping.step()
@@ -194,7 +194,7 @@ def test_each_step_handles_at_most_one_batch() -> None:
     params, optimizer = build(True, torch.device("cpu"), update_every=16, refresh_every=16)
     feed(params, 0)
     optimizer.step()
-    (preconditioner,) = optimizer._plan.preconditioners.values()
+    (preconditioner,) = optimizer._keeper.plan.preconditioners.values()
     delays = [
         delay(optimizer.config, Turn(span.phase, right)) + refresh
         for group in preconditioner.stacks.groups

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kronbit.blocks.blocking import Grid
+from kronbit.blocks.blocking import Blocking, Grid
 from kronbit.blocks.groups import Group, Member
 from kronbit.config import Config
 
@@ -63,16 +63,6 @@ def overlaps_itself(grad: Tensor) -> bool:
     return any(
         stride == 0 and size > 1 for size, stride in zip(grad.shape, grad.stride(), strict=True)
     )
-
-
-def inspect(p: Tensor, preconditioned: bool, name: Callable[[Tensor], str]) -> None:
-    """Refuse a gradient that cannot be preconditioned; copy one that cannot be written to."""
-    assert p.grad is not None
-    fault = problem(p.grad)
-    if fault is not None and preconditioned:
-        raise RuntimeError(f"the gradient of {name(p)} {fault}")
-    if fault is None and overlaps_itself(p.grad):
-        p.grad = p.grad.clone(memory_format=torch.contiguous_format)
 
 
 def view_blocks(grid: Grid, matrices: Tensor) -> Tensor:
@@ -152,6 +142,26 @@ def elements(grad: Tensor) -> Tensor:
     elif grad.layout != torch.strided:
         grad = grad.values()
     return torch.view_as_real(grad) if grad.is_complex() else grad
+
+
+def inspect(
+    gradients: StepGradients,
+    route: Callable[[Tensor, Config], Blocking | str],
+    name: Callable[[Tensor], str],
+) -> None:
+    """Refuse gradients that cannot be preconditioned; copy those that cannot be written to.
+
+    Args:
+        gradients: The parameters with their gradients.
+        route: Returns how a parameter is cut, or why it is left to F.
+        name: Returns a parameter's name for error messages.
+    """
+    for p, config, grad in zip(gradients.params, gradients.configs, gradients.grads, strict=True):
+        fault = problem(grad)
+        if fault is None and overlaps_itself(grad):
+            p.grad = grad.clone(memory_format=torch.contiguous_format)
+        elif fault is not None and isinstance(route(p, config), Blocking):
+            raise RuntimeError(f"the gradient of {name(p)} {fault}")
 
 
 class StepGradients(NamedTuple):

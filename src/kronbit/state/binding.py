@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping, Sequence, ValuesView
+from collections.abc import (
+    Callable,
+    Collection,
+    Iterable,
+    Mapping,
+    MutableMapping,
+    Sequence,
+    ValuesView,
+)
 from itertools import chain, repeat
 from operator import is_
 from typing import Any, TypeAlias
@@ -10,6 +18,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from kronbit.blocks.gradients import StepGradients
 from kronbit.state.validation import checked_leaves
 from kronbit.step.state_plan import StatePlan
 from kronbit.step.step_plan import Snapshot, StepPlan
@@ -50,9 +59,14 @@ class Binding:
         self._dicts: list[ValuesView[Any]] = []
         self._values: list[Any] = []
 
-    def holds_entries(self, state: Mapping[Tensor, Any]) -> bool:
-        """True if every parameter still has its bound entry."""
-        return state is self._state and all(state.get(p) is entry for p, entry in self._entries)
+    def holds(self, state: Mapping[Tensor, Any]) -> bool:
+        """True if the state still holds all bound entries, blocks and tensors."""
+        return (
+            state is self._state
+            and all(state.get(p) is entry for p, entry in self._entries)
+            and self.holds_blocks()
+            and self.holds_tensors()
+        )
 
     def holds_blocks(self) -> bool:
         """True if the entries still hold all bound blocks."""
@@ -140,12 +154,7 @@ class BaseLink:
         self._base_state = Snapshot({})
         self._empty: list[Mapping[str, Any]] = []
 
-    def start(
-        self,
-        p: Tensor,
-        state: State,
-        base_state: BaseState,
-    ) -> None:
+    def start(self, p: Tensor, state: State, base_state: BaseState) -> None:
         """Create the state of a parameter if needed, and give F the dict ``state[p]["base"]``."""
         if "base" not in state[p] and p in self._linked:
             # The entry was reset, so F's state of p is reset, too.
@@ -168,10 +177,7 @@ class BaseLink:
         )
 
     def remember(
-        self,
-        params: Sequence[Tensor],
-        entries: Sequence[dict[str, Any]],
-        base_state: BaseState,
+        self, params: Sequence[Tensor], entries: Sequence[dict[str, Any]], base_state: BaseState
     ) -> None:
         """Remember the entries for ``holds`` if each shows F's dict, or both dicts are empty."""
         self._remembered, self._empty = None, []
@@ -184,11 +190,7 @@ class BaseLink:
                 self._empty += [shown] if held is None else [shown, held]
         self._remembered, self._base_state = entries, Snapshot(base_state)
 
-    def join(
-        self,
-        state: State,
-        base_state: BaseState,
-    ) -> None:
+    def join(self, state: State, base_state: BaseState) -> None:
         """Set ``state[p]["base"]`` to F's dict for every parameter that F has state of."""
         for p in [p for p, held in base_state.items() if held and isinstance(p, Tensor)]:
             self.start(p, state, base_state)
@@ -200,37 +202,84 @@ class StateKeeper:
     """Keeps the optimizer's state, the plan's stacks and F's state in agreement.
 
     Attributes:
-        binding: Links the state with the stacks.
+        plan: The location of all state; None if it must be laid out anew.
         base_link: Links the state with F's state.
     """
 
     def __init__(self) -> None:
-        self.binding, self.base_link = Binding(), BaseLink()
+        self.plan: StatePlan | None = None
+        self.base_link = BaseLink()
+        self._binding = Binding()
+        self._step_plan: StepPlan | None = None
         self._tensors_intact = True  # result of the last comparison
 
-    def holds(self, plan: StepPlan, state: Mapping[Tensor, Any], base_state: BaseState) -> bool:
+    def step_plan(
+        self,
+        gradients: StepGradients,
+        state: State,
+        base_state: BaseState,
+        name: Callable[[Tensor], str],
+        replan: Callable[[Collection[Tensor]], StatePlan],
+    ) -> tuple[StepPlan, StepGradients]:
+        """Return the last step's plan, or a new one if parameters or the state have changed.
+
+        Args:
+            gradients: The gradients of the step.
+            state: The optimizer's state.
+            base_state: F's state.
+            name: Returns a parameter's name for error messages.
+            replan: Lays out all state anew; called with the parameters of the step.
+
+        Returns:
+            The plan, and the gradients in its order.
+        """
+        known = self._step_plan
+        if known is not None and known.holds(gradients) and self._holds(known, state, base_state):
+            writes = known.schedule()
+            # A step that writes to the state compares all tensors first; others compare at the end.
+            if not writes or self._binding.holds_tensors():
+                return known, gradients
+        gradients = gradients.once()
+        plan = self.plan
+        if (
+            plan is None
+            or not self._binding.holds(state)
+            or plan.lacks_any_of(gradients.params, gradients.configs, name)
+        ):
+            plan = replan(gradients.params)
+        for p in gradients.params:
+            self.base_link.start(p, state, base_state)
+        self._step_plan = StepPlan.make(gradients, plan, state)
+        self._step_plan.schedule()
+        return self._step_plan, gradients
+
+    def _holds(self, known: StepPlan, state: State, base_state: BaseState) -> bool:
         """True if the state has not changed since the last step with this plan."""
         return (
-            self._tensors_intact
-            and plan.states.holds(state)
-            and self.binding.holds_blocks()
-            and self.base_link.holds(plan.entries, base_state)
+            known.state_plan is self.plan
+            and self._tensors_intact
+            and known.states.holds(state)
+            and self._binding.holds_blocks()
+            and self.base_link.holds(known.entries, base_state)
         )
 
-    def is_intact(self, state: Mapping[Tensor, Any]) -> bool:
-        """True if the state still holds all bound entries, blocks and tensors."""
-        binding = self.binding
-        return binding.holds_entries(state) and binding.holds_blocks() and binding.holds_tensors()
+    def bind(self, plan: StatePlan, state: State, unknown: Iterable[Tensor] = ()) -> None:
+        """Make the state's tensors views into a plan's stacks; see ``Binding.bind``.
 
-    def bind(self, plan: StatePlan, state: State) -> set[Tensor]:
-        """Make the state's tensors views into a plan's stacks; see ``Binding.bind``."""
-        unknown = self.binding.bind(plan, state)
+        Args:
+            plan: The plan.
+            state: The optimizer's state.
+            unknown: More parameters whose ``product_bits`` must be derived from the roots.
+        """
+        self.plan = None  # until the new one is bound
+        lacking = self._binding.bind(plan, state)
         self._tensors_intact = True
-        return unknown
+        plan.find_refreshed([*lacking, *unknown], state)
+        self.plan = plan
 
     def after_step(self, plan: StepPlan, state: State, base_state: BaseState) -> None:
         """Compare the tensors of blocks and show F's new dicts in the state."""
-        self._tensors_intact = self.binding.holds_tensors()
+        self._tensors_intact = self._binding.holds_tensors()
         if not self.base_link.holds(plan.entries, base_state):
             self.base_link.join(state, base_state)
             self.base_link.remember(plan.params, plan.entries, base_state)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kronbit.blocks.blocking import Blocking
 from kronbit.blocks.gradients import StepGradients
 from kronbit.blocks.groups import DeviceStacks, Due, Turn
 from kronbit.config import Config
@@ -292,14 +293,16 @@ def is_due(gradients: StepGradients, state: Mapping[Tensor, Any]) -> bool:
 def expected_updates(
     groups: Iterable[Mapping[str, Any]],
     config_of: Callable[[Mapping[str, Any]], Config],
+    route: Callable[[Tensor, Config], Blocking | str],
     state: Mapping[Tensor, Mapping[str, Any]],
     plan: StatePlan | None,
-) -> Iterator[tuple[Tensor, Config]]:
-    """Yield parameters whose statistics the next step updates, if they have any, and options.
+) -> Iterator[Tensor]:
+    """Yield parameters whose statistics the next step updates, if they have a gradient.
 
     Args:
         groups: Param groups.
         config_of: Returns the options of a group.
+        route: Returns how a parameter is cut, or why it is left to F.
         state: The optimizer's state before that step.
         plan: Has the turns of staggered parameters; a parameter that it lacks may have any turn.
     """
@@ -307,19 +310,17 @@ def expected_updates(
         config = config_of(group)
         known: dict[tuple[int, int], bool] = {}  # nearly always a single step, and nothing is due
         for p in group["params"]:
+            place = plan.places.get(p) if config.stagger and plan is not None else None
             turns: tuple[Turn, ...] = ()
-            if config.stagger:
-                place = None if plan is None else plan.places.get(p)
-                if plan is None or place is None:
-                    yield p, config
-                    continue
+            if plan is not None and place is not None:
                 turns = plan.preconditioners[place.device].turns[place.index]
             step = state[p].get("step", 0) if p in state else 0
             key = step, id(turns)
             if key not in known:
-                known[key] = bool(turns_at(updates_at, config, step + 1, turns))
-            if known[key]:
-                yield p, config
+                any_turn = config.stagger and place is None
+                known[key] = any_turn or bool(turns_at(updates_at, config, step + 1, turns))
+            if known[key] and isinstance(route(p, config), Blocking):
+                yield p
 
 
 def refuse_nonfinite(

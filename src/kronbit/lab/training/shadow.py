@@ -145,7 +145,7 @@ class Shadow:
         }
 
     def _errors(self, refreshed: list[_Watch]) -> dict[str, tuple[Deviation, Deviation]]:
-        plan = self._optimizer._plan
+        plan = self._optimizer._keeper.plan
         assert plan is not None, "a step has been taken"
         planned = {(block.p, block.key): block for block in plan.blocks()}
         errors = {}
@@ -183,7 +183,7 @@ class Shadow:
             A.copy_(state_dict[name])
 
     def _config(self, watch: _Watch) -> Config:
-        return self._optimizer._config_of(self._optimizer.param_groups[watch.group])
+        return self._optimizer._groups.config_of(self._optimizer.param_groups[watch.group])
 
     def _steps(self, watch: _Watch) -> int:
         """Return the number of steps of the watched parameter."""
@@ -212,7 +212,7 @@ def _largest(optimizer: SecondOrder, names: Mapping[Tensor, str], blocks: int) -
     """Return the largest candidates, in order of size; among equal sizes, the first."""
     watches = []
     for number, group in enumerate(optimizer.param_groups):
-        config = optimizer._config_of(group)
+        config = optimizer._groups.config_of(group)
         for p in group["params"]:
             cut = optimizer._statistics.route(p, config)
             if isinstance(cut, str) or config.stagger or is_distributed(p) or not p.requires_grad:
@@ -223,7 +223,7 @@ def _largest(optimizer: SecondOrder, names: Mapping[Tensor, str], blocks: int) -
     # Sorting is stable: among equal sizes, the first wins.
     watches.sort(key=lambda watch: _size(watch.block.m, watch.block.n), reverse=True)
     for watch in watches[:blocks]:
-        start = optimizer._config_of(optimizer.param_groups[watch.group]).start_value
+        start = optimizer._groups.config_of(optimizer.param_groups[watch.group]).start_value
         for side, order in zip(_SIDES, (watch.block.m, watch.block.n), strict=True):
             watch.exact[side] = start * torch.eye(order, dtype=torch.float64)
     return watches[:blocks]

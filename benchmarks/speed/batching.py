@@ -45,7 +45,7 @@ def prepare() -> tuple[Preconditioner, list[torch.Tensor | None], Any]:
     plan = optimizer._keeper.plan
     assert plan is not None
     (preconditioner,) = plan.preconditioners.values()
-    by_index = {place.index: p for p, place in plan.places.items()}
+    by_index = {location.index: p for p, location in plan.locations.items()}
     return preconditioner, [by_index[i].grad for i in range(len(by_index))], optimizer.config
 
 

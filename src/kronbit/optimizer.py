@@ -168,10 +168,10 @@ class SecondOrder(Around):
             for entry in plan.entries:  # before F's step, as hooks of F expect
                 entry["step"] += 1
             self._step_base()
-            stage.through = True
+            stage.complete = True
 
         def settle_or_undo() -> None:
-            if stage.through:
+            if stage.complete:
                 plan.settle()
                 return
             for entry, step in zip(plan.entries, steps, strict=True):
@@ -213,7 +213,7 @@ class SecondOrder(Around):
             plan, whole = self._keeper.step_plan(
                 whole, self.state, self.base.state, self._groups.name, self._replanned
             )
-            planned = plan.state_plan.places
+            planned = plan.state_plan.locations
             with self._statistics.matrices(plan.params, planned, whole.grads) as matrices:
                 dtypes = whole.dtypes if matrices is whole.grads else plain_dtypes(matrices)
                 plan.measure(matrices, dtypes, self._guards, self.config)
@@ -232,7 +232,7 @@ class SecondOrder(Around):
             if p.requires_grad or p in present or blocks_of(self.state.get(p, {}))
         )
         for _, p, _ in rows:
-            if p in plan.places or (p.requires_grad and not self._ranks.owns(p)):
+            if p in plan.locations or (p.requires_grad and not self._ranks.owns(p)):
                 self._start_state(p)  # on all ranks, or on none
         self._keeper.bind(plan, self.state)
         if old is None:

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from support import oracle
 
 from kronbit.blocks.blocking import Blocking, cut, route
-from kronbit.blocks.gradients import view_blocks
-from kronbit.blocks.groups import boxes
+from kronbit.blocks.gradients import boxes, view_blocks
 from kronbit.config import Config
 
 

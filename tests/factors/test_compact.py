@@ -16,9 +16,9 @@ from kronbit.config import Config
 from kronbit.factors import make_method
 from kronbit.factors.storage import CompactStorage
 from kronbit.kernels import guard
+from kronbit.linalg.torch_backend import from_lower_tiles, lower_tiles
 from kronbit.quantization import Quantizer
 from kronbit.quantization.reference import unpack
-from kronbit.quantization.tiles import from_lower_tiles, lower_tiles
 
 BITS = [3, 4, 6, 8]
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import math
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import compress
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -11,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kronbit.blocks.blocking import Blocking, Grid
-from kronbit.blocks.groups import Group, Member
+from kronbit.blocks.groups import Group, Member, Span
 from kronbit.config import Config
 
 _REAL = {torch.float32, torch.bfloat16, torch.float16, torch.float64}
@@ -75,6 +77,24 @@ def view_blocks(grid: Grid, matrices: Tensor) -> Tensor:
     return view
 
 
+class Piece(NamedTuple):
+    """Rows of a group that are one strided view of a gradient.
+
+    Attributes:
+        member: The member that has the gradient.
+        grid: The grid of the blocks.
+        box: The blocks, as slices of the grid.
+        target: The blocks, as a slice of a stack of the requested rows.
+        dims: Number of blocks along each axis of the grid.
+    """
+
+    member: int
+    grid: Grid
+    box: tuple[slice, ...]
+    target: slice
+    dims: list[int]
+
+
 class GradientBlocks:
     """Reads and writes blocks of the gradients of one step.
 
@@ -94,16 +114,16 @@ class GradientBlocks:
         """Return G, the blocks of some rows, as a new float32 stack (rows, m, n)."""
         shape = (rows.stop - rows.start, *group.shape)
         stack = torch.empty(shape, dtype=torch.float32, device=group.owner.device)
-        for member, grid, box, place, dims in group.pieces(rows):
+        for member, grid, box, target, dims in _pieces(group, rows):
             view = view_blocks(grid, self._matrices(member))[box]
-            stack[place].view(*dims, *group.shape).copy_(view)
+            stack[target].view(*dims, *group.shape).copy_(view)
         return stack
 
     def scatter(self, group: Group, rows: slice, stack: Tensor) -> None:
         """Write a stack into the gradients, in their dtype."""
-        for member, grid, box, place, dims in group.pieces(rows):
+        for member, grid, box, target, dims in _pieces(group, rows):
             view = view_blocks(grid, self._matrices(member, to_write=True))[box]
-            values = stack[place].view(*dims, *group.shape)
+            values = stack[target].view(*dims, *group.shape)
             if view.dtype == torch.float16:
                 # G̃ has the norm of G, but one of its elements may exceed float16's range: saturate.
                 values = values.clamp(-65504.0, 65504.0)
@@ -133,6 +153,55 @@ class GradientBlocks:
             if to_write:
                 self._written[member] = copy
             return copy
+
+
+def _pieces(group: Group, rows: slice) -> tuple[Piece, ...]:
+    """Return the strided views of gradients that hold some rows; computed once."""
+    key = rows.start, rows.stop
+    if key not in group.pieces:
+        group.pieces[key] = tuple(_cut(group.spans, *key))
+    return group.pieces[key]
+
+
+def _cut(spans: Sequence[Span], first: int, last: int) -> Iterator[Piece]:
+    number = bisect_right(spans, first, key=lambda span: span.start) - 1
+    row = 0
+    for span in spans[number:]:
+        if span.start >= last:
+            break
+        offset = span.first - span.start
+        start, stop = max(first, span.start) + offset, min(last, span.stop) + offset
+        for box in boxes(span.grid.dims, start, stop):
+            dims = [side.stop - side.start for side in box]
+            count = math.prod(dims)
+            yield Piece(span.member, span.grid, box, slice(row, row + count), dims)
+            row += count
+
+
+def boxes(dims: tuple[int, ...], start: int, stop: int) -> tuple[tuple[slice, ...], ...]:
+    """Cover the flat range [start, stop) of a row-major grid with boxes, in order.
+
+    A range of rows may begin and end in the middle of a grid; each box is one strided view.
+    """
+    if start >= stop:
+        return ()
+    if len(dims) == 1:
+        return ((slice(start, stop),),)
+    inner = math.prod(dims[1:])
+    first, offset = divmod(start, inner)
+    last, rest = divmod(stop, inner)
+    if first == last:
+        return _under(first, boxes(dims[1:], offset, rest))
+    head = _under(first, boxes(dims[1:], offset, inner)) if offset else ()
+    body_start = first + 1 if offset else first
+    body = (
+        ((slice(body_start, last), *(slice(0, d) for d in dims[1:])),) if body_start < last else ()
+    )
+    return (*head, *body, *_under(last, boxes(dims[1:], 0, rest)))
+
+
+def _under(line: int, inner: tuple[tuple[slice, ...], ...]) -> tuple[tuple[slice, ...], ...]:
+    return tuple((slice(line, line + 1), *box) for box in inner)
 
 
 def elements(grad: Tensor) -> Tensor:

@@ -6,12 +6,11 @@ The blocks of a group also share formats and start value, so one tensor can hold
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, groupby, islice
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -92,24 +91,6 @@ class Due:
     turns: frozenset[Turn] | None = None
 
 
-class Piece(NamedTuple):
-    """Rows of a group that are one strided view of a gradient.
-
-    Attributes:
-        member: The member that has the gradient.
-        grid: The grid of the blocks.
-        box: The blocks, as slices of the grid.
-        place: The blocks, as a slice of a stack of the requested rows.
-        dims: Number of blocks along each axis of the grid.
-    """
-
-    member: int
-    grid: Grid
-    box: tuple[slice, ...]
-    place: slice
-    dims: list[int]
-
-
 @dataclass
 class Group:
     """Blocks of one shape (m, n) and one format.
@@ -122,6 +103,7 @@ class Group:
         owner: The member of each row, on the device.
         number: The number of each row's block among all blocks of the device, on the device.
             Blocks are counted member by member.
+        pieces: Cache of ``gradients.GradientBlocks``: (start, stop) -> views that hold these rows.
     """
 
     shape: tuple[int, int]
@@ -130,30 +112,7 @@ class Group:
     spans: tuple[Span, ...]
     owner: Tensor
     number: Tensor
-    _pieces: dict[tuple[int, int], tuple[Piece, ...]] = field(init=False, default_factory=dict)
-
-    def pieces(self, rows: slice) -> tuple[Piece, ...]:
-        """Return the strided views of gradients that hold these rows; computed once."""
-        key = rows.start, rows.stop
-        if key not in self._pieces:
-            self._pieces[key] = tuple(self._cut(*key))
-        return self._pieces[key]
-
-    def _cut(self, first: int, last: int) -> Iterator[Piece]:
-        number = bisect_right(self.spans, first, key=lambda span: span.start) - 1
-        place = 0
-        for span in self.spans[number:]:
-            if span.start >= last:
-                break
-            start, stop = (
-                span.first - span.start + row
-                for row in (max(first, span.start), min(last, span.stop))
-            )
-            for box in boxes(span.grid.dims, start, stop):
-                dims = [side.stop - side.start for side in box]
-                count = math.prod(dims)
-                yield Piece(span.member, span.grid, box, slice(place, place + count), dims)
-                place += count
+    pieces: dict[tuple[int, int], tuple[Any, ...]] = field(init=False, default_factory=dict)
 
     def runs(self, wanted: Mapping[int, Due], right: bool) -> Iterator[tuple[slice, Config]]:
         """Yield maximal ranges of rows of one side that are due with equal options."""
@@ -251,24 +210,24 @@ def _allocate(
 
 
 def _phases(rows: Mapping[_Key, int]) -> dict[_Key, list[float]]:
-    """Assign each group's rows to places in the interval; return the phases of the rows.
+    """Assign each group's rows to slots of the interval; return the phases of the rows.
 
-    The rows of one place keep a GPU busy. Large blocks come first, so that the blocks of a place
+    The rows of one slot keep a GPU busy. Large blocks come first, so that the blocks of a slot
     have similar orders and can share batches, unless there are only a few of them.
     """
-    places: dict[_Key, list[int]] = {}
-    place = filled = largest = 0
+    slots: dict[_Key, list[int]] = {}
+    slot = filled = largest = 0
     for key in sorted(rows, key=lambda key: max(key[0]), reverse=True):
         order = max(key[0])
-        places[key] = []
+        slots[key] = []
         for _ in range(rows[key]):
             much_smaller = order < largest * _SIMILAR and filled >= _BATCH * _FEW
             if filled and (much_smaller or filled + order**2 > _BATCH):
-                place, filled = place + 1, 0
+                slot, filled = slot + 1, 0
             largest = largest if filled else order
-            places[key].append(place)
+            slots[key].append(slot)
             filled += order**2
-    return {key: [number / (place + 1) for number in of_group] for key, of_group in places.items()}
+    return {key: [number / (slot + 1) for number in of_group] for key, of_group in slots.items()}
 
 
 def _spans(grids: Sequence[tuple[int, Grid]], phases: Sequence[float]) -> Iterator[Span]:
@@ -306,6 +265,10 @@ class DeviceStacks:
     ungrafted: Tensor
     refreshed: set[int]
 
+    def held_bytes(self, member: int) -> int:
+        """Return the bytes of G and Ĝ of a member in float32."""
+        return 8 * math.prod(self.members[member].blocking.matrices)
+
 
 def make_stacks(
     members: Sequence[Member], rule: Rule, workspace: int, device: torch.device
@@ -321,29 +284,3 @@ def make_stacks(
         ungrafted=torch.zeros((), dtype=torch.int64, device=device),
         refreshed=set(),
     )
-
-
-def boxes(dims: tuple[int, ...], start: int, stop: int) -> tuple[tuple[slice, ...], ...]:
-    """Cover the flat range [start, stop) of a row-major grid with boxes, in order.
-
-    A range of rows may begin and end in the middle of a grid; each box is one strided view.
-    """
-    if start >= stop:
-        return ()
-    if len(dims) == 1:
-        return ((slice(start, stop),),)
-    inner = math.prod(dims[1:])
-    first, offset = divmod(start, inner)
-    last, rest = divmod(stop, inner)
-    if first == last:
-        return _under(first, boxes(dims[1:], offset, rest))
-    head = _under(first, boxes(dims[1:], offset, inner)) if offset else ()
-    body_start = first + 1 if offset else first
-    body = (
-        ((slice(body_start, last), *(slice(0, d) for d in dims[1:])),) if body_start < last else ()
-    )
-    return (*head, *body, *_under(last, boxes(dims[1:], 0, rest)))
-
-
-def _under(line: int, inner: tuple[tuple[slice, ...], ...]) -> tuple[tuple[slice, ...], ...]:
-    return tuple((slice(line, line + 1), *box) for box in inner)

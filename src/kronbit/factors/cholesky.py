@@ -12,7 +12,7 @@ from kronbit.config import Config, Format
 from kronbit.factors.dense import condition, decay_weights
 from kronbit.factors.storage import Layout, Leaves, root_storage, statistic_storage
 from kronbit.linalg.backend import backend
-from kronbit.linalg.orthogonal import Attempt, cholesky_
+from kronbit.linalg.orthogonal import Attempt
 from kronbit.linalg.products import multiply, operand
 from kronbit.linalg.roots import converged_inverse_root
 
@@ -122,7 +122,7 @@ class Cholesky:
             A[rows].diagonal(dim1=-2, dim2=-1)[:, n:].fill_(1.0)
         del c, statistic
         if attempt.number == 0:
-            C, good = cholesky_(A, attempt.chain)
+            C, good = backend(A.device).cholesky_(A, attempt.chain)
             return Triangle(C), good
         return _jittered(A)
 
@@ -165,7 +165,7 @@ def _jittered(A: Tensor) -> tuple[Triangle, Tensor]:
     C = torch.where(good[:, None, None], 0.0, torch.full_like(A, torch.nan))
     for jitter in _JITTERS:
         diagonal.copy_(original + jitter * mean)
-        candidate, positive = cholesky_(A.clone())
+        candidate, positive = backend(A.device).cholesky_(A.clone())
         pivots = candidate.diagonal(dim1=-2, dim2=-1)
         pivots.copy_((pivots.square() - jitter * mean).clamp_(min=0).sqrt_())
         new = positive & ~good

@@ -16,9 +16,8 @@ from torch import Tensor
 
 from kronbit.config import Format
 from kronbit.linalg.backend import Operand, backend
-from kronbit.linalg.torch_backend import joined
+from kronbit.linalg.torch_backend import joined, tile_count
 from kronbit.quantization import Quantizer, reference
-from kronbit.quantization.tiles import tile_count
 
 # The tensors of a stack by name. Every one has the rows of the stack as its first axis.
 Leaves: TypeAlias = dict[str, Tensor]
@@ -152,7 +151,9 @@ class CompactStorage:
 
     def _layout(self, order: int, tile: int | None) -> Layout:
         rows = (order,) if tile is None else (tile_count(order, tile), tile)
-        code_length, blocks = _blocks(self.quantizer, tile).lengths(tile or order)
+        code_length, blocks = replace(
+            self.quantizer, block_size=tile or self.quantizer.block_size
+        ).lengths(tile or order)
         scales = math.prod(rows) * blocks
         layout: Layout = {}
         if self.shape != "square":
@@ -169,7 +170,7 @@ class CompactStorage:
         leaves: Leaves = {}
         if triangle:
             leaves[f"{self.prefix}diagonal"] = X.diagonal(dim1=-2, dim2=-1).clone()
-        parameters = _blocks(self.quantizer, tile).parameters
+        parameters = _parameters(self.quantizer, tile)
         encoded = backend(X.device).encode_triangle(X, triangle, *parameters, tile is not None)
         names = ("codes", "scales", "top_scales")
         return leaves | {f"{self.prefix}{n}": leaf for n, leaf in zip(names, encoded, strict=True)}
@@ -181,7 +182,7 @@ class CompactStorage:
         )
         diagonal = None if self.shape == "square" else leaves[f"{self.prefix}diagonal"]
         order = codes.shape[1] if diagonal is None else diagonal.shape[1]
-        parameters = _blocks(self.quantizer, self.tile(order)).parameters
+        parameters = _parameters(self.quantizer, self.tile(order))
         mirrored = self.shape == "symmetric"
         return backend(codes.device).decode_triangle(
             codes, scales, tops, diagonal, mirrored, *parameters, out=out
@@ -194,9 +195,10 @@ class CompactStorage:
 
 
 @cache
-def _blocks(quantizer: Quantizer, tile: int | None) -> Quantizer:
-    """Return the quantiser with blocks that are rows of tiles."""
-    return quantizer if tile is None else replace(quantizer, block_size=tile)
+def _parameters(quantizer: Quantizer, tile: int | None) -> tuple[int, str, int]:
+    """Return bits, mapping and block size. With tiles, a row of a tile is a block."""
+    bits, mapping, block_size = quantizer.parameters
+    return bits, mapping, tile or block_size
 
 
 @cache

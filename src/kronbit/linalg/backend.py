@@ -138,7 +138,16 @@ class Backend(Protocol):
         """Return an object that launches repeated factorisations, as CUDA graphs if allowed."""
 
     def cholesky_(self, A: Tensor, chain: Chain | None = None) -> tuple[Tensor, Tensor]:
-        """See ``orthogonal.cholesky_``."""
+        """Return the lower triangular C with A = C Cᵀ.
+
+        Args:
+            A: (k, n, n), symmetric, float32, contiguous; may be overwritten.
+            chain: Launches factorisations that are repeated, if kernels do them.
+
+        Returns:
+            C: (k, n, n), zero above the diagonal.
+            good: bool (k,): False where a pivot was not positive. C is not usable there.
+        """
 
     def whitened(
         self, X: Tensor, room: Tensor | None, least: float, limit: float, chain: Chain | None

@@ -85,20 +85,6 @@ def orthogonality_error(Q: Tensor) -> Tensor:
     return error
 
 
-def cholesky_(A: Tensor, chain: Chain | None = None) -> tuple[Tensor, Tensor]:
-    """Return the lower triangular C with A = C Cᵀ.
-
-    Args:
-        A: (k, n, n), symmetric, float32, contiguous; may be overwritten.
-        chain: Launches factorisations that are repeated, if kernels do them.
-
-    Returns:
-        C: (k, n, n), zero above the diagonal.
-        good: bool (k,): False where a pivot was not positive. C is not usable there.
-    """
-    return backend(A.device).cholesky_(A, chain)
-
-
 def thousands(order: int) -> int:
     """Round an order up to a multiple of 1024. Orders with equal results may share a batch."""
     return 1024 * -(-order // 1024)

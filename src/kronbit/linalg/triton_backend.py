@@ -34,5 +34,5 @@ def chain(device: torch.device, graphs: bool) -> Chain:
 
 
 def cholesky_(A: Tensor, chain: Chain | None = None) -> tuple[Tensor, Tensor]:
-    """Overwrite A by its lower triangular factors; see ``orthogonal.cholesky_``."""
+    """Overwrite A by its lower triangular factors."""
     return A, factor_(A, chain)

@@ -99,7 +99,7 @@ class Binding:
                 }
             held.append(values)
         self._state = None  # not intact until everything is bound
-        self._entries = [(p, state[p]) for p in plan.places]
+        self._entries = [(p, state[p]) for p in plan.locations]
         self._holders, self._keys, self._views, self._dicts = [], [], [], []
         for block, values in zip(blocks, held, strict=True):
             views = {side: factors.slot(block.row) for side, factors in block.sides.items()}
@@ -116,14 +116,14 @@ class Binding:
         self._state = state
         unknown = {block.p for block, values in zip(blocks, held, strict=True) if values}
         unknown = {p for p in unknown if "product_bits" not in state[p]}
-        for p, place in plan.places.items():
-            preconditioner = plan.preconditioners[place.device]
+        for p, location in plan.locations.items():
+            preconditioner = plan.preconditioners[location.device]
             if p in unknown:
                 continue
             bits = state[p].setdefault("product_bits", 0)
             if bits:
-                preconditioner.stacks.refreshed.add(place.index)
-                preconditioner.products.ways[place.index] = bits
+                preconditioner.stacks.refreshed.add(location.index)
+                preconditioner.products.ways[location.index] = bits
         return unknown
 
 

@@ -43,16 +43,16 @@ class Stage:
     Attributes:
         rewriting: True if gradients may be G̃.
         in_base: True if weights and F's state may be new.
-        through: True if the step counts: weights, F's state and the second-order state are new.
+        complete: True if the step counts: weights, F's state and the second-order state are new.
     """
 
     def __init__(self, keep_gradients: bool, zeroes: bool) -> None:
         self._keep, self._zeroes = keep_gradients, zeroes
-        self.rewriting = self.in_base = self.through = False
+        self.rewriting = self.in_base = self.complete = False
 
     def __str__(self) -> str:
         """Return the note that is added to an error: what has changed, and what to do."""
-        if self.through:
+        if self.complete:
             return "The step is complete and counts: do not take it again."
         weights, again = "no weight has changed", _AGAIN
         if self.in_base:

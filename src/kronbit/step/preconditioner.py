@@ -6,10 +6,9 @@ exchange, which may assign it a part of the rows.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from itertools import chain, count, islice
 from typing import TYPE_CHECKING
 
@@ -29,7 +28,7 @@ from kronbit.blocks.batches import (
     rows_of,
 )
 from kronbit.blocks.gradients import GradientBlocks
-from kronbit.blocks.groups import Due, Group, Member, Turn, chunks, make_stacks
+from kronbit.blocks.groups import DeviceStacks, Due, Group, Member, Turn, chunks, make_stacks
 from kronbit.distributed.exchange import Exchange
 from kronbit.factors import is_root, is_statistic
 from kronbit.gpu.measured import Measured
@@ -107,7 +106,8 @@ class Preconditioner:
         self.all_turns = {turn for turns in self.turns for turn in turns}
         self._blocks = [len(member.blocking) for member in members]
         self._lengths = torch.tensor(self._blocks, dtype=torch.int64, device=device)
-        self._waves: BoundedCache[tuple[int, ...], list[Wave]] = BoundedCache(_REMEMBERED_WAVES)
+        # Of the stacks, not a method: a cycle would keep them in memory until a collection.
+        self._waves = lru_cache(_REMEMBERED_WAVES)(partial(_cut_into_waves, self.stacks))
         self._chain: Chain | None = None
         self._cuts: BoundedCache[tuple[Hashable, ...], tuple[list[Due], list[Portion]]] = (
             BoundedCache(_REMEMBERED_CUTS)
@@ -336,7 +336,7 @@ class Preconditioner:
         # ‖Ĝ‖² of every block, ordered by member and block. The sums run in this order whatever the
         # chunks are, so that they give the same bits every time.
         squares = norms.new_zeros(sum(self._blocks))
-        for wave in self._waves_of(active):
+        for wave in self._waves(active):
             held = []
             for group, rows in wave.parts:
                 G, Ghat = self.product(blocks, group, rows)
@@ -362,36 +362,35 @@ class Preconditioner:
         G = blocks.gather(group, rows)
         return G, combine(self.stacks.rule, group.left.roots(rows), G, group.right.roots(rows))
 
-    def _waves_of(self, active: tuple[int, ...]) -> list[Wave]:
-        """Cut the active members into waves, which are cached."""
-        return self._waves.obtain(active, lambda: list(self._cut_into_waves(active)))
 
-    def _cut_into_waves(self, active: tuple[int, ...]) -> Iterator[Wave]:
-        # Half of the workspace holds G and Ĝ, the other half is the scratch of a chunk.
-        budget = self.stacks.workspace // 2
-        wave: list[int] = []
-        total = 0
-        for index in active:
-            size = 8 * math.prod(self.stacks.members[index].blocking.matrices)
-            if wave and total + size > budget:
-                yield self._make_wave(wave, budget, fits=total <= budget)
-                wave, total = [], 0
-            wave.append(index)
-            total += size
-        yield self._make_wave(wave, budget, fits=total <= budget)
+def _cut_into_waves(stacks: DeviceStacks, active: tuple[int, ...]) -> list[Wave]:
+    """Cut the active members into waves."""
+    # Half of the workspace holds G and Ĝ, the other half is the scratch of a chunk.
+    budget = stacks.workspace // 2
+    waves: list[list[int]] = []
+    total = 0
+    for index in active:
+        size = stacks.held_bytes(index)
+        if not waves or total + size > budget:
+            waves.append([])
+            total = 0
+        waves[-1].append(index)
+        total += size
+    return [_make_wave(stacks, wave, budget) for wave in waves]
 
-    def _make_wave(self, wave: list[int], budget: int, fits: bool) -> Wave:
-        wanted = dict.fromkeys(wave, Due(self.stacks.members[wave[0]].config))
-        parts = tuple(
-            (group, rows)
-            for group in self.stacks.groups
-            for run, _ in group.runs(wanted, right=False)  # equal on both sides
-            for rows in chunks(run, PRECONDITION.rows(max(group.shape), group.shape, budget))
-        )
-        mask = torch.zeros_like(self.stacks.graft_ratio, dtype=torch.bool)
-        for index in wave:
-            mask[index : index + 1].fill_(True)  # an index tensor would come from the host
-        return Wave(parts, mask, fits)
+
+def _make_wave(stacks: DeviceStacks, wave: list[int], budget: int) -> Wave:
+    wanted = dict.fromkeys(wave, Due(stacks.members[wave[0]].config))
+    parts = tuple(
+        (group, rows)
+        for group in stacks.groups
+        for run, _ in group.runs(wanted, right=False)  # equal on both sides
+        for rows in chunks(run, PRECONDITION.rows(max(group.shape), group.shape, budget))
+    )
+    mask = torch.zeros_like(stacks.graft_ratio, dtype=torch.bool)
+    for index in wave:
+        mask[index : index + 1].fill_(True)  # an index tensor would come from the host
+    return Wave(parts, mask, fits=sum(map(stacks.held_bytes, wave)) <= budget)
 
 
 def _per_row(values: Tensor) -> Tensor:

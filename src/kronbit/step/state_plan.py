@@ -22,8 +22,8 @@ from kronbit.step.preconditioner import Preconditioner
 
 
 @dataclass(frozen=True)
-class Place:
-    """The place of a parameter's state.
+class Location:
+    """The location of a parameter's state.
 
     Attributes:
         device: The preconditioner's device.
@@ -49,18 +49,18 @@ class PlannedBlock:
 
 
 class StatePlan:
-    """The preconditioners, one per device, and each parameter's place in them.
+    """The preconditioners, one per device, and each parameter's location in them.
 
     Args:
         params: Parameters with their options, in the order of the param groups. Parameters that are
-            left to F get no place.
+            left to F get no location.
         algorithm: The algorithm.
         options: The optimizer's options. ``workspace_mb``, ``cuda_graph`` and ``blocks`` are used.
         route: Returns the cut of a parameter, or the reason why it is left to F.
         exchange: Divides work among ranks that hold the same state.
 
     Attributes:
-        places: Parameter -> its place.
+        locations: Parameter -> its location.
         preconditioners: Device -> its preconditioner.
     """
 
@@ -74,17 +74,17 @@ class StatePlan:
     ) -> None:
         members: dict[torch.device, list[Member]] = {}
         dtypes: dict[torch.device, set[torch.dtype]] = {}
-        self.places: dict[Tensor, Place] = {}
+        self.locations: dict[Tensor, Location] = {}
         self._rows = first_rows if options.blocks == "local" else lambda p: ""
         self._route = route
         for p, config in params:
-            if p in self.places:
+            if p in self.locations:
                 continue  # listed twice: torch only warns
             on_device = members.setdefault(p.device, [])
             dtypes.setdefault(p.device, set()).add(p.dtype)
             blocking = route(p, config)
             if isinstance(blocking, Blocking):
-                self.places[p] = Place(p.device, len(on_device), p.shape, config)
+                self.locations[p] = Location(p.device, len(on_device), p.shape, config)
                 on_device.append(Member(blocking, config))
         for device, on_device in members.items():
             if has_kernels(device) and device.type == "cuda":
@@ -108,7 +108,7 @@ class StatePlan:
         configs: Iterable[Config],
         name: Callable[[Tensor], str],
     ) -> bool:
-        """True if a parameter needs a place on its device and has none.
+        """True if a parameter needs a location on its device and has none.
 
         Args:
             params: The parameters.
@@ -124,22 +124,22 @@ class StatePlan:
     def _lacks(self, p: Tensor, config: Config, name: Callable[[Tensor], str]) -> bool:
         if p.device not in self.preconditioners:
             return True
-        place = self.places.get(p)
-        if place is None:
+        location = self.locations.get(p)
+        if location is None:
             return isinstance(self._route(p, config), Blocking)
-        if place.shape != p.shape:
+        if location.shape != p.shape:
             raise ValueError(
-                f"the shape of {name(p)} has changed from {tuple(place.shape)} to "
+                f"the shape of {name(p)} has changed from {tuple(location.shape)} to "
                 f"{tuple(p.shape)} and its state does not fit: build a new optimizer"
             )
-        change = _forbidden_change(place.config, config)
+        change = _forbidden_change(location.config, config)
         if change:
             raise ValueError(f"group of {name(p)}: {change}")
-        return place.device != p.device
+        return location.device != p.device
 
     def blocks(self) -> Iterator[PlannedBlock]:
         """Yield every block of every parameter."""
-        params = {(place.device, place.index): p for p, place in self.places.items()}
+        params = {(location.device, location.index): p for p, location in self.locations.items()}
         for device, preconditioner in self.preconditioners.items():
             for group in preconditioner.stacks.groups:
                 sides = {"left": group.left, "right": group.right}
@@ -156,11 +156,11 @@ class StatePlan:
         This is for state that lacks the key. Waits for the device.
         """
         for p in params:
-            if p in self.places:
-                place = self.places[p]
-                preconditioner = self.preconditioners[place.device]
-                preconditioner.find_refreshed([place.index], whole=place.config.stagger)
-                refreshed = place.index in preconditioner.stacks.refreshed
+            if p in self.locations:
+                location = self.locations[p]
+                preconditioner = self.preconditioners[location.device]
+                preconditioner.find_refreshed([location.index], whole=location.config.stagger)
+                refreshed = location.index in preconditioner.stacks.refreshed
                 state[p]["product_bits"] = FLOAT32 if refreshed else 0
 
 

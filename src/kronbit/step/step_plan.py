@@ -213,11 +213,11 @@ class StepPlan:
             if p.device not in numbers:
                 members = state_plan.preconditioners[p.device].stacks.members
                 numbers[p.device], rest[p.device] = [None] * len(members), []
-            place = state_plan.places.get(p)
-            if place is None:
+            location = state_plan.locations.get(p)
+            if location is None:
                 rest[p.device].append(number)
             else:
-                numbers[p.device][place.index] = number
+                numbers[p.device][location.index] = number
         entries = [state[p] for p in gradients.params]
         preconditioners = state_plan.preconditioners
         return cls(
@@ -310,14 +310,14 @@ def expected_updates(
         config = config_of(group)
         known: dict[tuple[int, int], bool] = {}  # nearly always a single step, and nothing is due
         for p in group["params"]:
-            place = plan.places.get(p) if config.stagger and plan is not None else None
+            location = plan.locations.get(p) if config.stagger and plan is not None else None
             turns: tuple[Turn, ...] = ()
-            if plan is not None and place is not None:
-                turns = plan.preconditioners[place.device].turns[place.index]
+            if plan is not None and location is not None:
+                turns = plan.preconditioners[location.device].turns[location.index]
             step = state[p].get("step", 0) if p in state else 0
             key = step, id(turns)
             if key not in known:
-                any_turn = config.stagger and place is None
+                any_turn = config.stagger and location is None
                 known[key] = any_turn or bool(turns_at(updates_at, config, step + 1, turns))
             if known[key] and isinstance(route(p, config), Blocking):
                 yield p

@@ -147,36 +147,21 @@ class Config:
     nonfinite: str = "zero"
 
     def __post_init__(self) -> None:
-        _choice("bits", self.bits, BITS)
-        if self.root_bits is not None:
-            _choice("root_bits", self.root_bits, BITS)
-        if self.method is not None:
-            _choice("method", self.method, METHODS)
+        for field in fields(self):
+            name, value = field.name, getattr(self, field.name)
+            if value is None and field.default is None:
+                continue
+            if isinstance(field.default, bool):
+                _choice(name, value, (True, False))
+            elif name in _CHOICES:
+                _choice(name, value, _CHOICES[name])
+            elif name in _LEAST:
+                _integer(name, value, _LEAST[name])
+            elif name in _INTERVALS:
+                _number(name, value, *_INTERVALS[name])
         Quantizer(self.bits, self.mapping, self.block_size)
-        _integer("min_quantized_numel", self.min_quantized_numel, 0)
-        if self.storage is not None:
-            _choice("storage", self.storage, STORAGES)
-        _number("exponent", self.exponent, -1, 0)
         if self.exponent not in EXPONENTS:
             raise ValueError(f"exponent must be one of {EXPONENTS}; got {self.exponent!r}")
-        _choice("trace_scaling", self.trace_scaling, (True, False))
-        _number("beta", self.beta, 0, 1)
-        _number("damping", self.damping, 0, math.inf)
-        if self.start is not None:
-            _number("start", self.start, 0, math.inf)
-        _integer("update_every", self.update_every, 1)
-        _integer("refresh_every", self.refresh_every, 1)
-        if self.first_refresh is not None:
-            _integer("first_refresh", self.first_refresh, 1)
-        _choice("stagger", self.stagger, (True, False))
-        _integer("update_rectify", self.update_rectify, 0)
-        _integer("refresh_rectify", self.refresh_rectify, 0)
-        _integer("qr_iterations", self.qr_iterations, 1)
-        _choice("root", self.root, ("eigen", "schur_newton"))
-        _integer("newton_steps", self.newton_steps, 1)
-        _integer("max_order", self.max_order, 1)
-        _choice("split", self.split, ("greedy", "even"))
-        _integer("batch_dims", self.batch_dims, 0)
         if self.split_sizes is not None:
             if not _is_sequence(self.split_sizes) or not self.split_sizes:
                 raise TypeError(
@@ -185,14 +170,6 @@ class Config:
             for size in self.split_sizes:
                 _integer("each of split_sizes", size, 1)
             object.__setattr__(self, "split_sizes", tuple(self.split_sizes))
-        _choice("precondition", self.precondition, (True, False))
-        _number("workspace_mb", self.workspace_mb, 0, math.inf)
-        _choice("offload_statistics", self.offload_statistics, (True, False))
-        _choice("shard_state", self.shard_state, (True, False))
-        _choice("blocks", self.blocks, ("whole", "local"))
-        _choice("keep_gradients", self.keep_gradients, (True, False))
-        _choice("cuda_graph", self.cuda_graph, (True, False))
-        _choice("nonfinite", self.nonfinite, ("zero", "pass", "raise"))
         self._check_combinations()
 
     def _check_combinations(self) -> None:
@@ -275,6 +252,23 @@ def take_options(
                 )
     return config
 
+
+# Allowed values of options that are neither booleans nor checked by the quantiser.
+_CHOICES: dict[str, tuple[object, ...]] = {
+    "bits": BITS,
+    "root_bits": BITS,
+    "method": METHODS,
+    "storage": STORAGES,
+    "root": ("eigen", "schur_newton"),
+    "split": ("greedy", "even"),
+    "blocks": ("whole", "local"),
+    "nonfinite": ("zero", "pass", "raise"),
+}
+_LEAST = {"min_quantized_numel": 0, "update_rectify": 0, "refresh_rectify": 0, "batch_dims": 0}
+_LEAST |= dict.fromkeys(("update_every", "refresh_every", "first_refresh", "qr_iterations"), 1)
+_LEAST |= {"newton_steps": 1, "max_order": 1}
+_INTERVALS: dict[str, tuple[float, float]] = {"exponent": (-1, 0), "beta": (0, 1)}
+_INTERVALS |= dict.fromkeys(("damping", "start", "workspace_mb"), (0, math.inf))
 
 GLOBAL_OPTIONS = frozenset(
     {

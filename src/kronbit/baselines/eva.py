@@ -149,7 +149,7 @@ class EVA(Rewriter):
         for handle in self._handles:
             handle.remove()
         layers = [self._layers[p] for p in self._params() if p in self._layers]
-        self._handles = hooked(self, [] if self._closed else layers)
+        self._handles = hooked(self.watch, [] if self._closed else layers)
 
     def close(self) -> None:
         """Remove the hooks from the model. The means no longer change."""

@@ -152,7 +152,12 @@ class Backend(Protocol):
     def whitened(
         self, X: Tensor, room: Tensor | None, least: float, limit: float, chain: Chain | None
     ) -> Operand:
-        """Return X R⁻¹ with Rᵀ R = Xᵀ X, for X with normalised columns; NaN where this fails.
+        """Return X R⁻¹ with Rᵀ R = Xᵀ X, for X with columns of length 1; NaN where this fails.
+
+        Rounding errors grow with the condition number, and pivots near zero consist of nothing
+        else. Columns with these pivots are postponed: they are made orthogonal to the others, but
+        not to each other. The result is better conditioned, and a second pass, where R⁻¹ is large,
+        does the rest.
 
         Args:
             X: (k, m, n), contiguous; may be overwritten.

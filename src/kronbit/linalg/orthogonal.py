@@ -100,35 +100,6 @@ def least_pivot(order: int) -> float:
     return _ROUNDING * thousands(order)
 
 
-def _whitened(X: Tensor, room: Tensor | None, chain: Chain | None) -> Operand:
-    """Return X R⁻¹ with Rᵀ R = Xᵀ X, for X with columns of length 1; NaN where that fails.
-
-    Rounding errors grow with the condition number, and pivots near zero consist of nothing else.
-    Columns with these pivots are postponed: they are made orthogonal to the others, but not to each
-    other. The result is better conditioned, and a second pass, where R⁻¹ is large, does the rest.
-
-    Args:
-        X: (k, m, n), contiguous; may be overwritten.
-        room: (k, n, n) that may be overwritten; it may be X itself.
-        chain: Launches factorisations that are repeated, if kernels do them.
-    """
-    least = least_pivot(X.shape[-1])
-    limit = _ONE_PASS / math.sqrt(least)
-    return backend(X.device).whitened(X, room, least, limit, chain)
-
-
-def _better_conditioned(X: Tensor, room: Tensor | None) -> Tensor:
-    """Return X R⁻¹ with Rᵀ R = Xᵀ X + shift I. This never fails.
-
-    It reduces the condition number by two or three orders of magnitude.
-
-    Args:
-        X: (k, m, n), contiguous; may be overwritten.
-        room: (k, n, n) that may be overwritten; it may be X itself.
-    """
-    return backend(X.device).shifted(X, room, least_pivot(X.shape[-1]))
-
-
 def _corrected(Q: Operand, room: Tensor | None) -> tuple[Tensor, Tensor]:
     """Correct a nearly orthonormal Q twice; return it, and bool (k,), True if trusted."""
     by = backend(Q)
@@ -153,8 +124,9 @@ def cholesky_qr(X: Tensor, chain: Chain | None = None) -> tuple[Tensor, Tensor]:
     """
     with full_precision():
         X = X.contiguous()
-        room = _room(X)
-        return _corrected(_whitened(X, room, chain), room)
+        room, least = _room(X), least_pivot(X.shape[-1])
+        limit = _ONE_PASS / math.sqrt(least)
+        return _corrected(backend(X.device).whitened(X, room, least, limit, chain), room)
 
 
 def shifted_cholesky_qr(X: Tensor) -> tuple[Tensor, Tensor]:
@@ -162,7 +134,8 @@ def shifted_cholesky_qr(X: Tensor) -> tuple[Tensor, Tensor]:
     with full_precision():
         for _ in range(_SHIFTED_PASSES):
             X = X.contiguous()
-            X = _better_conditioned(X, _room(X))
+            # Reduces the condition number by two or three orders of magnitude, and never fails.
+            X = backend(X.device).shifted(X, _room(X), least_pivot(X.shape[-1]))
         return cholesky_qr(X)
 
 

@@ -188,7 +188,7 @@ class ActivationStatistics:
             return
         for handle in self._handles:
             handle.remove()
-        self._handles = hooked(self, [] if self._closed else wanted)
+        self._handles = hooked(self.watch, [] if self._closed else wanted)
 
     def forget(self) -> None:
         """Drop collected sums: their gradients have been reset."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -12,18 +12,14 @@ from torch.utils.hooks import RemovableHandle
 
 from kronbit.statistics.layers import Layer
 
-
-class Watcher(Protocol):
-    """Observes the inputs and outputs of layers."""
-
-    def watch(self, layer: Layer, x: Tensor, output: Any) -> None:
-        """Observe a call of a layer in training mode, with gradients enabled."""
+# Receives a layer, its input and its output, at a call in training mode with gradients enabled.
+Watch: TypeAlias = Callable[[Layer, Tensor, Any], None]
 
 
-def hooked(watcher: Watcher, layers: Iterable[Layer]) -> list[RemovableHandle]:
-    """Register hooks that report calls of layers to a watcher; return their handles."""
+def hooked(watch: Watch, layers: Iterable[Layer]) -> list[RemovableHandle]:
+    """Register hooks that report calls of layers to a method; return their handles."""
     return [
-        layer.module.register_forward_hook(_Hook(watcher, layer), with_kwargs=True)
+        layer.module.register_forward_hook(_Hook(watch, layer), with_kwargs=True)
         for layer in layers
     ]
 
@@ -77,25 +73,23 @@ class _Keep(torch.autograd.Function):
 
 
 class _Hook:
-    """Reports calls of a layer to a watcher. Copies of the layer get no hook."""
+    """Reports calls of a layer to a method. Copies of the layer get no hook."""
 
-    def __init__(self, watcher: Watcher, layer: Layer) -> None:
-        self._watcher, self._layer = (
-            weakref.ref(watcher),
-            layer,
-        )  # the model may outlive the optimizer
+    def __init__(self, watch: Watch, layer: Layer) -> None:
+        # Weak, because the model may outlive the optimizer.
+        self._watch, self._layer = weakref.WeakMethod(watch), layer
 
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any
     ) -> None:
-        watcher, weight = self._watcher(), self._layer.weight
+        watch, weight = self._watch(), self._layer.weight
         # A functional call or pruning may give the layer another weight.
         same = module is self._layer.module and module._parameters.get("weight") is weight
-        if watcher is None or not same or not module.training or not weight.requires_grad:
+        if watch is None or not same or not module.training or not weight.requires_grad:
             return
         if torch.is_grad_enabled() and torch._C._functorch.peek_interpreter_stack() is None:
             x = args[0] if args else next(iter(kwargs.values()))
-            watcher.watch(self._layer, x, output)
+            watch(self._layer, x, output)
 
     def __deepcopy__(self, memo: Mapping[int, Any]) -> Callable[..., None]:
         return _ignore

@@ -75,7 +75,7 @@ class SecondOrder(Around):
         self._groups.check()  # before anything is changed
         super().__init__(self.base.param_groups, {**self.base.defaults, **self._groups.defaults})
         self._start_unplanned()
-        self._join_base_states()
+        self._keeper.base_link.join(self.state, self.base.state)
         self._expect_statistics()
 
     def _make_statistics(self) -> Statistics:
@@ -233,7 +233,9 @@ class SecondOrder(Around):
         )
         for _, p, _ in rows:
             if p in plan.locations or (p.requires_grad and not self._ranks.owns(p)):
-                self._start_state(p)  # on all ranks, or on none
+                self._keeper.base_link.start(
+                    p, self.state, self.base.state
+                )  # on all ranks, or on none
         self._keeper.bind(plan, self.state)
         if old is None:
             warn_of_few(rows, self._statistics.route, self.summary)
@@ -266,12 +268,6 @@ class SecondOrder(Around):
 
     # ---------------------------------------------------------------------------------- state
 
-    def _start_state(self, p: Tensor) -> None:
-        self._keeper.base_link.start(p, self.state, self.base.state)
-
-    def _join_base_states(self) -> None:
-        self._keeper.base_link.join(self.state, self.base.state)
-
     def state_dict(self) -> dict[str, Any]:
         """Return the state: plain tensors by parameter and block, and F's state under ``"base"``.
 
@@ -286,7 +282,7 @@ class SecondOrder(Around):
     def _local_state_dict(self) -> dict[str, Any]:
         """Return the state that this rank holds."""
         self._groups.complete()
-        self._join_base_states()
+        self._keeper.base_link.join(self.state, self.base.state)
         return super().state_dict()
 
     @torch.no_grad()
@@ -320,8 +316,8 @@ class SecondOrder(Around):
         self.state = defaultdict(dict, checkpoint.new_state())
         self._start_unplanned()
         for p in checkpoint.entries:
-            self._start_state(p)
-        self._join_base_states()
+            self._keeper.base_link.start(p, self.state, self.base.state)
+        self._keeper.base_link.join(self.state, self.base.state)
         if checkpoint.entries:
             self._keeper.bind(plan, self.state, checkpoint.of_unknown_products())
         warn_after_loading(checkpoint.entries, self._groups.rows(), self._statistics.route)

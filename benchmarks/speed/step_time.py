@@ -38,6 +38,7 @@ from torch import nn
 
 import kronbit
 from kronbit import CASPR, Shampoo
+from kronbit.blocks.batches import refresh_cost
 from kronbit.blocks.groups import Due
 from kronbit.linalg.precision import full_precision
 from kronbit.linalg.products import multiply, operand
@@ -265,12 +266,14 @@ def roots(optimizer: kronbit.Shampoo | kronbit.CASPR) -> dict[str, float]:
         for _ in range(math.ceil(count)):
             multiply(x, x, out=out)
 
+    def refresh() -> None:
+        share = preconditioner._may_share
+        preconditioner._refresh(preconditioner._remembered(due, refresh_cost, share))
+
     refreshes, floors = [], []
     with torch.no_grad(), full_precision():
         for _ in range(9):
-            refreshes.append(
-                milliseconds(lambda: preconditioner._refresh(preconditioner._first_refreshes(due)))
-            )
+            refreshes.append(milliseconds(refresh))
             floors.append(milliseconds(large_products) * count / math.ceil(count))
     result = {"roots_ms": statistics.median(refreshes)}
     if all(side.format.method == "cholesky" for side in sides):

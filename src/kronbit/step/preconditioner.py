@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from itertools import chain, count, islice
+from itertools import chain, islice
 from typing import TYPE_CHECKING
 
 import torch
@@ -143,19 +143,12 @@ class Preconditioner:
         """Run PU on the rows of this rank; retry rows where a factorisation failed."""
         if self._chain is None:
             self._chain = backend(self.stacks.device).chain(self.stacks.device, self._graphs)
-        first = Attempt(chain=self._chain)
-        failed = self._update(self._first_updates(due), M_of, finite, first)
-        for number in count(1):
-            again = []
-            for part in failed:
-                repairs = part.factors.method.repairs[number - 1 :]
-                part.factors.counters[repairs[0] if repairs else "discarded_statistics"] += 1
-                again += [part] if repairs else []
-            if not again:
-                break
-            mixed = partial(self._may_share, attempt=number)
-            portions = self._cut(again, ROBUST_UPDATE, mixed)
-            failed = self._update(portions, M_of, finite, Attempt(number))
+        attempt = Attempt(chain=self._chain)
+        failed = self._update(self._first_updates(due), M_of, finite, attempt)
+        while failed := _repairable(failed, attempt.number, roots=False):
+            attempt = Attempt(attempt.number + 1)
+            mixed = partial(self._may_share, attempt=attempt.number)
+            failed = self._update(self._cut(failed, ROBUST_UPDATE, mixed), M_of, finite, attempt)
 
     def _update(
         self,
@@ -210,9 +203,6 @@ class Preconditioner:
         assigned = self.exchange.assigned(due_parts(self.stacks.groups, due))
         return self._cut(self.progress.left(assigned), UPDATE, mixed)
 
-    def _first_refreshes(self, due: Mapping[int, Due]) -> list[Portion]:
-        return self._remembered(due, refresh_cost, self._may_share)
-
     def _remembered(
         self,
         due: Mapping[int, Due],
@@ -255,16 +245,11 @@ class Preconditioner:
 
     def _refresh_assigned(self, due: Mapping[int, Due]) -> None:
         """Run PIRU on the rows of this rank; retry failed rows with more damping."""
-        failed = self._refresh(self._first_refreshes(due))
-        for number in count():
-            again = []
-            for part in failed:
-                repairs = part.factors.method.root_repairs[number:]
-                part.factors.counters[repairs[0] if repairs else "discarded_roots"] += 1
-                again += [part.damped_by(10.0 ** (number + 1))] if repairs else []
-            if not again:
-                break
-            failed = self._refresh(self._cut(again, refresh_cost, self._may_share))
+        number, failed = 0, self._refresh(self._remembered(due, refresh_cost, self._may_share))
+        while failed := _repairable(failed, number, roots=True):
+            number += 1
+            damped = [part.damped_by(10.0**number) for part in failed]
+            failed = self._refresh(self._cut(damped, refresh_cost, self._may_share))
 
     def _refresh(self, portions: Iterable[Portion]) -> list[Part]:
         """Run PIRU on some rows; return rows that keep the old root: the new one is not finite."""
@@ -361,6 +346,25 @@ class Preconditioner:
         """Return G and Ĝ of some rows."""
         G = blocks.gather(group, rows)
         return G, combine(self.stacks.rule, group.left.roots(rows), G, group.right.roots(rows))
+
+
+def _repairable(failed: Iterable[Part], number: int, roots: bool) -> list[Part]:
+    """Count failed rows by the repair that comes next; return the rows that have one.
+
+    Args:
+        failed: Rows where attempt ``number`` has failed.
+        number: Counts from 0.
+        roots: True for a refresh, False for an update.
+    """
+    repairable = []
+    for part in failed:
+        method = part.factors.method
+        repairs = (method.root_repairs if roots else method.repairs)[number:]
+        discarded = "discarded_roots" if roots else "discarded_statistics"
+        part.factors.counters[repairs[0] if repairs else discarded] += 1
+        if repairs:
+            repairable.append(part)
+    return repairable
 
 
 def _cut_into_waves(stacks: DeviceStacks, active: tuple[int, ...]) -> list[Wave]:

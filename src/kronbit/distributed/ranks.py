@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, Literal
@@ -16,9 +16,8 @@ from kronbit.blocks.blocking import Blocking
 from kronbit.blocks.gradients import plain_dtypes
 from kronbit.config import GLOBAL_OPTIONS, GROUP_OPTIONS, Config
 from kronbit.distributed.collectives import Link, message_device
-from kronbit.distributed.exchange import Alone, Exchange
+from kronbit.distributed.exchange import Exchange
 from kronbit.distributed.owners import Owners
-from kronbit.distributed.replicas import Replicas
 from kronbit.distributed.sharding import (
     Placement,
     is_distributed,
@@ -32,14 +31,12 @@ if TYPE_CHECKING:
 
     from kronbit.blocks.gradients import StepGradients
 
-_ALONE = Alone()
-
 
 class Ranks:
     """The ranks that take steps together: where state is, and which rank does which work.
 
     Args:
-        exchange: Divides work among ranks that hold the same state.
+        exchange: Divides work among ranks that hold the same state, if there are any.
         owners: Owners of parameters whose state is on one rank each, if there are any.
         link: All ranks that take steps together, if there are several.
         localises: True if there are DTensors, of which this rank uses its local part.
@@ -47,12 +44,12 @@ class Ranks:
 
     def __init__(
         self,
-        exchange: Exchange = _ALONE,
+        exchange: Exchange | None = None,
         owners: Owners | None = None,
         link: Link | None = None,
         localises: bool = False,
     ) -> None:
-        self.exchange, self.owners = exchange, owners
+        self.exchange, self.owners = exchange or Exchange(), owners
         self._link, self.localises = link, localises
         self._agreed = link is None
 
@@ -63,12 +60,8 @@ class Ranks:
     @property
     def first(self) -> bool:
         """True if this rank is the first of all that take steps together."""
-        links = []
-        if isinstance(self.exchange, Replicas):
-            links.append(self.exchange.link)
-        if self.owners is not None:
-            links.append(self.owners.link)
-        return all(link.rank == 0 for link in links)
+        links = self.exchange.link, None if self.owners is None else self.owners.link
+        return all(link is None or link.rank == 0 for link in links)
 
     def whole(
         self, gradients: StepGradients, is_due: Callable[[], bool]
@@ -93,8 +86,8 @@ class Ranks:
             larger: The result of ``find_ranks`` with the new parameters.
         """
         if self.owners is not None and larger.owners is not None:
-            larger.owners.keep(self.owners)
-        if isinstance(self.exchange, Replicas) and isinstance(larger.exchange, Replicas):
+            larger.owners.owner_of |= self.owners.owner_of
+        if self.exchange.link is not None and larger.exchange.link is not None:
             larger.exchange = self.exchange
         vars(self).update(vars(larger))  # in place: a trainer's wrapper cannot set our attributes
 
@@ -106,11 +99,10 @@ class Ranks:
         ranks that own parameters: their number, and the bytes of gradients that this rank has sent
         or received.
         """
-        figures: dict[str, int] = {}
-        replicas, owners = self.exchange, self.owners
-        if isinstance(replicas, Replicas):
-            figures["replicas"] = replicas.link.ranks
-            figures |= {"apart": replicas.apart, "received_bytes": replicas.received}
+        figures, exchange, owners = {}, self.exchange, self.owners
+        if exchange.link is not None:
+            figures = {"replicas": exchange.link.ranks, "apart": exchange.apart}
+            figures["received_bytes"] = exchange.received
         if owners is not None:
             figures |= {"owners": owners.link.ranks, "gradient_bytes": owners.bytes}
         return figures
@@ -198,50 +190,43 @@ def find_ranks(
     Raises:
         ValueError: If ranks cannot communicate, or options do not suit them.
     """
-    blockings = [
-        (p, blocking)
-        for p, options in parameters
-        if isinstance(blocking := route(p, options), Blocking)
-    ]
     localises = any(is_distributed(p) for p, _ in parameters)
-    # All of them, even if this rank has no rows: other ranks must decide the same.
-    placements = {
-        p: placement
-        for p, options in parameters
-        if options.precondition and (placement := placement_of(p))
-    }
+    blockings, placements = {}, {}
+    for p, options in parameters:
+        blocking, placement = route(p, options), placement_of(p)
+        if isinstance(blocking, Blocking):
+            blockings[p] = blocking
+        # Even if this rank has no rows of it: other ranks must decide the same.
+        if options.precondition and placement is not None:
+            placements[p] = placement
     if not (blockings or placements) or not (dist.is_available() and dist.is_initialized()):
         return Ranks(localises=localises)
     device = parameters[0][0].device
     if placements:
         placement = next(iter(placements.values()))  # all are on one mesh
-        ranks = _ranks_of_mesh(placement, config, process_group, device)
-        params = [(p, blocking) for p, blocking in blockings if p in placements]
+        ranks = _ranks_of_mesh(placement, config, device, process_group is False)
+        blockings = {p: blockings[p] for p in blockings if p in placements}
     else:
         ranks = _ranks_of_group(config, process_group, device, localises)
-        params = blockings
     if ranks.owners is not None:
-        _refuse_stagger(options for _, options in parameters)
-        ranks.owners.choose(params)
+        if any(options.stagger for _, options in parameters):
+            raise ValueError(
+                "stagger=True spreads the blocks of all parameters over steps, but if parameters "
+                "have owners (FSDP2, shard_state=True), no rank has all of them: leave it out"
+            )
+        ranks.owners.choose(blockings)
     return ranks
 
 
 def _ranks_of_mesh(
-    placement: Placement,
-    config: Config,
-    process_group: ProcessGroup | Literal[False] | None,
-    device: torch.device,
+    placement: Placement, config: Config, device: torch.device, alone: bool
 ) -> Ranks:
-    """Return the ranks that divide rows of parameters, and the ranks that hold the same rows."""
-    link, copies = Link.between(placement.group(), device), placement.copies()
-    exchange: Exchange = _ALONE
-    if copies is not None and process_group is not False:
-        exchange = Replicas(Link.between(copies, device), given=True)
+    """Return the ranks that divide rows, and those that hold the same rows unless ``alone``."""
+    link, copies = Link(placement.group(), device), placement.copies()
+    exchange = None if alone or copies is None else Exchange(Link(copies, device), given=True)
     if config.blocks == "local":
         return Ranks(exchange, link=link, localises=True)
-    workspace, spreads = int(config.workspace_mb * 2**20), config.nonfinite != "raise"
-    owners = Owners(link, workspace, placement, spreads)
-    return Ranks(exchange, owners, link)
+    return Ranks(exchange, Owners(link, config, placement), link)
 
 
 def _ranks_of_group(
@@ -258,15 +243,7 @@ def _ranks_of_group(
         dist.get_world_size(group) == 1 or message_device(group, device) is None
     ):
         return Ranks(localises=localises)
-    link = Link.between(group, device)
+    link = Link(group, device)
     if config.shard_state:
-        return Ranks(owners=Owners(link, int(config.workspace_mb * 2**20)), link=link)
-    return Ranks(Replicas(link, process_group is not None), link=link, localises=localises)
-
-
-def _refuse_stagger(configs: Iterable[Config]) -> None:
-    if any(config.stagger for config in configs):
-        raise ValueError(
-            "stagger=True spreads the blocks of all parameters over steps, but if parameters have "
-            "owners (FSDP2, shard_state=True), no rank has all of them: leave it out"
-        )
+        return Ranks(owners=Owners(link, config), link=link)
+    return Ranks(Exchange(link, process_group is not None), link=link, localises=localises)

@@ -30,7 +30,7 @@ from kronbit.blocks.batches import (
 )
 from kronbit.blocks.gradients import GradientBlocks
 from kronbit.blocks.groups import Due, Group, Member, Turn, chunks, make_stacks
-from kronbit.distributed.exchange import Alone, Exchange
+from kronbit.distributed.exchange import Exchange
 from kronbit.factors import is_root, is_statistic
 from kronbit.gpu.measured import Measured
 from kronbit.gpu.product_precision import KernelProducts
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 _REMEMBERED_WAVES = 16
 _REMEMBERED_CUTS = 256
-_ALONE = Alone()
+_ALONE = Exchange()
 
 
 @dataclass(frozen=True)

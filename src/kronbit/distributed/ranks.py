@@ -18,12 +18,7 @@ from kronbit.config import GLOBAL_OPTIONS, GROUP_OPTIONS, Config
 from kronbit.distributed.collectives import Link, message_device
 from kronbit.distributed.exchange import Exchange
 from kronbit.distributed.owners import Owners
-from kronbit.distributed.sharding import (
-    Placement,
-    is_distributed,
-    local_gradients,
-    placement_of,
-)
+from kronbit.distributed.sharding import is_distributed, local_gradients, placement_of
 from kronbit.messages import parameter_name
 
 if TYPE_CHECKING:
@@ -190,7 +185,7 @@ def find_ranks(
     Raises:
         ValueError: If ranks cannot communicate, or options do not suit them.
     """
-    localises = any(is_distributed(p) for p, _ in parameters)
+    alone = Ranks(localises=any(is_distributed(p) for p, _ in parameters))
     blockings, placements = {}, {}
     for p, options in parameters:
         blocking, placement = route(p, options), placement_of(p)
@@ -200,50 +195,40 @@ def find_ranks(
         if options.precondition and placement is not None:
             placements[p] = placement
     if not (blockings or placements) or not (dist.is_available() and dist.is_initialized()):
-        return Ranks(localises=localises)
-    device = parameters[0][0].device
-    if placements:
-        placement = next(iter(placements.values()))  # all are on one mesh
-        ranks = _ranks_of_mesh(placement, config, device, process_group is False)
-        blockings = {p: blockings[p] for p in blockings if p in placements}
+        return alone
+    device, exchange = parameters[0][0].device, None
+    placement = next(iter(placements.values()), None)  # all are on one mesh
+    if placement is None:
+        link = _link(process_group, device)
+        if link is None:
+            return alone
+        if not config.shard_state:
+            exchange = Exchange(link, given=process_group is not None)
+            return Ranks(exchange, link=link, localises=alone.localises)
     else:
-        ranks = _ranks_of_group(config, process_group, device, localises)
-    if ranks.owners is not None:
-        if any(options.stagger for _, options in parameters):
-            raise ValueError(
-                "stagger=True spreads the blocks of all parameters over steps, but if parameters "
-                "have owners (FSDP2, shard_state=True), no rank has all of them: leave it out"
-            )
-        ranks.owners.choose(blockings)
-    return ranks
+        link, copies = Link(placement.group(), device), placement.copies()
+        if copies is not None and process_group is not False:
+            exchange = Exchange(Link(copies, device), given=True)
+        if config.blocks == "local":
+            return Ranks(exchange, link=link, localises=True)
+        blockings = {p: blockings[p] for p in blockings if p in placements}
+    if any(options.stagger for _, options in parameters):
+        raise ValueError(
+            "stagger=True spreads the blocks of all parameters over steps, but if parameters have "
+            "owners (FSDP2, shard_state=True), no rank has all of them: leave it out"
+        )
+    owners = Owners(link, config, placement)
+    owners.choose(blockings)
+    return Ranks(exchange, owners, link)
 
 
-def _ranks_of_mesh(
-    placement: Placement, config: Config, device: torch.device, alone: bool
-) -> Ranks:
-    """Return the ranks that divide rows, and those that hold the same rows unless ``alone``."""
-    link, copies = Link(placement.group(), device), placement.copies()
-    exchange = None if alone or copies is None else Exchange(Link(copies, device), given=True)
-    if config.blocks == "local":
-        return Ranks(exchange, link=link, localises=True)
-    return Ranks(exchange, Owners(link, config, placement), link)
-
-
-def _ranks_of_group(
-    config: Config,
-    process_group: ProcessGroup | Literal[False] | None,
-    device: torch.device,
-    localises: bool,
-) -> Ranks:
-    """Return the ranks of a process group (default: all) that have the same parameters."""
+def _link(process_group: ProcessGroup | Literal[False] | None, device: torch.device) -> Link | None:
+    """Return the ranks of a process group (default: all), or None if this rank works alone."""
     group = process_group or dist.group.WORLD
     if process_group is False or group is None or dist.get_rank(group) < 0:
-        return Ranks(localises=localises)
+        return None
     if process_group is None and (
         dist.get_world_size(group) == 1 or message_device(group, device) is None
     ):
-        return Ranks(localises=localises)
-    link = Link(group, device)
-    if config.shard_state:
-        return Ranks(owners=Owners(link, config), link=link)
-    return Ranks(Exchange(link, process_group is not None), link=link, localises=localises)
+        return None
+    return Link(group, device)

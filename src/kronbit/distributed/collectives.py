@@ -78,14 +78,14 @@ class Link:
         dist.all_reduce(tensor, group=self.group)
         return tensor.tolist()
 
-    def digests(self, *contents: bytes) -> list[list[int]]:
-        """Return the digests of all ranks: for each rank, one number per content."""
+    def agree(self, *contents: bytes) -> list[bool]:
+        """Return, for each content, True if it is the same on all ranks. Compares hashes."""
         hashes = [hashlib.blake2b(content, digest_size=8).digest() for content in contents]
         numbers = [int.from_bytes(digest, "little", signed=True) for digest in hashes]
         local = torch.tensor(numbers, device=self.device)
         gathered = local.new_empty(self.ranks, len(numbers))
         dist.all_gather(list(gathered), local, group=self.group)
-        return gathered.tolist()
+        return (gathered == gathered[0]).all(0).tolist()
 
     def objects(self, value: Any) -> list[Any]:
         """Return the values of all ranks. Values are pickled."""

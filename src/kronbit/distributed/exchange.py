@@ -111,14 +111,14 @@ class Exchange:
     ) -> bool:
         """True if all ranks have the same gradients. Raise an error if their work differs."""
         values = norms[: len(stacks.members)].cpu().numpy().tobytes()
-        works, gradients = map(set, zip(*link.digests(_describe(stacks, due), values), strict=True))
-        if len(works) > 1:
+        same_work, same_gradients = link.agree(_describe(stacks, due), values)
+        if not same_work:
             raise RuntimeError(
                 f"the {link.ranks} ranks disagree on which parameters are due at this step: their "
                 "parameters, options or numbers of steps differ. Set process_group to the "
                 "ranks that hold the same parameters, or to False"
             )
-        if len(gradients) == 1:
+        if same_gradients:
             return True
         if self._given:
             raise RuntimeError(

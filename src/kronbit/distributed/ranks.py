@@ -63,9 +63,7 @@ class Ranks:
     ) -> AbstractContextManager[Any]:
         """Provide gradients as this rank preconditions them; see ``Owners.whole``.
 
-        Args:
-            gradients: The parameters of the step, with their gradients.
-            is_due: Returns True if an update or a refresh falls on this step.
+        ``is_due`` returns True if an update or a refresh falls on this step.
         """
         if self.owners is not None:
             return self.owners.whole(gradients, careful=is_due())
@@ -75,11 +73,7 @@ class Ranks:
         return nullcontext(gradients)
 
     def grow(self, larger: Ranks) -> None:
-        """Add new parameters. Known parameters keep their owners.
-
-        Args:
-            larger: The result of ``find_ranks`` with the new parameters.
-        """
+        """Become the result of ``find_ranks`` with new parameters. Known ones keep their owners."""
         if self.owners is not None and larger.owners is not None:
             larger.owners.owner_of |= self.owners.owner_of
         if self.exchange.link is not None and larger.exchange.link is not None:
@@ -122,10 +116,7 @@ class Ranks:
         return nullcontext() if self.owners is None else self.owners.together()
 
     def agree(self, agreement_lines: Callable[[], list[str]]) -> None:
-        """Compare the options and parameters of all ranks, before their first step.
-
-        Args:
-            agreement_lines: Returns the lines that all ranks must have in common.
+        """Compare the ``agreement_lines`` of all ranks, before their first step.
 
         Raises:
             RuntimeError: On every rank, if they differ.
@@ -147,14 +138,7 @@ class Ranks:
 def agreement_lines(
     optimizer: Optimizer, base: Optimizer, config: Config, state: Mapping[Tensor, Any]
 ) -> list[str]:
-    """Return, line by line, what ranks that step together must have in common.
-
-    Args:
-        optimizer: The second-order optimizer.
-        base: F.
-        config: The optimizer's options.
-        state: The optimizer's state, with the number of steps of each parameter.
-    """
+    """Return, line by line, what ranks that step together must have in common."""
     lines = [type(optimizer).__name__, f"base {type(base).__name__}"]
     lines += [f"{name}={getattr(config, name)!r}" for name in sorted(GLOBAL_OPTIONS)]
     for index, group in enumerate(optimizer.param_groups):
@@ -176,11 +160,8 @@ def find_ranks(
 ) -> Ranks:
     """Find the other ranks.
 
-    Args:
-        parameters: All parameters with their options.
-        config: The optimizer's options.
-        process_group: As given to the optimizer.
-        route: Returns how a parameter is cut, or why it is left to F.
+    ``process_group`` is as given to the optimizer. ``route`` returns how a parameter is cut, or why
+    it is left to F.
 
     Raises:
         ValueError: If ranks cannot communicate, or options do not suit them.

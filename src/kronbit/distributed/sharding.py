@@ -47,11 +47,8 @@ class Placement(NamedTuple):
 def refuse(name: str, p: Tensor, shards: bool, known: Iterable[Tensor] = ()) -> None:
     """Refuse a parameter whose matrix cannot be assembled.
 
-    Args:
-        name: Name of the parameter, for the message.
-        p: The parameter.
-        shards: True if rows on several ranks can be assembled.
-        known: Parameters that have been accepted.
+    ``shards`` is True if rows on several ranks can be assembled. ``known`` are the parameters that
+    have been accepted before.
 
     Raises:
         TypeError: The message names the parameter and the remedy.

@@ -170,12 +170,6 @@ def static_table(
     """Compute the paper's table for one matrix, extended by methods and storages of this library.
 
     A scale covers 64 elements, and 256 at 8 bits, as in the paper; compact storage always has 64.
-
-    Args:
-        statistic: The matrix.
-        bits: Number of bits b.
-        mappings: Mappings R of the quantizer.
-        kept: Methods and storages of this library.
     """
     block_size = 256 if bits == 8 else 64
     exact = statistic.root()
@@ -300,12 +294,8 @@ def contraction(statistic: Statistic) -> dict[float, list[Row]]:
 def rectification(statistic: Statistic, steps: int = 8) -> dict[int, list[float]]:
     """Compute the error of V Λ^s Vᵀ as a power of V Λ Vᵀ, for 4-bit V and t2 Björck steps.
 
-    Args:
-        statistic: The matrix.
-        steps: Largest number of steps t2. The smallest is 0.
-
     Returns:
-        For k = -1 / s, the mean of the elements of |(V Λ^s Vᵀ)^k (V Λ Vᵀ) - I| for each t2.
+        For k = -1 / s, the mean of |(V Λ^s Vᵀ)^k (V Λ Vᵀ) - I| for t2 from 0 to ``steps``.
     """
     lam = statistic.damped
     eye = torch.eye(statistic.order, dtype=lam.dtype, device=lam.device)

@@ -33,15 +33,9 @@ _METRICS = {"nre": "relative error (NRE)", "angle": "angle in degrees"}
 
 
 def draw_errors(report: ErrorReport, folder: Path, tell: Tell = lambda text: None) -> list[Path]:
-    """Draw all figures of the first matrix of a report.
+    """Draw all figures of the first matrix of a report as PNG files, and return their paths.
 
-    Args:
-        report: The report.
-        folder: Folder of the PNG files, created if it does not exist.
-        tell: Called with the name of each file before it is drawn, to show progress.
-
-    Returns:
-        Paths of the files.
+    ``tell`` is called with the name of each file before it is drawn, to show progress.
 
     Raises:
         LabError: If the report has no matrix, or the files cannot be written.

@@ -141,14 +141,9 @@ def synthetic_errors(
     device: torch.device | str = "cpu",
     tell: Tell = lambda text: None,
 ) -> ErrorReport:
-    """Compute the paper's tables for its synthetic matrix.
+    """Compute the paper's table for its synthetic matrix, at each number of bits.
 
-    Args:
-        order: Order n of the matrix.
-        seed: Seed of the eigenvectors.
-        bits: Numbers of bits. Each gets a table.
-        device: Device of the computation.
-        tell: Called with the name of the matrix, to show progress.
+    ``tell`` is called with the name of the matrix, to show progress.
     """
     name = f"synthetic matrix of order {order}"
     tell(name)
@@ -169,9 +164,7 @@ class Held:
     """A preconditioner in a checkpoint: one side of a block.
 
     Attributes:
-        parameter: Name of the parameter, or its position in the param groups.
-        block: Key of the block.
-        side: ``left`` or ``right``.
+        parameter, block, side: As for ``HeldErrors``.
         step: Number of steps of the parameter.
         config: Options of the parameter.
         factors: A stack with this preconditioner alone.
@@ -228,10 +221,7 @@ def read_preconditioners(
 ) -> Iterator[Held]:
     """Yield every preconditioner of a state dict, decoded with the options saved in it.
 
-    Args:
-        label: Name of the state dict in messages.
-        state_dict: State dict of an optimizer.
-        device: Device of the decoded tensors.
+    ``label`` is the name of the state dict in messages.
 
     Raises:
         LabError: If the state dict holds no preconditioner, or an entry contradicts its options.

@@ -37,12 +37,7 @@ _LEGEND = (
 
 
 def show_errors(report: ErrorReport, console: Console) -> None:
-    """Print a report.
-
-    Args:
-        report: The report.
-        console: Console to print to. 80 columns are enough.
-    """
+    """Print a report. 80 columns are enough."""
     if report.held:
         _show_held(report, console)
     for study in report.studies:

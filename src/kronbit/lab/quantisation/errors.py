@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -172,6 +173,7 @@ def static_table(
     A scale covers 64 elements, and 256 at 8 bits, as in the paper; compact storage always has 64.
     """
     block_size = 256 if bits == 8 else 64
+    widths: dict[str, Any] = {"bits": bits, "root_bits": None, "min_quantized_numel": 0}
     exact = statistic.root()
     rows = []
     for mapping in mappings:
@@ -183,16 +185,9 @@ def static_table(
             roots[f"{way}, B", rectified] = B
         rows += [Row.of(key, quantizer, root, exact) for key, root in roots.items()]
         for method, storage in kept:
-            config = replace(
-                statistic.config,
-                bits=bits,
-                root_bits=None,
-                method=method,
-                storage=storage,
-                mapping=mapping,
-                block_size=block_size if storage == "paper" else 64,
-                min_quantized_numel=0,
-            )
+            size = block_size if storage == "paper" else 64
+            stored = widths | {"method": method, "storage": storage, "mapping": mapping}
+            config = replace(statistic.config, **stored, block_size=size)
             root = kept_root(statistic, config)
             rows.append(Row.of((f"{method}, {storage}", None), config, root, exact))
     return rows

@@ -151,9 +151,7 @@ def _draw_singular_values(study: Study) -> Figure:
     values = singular_values(study.statistic)
     # The smallest values come first, as they matter most for an inverse.
     ranks = range(1, study.statistic.order + 1)
-    panel.plot(
-        ranks, values["exact"].tolist(), color=drawing.INK, linewidth=3, label="exact", zorder=2
-    )
+    panel.plot(ranks, values["exact"].tolist(), color=drawing.INK, linewidth=3, label="exact")
     for label, look in _LINES.items():
         line = {**look, "marker": None, "label": _IN_LEGENDS[label]}
         panel.plot(ranks, values[label].tolist(), **line, zorder=3)

@@ -92,6 +92,8 @@ class Exchange:
                 yield
         finally:
             self.divides = False
+        if not counters:
+            return  # all rows are small
         added = link.sums([counts[name] - before for counts, name, before in counters])
         for (counts, name, before), total in zip(counters, added, strict=True):
             counts[name] = before + total

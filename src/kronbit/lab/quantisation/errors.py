@@ -16,7 +16,6 @@ from kronbit.factors import Batch, Factors
 from kronbit.linalg.orthogonal import bjorck
 from kronbit.quantization import Quantizer
 
-MAPPINGS = ("linear2", "dt")
 # Methods and storages of this library, in the order of the tables.
 KEPT = tuple(product(("naive", "eigen", "cholesky"), ("paper", "compact")))
 # The quantised quantity, and True if its eigenvectors are rectified; None if it has none.
@@ -165,7 +164,7 @@ def _label(key: Way) -> str:
 def static_table(
     statistic: Statistic,
     bits: int = 4,
-    mappings: Sequence[str] = MAPPINGS,
+    mappings: Sequence[str] = ("linear2", "dt"),
     kept: Iterable[tuple[str, str]] = KEPT,
 ) -> list[Row]:
     """Compute the paper's table for one matrix, extended by methods and storages of this library.

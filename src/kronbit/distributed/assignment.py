@@ -13,14 +13,7 @@ def divide(parts: Iterable[Part], ranks: int) -> list[list[Part]]:
 
     A row costs the cube of its order. All ranks get the same number of rows of a part. The
     remaining rows go to the ranks with the smallest loads; ties start at a different rank each
-    time.
-
-    Args:
-        parts: The rows.
-        ranks: Number of ranks.
-
-    Returns:
-        The rows of each rank. The result is the same on all ranks.
+    time. The result, the rows of each rank, is the same on all ranks.
     """
     shares: list[list[Part]] = [[] for _ in range(ranks)]
     loads = [0] * ranks

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -14,45 +14,63 @@ from torch import Tensor
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+Streams: TypeAlias = list[list[Tensor]]  # tensors for each rank
 _ALIGNMENT, _SMALLEST_PIECE = 16, 2**20  # bytes
 
 
 class Link:
-    """A process group, and the device that its messages travel on.
+    """A process group that sends tensors of a device.
 
     Args:
         group: The ranks.
-        device: Device of messages. Tensors that are sent may be on another device.
+        device: Device of the tensors.
 
     Attributes:
+        device: Device that messages travel on; may be another one.
         rank: This rank within the group.
         ranks: Number of ranks in the group.
+
+    Raises:
+        ValueError: If the group has no backend that can send the tensors.
     """
 
     def __init__(self, group: ProcessGroup, device: torch.device) -> None:
-        self.group, self.device = group, device
-        self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
-
-    @classmethod
-    def between(cls, group: ProcessGroup, device: torch.device) -> Link:
-        """Return the link for tensors of a device.
-
-        Raises:
-            ValueError: If the group has no backend that can send them.
-        """
         travels = message_device(group, device)
         if travels is None:
             raise ValueError(
                 f"process_group cannot send tensors of {device.type}: initialise it with a backend "
                 "for that device"
             )
-        return cls(group, travels)
+        self.group, self.device = group, travels
+        self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
 
     def any_rank(self, flag: bool) -> bool:
         """True on all ranks if the flag is true on any. Waits for the other ranks."""
-        number = torch.tensor([int(flag)], device=self.device)
-        dist.all_reduce(number, dist.ReduceOp.MAX, group=self.group)
-        return bool(number.item())
+        return any(self.sums([flag]))
+
+    @contextmanager
+    def together(self, problem: str) -> Iterator[None]:
+        """Raise an error on all ranks if one of them fails inside. Waits for the others.
+
+        Args:
+            problem: Message on ranks that have not failed. ``{rank}`` is the first rank that has,
+                ``{ranks}`` the number of ranks.
+
+        Raises:
+            RuntimeError: On ranks that have not failed, if another one has.
+        """
+        failure: Exception | None = None
+        try:
+            yield
+        except Exception as error:  # the others wait for this rank and must be told
+            failure = error
+        failed = self.sums(
+            [failure is not None and rank == self.rank for rank in range(self.ranks)]
+        )
+        if failure is not None:
+            raise failure
+        if any(failed):
+            raise RuntimeError(problem.format(rank=failed.index(1), ranks=self.ranks))
 
     def sums(self, numbers: Sequence[int]) -> list[int]:
         """Return the sum of each number over all ranks."""
@@ -60,12 +78,14 @@ class Link:
         dist.all_reduce(tensor, group=self.group)
         return tensor.tolist()
 
-    def digests(self, *contents: bytes) -> list[list[int]]:
-        """Return the digests of all ranks: for each rank, one number per content."""
-        local = torch.tensor([_digest(content) for content in contents], device=self.device)
-        gathered = [torch.empty_like(local) for _ in range(self.ranks)]
-        dist.all_gather(gathered, local, group=self.group)
-        return [numbers.tolist() for numbers in gathered]
+    def agree(self, *contents: bytes) -> list[bool]:
+        """Return, for each content, True if it is the same on all ranks. Compares hashes."""
+        hashes = [hashlib.blake2b(content, digest_size=8).digest() for content in contents]
+        numbers = [int.from_bytes(digest, "little", signed=True) for digest in hashes]
+        local = torch.tensor(numbers, device=self.device)
+        gathered = local.new_empty(self.ranks, len(numbers))
+        dist.all_gather(list(gathered), local, group=self.group)
+        return (gathered == gathered[0]).all(0).tolist()
 
     def objects(self, value: Any) -> list[Any]:
         """Return the values of all ranks. Values are pickled."""
@@ -77,15 +97,13 @@ class Link:
 
     def send_to_first(self, value: Any, sender: int) -> Any:
         """Move an object from a rank to the first one. Waits for both; others return None."""
-        if sender == 0 or self.rank not in (0, sender):
-            return value if self.rank == sender else None
-        box = [value]
+        box, device = [value], self.device
         first, other = (dist.get_global_rank(self.group, rank) for rank in (0, sender))
-        if self.rank == sender:
-            dist.send_object_list(box, first, group=self.group, device=self.device)
-            return None
-        dist.recv_object_list(box, other, group=self.group, device=self.device)
-        return box[0]
+        if sender != 0 and self.rank == sender:
+            dist.send_object_list(box, first, group=self.group, device=device)
+        elif sender != 0 and self.rank == 0:
+            dist.recv_object_list(box, other, group=self.group, device=device)
+        return box[0] if self.rank == 0 else None
 
 
 def message_device(group: ProcessGroup, device: torch.device) -> torch.device | None:
@@ -97,7 +115,7 @@ def message_device(group: ProcessGroup, device: torch.device) -> torch.device | 
     return torch.device("cpu") if "cpu" in backends else None
 
 
-def gather(streams: Sequence[Sequence[Tensor]], link: Link, workspace: int) -> int:
+def gather(streams: Streams, link: Link, workspace: int) -> int:
     """Give all ranks the tensors of each rank.
 
     Args:
@@ -109,7 +127,7 @@ def gather(streams: Sequence[Sequence[Tensor]], link: Link, workspace: int) -> i
     Returns:
         The bytes that this rank has received.
     """
-    lengths = [sum(tensor.nbytes for tensor in stream) for stream in streams]
+    lengths = _lengths(streams)
     piece = min(max(lengths), max(_SMALLEST_PIECE, workspace // (link.ranks + 1)))
     piece = -(-piece // _ALIGNMENT) * _ALIGNMENT
     if piece == 0:
@@ -126,9 +144,7 @@ def gather(streams: Sequence[Sequence[Tensor]], link: Link, workspace: int) -> i
     return sum(lengths) - lengths[link.rank]
 
 
-def exchange(
-    sent: Sequence[Sequence[Tensor]], received: Sequence[Sequence[Tensor]], link: Link
-) -> int:
+def exchange(sent: Streams, received: Streams, link: Link) -> int:
     """Send tensors to each rank and receive others, by one uneven all-to-all.
 
     Args:
@@ -139,10 +155,7 @@ def exchange(
     Returns:
         The bytes that this rank has sent to others.
     """
-    out_sizes, in_sizes = (
-        [sum(tensor.nbytes for tensor in stream) for stream in streams]
-        for streams in (received, sent)
-    )
+    out_sizes, in_sizes = _lengths(received), _lengths(sent)
     out = torch.empty(sum(out_sizes), dtype=torch.uint8, device=link.device)
     sources, targets = _bytes_of_all(sent), _bytes_of_all(received)
     packed = torch.cat(sources).to(link.device) if sources else out[:0]
@@ -158,10 +171,8 @@ def copy_all(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
         torch._foreach_copy_([target for target, _ in pairs], [source for _, source in pairs])
 
 
-def _digest(content: bytes) -> int:
-    """Return a hash of 64 bits."""
-    hashed = hashlib.blake2b(content, digest_size=8).digest()
-    return int.from_bytes(hashed, "little", signed=True)
+def _lengths(streams: Streams) -> list[int]:
+    return [sum(tensor.nbytes for tensor in stream) for stream in streams]
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
@@ -169,7 +180,7 @@ def _bytes_of(tensor: Tensor) -> Tensor:
     return tensor.view(-1).view(torch.uint8)
 
 
-def _bytes_of_all(streams: Iterable[Iterable[Tensor]]) -> list[Tensor]:
+def _bytes_of_all(streams: Streams) -> list[Tensor]:
     return [_bytes_of(tensor) for stream in streams for tensor in stream if tensor.numel()]
 
 

@@ -61,7 +61,7 @@ def consolidate_state_dict(optimizer: ShardedOptimizer) -> dict[str, Any]:
         if not state.get(key):  # reading optimizer.state[p] adds an empty entry
             continue
         entry = {**state[key], "base": _whole(state[key]["base"])}
-        owner = None if owners is None else owners.owner(p)
+        owner = None if owners is None else owners.owner_of.get(p)
         if owners is not None and owner is not None:
             blocks = {name: leaf for name, leaf in entry.items() if name not in ("step", "base")}
             entry |= owners.link.send_to_first(_on_cpu(blocks), owner) or {}

@@ -1,38 +1,64 @@
-"""The interface between a preconditioner and the ranks that hold the same state."""
+"""Ranks that hold the same state, as under DistributedDataParallel: each does a part of the work.
+
+Results are gathered, so that every rank has the whole state again. All communication happens at
+updates and refreshes; ordinary steps send nothing.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from kronbit.blocks.batches import Part, due_parts
+from kronbit.distributed.assignment import divide
+from kronbit.distributed.collectives import Link, gather
+from kronbit.messages import warn
+
 if TYPE_CHECKING:
-    from kronbit.blocks.batches import Part
     from kronbit.blocks.groups import DeviceStacks, Due
+
+_LARGE = 64  # smallest order that is worth sending: computing smaller rows is faster
 
 
 class Exchange:
-    """A single rank, which does all of the work. ``Replicas`` divides it among ranks.
+    """Divides updates and refreshes among the ranks of a group, each of which has the whole state.
+
+    Args:
+        link: The ranks; None for a single rank, which does all of the work.
+        given: True if the user has stated that they hold the same parameters. Otherwise, ranks with
+            different gradients are treated as independent trainings.
 
     Attributes:
-        divides: True while this rank does only a part of the work.
+        divides: True while the work is divided among the ranks.
+        apart: How often each rank did all of the work, because gradients differed.
+        received: Bytes that this rank has received from others.
     """
 
-    divides = False
+    def __init__(self, link: Link | None = None, given: bool = False) -> None:
+        self.link, self._given = link, given
+        self.divides = False
+        self.apart = 0
+        self.received = 0
 
     def assigned(self, parts: Iterable[Part]) -> Iterable[Part]:
-        """Return the rows that this rank computes."""
-        return parts
+        """Return the rows that this rank computes: its share, or all."""
+        if self.link is None or not self.divides:
+            return parts
+        parts = list(parts)
+        small = [part for part in parts if part.factors.order < _LARGE]
+        return [*_shares(parts, self.link)[self.link.rank], *small]
 
+    @contextmanager
     def shared(
         self,
         stacks: DeviceStacks,
         due: Mapping[int, Due],
         norms: Tensor,
         wanted: Callable[[str], bool],
-    ) -> AbstractContextManager[None]:
+    ) -> Iterator[None]:
         """Let each rank compute its share of the rows inside; at the end, all ranks have all rows.
 
         Args:
@@ -41,5 +67,83 @@ class Exchange:
             norms: Norms of the members' gradients. Ranks with different norms do not hold the same
                 state.
             wanted: Returns True for the name of a tensor that is written.
+
+        Raises:
+            RuntimeError: If ranks disagree on the work, before anything is changed; or if one of
+                them has failed.
         """
-        return nullcontext()
+        link = self.link
+        if link is None or not self._same_gradients(link, stacks, due, norms):
+            yield
+            return
+        counters = [
+            (side.counters, name, count)
+            for group in stacks.groups
+            for side in (group.left, group.right)
+            if side.order >= _LARGE
+            for name, count in side.counters.items()
+        ]
+        self.divides = True
+        try:
+            with link.together(
+                "an update or a refresh has failed on rank {rank} of {ranks}; its error names the "
+                "cause. The states of the ranks differ now: load the last checkpoint"
+            ):
+                yield
+        finally:
+            self.divides = False
+        if not counters:
+            return  # all rows are small
+        added = link.sums([counts[name] - before for counts, name, before in counters])
+        for (counts, name, before), total in zip(counters, added, strict=True):
+            counts[name] = before + total
+        streams = [
+            [
+                tensor[part.rows]
+                for part in parts
+                for name, tensor in part.factors.tensors.items()
+                if wanted(name)
+            ]
+            for parts in _shares(due_parts(stacks.groups, due), link)
+        ]
+        self.received += gather(streams, link, stacks.workspace)
+
+    def _same_gradients(
+        self, link: Link, stacks: DeviceStacks, due: Mapping[int, Due], norms: Tensor
+    ) -> bool:
+        """True if all ranks have the same gradients. Raise an error if their work differs."""
+        values = norms[: len(stacks.members)].cpu().numpy().tobytes()
+        same_work, same_gradients = link.agree(_describe(stacks, due), values)
+        if not same_work:
+            raise RuntimeError(
+                f"the {link.ranks} ranks disagree on which parameters are due at this step: their "
+                "parameters, options or numbers of steps differ. Set process_group to the "
+                "ranks that hold the same parameters, or to False"
+            )
+        if same_gradients:
+            return True
+        if self._given:
+            raise RuntimeError(
+                f"gradients differ between the {link.ranks} ranks of process_group: average them "
+                "before the step, as DistributedDataParallel does, or set process_group=False"
+            )
+        if not self.apart:
+            warn(
+                f"gradients differ between the {link.ranks} ranks, so each of them does all of its "
+                "updates and refreshes; if that is intended, set process_group=False"
+            )
+        self.apart += 1
+        return False
+
+
+def _shares(parts: Iterable[Part], link: Link) -> list[list[Part]]:
+    """Divide the rows that are worth sending among the ranks."""
+    return divide((part for part in parts if part.factors.order >= _LARGE), link.ranks)
+
+
+def _describe(stacks: DeviceStacks, due: Mapping[int, Due]) -> bytes:
+    """Describe the work of a step: ranks with the same description do the same work."""
+    matrices = [member.blocking.matrices for member in stacks.members]
+    configs = list({id(blocks.config): blocks.config for blocks in due.values()}.values())
+    turns = [(i, configs.index(due[i].config), sorted(due[i].turns or ())) for i in due]
+    return repr((matrices, configs, turns, stacks.workspace)).encode()

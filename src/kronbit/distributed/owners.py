@@ -9,9 +9,8 @@ Owners do what a single process does, on the same numbers, so the results are th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import compress
 from typing import TYPE_CHECKING
 
@@ -21,9 +20,10 @@ from torch import Tensor
 
 from kronbit.blocks.blocking import Blocking
 from kronbit.blocks.gradients import plain_dtypes
+from kronbit.config import Config
 from kronbit.distributed.assignment import assign
-from kronbit.distributed.collectives import Link, copy_all, exchange, gather
-from kronbit.distributed.sharding import Placement, local_gradients, placement_of, rows_on
+from kronbit.distributed.collectives import Link, Streams, copy_all, exchange, gather
+from kronbit.distributed.sharding import Placement, local_gradients, placement_of
 
 if TYPE_CHECKING:
     from kronbit.blocks.gradients import StepGradients
@@ -34,69 +34,35 @@ def cost(blocking: Blocking) -> int:
     return sum(len(grid) * sum(n**3 for n in grid.shape) for grid in blocking.grids)
 
 
-@dataclass(frozen=True)
-class Transfer:
-    """The gradients of a step, on their way to owners and back.
-
-    Attributes:
-        shown: The gradients that this rank preconditions. Gradients that another rank owns are
-            empty.
-        to_owners: For each owner, the rows of its gradients that this rank has.
-        from_ranks: For each rank, the rows that it has of the gradients that this rank owns. Views
-            of ``shown``.
-        replicated: For each owner, the gradients it owns that every rank has.
-    """
-
-    shown: list[Tensor]
-    to_owners: list[list[Tensor]]
-    from_ranks: list[list[Tensor]]
-    replicated: list[list[Tensor]]
-
-
 class Owners:
     """The ranks that own parameters.
 
     Args:
         link: The ranks among which parameters are divided.
-        workspace: Limit on transient memory in bytes.
+        config: The optimizer's options.
         placement: Placement of sharded parameters; None if every rank has all parameters.
-        spreads: True if a gradient that is not finite on one rank is made NaN on all ranks.
 
     Attributes:
+        owner_of: Parameter -> the rank that owns it. Every rank has the state of all others.
         bytes: Bytes of gradients that this rank has sent or, if every rank receives all gradients,
             received.
     """
 
-    def __init__(
-        self,
-        link: Link,
-        workspace: int,
-        placement: Placement | None = None,
-        spreads: bool = True,
-    ) -> None:
-        self.link, self._workspace = link, workspace
-        self._placement, self._spreads = placement, spreads
-        self._owners: dict[Tensor, int] = {}
+    def __init__(self, link: Link, config: Config, placement: Placement | None = None) -> None:
+        self.link, self._config, self._placement = link, config, placement
+        self.owner_of: dict[Tensor, int] = {}
         self.bytes = 0
 
-    def choose(self, params: Sequence[tuple[Tensor, Blocking]]) -> None:
+    def choose(self, blockings: Mapping[Tensor, Blocking]) -> None:
         """Choose the owners of all preconditioned parameters at once, to balance their costs."""
         for trained in (True, False):  # frozen parameters cost nothing
-            costs = {p: cost(blocking) for p, blocking in params if p.requires_grad == trained}
+            costs = {p: cost(cut) for p, cut in blockings.items() if p.requires_grad == trained}
             owners = assign(list(costs.values()), self.link.ranks)
-            self._owners |= dict(zip(costs, owners, strict=True))
-
-    def keep(self, before: Owners) -> None:
-        """Keep the owners that parameters had before."""
-        self._owners |= before._owners
-
-    def owner(self, p: Tensor) -> int | None:
-        """Return the rank that owns a parameter, or None if every rank has its state."""
-        return self._owners.get(p)
+            self.owner_of |= dict(zip(costs, owners, strict=True))
 
     def owns(self, p: Tensor) -> bool:
         """True if this rank has the state of a parameter."""
-        return self._owners.get(p, self.link.rank) == self.link.rank
+        return self.owner_of.get(p, self.link.rank) == self.link.rank
 
     @contextmanager
     def whole(self, gradients: StepGradients, careful: bool) -> Iterator[StepGradients]:
@@ -112,72 +78,62 @@ class Owners:
         """
         if careful:
             self._compare(gradients)
-        grads = local_gradients(gradients)
+        grads, placement = local_gradients(gradients), self._placement
         plain = [grad.contiguous() for grad in grads]
-        sharded = [self._is_sharded(p) for p in gradients.params]
-        if self._spreads:
+        sharded = [placement is not None and placement_of(p) == placement for p in gradients.params]
+        if self._config.nonfinite != "raise":
             rows = compress(zip(gradients.params, plain, strict=True), sharded)
-            self._spread_nonfinite([grad for p, grad in rows if p not in self._owners])
-        transfer = self._transfer(gradients.params, plain, sharded)
-        to_owners, from_ranks = transfer.to_owners, transfer.from_ranks
+            self._spread_nonfinite([grad for p, grad in rows if p not in self.owner_of])
+        shown, to_owners, from_ranks, replicated = self._sorted(gradients.params, plain, sharded)
         if any(sharded):
             self.bytes += exchange(to_owners, from_ranks, self.link)
         with self.together() if careful else nullcontext():
-            yield gradients._replace(grads=transfer.shown, dtypes=plain_dtypes(transfer.shown))
+            yield gradients._replace(grads=shown, dtypes=plain_dtypes(shown))
         if any(sharded):
             self.bytes += exchange(from_ranks, to_owners, self.link)
-        if any(transfer.replicated):
-            self.bytes += gather(transfer.replicated, self.link, self._workspace)
+        if any(replicated):
+            self.bytes += gather(replicated, self.link, int(self._config.workspace_mb * 2**20))
         copy_all((to, copy) for to, copy in zip(grads, plain, strict=True) if to is not copy)
 
-    def _is_sharded(self, p: Tensor) -> bool:
-        return self._placement is not None and placement_of(p) == self._placement
-
-    def _transfer(
+    def _sorted(
         self, params: Sequence[Tensor], grads: Sequence[Tensor], sharded: Sequence[bool]
-    ) -> Transfer:
-        """Sort gradients by owner; allocate the whole gradients that this rank owns."""
-        rank, ranks = self.link.rank, self.link.ranks
-        transfer = Transfer(list(grads), *(_for_each(ranks) for _ in range(3)))
+    ) -> tuple[list[Tensor], Streams, Streams, Streams]:
+        """Sort gradients by owner; allocate the whole gradients that this rank owns.
+
+        Returns:
+            The gradients that this rank preconditions (those of other owners are empty); for each
+            owner, the rows of its gradients that this rank has; for each rank, the rows that it has
+            of the gradients that this rank owns, as views; and for each owner, its gradients that
+            every rank has.
+        """
+        shown = list(grads)
+        streams: list[Streams] = [[[] for _ in range(self.link.ranks)] for _ in range(3)]
+        to_owners, from_ranks, replicated = streams
         for i, (p, grad) in enumerate(zip(params, grads, strict=True)):
-            owner = self._owners.get(p)
+            owner = self.owner_of.get(p)
             if owner is None:
                 continue
-            (transfer.to_owners if sharded[i] else transfer.replicated)[owner].append(grad)
-            if owner != rank:
-                transfer.shown[i] = grad.new_empty(0)
+            (to_owners if sharded[i] else replicated)[owner].append(grad)
+            if owner != self.link.rank:
+                shown[i] = grad.new_empty(0)
             elif sharded[i]:
-                whole = transfer.shown[i] = grad.new_empty(p.shape)
-                for other, rows in enumerate(transfer.from_ranks):
-                    rows.append(whole[rows_on(other, ranks, p.shape[0])])
-        return transfer
+                shown[i] = grad.new_empty(p.shape)
+                # The last ranks may have no rows. Shard(0) divides rows as chunk does.
+                for rows, chunk in zip(from_ranks, shown[i].chunk(self.link.ranks), strict=False):
+                    rows.append(chunk)
+        return shown, to_owners, from_ranks, replicated
 
-    @contextmanager
-    def together(self) -> Iterator[None]:
-        """Raise an error on all ranks if one of them fails inside. Waits for the others.
-
-        Raises:
-            RuntimeError: On ranks that have not failed, if another one has.
-        """
-        failure: Exception | None = None
-        try:
-            yield
-        except Exception as error:
-            failure = error
-        failed = self.link.any_rank(failure is not None)
-        if failure is not None:
-            raise failure
-        if failed:
-            raise RuntimeError(
-                f"another of the {self.link.ranks} ranks has failed; its error names the cause. "
-                "The states of the ranks may differ now: load the last checkpoint"
-            )
+    def together(self) -> AbstractContextManager[None]:
+        """Raise an error on all ranks if one of them fails inside; see ``Link.together``."""
+        return self.link.together(
+            "another of the {ranks} ranks has failed; its error names the cause. The states of the "
+            "ranks may differ now: load the last checkpoint"
+        )
 
     def _compare(self, gradients: StepGradients) -> None:
         """Verify that all ranks have gradients of the same parameters."""
-        described = repr([(self._owners.get(p), tuple(p.shape)) for p in gradients.params])
-        digests = self.link.digests(described.encode())
-        if any(digest != digests[0] for digest in digests):
+        described = repr([(self.owner_of.get(p), tuple(p.shape)) for p in gradients.params])
+        if not all(self.link.agree(described.encode())):
             raise RuntimeError(
                 f"the {self.link.ranks} ranks have gradients of different parameters: every rank "
                 "needs a gradient of every parameter; set it to zeros if there is none"
@@ -195,7 +151,3 @@ class Owners:
         factors = torch.where(finite.bool(), 1.0, torch.nan).to(grads[0].device)
         for grad, factor in zip(grads, factors.unbind(), strict=True):
             grad.mul_(factor)
-
-
-def _for_each(ranks: int) -> list[list[Tensor]]:
-    return [[] for _ in range(ranks)]

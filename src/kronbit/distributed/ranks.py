@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, Literal
@@ -18,13 +18,7 @@ from kronbit.config import GLOBAL_OPTIONS, GROUP_OPTIONS, Config
 from kronbit.distributed.collectives import Link, message_device
 from kronbit.distributed.exchange import Exchange
 from kronbit.distributed.owners import Owners
-from kronbit.distributed.replicas import Replicas
-from kronbit.distributed.sharding import (
-    Placement,
-    is_distributed,
-    local_gradients,
-    placement_of,
-)
+from kronbit.distributed.sharding import is_distributed, local_gradients, placement_of
 from kronbit.messages import parameter_name
 
 if TYPE_CHECKING:
@@ -32,14 +26,12 @@ if TYPE_CHECKING:
 
     from kronbit.blocks.gradients import StepGradients
 
-_ALONE = Exchange()
-
 
 class Ranks:
     """The ranks that take steps together: where state is, and which rank does which work.
 
     Args:
-        exchange: Divides work among ranks that hold the same state.
+        exchange: Divides work among ranks that hold the same state, if there are any.
         owners: Owners of parameters whose state is on one rank each, if there are any.
         link: All ranks that take steps together, if there are several.
         localises: True if there are DTensors, of which this rank uses its local part.
@@ -47,12 +39,12 @@ class Ranks:
 
     def __init__(
         self,
-        exchange: Exchange = _ALONE,
+        exchange: Exchange | None = None,
         owners: Owners | None = None,
         link: Link | None = None,
         localises: bool = False,
     ) -> None:
-        self.exchange, self.owners = exchange, owners
+        self.exchange, self.owners = exchange or Exchange(), owners
         self._link, self.localises = link, localises
         self._agreed = link is None
 
@@ -63,21 +55,15 @@ class Ranks:
     @property
     def first(self) -> bool:
         """True if this rank is the first of all that take steps together."""
-        links = []
-        if isinstance(self.exchange, Replicas):
-            links.append(self.exchange.link)
-        if self.owners is not None:
-            links.append(self.owners.link)
-        return all(link.rank == 0 for link in links)
+        links = self.exchange.link, None if self.owners is None else self.owners.link
+        return all(link is None or link.rank == 0 for link in links)
 
     def whole(
         self, gradients: StepGradients, is_due: Callable[[], bool]
     ) -> AbstractContextManager[Any]:
         """Provide gradients as this rank preconditions them; see ``Owners.whole``.
 
-        Args:
-            gradients: The parameters of the step, with their gradients.
-            is_due: Returns True if an update or a refresh falls on this step.
+        ``is_due`` returns True if an update or a refresh falls on this step.
         """
         if self.owners is not None:
             return self.owners.whole(gradients, careful=is_due())
@@ -87,14 +73,10 @@ class Ranks:
         return nullcontext(gradients)
 
     def grow(self, larger: Ranks) -> None:
-        """Add new parameters. Known parameters keep their owners.
-
-        Args:
-            larger: The result of ``find_ranks`` with the new parameters.
-        """
+        """Become the result of ``find_ranks`` with new parameters. Known ones keep their owners."""
         if self.owners is not None and larger.owners is not None:
-            larger.owners.keep(self.owners)
-        if isinstance(self.exchange, Replicas) and isinstance(larger.exchange, Replicas):
+            larger.owners.owner_of |= self.owners.owner_of
+        if self.exchange.link is not None and larger.exchange.link is not None:
             larger.exchange = self.exchange
         vars(self).update(vars(larger))  # in place: a trainer's wrapper cannot set our attributes
 
@@ -106,11 +88,10 @@ class Ranks:
         ranks that own parameters: their number, and the bytes of gradients that this rank has sent
         or received.
         """
-        figures: dict[str, int] = {}
-        replicas, owners = self.exchange, self.owners
-        if isinstance(replicas, Replicas):
-            figures["replicas"] = replicas.link.ranks
-            figures |= {"apart": replicas.apart, "received_bytes": replicas.received}
+        figures, exchange, owners = {}, self.exchange, self.owners
+        if exchange.link is not None:
+            figures = {"replicas": exchange.link.ranks, "apart": exchange.apart}
+            figures["received_bytes"] = exchange.received
         if owners is not None:
             figures |= {"owners": owners.link.ranks, "gradient_bytes": owners.bytes}
         return figures
@@ -135,10 +116,7 @@ class Ranks:
         return nullcontext() if self.owners is None else self.owners.together()
 
     def agree(self, agreement_lines: Callable[[], list[str]]) -> None:
-        """Compare the options and parameters of all ranks, before their first step.
-
-        Args:
-            agreement_lines: Returns the lines that all ranks must have in common.
+        """Compare the ``agreement_lines`` of all ranks, before their first step.
 
         Raises:
             RuntimeError: On every rank, if they differ.
@@ -160,14 +138,7 @@ class Ranks:
 def agreement_lines(
     optimizer: Optimizer, base: Optimizer, config: Config, state: Mapping[Tensor, Any]
 ) -> list[str]:
-    """Return, line by line, what ranks that step together must have in common.
-
-    Args:
-        optimizer: The second-order optimizer.
-        base: F.
-        config: The optimizer's options.
-        state: The optimizer's state, with the number of steps of each parameter.
-    """
+    """Return, line by line, what ranks that step together must have in common."""
     lines = [type(optimizer).__name__, f"base {type(base).__name__}"]
     lines += [f"{name}={getattr(config, name)!r}" for name in sorted(GLOBAL_OPTIONS)]
     for index, group in enumerate(optimizer.param_groups):
@@ -189,84 +160,56 @@ def find_ranks(
 ) -> Ranks:
     """Find the other ranks.
 
-    Args:
-        parameters: All parameters with their options.
-        config: The optimizer's options.
-        process_group: As given to the optimizer.
-        route: Returns how a parameter is cut, or why it is left to F.
+    ``process_group`` is as given to the optimizer. ``route`` returns how a parameter is cut, or why
+    it is left to F.
 
     Raises:
         ValueError: If ranks cannot communicate, or options do not suit them.
     """
-    blockings = [
-        (p, blocking)
-        for p, options in parameters
-        if isinstance(blocking := route(p, options), Blocking)
-    ]
-    localises = any(is_distributed(p) for p, _ in parameters)
-    # All of them, even if this rank has no rows: other ranks must decide the same.
-    placements = {
-        p: placement
-        for p, options in parameters
-        if options.precondition and (placement := placement_of(p))
-    }
+    alone = Ranks(localises=any(is_distributed(p) for p, _ in parameters))
+    blockings, placements = {}, {}
+    for p, options in parameters:
+        blocking, placement = route(p, options), placement_of(p)
+        if isinstance(blocking, Blocking):
+            blockings[p] = blocking
+        # Even if this rank has no rows of it: other ranks must decide the same.
+        if options.precondition and placement is not None:
+            placements[p] = placement
     if not (blockings or placements) or not (dist.is_available() and dist.is_initialized()):
-        return Ranks(localises=localises)
-    device = parameters[0][0].device
-    if placements:
-        placement = next(iter(placements.values()))  # all are on one mesh
-        ranks = _ranks_of_mesh(placement, config, process_group, device)
-        params = [(p, blocking) for p, blocking in blockings if p in placements]
+        return alone
+    device, exchange = parameters[0][0].device, None
+    placement = next(iter(placements.values()), None)  # all are on one mesh
+    if placement is None:
+        link = _link(process_group, device)
+        if link is None:
+            return alone
+        if not config.shard_state:
+            exchange = Exchange(link, given=process_group is not None)
+            return Ranks(exchange, link=link, localises=alone.localises)
     else:
-        ranks = _ranks_of_group(config, process_group, device, localises)
-        params = blockings
-    if ranks.owners is not None:
-        _refuse_stagger(options for _, options in parameters)
-        ranks.owners.choose(params)
-    return ranks
-
-
-def _ranks_of_mesh(
-    placement: Placement,
-    config: Config,
-    process_group: ProcessGroup | Literal[False] | None,
-    device: torch.device,
-) -> Ranks:
-    """Return the ranks that divide rows of parameters, and the ranks that hold the same rows."""
-    link, copies = Link.between(placement.group(), device), placement.copies()
-    exchange: Exchange = _ALONE
-    if copies is not None and process_group is not False:
-        exchange = Replicas(Link.between(copies, device), given=True)
-    if config.blocks == "local":
-        return Ranks(exchange, link=link, localises=True)
-    workspace, spreads = int(config.workspace_mb * 2**20), config.nonfinite != "raise"
-    owners = Owners(link, workspace, placement, spreads)
-    return Ranks(exchange, owners, link)
-
-
-def _ranks_of_group(
-    config: Config,
-    process_group: ProcessGroup | Literal[False] | None,
-    device: torch.device,
-    localises: bool,
-) -> Ranks:
-    """Return the ranks of a process group (default: all) that have the same parameters."""
-    group = process_group or dist.group.WORLD
-    if process_group is False or group is None or dist.get_rank(group) < 0:
-        return Ranks(localises=localises)
-    if process_group is None and (
-        dist.get_world_size(group) == 1 or message_device(group, device) is None
-    ):
-        return Ranks(localises=localises)
-    link = Link.between(group, device)
-    if config.shard_state:
-        return Ranks(owners=Owners(link, int(config.workspace_mb * 2**20)), link=link)
-    return Ranks(Replicas(link, process_group is not None), link=link, localises=localises)
-
-
-def _refuse_stagger(configs: Iterable[Config]) -> None:
-    if any(config.stagger for config in configs):
+        link, copies = Link(placement.group(), device), placement.copies()
+        if copies is not None and process_group is not False:
+            exchange = Exchange(Link(copies, device), given=True)
+        if config.blocks == "local":
+            return Ranks(exchange, link=link, localises=True)
+        blockings = {p: blockings[p] for p in blockings if p in placements}
+    if any(options.stagger for _, options in parameters):
         raise ValueError(
             "stagger=True spreads the blocks of all parameters over steps, but if parameters have "
             "owners (FSDP2, shard_state=True), no rank has all of them: leave it out"
         )
+    owners = Owners(link, config, placement)
+    owners.choose(blockings)
+    return Ranks(exchange, owners, link)
+
+
+def _link(process_group: ProcessGroup | Literal[False] | None, device: torch.device) -> Link | None:
+    """Return the ranks of a process group (default: all), or None if this rank works alone."""
+    group = process_group or dist.group.WORLD
+    if process_group is False or group is None or dist.get_rank(group) < 0:
+        return None
+    if process_group is None and (
+        dist.get_world_size(group) == 1 or message_device(group, device) is None
+    ):
+        return None
+    return Link(group, device)

@@ -47,11 +47,8 @@ class Placement(NamedTuple):
 def refuse(name: str, p: Tensor, shards: bool, known: Iterable[Tensor] = ()) -> None:
     """Refuse a parameter whose matrix cannot be assembled.
 
-    Args:
-        name: Name of the parameter, for the message.
-        p: The parameter.
-        shards: True if rows on several ranks can be assembled.
-        known: Parameters that have been accepted.
+    ``shards`` is True if rows on several ranks can be assembled. ``known`` are the parameters that
+    have been accepted before.
 
     Raises:
         TypeError: The message names the parameter and the remedy.
@@ -79,10 +76,17 @@ def _problem(p: Tensor, shards: bool, known: Iterable[Tensor]) -> str | None:
             "a DTensor, of which this rank holds a part: only Shampoo and CASPR support sharded "
             "parameters; use one of them, or DistributedDataParallel"
         )
-    placements = _unsupported_placements(p)
-    if placements is not None:
+    parts = [placement for placement in p.placements if not placement.is_replicate()]
+    fault = None
+    if len(parts) > 1:
+        fault = f"with placements {p.placements} on several axes of a mesh"
+    elif parts and parts[0] != torch.distributed.tensor.Shard(0):
+        fault = f"with placement {parts[0]}, not Shard(0)"
+    elif sum(size > 1 for size in p.device_mesh.shape) > 2:
+        fault = f"on a mesh of {p.device_mesh.ndim} axes"
+    if fault is not None:
         return (
-            f"a DTensor {placements}: shard parameters by fully_shard along their first axis only, "
+            f"a DTensor {fault}: shard parameters by fully_shard along their first axis only, "
             "or put this one into a group with precondition=False"
         )
     placement, others = placement_of(p), filter(None, map(placement_of, known))
@@ -91,18 +95,6 @@ def _problem(p: Tensor, shards: bool, known: Iterable[Tensor]) -> str | None:
             f"sharded over another mesh, {placement.mesh}, than earlier parameters: build an "
             "optimizer for each mesh"
         )
-    return None
-
-
-def _unsupported_placements(p: DTensor) -> str | None:
-    """Describe the placements of a DTensor whose rows cannot be assembled; else return None."""
-    shards = [placement for placement in p.placements if not placement.is_replicate()]
-    if len(shards) > 1:
-        return f"with placements {p.placements} on several axes of a mesh"
-    if any(placement != torch.distributed.tensor.Shard(0) for placement in shards):
-        return f"with placement {shards[0]}, not Shard(0)"
-    if sum(size > 1 for size in p.device_mesh.shape) > 2:
-        return f"on a mesh of {p.device_mesh.ndim} axes"
     return None
 
 
@@ -127,16 +119,11 @@ def local_gradients(gradients: StepGradients) -> list[Tensor]:
     return list(map(local, gradients.grads))
 
 
-def rows_on(rank: int, ranks: int, rows: int) -> slice:
-    """Return the rows that a rank has of ``Shard(0)``: equal numbers, except on the last ranks."""
-    each = -(-rows // ranks)
-    return slice(min(rank * each, rows), min((rank + 1) * each, rows))
-
-
 def first_rows(p: Tensor) -> str:
     """Return a prefix for keys that identifies this rank's rows of a parameter."""
     placement = placement_of(p)
     if placement is None:
         return ""
     rank, ranks = placement.mesh.get_local_rank(placement.dim), placement.mesh.size(placement.dim)
-    return f"rows_{rows_on(rank, ranks, p.shape[0]).start}_"
+    rows = p.shape[0]
+    return f"rows_{min(rank * -(-rows // ranks), rows)}_"  # all but the last ranks have as many

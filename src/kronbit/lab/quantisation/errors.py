@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,16 +16,8 @@ from kronbit.factors import Batch, Factors
 from kronbit.linalg.orthogonal import bjorck
 from kronbit.quantization import Quantizer
 
-MAPPINGS = ("linear2", "dt")
 # Methods and storages of this library, in the order of the tables.
-KEPT = (
-    ("naive", "paper"),
-    ("naive", "compact"),
-    ("eigen", "paper"),
-    ("eigen", "compact"),
-    ("cholesky", "paper"),
-    ("cholesky", "compact"),
-)
+KEPT = tuple(product(("naive", "eigen", "cholesky"), ("paper", "compact")))
 # The quantised quantity, and True if its eigenvectors are rectified; None if it has none.
 Way = tuple[str, bool | None]
 # The paper's synthetic matrix has two distinct eigenvalues, which the paper does not print. These
@@ -157,13 +151,12 @@ class Row:
         return cls(way, kept.mapping, kept.bits, kept.block_size, rectified, *errors)
 
     @property
-    def key(self) -> Way:
-        """Quantised quantity, and True if its eigenvectors are rectified."""
-        return self.way, self.rectified
+    def label(self) -> str:
+        """Label for tables and figures."""
+        return _label((self.way, self.rectified))
 
 
-def label_of(key: Way) -> str:
-    """Return the label of a quantised quantity, for tables and figures."""
+def _label(key: Way) -> str:
     way, rectified = key
     return f"{way}, rectified" if rectified else way
 
@@ -171,55 +164,32 @@ def label_of(key: Way) -> str:
 def static_table(
     statistic: Statistic,
     bits: int = 4,
-    block_size: int | None = None,
-    mappings: Sequence[str] = MAPPINGS,
+    mappings: Sequence[str] = ("linear2", "dt"),
     kept: Iterable[tuple[str, str]] = KEPT,
 ) -> list[Row]:
     """Compute the paper's table for one matrix, extended by methods and storages of this library.
 
-    Args:
-        statistic: The matrix.
-        bits: Number of bits b.
-        block_size: Number of elements that share a scale. Default: 64, and 256 at 8 bits, as in the
-            paper.
-        mappings: Mappings R of the quantizer.
-        kept: Methods and storages of this library. Compact storage always has blocks of 64.
+    A scale covers 64 elements, and 256 at 8 bits, as in the paper; compact storage always has 64.
     """
-    block = block_size or (256 if bits == 8 else 64)
+    block_size = 256 if bits == 8 else 64
+    widths: dict[str, Any] = {"bits": bits, "root_bits": None, "min_quantized_numel": 0}
     exact = statistic.root()
     rows = []
     for mapping in mappings:
-        quantizer = Quantizer(bits, mapping, block)
-        rows += [
-            Row.of(key, quantizer, root, exact)
-            for key, root in _roots_of_the_paper(statistic, quantizer)
-        ]
+        quantizer = Quantizer(bits, mapping, block_size)
+        roots = {key: inverse_root(A, statistic) for key, A in _matrices(statistic, quantizer)}
+        roots["B", None] = _restored_beside_diagonal(exact, quantizer)
+        for way, rectified in (("A", None), ("U", False), ("U", True)):
+            B = _restored_beside_diagonal(roots[way, rectified], quantizer)
+            roots[f"{way}, B", rectified] = B
+        rows += [Row.of(key, quantizer, root, exact) for key, root in roots.items()]
         for method, storage in kept:
-            config = replace(
-                statistic.config,
-                bits=bits,
-                root_bits=None,
-                method=method,
-                storage=storage,
-                mapping=mapping,
-                block_size=block if storage == "paper" else 64,
-                min_quantized_numel=0,
-            )
+            size = block_size if storage == "paper" else 64
+            stored = widths | {"method": method, "storage": storage, "mapping": mapping}
+            config = replace(statistic.config, **stored, block_size=size)
             root = kept_root(statistic, config)
             rows.append(Row.of((f"{method}, {storage}", None), config, root, exact))
     return rows
-
-
-def _roots_of_the_paper(statistic: Statistic, quantizer: Quantizer) -> Iterator[tuple[Way, Tensor]]:
-    """Yield each quantised quantity of the paper with the resulting f(A)."""
-    roots = {}
-    for key, A in _matrices(statistic, quantizer):
-        roots[key] = inverse_root(A, statistic)
-        yield key, roots[key]
-    yield ("B", None), _restored_beside_diagonal(statistic.root(), quantizer)
-    for way, rectified in (("A", None), ("U", False), ("U", True)):
-        B = _restored_beside_diagonal(roots[way, rectified], quantizer)
-        yield (f"{way}, B", rectified), B
 
 
 def _matrices(statistic: Statistic, quantizer: Quantizer) -> Iterator[tuple[Way, Tensor]]:
@@ -244,8 +214,7 @@ def inverse_root(A: Tensor, like: Statistic) -> Tensor:
     """
     lam, U = torch.linalg.eigh(A)
     lam = lam.abs().clamp(min=torch.finfo(lam.dtype).tiny)
-    plain = replace(like.config, damping=0.0)
-    return Statistic(lam, U, plain).root()
+    return Statistic(lam, U, replace(like.config, damping=0.0)).root()
 
 
 def restored_vectors(statistic: Statistic, quantizer: Quantizer, rectify: int) -> Tensor:
@@ -289,65 +258,43 @@ def refreshed_root(factors: Factors, config: Config) -> Tensor:
 
 # --------------------------------------------------------------------------- the paper's figures
 
-
-@dataclass(frozen=True)
-class Contracted:
-    """Errors for contracted eigenvalues.
-
-    Attributes:
-        tau: Factor τ of the contraction λ ↦ τ (λ - λmin) + λmin.
-        rows: Errors if A, the rectified U, or C is quantised.
-    """
-
-    tau: float
-    rows: tuple[Row, ...]
+_QUANTIZER = Quantizer(4, "linear2")
 
 
-def contraction(statistic: Statistic, bits: int = 4, mapping: str = "linear2") -> list[Contracted]:
-    """Compute errors for eigenvalues that are contracted until they are almost equal.
+def contraction(statistic: Statistic) -> dict[float, list[Row]]:
+    """Compute errors at 4 bits for eigenvalues that are contracted until they are almost equal.
 
     Quantising U instead of A pays off if the condition number is large.
+
+    Returns:
+        For each factor τ of the contraction λ ↦ τ (λ - λmin) + λmin, the errors if A, the rectified
+        U, or C is quantised.
     """
-    quantizer = Quantizer(bits, mapping)
     lam = statistic.damped
-    least = lam.min()
-    undamped = replace(statistic.config, damping=0.0)
-    points = []
+    least, undamped = lam.min(), replace(statistic.config, damping=0.0)
+    rows = {}
     for exponent in range(0, -math.ceil(math.log2(statistic.condition)) - 1, -2):
         tau = 2.0**exponent
         contracted = Statistic(tau * (lam - least) + least, statistic.U, undamped)
-        rows = tuple(
-            Row.of(key, quantizer, inverse_root(A, contracted), contracted.root())
-            for key, A in _matrices(contracted, quantizer)
+        exact = contracted.root()
+        rows[tau] = [
+            Row.of(key, _QUANTIZER, inverse_root(A, contracted), exact)
+            for key, A in _matrices(contracted, _QUANTIZER)
             if key in (("A", None), ("U", True), ("C", None))
-        )
-        points.append(Contracted(tau, rows))
-    return points
+        ]
+    return rows
 
 
-def rectification(
-    statistic: Statistic,
-    steps: int = 8,
-    roots: Sequence[int] = (1, 2, 4, 8),
-    bits: int = 4,
-    mapping: str = "linear2",
-) -> dict[int, list[float]]:
-    """Compute the error of V Λ^s Vᵀ as a power of V Λ Vᵀ, for quantised V and t2 Björck steps.
-
-    Args:
-        statistic: The matrix.
-        steps: Largest number of steps t2. The smallest is 0.
-        roots: Values of k; the exponent is s = -1 / k.
-        bits: Number of bits of the eigenvectors.
-        mapping: Mapping R of the quantizer.
+def rectification(statistic: Statistic, steps: int = 8) -> dict[int, list[float]]:
+    """Compute the error of V Λ^s Vᵀ as a power of V Λ Vᵀ, for 4-bit V and t2 Björck steps.
 
     Returns:
-        For each k, the mean of the elements of |(V Λ^s Vᵀ)^k (V Λ Vᵀ) - I| for each t2.
+        For k = -1 / s, the mean of |(V Λ^s Vᵀ)^k (V Λ Vᵀ) - I| for t2 from 0 to ``steps``.
     """
     lam = statistic.damped
     eye = torch.eye(statistic.order, dtype=lam.dtype, device=lam.device)
-    V = restored_vectors(statistic, Quantizer(bits, mapping), 0)
-    errors_of: dict[int, list[float]] = {k: [] for k in roots}
+    V = restored_vectors(statistic, _QUANTIZER, 0)
+    errors_of: dict[int, list[float]] = {k: [] for k in (1, 2, 4, 8)}
     for _ in range(steps + 1):
         A = (V * lam) @ V.mT
         for k, errors in errors_of.items():
@@ -357,11 +304,9 @@ def rectification(
     return errors_of
 
 
-def singular_values(
-    statistic: Statistic, bits: int = 4, mapping: str = "linear2"
-) -> dict[str, Tensor]:
-    """Return the singular values of the exact and of each restored matrix, in ascending order."""
+def singular_values(statistic: Statistic) -> dict[str, Tensor]:
+    """Return the singular values of A and of each matrix restored from 4 bits, ascending."""
     spectra = {"exact": statistic.damped}
-    for key, A in _matrices(statistic, Quantizer(bits, mapping)):
-        spectra[label_of(key)] = torch.linalg.eigvalsh(A).abs()
+    for key, A in _matrices(statistic, _QUANTIZER):
+        spectra[_label(key)] = torch.linalg.eigvalsh(A).abs()
     return {name: values.sort().values.cpu() for name, values in spectra.items()}

@@ -2,31 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kronbit.lab.errors import LabError
-from kronbit.lab.quantisation.errors import (
-    Contracted,
-    Way,
-    contraction,
-    label_of,
-    rectification,
-    singular_values,
-)
-from kronbit.lab.quantisation.report import ErrorReport, Study
-from kronbit.lab.report.drawing import (
-    BLUE,
-    DASHED,
-    DOTTED,
-    GREY,
-    INK,
-    ORANGE,
-    PALE_BLUE,
-    STYLE,
-    to_png,
-)
+from kronbit.lab.quantisation.errors import contraction, rectification, singular_values
+from kronbit.lab.quantisation.report import ErrorReport, Study, Tell
+from kronbit.lab.report import drawing
 from kronbit.lab.training.files import make_folder, write_bytes
 from kronbit.quantization.mappings import codebook
 
@@ -34,29 +18,24 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 # Quantised quantities: A is grey, eigenvectors are blue, the triangular factor is orange.
-_LINES: dict[Way, dict[str, Any]] = {
-    ("A", None): {"color": GREY, "linestyle": DASHED, "marker": "s"},
-    ("U", False): {"color": PALE_BLUE, "linestyle": DOTTED, "marker": "^"},
-    ("U", True): {"color": BLUE, "linestyle": "-", "marker": "o"},
-    ("C", None): {"color": ORANGE, "linestyle": "-", "marker": "D"},
+_LINES: dict[str, dict[str, Any]] = {
+    "A": {"color": drawing.GREY, "linestyle": drawing.DASHED, "marker": "s"},
+    "U": {"color": drawing.PALE_BLUE, "linestyle": drawing.DOTTED, "marker": "^"},
+    "U, rectified": {"color": drawing.BLUE, "linestyle": "-", "marker": "o"},
+    "C": {"color": drawing.ORANGE, "linestyle": "-", "marker": "D"},
 }
+_IN_LEGENDS = {label: label for label in _LINES} | {"C": "C, the factor"}
+# Colors of bars by the first word of their labels.
+_COLORS = {"A": drawing.GREY, "U": drawing.BLUE, "B": drawing.INK, "C": drawing.ORANGE}
+_COLORS |= {"naive": drawing.GREY, "eigen": drawing.BLUE, "cholesky": drawing.ORANGE}
 # Attributes of Deviation, and their labels on axes.
 _METRICS = {"nre": "relative error (NRE)", "angle": "angle in degrees"}
-_WIDTH = 7.2
 
 
-def draw_errors(
-    report: ErrorReport, folder: Path, tell: Callable[[str], object] = lambda text: None
-) -> list[Path]:
-    """Draw all figures of the first matrix of a report.
+def draw_errors(report: ErrorReport, folder: Path, tell: Tell = lambda text: None) -> list[Path]:
+    """Draw all figures of the first matrix of a report as PNG files, and return their paths.
 
-    Args:
-        report: The report.
-        folder: Folder of the PNG files, created if it does not exist.
-        tell: Called with the name of each file before it is drawn, to show progress.
-
-    Returns:
-        Paths of the files.
+    ``tell`` is called with the name of each file before it is drawn, to show progress.
 
     Raises:
         LabError: If the report has no matrix, or the files cannot be written.
@@ -65,28 +44,26 @@ def draw_errors(
 
     if not report.studies:
         raise LabError(f"{report.source} has no matrix to draw: ask for at least one")
-    study = report.studies[0]
-    draw: dict[str, Callable[[], Figure]] = {
-        "mapping": draw_mappings,
-        "errors": lambda: draw_bars(study),
-        "contraction": lambda: draw_contraction(study, contraction(study.statistic)),
-        "rectification": lambda: draw_rectification(study, rectification(study.statistic)),
-        "singular_values": lambda: draw_singular_values(study),
+    draw: dict[str, Callable[[Study], Figure]] = {
+        "mapping": _draw_mappings,
+        "errors": _draw_bars,
+        "contraction": _draw_contraction,
+        "rectification": _draw_rectification,
+        "singular_values": _draw_singular_values,
     }
     make_folder(folder)
-    paths = []
-    with mpl.rc_context({**mpl.rcParamsDefault, **STYLE, "backend": "Agg"}):
-        for name, figure in draw.items():
-            tell(f"{name}.png")
-            paths.append(folder / f"{name}.png")
-            write_bytes(paths[-1], to_png(figure()))
+    paths = [folder / f"{name}.png" for name in draw]
+    with mpl.rc_context({**mpl.rcParamsDefault, **drawing.STYLE, "backend": "Agg"}):
+        for path, figure_of in zip(paths, draw.values(), strict=True):
+            tell(path.name)
+            write_bytes(path, drawing.to_png(figure_of(report.studies[0])))
     return paths
 
 
-def draw_mappings() -> Figure:
+def _draw_mappings(_: Study) -> Figure:
     """Draw the codebooks of both mappings at 3 and 4 bits."""
     figure, panels = _figure(1, 2, 3.2)
-    looks = {"dt": _LINES["A", None], "linear2": _LINES["U", True]}
+    looks = {"dt": _LINES["A"], "linear2": _LINES["U, rectified"]}
     for panel, bits in zip(panels[0], (3, 4), strict=True):
         for mapping, look in looks.items():
             values = codebook(mapping, bits).tolist()
@@ -98,109 +75,97 @@ def draw_mappings() -> Figure:
     return figure
 
 
-def draw_bars(study: Study) -> Figure:
+def _draw_bars(study: Study) -> Figure:
     """Draw NRE and angle of every way to store the matrix, at the lowest number of bits."""
     from matplotlib.patches import Patch
 
     bits = min(row.bits for row in study.rows)
     rows = [row for row in study.rows if row.bits == bits]
-    keys = list(dict.fromkeys(row.key for row in rows))
-    # Mappings differ in lightness, as colors stand for the quantised quantity.
-    alphas = dict.fromkeys(dict.fromkeys(row.mapping for row in rows), 0.45)
-    alphas[rows[0].mapping] = 1
-    figure, panels = _figure(1, 2, 0.9 + 0.27 * len(keys), sharey=True)
-    height = 0.8 / len(alphas)
-    for panel, (metric, label) in zip(panels[0], _METRICS.items(), strict=True):
-        for i, (mapping, alpha) in enumerate(alphas.items()):
-            errors = {row.key: row.whole for row in rows if row.mapping == mapping}
+    labels = list(dict.fromkeys(row.label for row in rows))
+    mappings = list(dict.fromkeys(row.mapping for row in rows))
+    title = f"Errors of the inverse root at {bits} bits: {study.name}"
+    figure, panels = _figure(1, 2, 0.9 + 0.27 * len(labels), title, sharey=True)
+    height = 0.8 / len(mappings)
+    shades = []
+    for i, mapping in enumerate(mappings):
+        # Mappings differ in lightness, as colors stand for the quantised quantity.
+        alpha = 0.45 if i else 1
+        shades.append(Patch(color=drawing.INK, alpha=alpha, label=mapping))
+        errors = {row.label: row.whole for row in rows if row.mapping == mapping}
+        for panel, metric in zip(panels[0], _METRICS, strict=True):
             panel.barh(
-                [place + (i + 0.5) * height - 0.4 for place in range(len(keys))],
-                [getattr(errors[key], metric) for key in keys],
+                [place + (i + 0.5) * height - 0.4 for place in range(len(labels))],
+                [getattr(errors[label], metric) for label in labels],
                 height=0.92 * height,
-                color=[_color(way) for way, _ in keys],
+                color=[_COLORS[re.split(r"\W", label)[0]] for label in labels],
                 alpha=alpha,
             )
-        panel.set_xlabel(label)
+    for panel, metric in zip(panels[0], _METRICS.values(), strict=True):
+        panel.set_xlabel(metric)
         panel.grid(visible=False, axis="y")
         panel.tick_params(axis="y", length=0)
-    panels[0][0].set_yticks(range(len(keys)), map(label_of, keys))
-    panels[0][0].set_ylim(len(keys) - 0.4, -0.6)
-    shades = [Patch(color=INK, alpha=alpha, label=mapping) for mapping, alpha in alphas.items()]
+    panels[0][0].set_yticks(range(len(labels)), labels)
+    panels[0][0].set_ylim(len(labels) - 0.4, -0.6)
     panels[0][1].legend(handles=shades, loc="lower right")
-    return _titled(figure, f"Errors of the inverse root at {bits} bits: {study.name}")
+    return figure
 
 
-def draw_contraction(study: Study, points: Sequence[Contracted]) -> Figure:
+def _draw_contraction(study: Study) -> Figure:
     """Draw errors against τ, with and without the diagonal of the root."""
-    figure, panels = _figure(2, 2, 5.0, sharex=True)
-    taus = [point.tau for point in points]
+    title = f"Condition {study.statistic.condition:.3g} at τ = 1: {study.name}"
+    figure, panels = _figure(2, 2, 5.0, title, sharex=True)
+    rows_of = contraction(study.statistic)
+    taus = list(rows_of)
     parts = {"whole": "the root", "off_diagonal": "without its diagonal"}
-    for column, (part, title) in enumerate(parts.items()):
+    for column, (part, heading) in enumerate(parts.items()):
         for panel, metric in zip(panels[:, column], _METRICS, strict=True):
-            for rows in zip(*(point.rows for point in points), strict=True):
-                panel.plot(
-                    taus,
-                    [getattr(getattr(row, part), metric) for row in rows],
-                    **_LINES[rows[0].key],
-                    markersize=3.5,
-                    label=_label(rows[0].key),
-                )
+            for rows in zip(*rows_of.values(), strict=True):
+                errors = [getattr(getattr(row, part), metric) for row in rows]
+                look = _LINES[rows[0].label] | {"label": _IN_LEGENDS[rows[0].label]}
+                panel.plot(taus, errors, **look, markersize=3.5)
             panel.set_xscale("log", base=2)
             panel.set_xticks(taus[:: 1 + len(taus) // 8])
             panel.set_ylim(bottom=0)
-        panels[0][column].set_title(title, fontsize=9)
+        panels[0][column].set_title(heading, fontsize=9)
         panels[1][column].set_xlabel("contraction of the eigenvalues τ")
     for panel, label in zip(panels[:, 0], _METRICS.values(), strict=True):
         panel.set_ylabel(label)
     panels[0][0].legend(loc="upper left", title="quantised to 4 bits")
-    return _titled(figure, f"Condition {study.statistic.condition:.3g} at τ = 1: {study.name}")
+    return figure
 
 
-def draw_rectification(study: Study, errors_of: dict[int, list[float]]) -> Figure:
+def _draw_rectification(study: Study) -> Figure:
     """Draw errors of powers against the number of Björck steps."""
-    figure, ((panel,),) = _figure(1, 1, 3.4)
+    figure, ((panel,),) = _figure(1, 1, 3.4, f"Powers by 4-bit eigenvectors: {study.name}")
+    errors_of = rectification(study.statistic)
     for (k, errors), look in zip(errors_of.items(), _LINES.values(), strict=True):
         panel.plot(errors, **look, markersize=4, label=f"s = -1/{k}" if k > 1 else "s = -1")
     panel.set(yscale="log", xlabel="Björck steps t₂", ylabel="mean of |(VΛˢVᵀ)^(-1/s) VΛVᵀ - I|")
     panel.legend(loc="upper right")
-    return _titled(figure, f"Powers by 4-bit eigenvectors: {study.name}")
-
-
-def draw_singular_values(study: Study) -> Figure:
-    """Draw the singular values of the matrix and of the matrices restored from 4 bits."""
-    figure, ((panel,),) = _figure(1, 1, 3.4)
-    values = singular_values(study.statistic)
-    # The smallest values come first, as they matter most for an inverse.
-    ranks = range(1, study.statistic.order + 1)
-    panel.plot(ranks, values["exact"].tolist(), color=INK, linewidth=3, label="exact", zorder=2)
-    for key, look in _LINES.items():
-        line = {**look, "marker": None, "label": _label(key)}
-        panel.plot(ranks, values[label_of(key)].tolist(), **line, zorder=3)
-    panel.set(xscale="log", yscale="log", xlabel="rank, from the smallest", ylabel="singular value")
-    panel.legend(loc="upper left", title="quantised to 4 bits")
-    return _titled(figure, f"Singular values: {study.name}")
-
-
-def _label(key: Way) -> str:
-    return "C, the factor" if key[0] == "C" else label_of(key)
-
-
-def _figure(rows: int, columns: int, height: float, **shared: Any) -> tuple[Figure, Any]:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(_WIDTH, height), layout="constrained")
-    return figure, figure.subplots(rows, columns, squeeze=False, **shared)
-
-
-def _titled(figure: Figure, title: str) -> Figure:
-    figure.suptitle(title.replace("$", r"\$"), fontsize=9, x=0.01, ha="left")
     return figure
 
 
-def _color(way: str) -> str:
-    """Return the color of a quantised quantity or a method."""
-    if way == "B":
-        return INK
-    if way == "C" or way.startswith("cholesky"):
-        return ORANGE
-    return GREY if way.startswith(("A", "naive")) else BLUE
+def _draw_singular_values(study: Study) -> Figure:
+    """Draw the singular values of the matrix and of the matrices restored from 4 bits."""
+    figure, ((panel,),) = _figure(1, 1, 3.4, f"Singular values: {study.name}")
+    values = singular_values(study.statistic)
+    # The smallest values come first, as they matter most for an inverse.
+    ranks = range(1, study.statistic.order + 1)
+    panel.plot(ranks, values["exact"].tolist(), color=drawing.INK, linewidth=3, label="exact")
+    for label, look in _LINES.items():
+        line = {**look, "marker": None, "label": _IN_LEGENDS[label]}
+        panel.plot(ranks, values[label].tolist(), **line, zorder=3)
+    panel.set(xscale="log", yscale="log", xlabel="rank, from the smallest", ylabel="singular value")
+    panel.legend(loc="upper left", title="quantised to 4 bits")
+    return figure
+
+
+def _figure(
+    rows: int, columns: int, height: float, title: str | None = None, **shared: Any
+) -> tuple[Figure, Any]:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7.2, height), layout="constrained")
+    if title is not None:
+        figure.suptitle(title.replace("$", r"\$"), fontsize=9, x=0.01, ha="left")
+    return figure, figure.subplots(rows, columns, squeeze=False, **shared)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from kronbit.config import FORMAT_KEY, STATISTICS_KEY, Config
 from kronbit.factors import Factors, make_method
-from kronbit.lab.errors import LabError
+from kronbit.lab.errors import LabError, one_line
 from kronbit.lab.quantisation.errors import (
     Deviation,
     Row,
@@ -25,11 +26,12 @@ from kronbit.lab.quantisation.errors import (
 )
 from kronbit.lab.training.checkpoints import checkpoints
 from kronbit.linalg.precision import full_precision
-from kronbit.messages import parameter_name
+from kronbit.reporting.summary import rows
 from kronbit.state import loading
 from kronbit.state.validation import check_outline, checked_leaves
 from kronbit.step.schedule import refreshes_at, updates_at
 
+Tell = Callable[[str], object]
 # Each method has one of these in its state; the length of its last axis is the order.
 _AS_LONG_AS_ORDER = ("eigenvalues", "diagonal", "matrix", "factor")
 
@@ -48,20 +50,7 @@ class Study:
     name: str
     statistic: Statistic
     quantized_to: int | None
-    rows: tuple[Row, ...]
-
-    @classmethod
-    def of(
-        cls, name: str, statistic: Statistic, bits: Sequence[int], quantized_to: int | None = None
-    ) -> Study:
-        """Compute the tables for several numbers of bits."""
-        rows = tuple(row for width in bits for row in static_table(statistic, width))
-        return cls(name, statistic, quantized_to, rows)
-
-    @property
-    def exponent(self) -> float:
-        """Exponent s of f(A) = A^s."""
-        return self.statistic.config.exponent
+    rows: list[Row]
 
     def to_dict(self) -> dict[str, Any]:
         """Convert to plain numbers for JSON, without the matrix itself."""
@@ -69,7 +58,7 @@ class Study:
             "name": self.name,
             "order": self.statistic.order,
             "condition": self.statistic.condition,
-            "exponent": self.exponent,
+            "exponent": self.statistic.config.exponent,
             "quantized_to": self.quantized_to,
             "rows": [asdict(row) for row in self.rows],
         }
@@ -132,8 +121,8 @@ class ErrorReport:
 
     source: str
     synthetic: bool
-    held: tuple[HeldErrors, ...]
-    studies: tuple[Study, ...]
+    held: list[HeldErrors]
+    studies: list[Study]
 
     def to_dict(self) -> dict[str, Any]:
         """Convert to dicts, lists and numbers for JSON."""
@@ -150,21 +139,21 @@ def synthetic_errors(
     seed: int = 0,
     bits: Sequence[int] = (4, 8),
     device: torch.device | str = "cpu",
-    tell: Callable[[str], object] = lambda text: None,
+    tell: Tell = lambda text: None,
 ) -> ErrorReport:
-    """Compute the paper's tables for its synthetic matrix.
+    """Compute the paper's table for its synthetic matrix, at each number of bits.
 
-    Args:
-        order: Order n of the matrix.
-        seed: Seed of the eigenvectors.
-        bits: Numbers of bits. Each gets a table.
-        device: Device of the computation.
-        tell: Called with the name of the matrix, to show progress.
+    ``tell`` is called with the name of the matrix, to show progress.
     """
     name = f"synthetic matrix of order {order}"
     tell(name)
-    study = Study.of(name, synthetic_matrix(order, seed, device), bits)
-    return ErrorReport(f"{name}, seed {seed}", True, (), (study,))
+    statistic = synthetic_matrix(order, seed, device)
+    study = Study(name, statistic, None, _tables(statistic, bits))
+    return ErrorReport(f"{name}, seed {seed}", True, [], [study])
+
+
+def _tables(statistic: Statistic, bits: Sequence[int]) -> list[Row]:
+    return [row for width in bits for row in static_table(statistic, width)]
 
 
 # ------------------------------------------------------------------------------------ checkpoints
@@ -175,9 +164,7 @@ class Held:
     """A preconditioner in a checkpoint: one side of a block.
 
     Attributes:
-        parameter: Name of the parameter, or its position in the param groups.
-        block: Key of the block.
-        side: ``left`` or ``right``.
+        parameter, block, side: As for ``HeldErrors``.
         step: Number of steps of the parameter.
         config: Options of the parameter.
         factors: A stack with this preconditioner alone.
@@ -200,20 +187,25 @@ class Held:
         return self.factors.roots(slice(0, 1))[0].double()
 
 
-def read_state(source: Path | str | Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
-    """Read an optimizer's state dict.
-
-    Args:
-        source: A state dict, or a dict that has one under ``"optimizer"``; a file with one of
-            these; or the folder of a run, whose last checkpoint is read.
-
-    Returns:
-        The name of the source for messages, and the state dict.
-
-    Raises:
-        LabError: If the source cannot be read or holds no state dict.
-    """
-    label, content = ("the state dict", source) if isinstance(source, Mapping) else _load(source)
+def _read_state(source: Path | str | Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
+    """Return the name of a source for messages, and the optimizer's state dict in it."""
+    label = "the state dict"
+    content: Any = source
+    if not isinstance(source, Mapping):
+        path = Path(source)
+        if path.is_dir():
+            files = checkpoints(path)
+            if not files:
+                raise LabError(f"{path} is a folder without checkpoints: give a run, or a file")
+            path = files[-1]
+        if not path.is_file():
+            raise LabError(f"no checkpoint {path} exists")
+        label = str(path)
+        try:
+            content = torch.load(path, map_location="cpu", weights_only=True)
+        except Exception as error:  # a broken file may raise any exception
+            reason = one_line(error)[:200]
+            raise LabError(f"cannot read {path} as a checkpoint: {reason}") from error
     if isinstance(content, Mapping) and "param_groups" not in content:
         content = content.get("optimizer")
     if not isinstance(content, Mapping) or not {"state", "param_groups"} <= content.keys():
@@ -224,32 +216,12 @@ def read_state(source: Path | str | Mapping[str, Any]) -> tuple[str, Mapping[str
     return label, content
 
 
-def _load(source: Path | str) -> tuple[str, Any]:
-    """Return path and content of a checkpoint file, or of the last checkpoint in a folder."""
-    path = Path(source)
-    if path.is_dir():
-        files = checkpoints(path)
-        if not files:
-            raise LabError(f"{path} is a folder without checkpoints: give a run, or a file")
-        path = files[-1]
-    if not path.is_file():
-        raise LabError(f"no checkpoint {path} exists")
-    try:
-        return str(path), torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # a broken file may raise any exception
-        reason = " ".join(str(error).split())[:200]
-        raise LabError(f"cannot read {path} as a checkpoint: {reason}") from error
-
-
 def read_preconditioners(
     label: str, state_dict: Mapping[str, Any], device: torch.device | str = "cpu"
 ) -> Iterator[Held]:
     """Yield every preconditioner of a state dict, decoded with the options saved in it.
 
-    Args:
-        label: Name of the state dict in messages.
-        state_dict: State dict of an optimizer.
-        device: Device of the decoded tensors.
+    ``label`` is the name of the state dict in messages.
 
     Raises:
         LabError: If the state dict holds no preconditioner, or an entry contradicts its options.
@@ -258,42 +230,33 @@ def read_preconditioners(
     groups = state_dict["param_groups"]
     try:
         check_outline(state_dict, groups)
-        if not any(FORMAT_KEY in group for group in groups):
-            raise LabError(f"{label} {_NOTHING}")
         # Empty tensors stand in for the parameters of an optimizer, which the reader expects.
         stand_ins = [
             {**group, "params": [torch.empty(0) for _ in group["params"]]} for group in groups
         ]
-        names = {
-            p: parameter_name(group, index, number)
-            for index, group in enumerate(stand_ins)
-            for number, p in enumerate(group["params"])
-        }
-        statistics = groups[0].get(STATISTICS_KEY, "gradients")
-        entries = loading.read(
-            state_dict, stand_ins, [Config()] * len(stand_ins), statistics
-        ).entries
+        entries = {}
+        if any(FORMAT_KEY in group for group in groups):
+            statistics = groups[0].get(STATISTICS_KEY, "gradients")
+            configs = [Config()] * len(groups)
+            entries = loading.read(state_dict, stand_ins, configs, statistics).entries
         if not any(entry.blocks for entry in entries.values()):
-            raise LabError(f"{label} {_NOTHING}")
+            raise LabError(
+                f"{label} holds no second-order state: give a checkpoint of Shampoo, CASPR, KFAC "
+                "or AdaBK after their first update"
+            )
+        names = {p: name for name, p, _ in rows(stand_ins, lambda group: Config())}
         for p, entry in entries.items():
             for block, sides in entry.blocks.items():
                 for side in ("left", "right"):
                     values = sides.get(side) if isinstance(sides, Mapping) else None
-                    where = entry.path(block, side)
-                    factors = _as_factors(values, entry.config, where, torch.device(device))
+                    factors = _as_factors(values, entry.config, entry.path(block, side), device)
                     yield Held(names[p], block, side, entry.step, entry.config, factors)
     except (TypeError, ValueError) as error:
         raise LabError(f"{label}: {error}") from error
 
 
-_NOTHING = (
-    "holds no second-order state: give a checkpoint of Shampoo, CASPR, KFAC or AdaBK after "
-    "their first update"
-)
-
-
 @full_precision()
-def _as_factors(values: Any, config: Config, where: str, device: torch.device) -> Factors:
+def _as_factors(values: Any, config: Config, where: str, device: torch.device | str) -> Factors:
     """Build a stack of one preconditioner from its entry in a checkpoint."""
     held = values if isinstance(values, Mapping) else {}
     shown = [held[name] for name in _AS_LONG_AS_ORDER if isinstance(held.get(name), Tensor)]
@@ -309,43 +272,39 @@ def _as_factors(values: Any, config: Config, where: str, device: torch.device) -
 @cache
 def _updates_since_refresh(config: Config, step: int) -> int | None:
     """Return the number of updates after the last refresh. At one step, the update comes first."""
-    count = 0
-    for t in range(step, 0, -1):
-        if config.stagger or refreshes_at(config, t):
-            break
-        count += updates_at(config, t)
-    return None if config.stagger else count
+    if config.stagger:
+        return None
+    steps = takewhile(lambda t: not refreshes_at(config, t), range(step, 0, -1))
+    return sum(updates_at(config, t) for t in steps)
 
 
 def _errors(held: Held, statistic: Statistic) -> HeldErrors:
     """Compute the errors of a root."""
     format, root = held.factors.format, held.root()
-    eye = torch.eye(statistic.order, dtype=root.dtype, device=root.device)
+    bits, root_bits = format.statistic.bits, format.root.bits
     regular = bool(statistic.damped.min() > 0)
-    behind = _updates_since_refresh(held.config, held.step)
-    whole = off_diagonal = now = None
-    if regular and not torch.equal(root, eye):
+    updates_since = _updates_since_refresh(held.config, held.step)
+    whole = off_diagonal = refreshed = None
+    if regular and not torch.equal(root, torch.eye(len(root)).to(root)):
         exact = statistic.root()
         whole, off_diagonal = deviations(root, exact)
-        if behind != 0:
+        if updates_since != 0:
             with full_precision():
-                now = Deviation.of(refreshed_root(held.factors, held.config), exact)
-    bits, root_bits = format.statistic.bits, format.root.bits
-    stored = "compact" if format.compact else "paper"
+                refreshed = Deviation.of(refreshed_root(held.factors, held.config), exact)
     return HeldErrors(
         parameter=held.parameter,
         block=held.block,
         side=held.side,
         order=statistic.order,
         method=format.method,
-        storage=None if bits == root_bits == 32 else stored,
+        storage=None if bits == root_bits == 32 else "compact" if format.compact else "paper",
         bits=bits,
         root_bits=root_bits,
         condition=statistic.condition if regular else None,
-        updates_since=behind,
+        updates_since=updates_since,
         whole=whole,
         off_diagonal=off_diagonal,
-        refreshed=now,
+        refreshed=refreshed,
     )
 
 
@@ -354,12 +313,13 @@ def checkpoint_errors(
     matrices: int = 4,
     bits: Sequence[int] = (4, 8),
     device: torch.device | str = "cpu",
-    tell: Callable[[str], object] = lambda text: None,
+    tell: Tell = lambda text: None,
 ) -> ErrorReport:
     """Compute the quantisation errors of the inverse roots in a checkpoint.
 
     Args:
-        source: Checkpoint, as for ``read_state``.
+        source: A state dict, or a dict that has one under ``"optimizer"``; a file with one of
+            these; or the folder of a run, whose last checkpoint is read.
         matrices: Number of statistics, of the largest orders, for which all ways to store them are
             compared. Statistics of a 32-bit run are exact; others have been quantised before.
         bits: Numbers of bits of this comparison. Each gets a table.
@@ -369,21 +329,21 @@ def checkpoint_errors(
     Raises:
         LabError: If the source cannot be read or holds no second-order state.
     """
-    label, state_dict = read_state(source)
-    roots: list[HeldErrors] = []
+    label, state_dict = _read_state(source)
+    roots = []
     # The largest statistics so far, in order. All of them at once might not fit into memory.
-    largest: list[tuple[int, int, HeldErrors, Statistic]] = []
-    for place, held in enumerate(read_preconditioners(label, state_dict, device)):
+    largest: list[tuple[HeldErrors, Statistic]] = []
+    for held in read_preconditioners(label, state_dict, device):
         statistic = held.statistic()
         errors = _errors(held, statistic)
         roots.append(errors)
         tell(errors.name)
         if errors.condition is not None and statistic.lam.max() > 0:
-            largest.append((-statistic.order, place, errors, statistic))
-            largest = sorted(largest, key=lambda entry: entry[:2])[:matrices]
+            largest.append((errors, statistic))
+            largest = sorted(largest, key=lambda pair: -pair[0].order)[:matrices]
     studies = []
-    for *_, errors, statistic in largest:
+    for errors, statistic in largest:
         tell(f"every way to store {errors.name}")
         quantized_to = errors.bits if errors.bits < 32 else None
-        studies.append(Study.of(errors.name, statistic, bits, quantized_to))
-    return ErrorReport(label, False, tuple(roots), tuple(studies))
+        studies.append(Study(errors.name, statistic, quantized_to, _tables(statistic, bits)))
+    return ErrorReport(label, False, roots, studies)

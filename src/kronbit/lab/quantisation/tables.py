@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import chain, groupby
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kronbit.lab.quantisation.errors import KEPT, Deviation, Row, label_of
-from kronbit.lab.quantisation.report import ErrorReport, HeldErrors
+import yaml
+
+from kronbit.lab.quantisation.errors import KEPT, Deviation, Row
+from kronbit.lab.quantisation.report import ErrorReport
 from kronbit.lab.report.numbers import MISSING
 from kronbit.lab.report.tables import new_table
 
@@ -17,39 +20,24 @@ if TYPE_CHECKING:
 
 _SHOWN = 20  # number of roots of a checkpoint that are shown
 _MOST_OF_A_NAME = 34
-
-# The paper's numbers for its synthetic matrix A2: NRE and angle of A^(-1/4), and the same without
-# the diagonal, by bits, mapping, quantised quantity and rectification.
-PRINTED: dict[tuple[int, str, str, bool | None], tuple[Deviation, Deviation | None]] = {
-    (bits, mapping, way, rectified): (Deviation(*whole), Deviation(*off) if off else None)
-    for bits, mapping, way, rectified, whole, off in (
-        (4, "dt", "A", None, (0.4615, 17.189), (0.6247, 25.913)),
-        (4, "dt", "U", False, (0.1224, 7.0144), (0.1994, 11.444)),
-        (4, "dt", "U", True, (0.0878, 4.9960), (0.1427, 8.1415)),
-        (4, "dt", "B", None, (0.0853, 4.8914), (0.1391, 7.9813)),
-        (4, "dt", "A, B", None, (0.4649, 17.650), (0.6314, 26.948)),
-        (4, "dt", "U, B", False, (0.1485, 8.5168), (0.2420, 13.911)),
-        (4, "dt", "U, B", True, (0.1224, 6.9817), (0.1992, 11.393)),
-        (4, "linear2", "A", None, (0.4465, 15.338), (0.6010, 20.780)),
-        (4, "linear2", "U", False, (0.0942, 5.3998), (0.1534, 8.8027)),
-        (4, "linear2", "U", True, (0.0669, 3.8166), (0.1088, 6.2176)),
-        (4, "linear2", "B", None, (0.0661, 3.7887), (0.1078, 6.1755)),
-        (4, "linear2", "A, B", None, (0.4483, 15.654), (0.6047, 21.666)),
-        (4, "linear2", "U, B", False, (0.1150, 6.5901), (0.1873, 10.745)),
-        (4, "linear2", "U, B", True, (0.0941, 5.3716), (0.1532, 8.7534)),
-        (8, "dt", "A", None, (0.1896, 10.877), None),
-        (8, "linear2", "A", None, (0.1310, 7.4717), None),
-    )
+_NUMBERS = yaml.safe_load(Path(__file__).with_name("printed.yaml").read_text(encoding="utf-8"))
+# The paper's numbers by bits, mapping and label: errors of the root, and without its diagonal.
+PRINTED: dict[tuple[int, str, str], list[Deviation]] = {
+    (bits, mapping, label): [Deviation(*pair) for pair in pairs]
+    for bits, mappings in _NUMBERS.items()
+    for mapping, labels in mappings.items()
+    for label, pairs in labels.items()
 }
+_LEGEND = (
+    "NRE: relative error of the inverse root; °: its angle. Quantised: A the matrix, U its "
+    "eigenvectors, C its triangular factor, B the root. Rows below the line: method and storage of "
+    "an optimizer, which quantises statistic and root. U is exact before quantisation here; in "
+    "training, QR iterations approximate it."
+)
 
 
 def show_errors(report: ErrorReport, console: Console) -> None:
-    """Print a report.
-
-    Args:
-        report: The report.
-        console: Console to print to. 80 columns are enough.
-    """
+    """Print a report. 80 columns are enough."""
     if report.held:
         _show_held(report, console)
     for study in report.studies:
@@ -72,26 +60,17 @@ def show_errors(report: ErrorReport, console: Console) -> None:
         )
 
 
-_LEGEND = (
-    "NRE: relative error of the inverse root; °: its angle. Quantised: A the matrix, U its "
-    "eigenvectors, C its triangular factor, B the root. Rows below the line: method and storage of "
-    "an optimizer, which quantises statistic and root. U is exact before quantisation here; in "
-    "training, QR iterations approximate it."
-)
-
-
 def _print(console: Console, title: str, table: Table) -> None:
     from rich.text import Text
 
-    console.print(Text(title, style="bold"))  # Text, because rich would read brackets as markup
-    console.print(table)
-    console.print()
+    console.print(Text(title, style="bold"), table, "", sep="\n")  # Text: no markup in brackets
 
 
 def _show_held(report: ErrorReport, console: Console) -> None:
     from rich.text import Text
 
-    worst = sorted(report.held, key=_error, reverse=True)[:_SHOWN]
+    worst = sorted(report.held, key=lambda held: held.whole.nre if held.whole else -1, reverse=True)
+    worst = worst[:_SHOWN]
     behind = any(held.refreshed for held in worst)
     table = new_table()
     table.add_column("preconditioner", overflow="fold", max_width=_MOST_OF_A_NAME)
@@ -117,19 +96,15 @@ def _show_held(report: ErrorReport, console: Console) -> None:
         )
 
 
-def _error(held: HeldErrors) -> float:
-    return -1.0 if held.whole is None else held.whole.nre
-
-
 def _table(rows: Sequence[Row], synthetic: bool, off_diagonal: bool) -> Table:
     """Create a table with a row per quantised quantity and columns per mapping."""
-    mappings = list(dict.fromkeys(row.mapping for row in rows))
+    mappings = dict.fromkeys(row.mapping for row in rows)
     part = "off_diagonal" if off_diagonal else "whole"
-    errors = {(row.mapping, row.key): getattr(row, part) for row in rows}
+    errors = {(row.mapping, row.label): getattr(row, part) for row in rows}
     printed = {
-        (mapping, (way, rectified)): pair[off_diagonal]
-        for (bits, mapping, way, rectified), pair in PRINTED.items()
-        if synthetic and bits == rows[0].bits and pair[off_diagonal]
+        (mapping, label): pair[off_diagonal]
+        for (bits, mapping, label), pair in PRINTED.items()
+        if synthetic and bits == rows[0].bits and len(pair) > off_diagonal
     }
     table = new_table()
     table.add_column("\nquantised", no_wrap=True)
@@ -137,20 +112,15 @@ def _table(rows: Sequence[Row], synthetic: bool, off_diagonal: bool) -> Table:
         table.add_column(heading, justify="right", no_wrap=True)
         if printed:
             table.add_column("\npaper", justify="right", no_wrap=True, style="dim")
-    keys = list(dict.fromkeys(row.key for row in rows))
-    kept = {(f"{method}, {storage}", None) for method, storage in KEPT}
-    first_kept = next(filter(kept.__contains__, keys), None)
-    for key in keys:
-        if key == first_kept:
+    for label in dict.fromkeys(label for _, label in errors):
+        if label == ", ".join(KEPT[0]):
             table.add_section()
         cells: list[str] = []
         for mapping in mappings:
-            measured = _texts(errors[mapping, key])
-            of_paper = _texts(printed.get((mapping, key)), missing="")
-            cells += (
-                chain.from_iterable(zip(measured, of_paper, strict=True)) if printed else measured
-            )
-        table.add_row(label_of(key), *cells)
+            measured = _texts(errors[mapping, label])
+            of_paper = _texts(printed.get((mapping, label)), missing="")
+            cells += chain(*zip(measured, of_paper, strict=True)) if printed else measured
+        table.add_row(label, *cells)
     return table
 
 

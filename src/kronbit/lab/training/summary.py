@@ -3,35 +3,16 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
-from torch import nn
 from torch.optim import Optimizer
 
-from kronbit.base import Around
-from kronbit.lab.recipe import Recipe
-from kronbit.lab.training.measures import PeakMemory
+from kronbit.lab.training.loop import Training
 from kronbit.optimizer import SecondOrder
 from kronbit.reporting.memory import held_bytes
 
 
-class Progressed(Protocol):
-    """The part of a training that its summary reads."""
-
-    recipe: Recipe
-    model: nn.Module
-    optimizer: Optimizer
-    peak: PeakMemory
-    step: int
-    steps: int
-    seconds: float
-    step_ms: list[float]
-    last: dict[str, Mapping[str, Any]]
-    best: dict[str, float]
-
-
-def summarise(training: Progressed) -> dict[str, Any]:
+def summarise(training: Training) -> dict[str, Any]:
     """Return the content of ``summary.json``, except for the name and origin of the run."""
     last = training.last
     evaluated, errors = last.get("eval", {}), last.get("errors")
@@ -63,17 +44,17 @@ def _distribution(times: list[float]) -> dict[str, float]:
     }
 
 
-def _memory(training: Progressed) -> dict[str, Any]:
+def _memory(training: Training) -> dict[str, Any]:
     params = list(training.model.parameters())
     optimizer = training.optimizer
     if isinstance(optimizer, SecondOrder):
         held = optimizer.memory()
     else:
         state = held_bytes(optimizer.state)
-        base = held_bytes(optimizer.base.state) if isinstance(optimizer, Around) else state
+        base = held_bytes(getattr(optimizer, "base", optimizer).state)
         held = {"base": base, "statistics": max(0, state - base), "roots": 0}
     return {
-        "peak": training.peak.read(),
+        "peak": training.peak.bytes,
         "peak_is": training.peak.kind,
         "parameters": held_bytes(params),
         "gradients": held_bytes([p for p in params if p.requires_grad]),

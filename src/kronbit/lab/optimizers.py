@@ -14,10 +14,9 @@ from kronbit.algorithms import CASPR, KFAC, AdaBK, Shampoo
 from kronbit.base import Around, resolve
 from kronbit.baselines import EVA, MFAC
 from kronbit.config import Config
-from kronbit.lab.errors import LabError, one_line
+from kronbit.lab.errors import LabError, one_line, refuse_unknown
 from kronbit.lab.models import build
 from kronbit.lab.muon import MuonBesideBase
-from kronbit.lab.named import refuse_unknown
 from kronbit.lab.recipe import OPTIMIZERS, Recipe, parse_settings
 from kronbit.optimizer import SecondOrder
 

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from kronbit.config import OPTIONS
-from kronbit.lab.errors import LabError, one_line
-from kronbit.lab.named import refuse_unknown
+from kronbit.lab.errors import LabError, one_line, refuse_unknown
 from kronbit.lab.precision import AMP, DTYPES
 
 FOLDER = Path(__file__).parent / "recipes"

@@ -79,17 +79,14 @@ def train_command(recipe: Recipe, source: str, world: World) -> str:
     words, settings = [*_launched(world), source], []
     before = _flat(find_recipe(source))
     for key, value in _flat(recipe).items():
-        if value == before.get(key, ...):
-            continue
-        if value is None and key in ("epochs", "steps"):  # the other one is set
-            continue
+        if value == before.get(key, ...) or (value is None and key in ("epochs", "steps")):
+            continue  # it is the same, or the other one of epochs and steps is set
         text = value if isinstance(value, str) else json.dumps(value)
         if key in _FLAGS:
             words += [f"--{key}", text]
         else:
             settings += ["--set", f"{key}={text}"]
-    flags = {"--compile": world.compile, "--cuda-graph": world.graph}
-    words += [flag for flag, given in flags.items() if given]
+    words += ["--compile"] * world.compile + ["--cuda-graph"] * world.graph
     if world.data != World.data:
         words += ["--data", str(world.data)]
     return shlex.join(words + settings)
@@ -199,14 +196,13 @@ def run_all(
         goes_on = resume and bool(checkpoints(place)) and (place / "run.json").is_file()
         if (goes_on or finished) and read_member(place)[0].recipe != one.recipe:
             raise LabError(f"{place} was run with other settings: choose another --out")
-        if finished:
-            summary = json.loads(done.read_text(encoding="utf-8"))
-        elif terminal.interrupted:
-            raise Interrupted
-        else:
+        if not finished:
+            if terminal.interrupted:
+                raise Interrupted
             if place.exists() and not goes_on:
                 shutil.rmtree(place)
-            summary = run_member(one, place, world, terminal, goes_on)
+            run_member(one, place, world, terminal, goes_on)
+        summary = json.loads(done.read_text(encoding="utf-8"))
         summaries.append({**summary, "folder": one.folder})
     return summaries
 

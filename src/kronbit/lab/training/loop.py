@@ -138,27 +138,28 @@ class Training:
         eval_every = recipe.eval_every or max(1, math.ceil(self.steps / 20))
         save_every = recipe.checkpoint_every or self.steps
         self._switch("train")
-        self._begin_timing()
         while self.step < self.steps:
+            if not self._losses:  # at the start, and after losses were written
+                self.peak.restart()
+                self._timer.restart()
+                self._since = time.perf_counter()
             self._take_step()
             terminal.step(self.step)
             last = self.step == self.steps
             stop = self._votes.any_rank(terminal.interrupted)
-            saved = self.step % save_every == 0
-            due = self.step % recipe.log_every == 0
-            evaluated = self.step % eval_every == 0
-            if due or last or stop or saved or evaluated:
+            save = last or stop or self.step % save_every == 0
+            evaluate = last or self.step % eval_every == 0
+            if save or evaluate or self.step % recipe.log_every == 0:
                 self._flush(terminal)
                 if self._without_loss >= _PATIENCE:
                     terminal.message(f"{label}: the loss is not finite at step {self.step}")
                     break
-                if evaluated or last:
+                if evaluate:
                     self._evaluate(terminal)
-                if saved or last or stop:
+                if save:
                     self._save()
                 if stop and not last:
                     raise Interrupted
-                self._begin_timing()
         self.world.wait()
 
     def _take_step(self) -> None:
@@ -225,11 +226,6 @@ class Training:
         self._timer.skip(passed)
         self._since += passed
         self.peak.restart()
-
-    def _begin_timing(self) -> None:
-        self.peak.restart()
-        self._timer.restart()
-        self._since = time.perf_counter()
 
     def _evaluate(self, terminal: Terminal) -> None:
         total = torch.zeros(3, dtype=torch.float64, device=self.world.device)

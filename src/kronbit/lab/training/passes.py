@@ -80,30 +80,23 @@ class Repeatable:
         """Run passes; repeat without the setting if an operation has no deterministic algorithm."""
         if not self._wanted:
             return passes()
+        settings: Any = torch.utils.deterministic
+        before = torch.are_deterministic_algorithms_enabled()
+        filled = settings.fill_uninitialized_memory
+        settings.fill_uninitialized_memory = False  # it takes time, and no result depends on it
+        torch.use_deterministic_algorithms(True)
         try:
-            with _deterministic():
-                return passes()
+            return passes()
         except RuntimeError as error:
             if "deterministic" not in str(error):
                 raise
-            self._wanted = False
             reason = one_line(error).split(". ")[0]
-            warnings.warn(f"a resumed run will not be equal bit for bit: {reason}", stacklevel=2)
-            return passes()
-
-
-@contextmanager
-def _deterministic() -> Iterator[None]:
-    settings: Any = torch.utils.deterministic
-    before = torch.are_deterministic_algorithms_enabled()
-    filled = settings.fill_uninitialized_memory
-    settings.fill_uninitialized_memory = False  # it takes time, and no result depends on it
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before)
-        settings.fill_uninitialized_memory = filled
+        finally:
+            torch.use_deterministic_algorithms(before)
+            settings.fill_uninitialized_memory = filled
+        self._wanted = False
+        warnings.warn(f"a resumed run will not be equal bit for bit: {reason}", stacklevel=2)
+        return passes()
 
 
 @dataclass(frozen=True)

@@ -107,11 +107,9 @@ class Shadow:
     @torch.no_grad()
     def before_step(self) -> None:
         """Copy the gradients, if the coming step updates statistics."""
-        due = []
         for watch in self.watches:
             watch.seen, watch.G = self._steps(watch), None
-            if watch.p.grad is not None and updates_at(watch.config, watch.seen + 1):
-                due.append(watch)
+        due = [w for w in self.watches if w.p.grad is not None and updates_at(w.config, w.seen + 1)]
         if due:
             with self._aside():
                 for watch in due:

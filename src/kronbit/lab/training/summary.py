@@ -5,8 +5,6 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
-from torch.optim import Optimizer
-
 from kronbit.lab.training.loop import Training
 from kronbit.optimizer import SecondOrder
 from kronbit.reporting.memory import held_bytes
@@ -14,8 +12,11 @@ from kronbit.reporting.memory import held_bytes
 
 def summarise(training: Training) -> dict[str, Any]:
     """Return the content of ``summary.json``, except for the name and origin of the run."""
-    last = training.last
+    last, times = training.last, sorted(training.step_ms)
     evaluated, errors = last.get("eval", {}), last.get("errors")
+    counters = (
+        training.optimizer.diagnostics() if hasattr(training.optimizer, "diagnostics") else {}
+    )
     return {
         "recipe": training.recipe.name,
         "seed": training.recipe.seed,
@@ -27,20 +28,15 @@ def summarise(training: Training) -> dict[str, Any]:
         "best_loss": training.best.get("loss"),
         "best_accuracy": training.best.get("accuracy"),
         "seconds": training.seconds,
-        "step_ms": _distribution(training.step_ms),
+        "step_ms": {
+            "median": statistics.median(times),
+            "mean": round(statistics.fmean(times), 4),
+            "p5": times[round(0.05 * (len(times) - 1))],
+            "p95": times[round(0.95 * (len(times) - 1))],
+        },
         "memory": _memory(training),
-        "diagnostics": _counters(training.optimizer),
+        "diagnostics": {name: value for name, value in counters.items() if type(value) is int},
         "errors": None if errors is None else {name: errors[name] for name in ("nre", "angle")},
-    }
-
-
-def _distribution(times: list[float]) -> dict[str, float]:
-    ordered, last = sorted(times), len(times) - 1
-    return {
-        "median": statistics.median(ordered),
-        "mean": round(statistics.fmean(ordered), 4),
-        "p5": ordered[round(0.05 * last)],
-        "p95": ordered[round(0.95 * last)],
     }
 
 
@@ -60,8 +56,3 @@ def _memory(training: Training) -> dict[str, Any]:
         "gradients": held_bytes([p for p in params if p.requires_grad]),
         **{name: held[name] for name in ("base", "statistics", "roots")},
     }
-
-
-def _counters(optimizer: Optimizer) -> dict[str, int]:
-    diagnostics = optimizer.diagnostics() if hasattr(optimizer, "diagnostics") else {}
-    return {name: value for name, value in diagnostics.items() if type(value) is int}

@@ -152,15 +152,13 @@ class Votes:
     """
 
     def __init__(self, world: World) -> None:
-        self._alone = world.ranks == 1
+        self._group = None if world.ranks == 1 else dist.new_group(backend="gloo")
         self._work: dist.Work | None = None
         self._votes = torch.tensor(0.0)
-        if not self._alone:
-            self._group = dist.new_group(backend="gloo")
 
     def any_rank(self, wants: bool) -> bool:
         """Return the answer of the previous call; it is the same on all ranks. All must call it."""
-        if self._alone:
+        if self._group is None:
             return wants
         if self._work is not None:
             self._work.wait()

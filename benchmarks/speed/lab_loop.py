@@ -19,6 +19,7 @@ import os
 import pickle
 import statistics
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +31,9 @@ from torch.nn import functional
 from kronbit.lab.models import build
 from kronbit.lab.optimizers import variant
 from kronbit.lab.recipe import Recipe, find_recipe
-from kronbit.lab.training.display import Display
-from kronbit.lab.training.interrupts import Interrupts
 from kronbit.lab.training.loop import Training
 from kronbit.lab.training.measures import hardware, versions
-from kronbit.lab.training.running import Running
+from kronbit.lab.training.terminal import Terminal
 from kronbit.lab.training.world import World
 
 WARM_UP = 100
@@ -85,19 +84,17 @@ def by_hand(recipe: Recipe, steps: int) -> list[float]:
     return [a.elapsed_time(b) for a, b in itertools.pairwise(events)]
 
 
-def in_the_lab(recipe: Recipe, spec: str, steps: int, running: Running) -> dict[str, Any]:
+def in_the_lab(recipe: Recipe, spec: str, steps: int, world: World) -> dict[str, Any]:
     """Return step times and peak memory of the lab's loop."""
     settings = {"steps": steps, "amp": "bf16", "eval_every": steps, "eval_batches": 1}
     variant_recipe = variant(spec, recipe.with_settings(settings))[2].with_settings(
         {"watched_blocks": 0}
     )
     with tempfile.TemporaryDirectory() as folder, open(os.devnull, "w") as null:
-        training = Training(
-            variant_recipe, Path(folder), World("none", torch.device("cuda")), running
-        )
-        with Display(Console(file=null)) as display:
-            summary = training.run(display, spec, False, Interrupts())
-    return {**describe(training.step_ms), "peak_bytes": summary["memory"]["peak"]}
+        training = Training(variant_recipe, Path(folder), world)
+        with Terminal(Console(file=null)) as terminal:
+            training.run(terminal, spec, False)
+    return {**describe(training.step_ms), "peak_bytes": training.peak.bytes}
 
 
 def describe(times: list[float]) -> dict[str, Any]:
@@ -123,14 +120,15 @@ def main() -> None:
     print("by hand", report["by hand"], flush=True)
     with tempfile.TemporaryDirectory() as folder:
         write_images(Path(folder))
-        modes = {"eager": Running(Path(folder)), "graph": Running(Path(folder), graph=True)}
+        world = World("none", torch.device("cuda"), data=Path(folder))
+        modes = {"eager": world, "graph": replace(world, graph=True)}
         if arguments.compile:
-            modes["compiled"] = Running(Path(folder), compile=True)
-            modes["compiled graph"] = Running(Path(folder), compile=True, graph=True)
-        for mode, running in modes.items():
+            modes["compiled"] = replace(world, compile=True)
+            modes["compiled graph"] = replace(world, compile=True, graph=True)
+        for mode, how in modes.items():
             for spec in ("base", "shampoo-4"):
                 name = f"{mode}, {spec}"
-                report[name] = in_the_lab(recipe, spec, arguments.steps, running)
+                report[name] = in_the_lab(recipe, spec, arguments.steps, how)
                 print(name, report[name], flush=True)
                 arguments.output.write_text(json.dumps(report, indent=1) + "\n")
 

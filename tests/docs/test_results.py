@@ -12,10 +12,8 @@ from rich.console import Console
 from kronbit.lab.optimizers import variant
 from kronbit.lab.recipe import find_recipe, parse_settings
 from kronbit.lab.report.runs import read_run
-from kronbit.lab.training.display import Display
 from kronbit.lab.training.experiment import Member, run_member
-from kronbit.lab.training.interrupts import Interrupts
-from kronbit.lab.training.running import Running
+from kronbit.lab.training.terminal import Terminal
 from kronbit.lab.training.world import join_world
 
 ROOT = Path(__file__).parents[2]
@@ -44,10 +42,10 @@ def test_a_collected_run_has_its_curves(tmp_path: Path) -> None:
         parse_settings([*settings, "update_every=5", "refresh_every=5"])
     )
     key, label, member_recipe = variant("shampoo-4 lr=0.02", recipe)
-    world, running = join_world("none", "cpu"), Running(Path("data"))
-    with Display(Console(quiet=True)) as display:
+    world = join_world("none", "cpu")
+    with Terminal(Console(quiet=True)) as terminal:
         member = Member(key, label, member_recipe, "kronbit train")
-        run_member(member, tmp_path / "run", world, running, display, False, Interrupts())
+        run_member(member, tmp_path / "run", world, terminal, False)
     run = read_run(tmp_path / "run")
     path = tmp_path / "results" / "summary.json"
     collect_results.write(path, {"runs": [collect_results.collect(run, side_by_side=2)]})
@@ -69,10 +67,10 @@ def test_a_diverged_run_has_no_score(tmp_path: Path) -> None:
         parse_settings(["steps=12", "batch=20", "log_every=2", "eval_every=2", "lr=1e30"])
     )
     key, label, member_recipe = variant("base", recipe)
-    with Display(Console(quiet=True)) as display:
+    with Terminal(Console(quiet=True)) as terminal:
         member = Member(key, label, member_recipe, "kronbit train --data x --set lr=1e30")
-        world, running = join_world("none", "cpu"), Running(Path("data"))
-        run_member(member, tmp_path / "run", world, running, display, False, Interrupts())
+        world = join_world("none", "cpu")
+        run_member(member, tmp_path / "run", world, terminal, False)
     target = tmp_path / "summary.json"
     collect_results.write_collected([tmp_path / "run"], target)
     (row,) = json.loads(target.read_text())["runs"]

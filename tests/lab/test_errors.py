@@ -383,6 +383,10 @@ def watched(optimizer: SecondOrder, model: nn.Module, blocks: int = 4) -> Shadow
     return Shadow(optimizer, {p: name for name, p in model.named_parameters()}, blocks)
 
 
+def names(shadow: Shadow) -> tuple[str, ...]:
+    return tuple(watch.name for watch in shadow.watches)
+
+
 @pytest.mark.parametrize("bits", [32, 4])
 @pytest.mark.parametrize("algorithm", [Shampoo, CASPR])
 def test_shadow_agrees_with_a_separate_replay(
@@ -392,7 +396,7 @@ def test_shadow_agrees_with_a_separate_replay(
     options = {**SCHEDULE, "bits": bits, "damping": 1e-4, "newton_steps": 40}
     optimizer = algorithm(model.named_parameters(), lr=1e-3, **options)
     shadow = watched(optimizer, model)
-    assert shadow.watches == ("0.weight", "2.weight")
+    assert names(shadow) == ("0.weight", "2.weight")
     exact = {
         f"{layer}.weight {side}": 1e-4 * torch.eye(n, dtype=torch.float64)
         for layer, side, n in ((0, "left", 64), (0, "right", 80), (2, "left", 48), (2, "right", 64))
@@ -448,7 +452,7 @@ def test_shadow_resumes_from_its_state(tmp_path: Path) -> None:
     model = network()
     optimizer = Shampoo(model.named_parameters(), lr=1e-3, **SCHEDULE)
     shadow = watched(optimizer, model, 1)
-    assert shadow.watches == ("0.weight",)
+    assert names(shadow) == ("0.weight",)
     lines(optimizer, model, shadow, range(9))
     content = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
     torch.save({**content, "shadow": shadow.state_dict()}, tmp_path / "c.pt")
@@ -510,8 +514,8 @@ def test_shadow_watches_the_largest_block_of_each_parameter() -> None:
     optimizer = Shampoo(groups, lr=1e-3, max_order=32, update_every=1, refresh_every=1, bits=32)
     shadow = watched(optimizer, model, 2)
     # 24 x 40 is cut into 24 x 32 and 24 x 8, 70 x 24 into 32 x 24 twice and 6 x 24.
-    assert shadow.watches == ("0.weight block_0", "1.weight block_0")
-    assert watched(optimizer, model, 9).watches[2:] == ("2.weight",)
+    assert names(shadow) == ("0.weight block_0", "1.weight block_0")
+    assert names(watched(optimizer, model, 9))[2:] == ("2.weight",)
     for p in model.parameters():
         p.grad = torch.randn_like(p)
     shadow.before_step()
@@ -530,7 +534,7 @@ def test_shadow_watches_neither_staggered_refreshes_nor_layers() -> None:
     layers = KFAC(model.named_parameters(), model=model, lr=1e-3)
     for optimizer in (staggered, layers):
         shadow = watched(optimizer, model)
-        assert shadow.watches == ()
+        assert names(shadow) == ()
         backward(model, 0)
         shadow.before_step()
         optimizer.step()
@@ -554,6 +558,6 @@ def test_shadow_watches_whole_parameters_on_the_first_rank(rank: int) -> None:
             (sharded, {}, ()),
         ):
             optimizer = Shampoo(model.named_parameters(), lr=1e-3, **options)
-            assert watched(optimizer, model).watches == (() if rank else expected)
+            assert names(watched(optimizer, model)) == (() if rank else expected)
     finally:
         dist.destroy_process_group()

@@ -15,8 +15,7 @@ from kronbit.lab.errors import LabError
 from kronbit.lab.models import MODELS, build, logits
 from kronbit.lab.models.swin import SwinTiny
 from kronbit.lab.models.transformer import DropPath, rates
-from kronbit.lab.training.determinism import Repeatable
-from kronbit.lab.training.passes import Captured, Eager, Objective
+from kronbit.lab.training.passes import Captured, Eager, Objective, Repeatable
 
 SMALL_GPT2 = {"vocab_size": 50, "n_positions": 16, "n_embd": 16, "n_layer": 2, "n_head": 2}
 SMALL_LLAMA = {

@@ -16,10 +16,8 @@ from kronbit.lab.muon import MuonBesideBase, hidden_matrices
 from kronbit.lab.optimizers import variant
 from kronbit.lab.recipe import Recipe, find_recipe, parse_settings
 from kronbit.lab.training import checkpoints
-from kronbit.lab.training.display import Display
-from kronbit.lab.training.interrupts import Interrupts
 from kronbit.lab.training.loop import Training
-from kronbit.lab.training.running import Running
+from kronbit.lab.training.terminal import Terminal
 from kronbit.lab.training.world import World
 
 KEYWORDS = {"lr": 3e-3, "weight_decay": 0.05}
@@ -31,10 +29,10 @@ def recipe_of(*settings: str) -> Recipe:
 
 
 def trained(recipe: Recipe, folder: Path, device: str = "cpu", resume: bool = False) -> Training:
-    training = Training(recipe, folder, World("none", torch.device(device)), Running(Path("data")))
+    training = Training(recipe, folder, World("none", torch.device(device)))
     folder.mkdir(exist_ok=True)
-    with Display(Console(quiet=True)) as display:
-        training.run(display, "test", resume, Interrupts())
+    with Terminal(Console(quiet=True)) as terminal:
+        training.run(terminal, "test", resume)
     return training
 
 

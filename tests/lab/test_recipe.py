@@ -17,7 +17,7 @@ from kronbit.lab.data import open_data
 from kronbit.lab.errors import LabError
 from kronbit.lab.models import build
 from kronbit.lab.optimizers import DEFAULT_VARIANTS, VARIANTS, make_optimizer, variant
-from kronbit.lab.recipe import find_recipe, parse_settings, recipe_from, recipe_names
+from kronbit.lab.recipe import OPTIMIZERS, find_recipe, parse_settings, recipe_from, recipe_names
 from kronbit.lab.schedules import factor, warmup_steps
 
 CPU = torch.device("cpu")
@@ -113,7 +113,7 @@ def test_variants_change_options_of_the_recipe() -> None:
     labels = [variant(spec, recipe)[1] for spec in DEFAULT_VARIANTS]
     assert labels[0] == "AdamW"
     assert len(set(labels)) == 5
-    for spec in VARIANTS:
+    for spec in (*VARIANTS, *OPTIMIZERS):
         assert variant(spec, recipe)[2].optimizer == spec.split("-")[0]
     key, label, longer = variant("base longer=1.5 lr=3e-3", recipe)
     assert (longer.steps, longer.lr) == (round(1.5 * (recipe.steps or 0)), 3e-3)

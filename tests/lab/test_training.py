@@ -25,15 +25,12 @@ from kronbit.lab.errors import LabError
 from kronbit.lab.models import build
 from kronbit.lab.recipe import Recipe, find_recipe, parse_settings
 from kronbit.lab.training import checkpoints
-from kronbit.lab.training.display import Display
 from kronbit.lab.training.experiment import member, run_all, run_member, train_command
-from kronbit.lab.training.interrupts import Interrupts
 from kronbit.lab.training.loop import Interrupted, Training
-from kronbit.lab.training.running import Running
+from kronbit.lab.training.terminal import Terminal
 from kronbit.lab.training.world import World
 
 CPU = World("none", torch.device("cpu"))
-RUNNING = Running(Path("data"))
 QUIET = Console(file=open(os.devnull, "w"))  # noqa: SIM115
 
 
@@ -43,10 +40,10 @@ def small(*settings: str) -> Recipe:
 
 
 def trained(recipe: Recipe, folder: Path, world: World = CPU, resume: bool = False) -> Training:
-    training = Training(recipe, folder, world, RUNNING)
+    training = Training(recipe, folder, world)
     folder.mkdir(exist_ok=True)
-    with Display(QUIET, world.first) as display:
-        training.run(display, "test", resume, Interrupts())
+    with Terminal(QUIET) as terminal:
+        training.run(terminal, "test", resume)
     return training
 
 
@@ -156,9 +153,8 @@ def test_schedule_free_evaluates_averaged_weights(tmp_path: Path) -> None:
     assert optimizer.param_groups[0]["train_mode"]
     assert optimizer.param_groups[0]["warmup_steps"] == 4
     x, y = next(training.data.held_out())
-    training._modes.evaluate(training.step)
-    averaged = training.objective.judge(training.model, x, y)[0] / len(y)
-    training._modes.train()
+    with training.evaluation_mode():
+        averaged = training.objective.judge(training.model, x, y)[0] / len(y)
     training.model.eval()
     last = training.objective.judge(training.model, x, y)[0] / len(y)
     reported = lines(tmp_path / "run", "eval")[-1]["loss"]
@@ -229,47 +225,38 @@ def test_broken_checkpoints_are_named(tmp_path: Path) -> None:
 
 def test_a_comparison_resumes_with_its_missing_runs(tmp_path: Path) -> None:
     recipe = small("steps=4")
-    members = [member(spec, recipe, "digits-cnn", RUNNING, CPU) for spec in ("base", "shampoo-4")]
-    interrupts = Interrupts()
-    with Display(QUIET) as display:
-        first = run_member(
-            members[0], tmp_path / "base-seed0", CPU, RUNNING, display, False, interrupts
-        )
-        runs = run_all(members, tmp_path, CPU, RUNNING, display, True, interrupts)
-        assert [name for name, _ in runs] == ["base-seed0", "shampoo-4-seed0"]
-        assert runs[0][1] == json.loads(json.dumps(first))  # not run again: it has the same times
-        other = [member("base lr=0.1", recipe, "digits-cnn", RUNNING, CPU)]
+    members = [member(spec, recipe, "digits-cnn", CPU) for spec in ("base", "shampoo-4")]
+    with Terminal(QUIET) as terminal:
+        first = run_member(members[0], tmp_path / "base-seed0", CPU, terminal, False)
+        runs = run_all(members, tmp_path, CPU, terminal, True)
+        assert [run.pop("folder") for run in runs] == ["base-seed0", "shampoo-4-seed0"]
+        assert runs[0] == json.loads(json.dumps(first))  # not run again: it has the same times
+        other = [member("base lr=0.1", recipe, "digits-cnn", CPU)]
         other[0] = type(other[0])("base", *list(vars(other[0]).values())[1:])
         with pytest.raises(LabError, match="other settings"):
-            run_all(other, tmp_path, CPU, RUNNING, display, True, interrupts)
-    memory = runs[1][1]["memory"]
+            run_all(other, tmp_path, CPU, terminal, True)
+    memory = runs[1]["memory"]
     assert memory["statistics"] > 0
     assert memory["gradients"] == memory["parameters"]
     assert memory["peak"] is None or memory["peak"] >= 0
 
 
-class InterruptsLater(Interrupts):
-    """Reports Ctrl-C after the comparison has begun."""
+class InterruptedTerminal(Terminal):
+    """Reports Ctrl-C after the first step."""
 
-    def __init__(self) -> None:
-        self.asked = 0
-
-    @property
-    def wanted(self) -> bool:  # type: ignore[override]
-        self.asked += 1
-        return self.asked > 1
+    def step(self, step: int) -> None:
+        self.interrupted = True
 
 
 def test_an_interrupted_comparison_resumes(tmp_path: Path) -> None:
-    members = [member(spec, small(), "digits-cnn", RUNNING, CPU) for spec in ("base", "shampoo-4")]
-    stop, go = InterruptsLater(), Interrupts()
-    with Display(QUIET) as display:
-        with pytest.raises(Interrupted):
-            run_all(members, tmp_path / "parts", CPU, RUNNING, display, True, stop)
-        (first_run,) = (tmp_path / "parts").iterdir()  # the first one, after its first step
-        assert checkpoints.load_last(first_run)["step"] == 1
-        run_all(members, tmp_path / "parts", CPU, RUNNING, display, True, go)
-        run_all(members, tmp_path / "whole", CPU, RUNNING, display, False, go)
+    members = [member(spec, small(), "digits-cnn", CPU) for spec in ("base", "shampoo-4")]
+    with pytest.raises(Interrupted), InterruptedTerminal(QUIET) as terminal:
+        run_all(members, tmp_path / "parts", CPU, terminal, True)
+    (first_run,) = (tmp_path / "parts").iterdir()  # the first one, after its first step
+    assert checkpoints.load_last(first_run)["step"] == 1
+    with Terminal(QUIET) as terminal:
+        run_all(members, tmp_path / "parts", CPU, terminal, True)
+        run_all(members, tmp_path / "whole", CPU, terminal, False)
     for name in ("base-seed0", "shampoo-4-seed0"):
         resumed, expected = (
             checkpoints.load_last(tmp_path / folder / name) for folder in ("parts", "whole")
@@ -290,7 +277,7 @@ def test_commands_reproduce_the_run() -> None:
         "kfac-4 model.n_layer=1",
         "base holdout=0.1",
     ):
-        made = member(spec, recipe, "pydoc-gpt", RUNNING, CPU)
+        made = member(spec, recipe, "pydoc-gpt", CPU)
         words = shlex.split(made.command)
         assert words[:3] == ["kronbit", "train", "pydoc-gpt"]
         given: dict[str, Any] = {}
@@ -299,10 +286,7 @@ def test_commands_reproduce_the_run() -> None:
             given |= parse_settings([value if flag == "--set" else f"{flag[2:]}={value}"])
             del words[3:5]
         assert find_recipe("pydoc-gpt").with_settings(given) == made.recipe
-    assert (
-        train_command(find_recipe("pydoc-gpt"), "pydoc-gpt", RUNNING, CPU)
-        == "kronbit train pydoc-gpt"
-    )
+    assert train_command(find_recipe("pydoc-gpt"), "pydoc-gpt", CPU) == "kronbit train pydoc-gpt"
 
 
 def train_on_ranks(rank: int, folder: str) -> None:
@@ -340,25 +324,26 @@ def test_ranks_train_like_one_process(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "running", "message"),
+    ("settings", "how", "message"),
     [
-        (["amp=fp16"], RUNNING, "--amp fp16 needs a GPU"),
-        ([], Running(Path("data"), graph=True), "--cuda-graph needs a CUDA device"),
-        (["model.classes=3"], RUNNING, "model.classes=10"),
-        (["model.width=x"], RUNNING, "model 'digits-cnn' cannot be built"),
-        (["optimizer=kfac"], Running(Path("data"), compile=True), "--compile leaves out the hooks"),
-        (["batch=5000"], RUNNING, "larger than the 1400 training images"),
+        (["amp=fp16"], {}, "--amp fp16 needs a GPU"),
+        ([], {"graph": True}, "--cuda-graph needs a CUDA device"),
+        (["model.classes=3"], {}, "model.classes=10"),
+        (["model.width=x"], {}, "model 'digits-cnn' cannot be built"),
+        (["optimizer=kfac"], {"compile": True}, "--compile leaves out the hooks"),
+        (["batch=5000"], {}, "larger than the 1400 training images"),
     ],
 )
 def test_invalid_runs_are_refused_before_anything_is_written(
-    settings: list[str], running: Running, message: str, tmp_path: Path
+    settings: list[str], how: dict[str, bool], message: str, tmp_path: Path
 ) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
     recipe = small(*settings)
-    invalid = member(recipe.optimizer, recipe, "digits-cnn", running, CPU)
-    with Display(QUIET) as display, pytest.raises(LabError, match=message):
-        run_member(invalid, tmp_path / "run", CPU, running, display, False, Interrupts())
+    world = World("none", torch.device("cpu"), **how)  # type: ignore[arg-type]
+    invalid = member(recipe.optimizer, recipe, "digits-cnn", world)
+    with Terminal(QUIET) as terminal, pytest.raises(LabError, match=message):
+        run_member(invalid, tmp_path / "run", world, terminal, False)
     assert not (tmp_path / "run").exists()
 
 
@@ -374,17 +359,16 @@ def test_schedule_free_updates_batch_norm_for_averaged_weights(
     training = trained(recipe, tmp_path / "run")
     norm: Any = training.model[1]
     before = norm.running_mean.clone()
-    training._modes.evaluate(training.step)
-    # Means of the convolution's output with the averaged weights, over the next batches.
-    with torch.no_grad():
-        seen = [
-            training.model[0](training.data.batch(12 + i)[0]).mean((0, 2, 3)) for i in range(50)
-        ]
-    expected = before
-    for mean in seen:
-        expected = 0.9 * expected + 0.1 * mean
-    torch.testing.assert_close(norm.running_mean, expected, atol=1e-5, rtol=1e-4)
-    training._modes.train()
+    with training.evaluation_mode():
+        # Means of the convolution's output with the averaged weights, over the next batches.
+        with torch.no_grad():
+            seen = [
+                training.model[0](training.data.batch(12 + i)[0]).mean((0, 2, 3)) for i in range(50)
+            ]
+        expected = before
+        for mean in seen:
+            expected = 0.9 * expected + 0.1 * mean
+        torch.testing.assert_close(norm.running_mean, expected, atol=1e-5, rtol=1e-4)
     assert torch.equal(norm.running_mean, before)
 
 
@@ -392,7 +376,11 @@ def test_schedule_free_updates_batch_norm_for_averaged_weights(
 
 
 def on_gpu(
-    settings: list[str], folder: Path, name: str = "swin-tiny", resume: bool = False, **running: Any
+    settings: list[str],
+    folder: Path,
+    name: str = "swin-tiny",
+    resume: bool = False,
+    graph: bool = False,
 ) -> Training:
     """Train briefly on random images."""
     images = folder.parent / "data"
@@ -401,12 +389,11 @@ def on_gpu(
     given = ["steps=12", "log_every=4", "eval_every=6", "checkpoint_every=6", "keep=9", "batch=40"]
     given += ["first_refresh=2", "update_every=3", "refresh_every=3", "watched_blocks=1"]
     recipe = find_recipe(f"cifar100-{name}").with_settings(parse_settings([*given, *settings]))
-    training = Training(
-        recipe, folder, World("none", torch.device("cuda")), Running(images, **running)
-    )
+    world = World("none", torch.device("cuda"), data=images, graph=graph)
+    training = Training(recipe, folder, world)
     folder.mkdir(exist_ok=True)
-    with Display(QUIET) as display:
-        training.run(display, "test", resume, Interrupts())
+    with Terminal(QUIET) as terminal:
+        training.run(terminal, "test", resume)
     return training
 
 
@@ -434,7 +421,7 @@ def test_a_run_on_a_gpu_resumes_bit_for_bit(
 @pytest.mark.gpu
 def test_a_graph_trains_as_eagerly(tmp_path: Path) -> None:
     eager, graph = (
-        on_gpu(["optimizer=base"], tmp_path / name, graph=name == "graph").peak.read()
+        on_gpu(["optimizer=base"], tmp_path / name, graph=name == "graph").peak.bytes
         for name in ("eager", "graph")
     )
     losses = [
@@ -450,9 +437,9 @@ def test_a_graph_trains_as_eagerly(tmp_path: Path) -> None:
 def test_memory_of_earlier_runs_does_not_count(tmp_path: Path) -> None:
     """The first run of a comparison leaves workspaces behind."""
     on_gpu([], tmp_path / "zeroth", graph=True)
-    first = on_gpu([], tmp_path / "first", graph=True).peak.read()
+    first = on_gpu([], tmp_path / "first", graph=True).peak.bytes
     other = torch.zeros(2**26, device="cuda")
-    second = on_gpu([], tmp_path / "second", graph=True).peak.read()
+    second = on_gpu([], tmp_path / "second", graph=True).peak.bytes
     assert other.numel() == 2**26
     assert first == pytest.approx(second, rel=0.01)
 
@@ -499,12 +486,9 @@ def test_every_optimizer_trains_on_a_gpu(optimizer: str, tmp_path: Path) -> None
 
 @pytest.mark.gpu
 def test_a_compiled_network_trains_as_well(tmp_path: Path) -> None:
-    world = World("none", torch.device("cuda"))
     losses = []
     for compiled in (False, True):
-        running = Running(Path("data"), compile=compiled)
-        training = Training(small("steps=5"), tmp_path / str(compiled), world, running)
-        training.folder.mkdir()
-        with Display(QUIET) as display:
-            losses.append(training.run(display, "test", False, Interrupts())["loss"])
+        world = World("none", torch.device("cuda"), compile=compiled)
+        training = trained(small("steps=5"), tmp_path / str(compiled), world)
+        losses.append(training.last["eval"]["loss"])
     assert losses[0] == pytest.approx(losses[1], rel=1e-3)

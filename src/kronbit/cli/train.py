@@ -70,19 +70,16 @@ def train(
 ) -> int:
     """Train a recipe once, with evaluations and checkpoints. Ctrl-C saves and stops."""
     from kronbit.lab.optimizers import label_of, refuse_unused_options
-    from kronbit.lab.training.display import Display
     from kronbit.lab.training.experiment import (
-        DATA_FOLDER,
         Member,
         read_member,
         resume_command,
         run_member,
         train_command,
     )
-    from kronbit.lab.training.interrupts import Interrupts
     from kronbit.lab.training.loop import Interrupted
-    from kronbit.lab.training.running import Running
-    from kronbit.lab.training.world import agree_on, join_world, leave_world
+    from kronbit.lab.training.terminal import Terminal
+    from kronbit.lab.training.world import World, join_world
 
     wishes = drop_none(optimizer=optimizer, bits=bits, base=base, seed=seed, amp=amp)
     if resume is not None:
@@ -99,34 +96,32 @@ def train(
         refuse_unused_options(made)
         refuse_used_folder(out, resume=False)
         place = output_folder(out, f"{made.name}-{made.optimizer}")
-    running = Running(data or DATA_FOLDER, compile, cuda_graph, tensorboard)
-    world = join_world(parallel, device)
-    console = Console(stderr=True)
+    how = {"compile": compile, "graph": cuda_graph, "tensorboard": tensorboard}
+    world = join_world(parallel, device, data=data or World.data, **how)
+    console = Console(stderr=True, quiet=not world.first)
     try:
         with (
             place
             if world.first
             else nullcontext(Path()) as folder,  # all ranks use the folder of the first
-            Display(console, world.first) as display,
-            Interrupts() as interrupts,
+            Terminal(console) as terminal,
         ):
-            folder = Path(agree_on(str(folder), world))
+            folder = Path(world.agree_on(str(folder)))
             if resume is None:
-                command = train_command(made, recipe or "", running, world)
+                command = train_command(made, recipe or "", world)
                 one = Member(made.optimizer, label_of(made), made, command)
             elif (before["parallel"], before["ranks"]) != (world.parallel, world.ranks):
-                display.message(
+                terminal.message(
                     f"started on {before['ranks']} ranks ({before['parallel']}), resumed on "
                     f"{world.ranks} ({world.parallel}): results differ in rounding"
                 )
             again = resume is not None
-            summary = run_member(one, folder, world, running, display, again, interrupts)
+            summary = run_member(one, folder, world, terminal, again)
     except Interrupted:
-        if world.first:
-            _tell(console, f"saved; resume with: {resume_command(folder, world)}")
+        _tell(console, f"saved; resume with: {resume_command(folder, world)}")
         return 130
     finally:
-        leave_world(world)
+        world.leave()
     if world.first:
         show_runs([folder])
         print(f"{summary['steps']} steps, written to {folder}")
@@ -169,32 +164,27 @@ def compare(
     from kronbit.lab.optimizers import DEFAULT_VARIANTS, check_optimizer
     from kronbit.lab.report.runs import find_runs
     from kronbit.lab.report.writing import write_report
-    from kronbit.lab.training.display import Display
-    from kronbit.lab.training.experiment import DATA_FOLDER, member, run_all, write_comparison
+    from kronbit.lab.training.experiment import member, run_all, write_comparison
     from kronbit.lab.training.files import make_folder
-    from kronbit.lab.training.interrupts import Interrupts
     from kronbit.lab.training.loop import Interrupted
-    from kronbit.lab.training.refusals import refuse_conflicts
-    from kronbit.lab.training.running import Running
-    from kronbit.lab.training.world import join_world
+    from kronbit.lab.training.terminal import Terminal
+    from kronbit.lab.training.world import World, join_world
 
     if resume and out is None:
         raise LabError("--resume needs --out: the folder of the comparison")
     wishes = {**drop_none(base=base, amp=amp), **parse_settings(settings or ())}
     start = find_recipe(recipe).with_settings(wishes)
     specs = optimizers or DEFAULT_VARIANTS
-    world = join_world("none", device)
-    running = Running(data or DATA_FOLDER, compile, cuda_graph)
+    world = join_world("none", device, data=data or World.data, compile=compile, graph=cuda_graph)
     members = [
-        member(spec, start.with_settings({"seed": start.seed + seed}), recipe, running, world)
+        member(spec, start.with_settings({"seed": start.seed + seed}), recipe, world)
         for spec in specs
         for seed in range(seeds)
     ]
-    names = [f"{one.key}-seed{one.recipe.seed}" for one in members]
-    if len(set(names)) < len(names):
+    if len({one.folder for one in members}) < len(members):
         raise LabError("the same optimizer was given twice: add a setting to one of them")
     for one in members:
-        refuse_conflicts(one.recipe, world, running)
+        world.refuse_conflicts(one.recipe)
         check_optimizer(one.recipe)
     refuse_used_folder(out, resume)
     console = Console(stderr=True)
@@ -202,11 +192,10 @@ def compare(
     try:
         with (
             output_folder(out, start.name) as folder,
-            Display(console) as display,
-            Interrupts() as interrupts,
+            Terminal(console) as terminal,
         ):
             make_folder(folder)
-            summaries = run_all(members, folder, world, running, display, resume, interrupts)
+            summaries = run_all(members, folder, world, terminal, resume)
     except Interrupted:
         where = "" if out else f" --out {shlex.quote(str(folder))}"
         again = command if resume else f"{command}{where} --resume"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -14,41 +14,27 @@ from kronbit.algorithms import CASPR, KFAC, AdaBK, Shampoo
 from kronbit.base import Around, resolve
 from kronbit.baselines import EVA, MFAC
 from kronbit.config import Config
-from kronbit.lab.errors import LabError, one_line
+from kronbit.lab.errors import LabError, one_line, refuse_unknown
 from kronbit.lab.models import build
 from kronbit.lab.muon import MuonBesideBase
-from kronbit.lab.named import refuse_unknown
 from kronbit.lab.recipe import OPTIMIZERS, Recipe, parse_settings
 from kronbit.optimizer import SecondOrder
 
 _FUSED = ("sgd", "adam", "adamw")  # their fused kernels are the fastest on a GPU
 
-# Optimizers of a comparison by name, as settings of the recipe.
+_STORAGES: Mapping[str, Mapping[str, Any]] = {
+    "32": {"bits": 32},
+    "4-naive": {"bits": 4, "method": "naive", "storage": "paper"},
+    "4-paper": {"bits": 4, "method": "eigen", "storage": "paper"},
+    "4": {"bits": 4},
+    "8": {"bits": 8},
+}
+# Optimizers of a comparison by name, as settings of the recipe, in addition to OPTIMIZERS.
 VARIANTS: Mapping[str, Mapping[str, Any]] = {
-    "base": {"optimizer": "base"},
-    **{
-        f"{name}-{key}": {"optimizer": name, **options}
-        for name in ("shampoo", "caspr")
-        for key, options in (
-            ("32", {"bits": 32}),
-            ("4-naive", {"bits": 4, "method": "naive", "storage": "paper"}),
-            ("4-paper", {"bits": 4, "method": "eigen", "storage": "paper"}),
-            ("4", {"bits": 4}),
-            ("8", {"bits": 8}),
-        )
-    },
-    **{
-        f"{name}-{bits}": {"optimizer": name, "bits": bits}
-        for name in ("kfac", "adabk")
-        for bits in (32, 4)
-    },
-    **{
-        f"{name}-4-paper": {"optimizer": name, "bits": 4, "method": "eigen", "storage": "paper"}
-        for name in ("kfac", "adabk")
-    },
-    "eva": {"optimizer": "eva"},
-    "mfac": {"optimizer": "mfac"},
-    "muon": {"optimizer": "muon"},
+    f"{name}-{key}": {"optimizer": name, **options}
+    for name in ("shampoo", "caspr", "kfac", "adabk")
+    for key, options in _STORAGES.items()
+    if name in ("shampoo", "caspr") or key in ("32", "4-paper", "4")
 }
 DEFAULT_VARIANTS = ("base", "shampoo-32", "shampoo-4-naive", "shampoo-4-paper", "shampoo-4")
 BASE_LABELS = {
@@ -62,8 +48,6 @@ BASE_LABELS = {
     "schedulefree-adamw": "AdamW, schedule-free",
     "schedulefree-sgd": "SGD, schedule-free",
 }
-
-
 ALGORITHMS: Mapping[str, tuple[type[SecondOrder], str]] = {
     "shampoo": (Shampoo, "Shampoo"),
     "caspr": (CASPR, "CASPR"),
@@ -115,13 +99,15 @@ def variant(spec: str, recipe: Recipe) -> tuple[str, str, Recipe]:
         made = made.with_settings(length or {"steps": round((made.steps or 0) * longer)})
     label = label_of(made)
     for text in given:
-        if name == "base" and text.startswith("base="):
-            continue  # the label names it already
-        label += f", {text.removeprefix('longer=')} x as long" if "longer=" in text else f", {text}"
+        key, _, value = text.partition("=")
+        if key == "longer":
+            label += f", {value} x as long"
+        elif (name, key) != ("base", "base"):  # the label names this one already
+            label += f", {text}"
     return "-".join([name, *given]).replace("/", "_"), label, made
 
 
-def refuse_unused_options(recipe: Recipe, shared: Mapping[str, Any] | None = None) -> None:
+def refuse_unused_options(recipe: Recipe, shared: Collection[str] = ()) -> None:
     """Refuse second-order options for a first-order optimizer.
 
     Args:
@@ -133,7 +119,7 @@ def refuse_unused_options(recipe: Recipe, shared: Mapping[str, Any] | None = Non
     """
     if recipe.optimizer in ("base", "muon"):
         for name in recipe.options:
-            if name not in (shared or {}):
+            if name not in shared:
                 raise LabError(f"{name} means nothing to {recipe.optimizer}: leave it out")
 
 
@@ -165,22 +151,20 @@ def make_optimizer(
     params = list(model.named_parameters())
     keywords: dict[str, Any] = {"lr": recipe.lr, **recipe.base_options}
     if recipe.base in _FUSED and params[0][1].device.type == "cuda":
-        keywords = {"fused": True, **keywords}
+        keywords.setdefault("fused", True)
     if recipe.schedule == "schedule-free":
-        keywords = {"warmup_steps": warmup, **keywords}
-    options = recipe.second_order_options()
+        keywords.setdefault("warmup_steps", warmup)
     try:
         if recipe.optimizer == "base":
             return resolve(params, recipe.base, keywords)
         if recipe.optimizer == "muon":
             return MuonBesideBase(model, recipe.base, keywords)
-        keywords |= {"base": recipe.base, **options}
+        keywords |= {"base": recipe.base, **recipe.second_order_options()}
         if recipe.optimizer in ("kfac", "adabk", "eva"):
             keywords["model"] = model
         if recipe.optimizer in ("kfac", "adabk"):
             keywords["grad_scaler"] = scaler if scaler and scaler.is_enabled() else None
-        kind: Callable[..., Optimizer]
-        kind, _ = {**ALGORITHMS, **_BASELINES}[recipe.optimizer]
+        kind = {**_BASELINES, **ALGORITHMS}[recipe.optimizer][0]
         return kind(params, **keywords)
     except (TypeError, ValueError, ImportError, RuntimeError) as error:
         raise LabError(one_line(error)) from error

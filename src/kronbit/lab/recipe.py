@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import difflib
 import math
-import types
-import typing
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 from kronbit.config import OPTIONS
-from kronbit.lab.errors import LabError
-from kronbit.lab.named import refuse_unknown
+from kronbit.lab.errors import LabError, one_line, refuse_unknown
+from kronbit.lab.precision import AMP, DTYPES
 
 FOLDER = Path(__file__).parent / "recipes"
 OPTIMIZERS = ("base", "shampoo", "caspr", "kfac", "adabk", "eva", "mfac", "muon")
@@ -131,13 +130,11 @@ class Recipe:
 
     def second_order_options(self) -> dict[str, Any]:
         """Return the options of the second-order optimizer, without those of F."""
-        options: Mapping[str, Any] = {}
+        options = dict(self.options)
         if self.optimizer in ("shampoo", "caspr"):
-            eigen = {**self.shampoo, **self.options}.get("method") == "eigen"
-            options = {**self.shampoo, **self.eigen} if eigen else self.shampoo
-        elif self.optimizer in ("kfac", "adabk"):
-            options = self.kfac
-        return {**options, **self.options}
+            eigen = {**self.shampoo, **options}.get("method") == "eigen"
+            return {**self.shampoo, **(self.eigen if eigen else {}), **options}
+        return {**self.kfac, **options} if self.optimizer in ("kfac", "adabk") else options
 
     def with_settings(self, settings: Mapping[str, Any]) -> Recipe:
         """Return a recipe with other values.
@@ -152,74 +149,64 @@ class Recipe:
         changed: dict[str, Any] = {}
         for key, value in settings.items():
             section, _, name = key.partition(".")
-            if name and section in _SECTIONS:
-                changed[section] = {**changed.get(section, getattr(self, section)), name: value}
-            elif key in ("steps", "epochs"):  # one replaces the other
-                changed |= {"steps": None, "epochs": None, key: _typed(key, value)}
-            elif key in ("warmup", "warmup_epochs"):
-                changed |= {"warmup": 0.0, "warmup_epochs": 0.0, key: _typed(key, value)}
-            elif key in _FIELDS and key not in _SECTIONS:
-                changed[key] = _typed(key, value)
-            elif key in OPTIONS or key in _BASELINE_OPTIONS:
-                changed["options"] = {**changed.get("options", self.options), key: value}
-            elif key in _SECTIONS:
+            if key in _SECTIONS:
                 raise LabError(f"{key} has several settings: --set {key}.NAME=VALUE")
-            else:
+            if key not in _FIELDS and not (name and section in _SECTIONS):
                 close = difflib.get_close_matches(key, _FIELDS, n=1, cutoff=0.8)
-                if close:
+                second_order = key in OPTIONS or key in _BASELINE_OPTIONS
+                if close and not second_order:
                     raise LabError(f"there is no setting {key!r}; did you mean {close[0]!r}?")
-                base_options = changed.get("base_options", self.base_options)
-                changed["base_options"] = {**base_options, key: value}
+                section, name = "options" if second_order else "base_options", key
+            if name:
+                changed[section] = {**changed.get(section, getattr(self, section)), name: value}
+            else:
+                if key in _OTHER:
+                    changed[_OTHER[key]] = getattr(Recipe, _OTHER[key])  # the default
+                changed[key] = _typed(key, value)
         return replace(self, **changed)
-
-    def to_mapping(self) -> dict[str, Any]:
-        """Return all settings as plain values."""
-        return asdict(self)
 
     def to_yaml(self) -> str:
         """Return all settings as a YAML file."""
         import yaml
 
-        return yaml.safe_dump(self.to_mapping(), sort_keys=False, allow_unicode=True, width=100)
+        return yaml.safe_dump(asdict(self), sort_keys=False, allow_unicode=True, width=100)
 
 
-_FIELDS = tuple(field.name for field in fields(Recipe))
-_SECTIONS = ("model", "data", "base_options", "shampoo", "eigen", "kfac", "options")
+_FIELDS = {field.name: str(field.type) for field in fields(Recipe)}
+_SECTIONS = [name for name, kind in _FIELDS.items() if kind.startswith("Mapping")]
+# Two names for one thing: a setting replaces that of the other name.
+_OTHER = {
+    "steps": "epochs",
+    "epochs": "steps",
+    "warmup": "warmup_epochs",
+    "warmup_epochs": "warmup",
+}
 _POSITIVE = (
     *("epochs", "steps", "batch", "micro_batch", "lr", "clip", "log_every"),
     *("eval_every", "eval_batches", "checkpoint_every", "keep"),
 )
 _BASELINE_OPTIONS = ("gradients", "shared")  # of M-FAC and of K-FAC
-_CHOICES = {
-    "optimizer": OPTIMIZERS,
-    "schedule": SCHEDULES,
-    "dtype": ("fp32", "bf16"),
-    "amp": ("off", "bf16", "fp16"),
-}
+_CHOICES = {"optimizer": OPTIMIZERS, "schedule": SCHEDULES, "dtype": DTYPES, "amp": AMP}
 
 
 def _typed(name: str, value: Any) -> Any:
     """Convert a value to the type of a field. Numbers may be text, such as ``1e-3``."""
-    hint = typing.get_type_hints(Recipe)[name]
-    kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-    if value is None and type(None) in kinds:
+    kind, _, optional = _FIELDS[name].partition(" | ")
+    if value is None and optional:
         return None
-    try:
-        for kind in kinds:
-            if kind is bool and isinstance(value, bool):
-                return value
-            if kind is int and not isinstance(value, bool) and float(value) == int(float(value)):
+    with suppress(TypeError, ValueError, OverflowError):
+        match kind:
+            case "str":
+                return "off" if value is False else str(value)  # YAML reads a bare off as False
+            case "int" if not isinstance(value, bool) and float(value).is_integer():
                 return int(float(value))
-            if kind is float and not isinstance(value, bool):
+            case "float" if not isinstance(value, bool):
                 return float(value)
-        if str in kinds:
-            # YAML reads a bare off as False
-            return "off" if value is False else str(value)
-        if Mapping in {typing.get_origin(kind) for kind in kinds} and isinstance(value, Mapping):
-            return dict(value)
-    except (TypeError, ValueError, OverflowError):
-        pass
-    wanted = " or ".join(getattr(kind, "__name__", str(kind)) for kind in kinds)
+            case "bool" if isinstance(value, bool):
+                return value
+            case "Mapping[str, Any]" if isinstance(value, Mapping):
+                return dict(value)
+    wanted = kind.partition("[")[0] + (" or null" if optional else "")
     raise LabError(f"{name} must be {wanted}; got {value!r}")
 
 
@@ -239,22 +226,21 @@ def parse_settings(given: Iterable[str]) -> dict[str, Any]:
         try:
             value = yaml.safe_load(text)
         except yaml.YAMLError as error:
-            reason = " ".join(str(error).split())
-            raise LabError(f"cannot read the value of {item!r}: {reason}") from error
+            raise LabError(f"cannot read the value of {item!r}: {one_line(error)}") from error
         settings[key.strip()] = _number(value)
     return settings
 
 
 def _number(value: Any) -> Any:
-    """Convert text to a number if it is one: YAML reads ``1e-3`` as text."""
+    """Convert text to numbers, also in lists and mappings: YAML reads ``1e-3`` as text."""
     if isinstance(value, str):
-        try:
+        with suppress(ValueError):
             number = float(value)
-        except ValueError:
-            return value
-        return int(number) if number.is_integer() and "." not in value else number
+            return int(number) if number.is_integer() and "." not in value else number
     if isinstance(value, list):
         return [_number(item) for item in value]
+    if isinstance(value, Mapping):
+        return {key: _number(item) for key, item in value.items()}
     return value
 
 
@@ -273,6 +259,8 @@ def find_recipe(name: str) -> Recipe:
     Raises:
         LabError: If the recipe does not exist or is wrong.
     """
+    import yaml
+
     path = FOLDER / f"{name}.yaml"
     if name not in recipe_names():
         path = Path(name)
@@ -285,16 +273,11 @@ def find_recipe(name: str) -> Recipe:
             )
         if not path.is_file():
             raise LabError(f"there is no file {name}; `kronbit recipes show NAME` prints a start")
-    return recipe_from(_read_yaml(path), path.stem, str(path) if path.parent != FOLDER else name)
-
-
-def _read_yaml(path: Path) -> Any:
-    import yaml
-
     try:
-        return yaml.safe_load(path.read_text(encoding="utf-8"))
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise LabError(f"cannot read {path}: {' '.join(str(error).split())}") from error
+        raise LabError(f"cannot read {path}: {one_line(error)}") from error
+    return recipe_from(content, path.stem, name)
 
 
 def recipe_from(content: Any, name: str, source: str) -> Recipe:
@@ -311,18 +294,11 @@ def recipe_from(content: Any, name: str, source: str) -> Recipe:
     if not isinstance(content, Mapping):
         raise LabError(f"{source} is not a recipe: it has no `key: value` lines")
     refuse_unknown(f"a setting of a recipe ({source})", map(str, content), _FIELDS)
-    missing = [key for key in ("model", "data") if key not in content]
-    if missing:
-        raise LabError(f"{source}: {missing[0]} is missing")
+    for key in ("model", "data"):
+        if key not in content:
+            raise LabError(f"{source}: {key} is missing")
     named = {"name": name, "about": "", **content}
     try:
-        typed = {key: _typed(key, _numbers_in(value)) for key, value in named.items()}
-        return Recipe(**typed)
+        return Recipe(**{key: _typed(key, _number(value)) for key, value in named.items()})
     except LabError as error:
         raise LabError(f"{source}: {error}") from error
-
-
-def _numbers_in(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _numbers_in(item) for key, item in value.items()}
-    return _number(value)

@@ -18,8 +18,7 @@ from kronbit.lab.data.folders import image_folder
 from kronbit.lab.data.images import Setting
 from kronbit.lab.data.pictures import cifar100, tiny_imagenet
 from kronbit.lab.data.tokens import pydoc, text, tokens
-from kronbit.lab.errors import LabError
-from kronbit.lab.named import refuse_unknown
+from kronbit.lab.errors import LabError, refuse_unknown
 
 Pair: TypeAlias = tuple[Tensor, Tensor]
 

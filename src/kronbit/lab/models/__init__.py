@@ -13,14 +13,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from kronbit.lab.errors import LabError, one_line
+from kronbit.lab.errors import LabError, one_line, refuse_unknown
 from kronbit.lab.models.digits import DigitsCNN
 from kronbit.lab.models.language import gpt2, llama
 from kronbit.lab.models.resnet import BasicBlock, Bottleneck, ResNet
 from kronbit.lab.models.swin import SwinTiny
 from kronbit.lab.models.vgg import VGG19
 from kronbit.lab.models.vit import VisionTransformer
-from kronbit.lab.named import refuse_unknown
 
 MODELS: Mapping[str, Callable[..., nn.Module]] = {
     "vgg19": VGG19,

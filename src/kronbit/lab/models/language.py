@@ -7,8 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from kronbit.lab.errors import LabError, one_line
-from kronbit.lab.named import refuse_unknown
+from kronbit.lab.errors import LabError, one_line, refuse_unknown
 
 
 def gpt2(**options: Any) -> nn.Module:

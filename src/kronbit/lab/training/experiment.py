@@ -7,7 +7,7 @@ import json
 import shlex
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,23 +15,15 @@ from kronbit.lab.errors import LabError
 from kronbit.lab.optimizers import variant
 from kronbit.lab.recipe import Recipe, find_recipe, recipe_from
 from kronbit.lab.training.checkpoints import checkpoints
-from kronbit.lab.training.display import Display
 from kronbit.lab.training.files import make_folder, write_json
-from kronbit.lab.training.interrupts import Interrupts
 from kronbit.lab.training.loop import Interrupted, Training
 from kronbit.lab.training.measures import hardware, versions
-from kronbit.lab.training.running import Running
+from kronbit.lab.training.summary import summarise
+from kronbit.lab.training.terminal import Terminal
 from kronbit.lab.training.world import World
 
 FORMAT = 1
-DATA_FOLDER = Path("data")  # default of --data and KRONBIT_DATA
-_FLAGS = (
-    "optimizer",
-    "bits",
-    "base",
-    "amp",
-    "seed",
-)  # settings with an option; all others use --set
+_FLAGS = ("optimizer", "bits", "base", "amp", "seed")  # settings with an option besides --set
 
 
 @dataclass(frozen=True)
@@ -50,65 +42,60 @@ class Member:
     recipe: Recipe
     command: str
 
+    @property
+    def folder(self) -> str:
+        """Name of the run's folder in a comparison."""
+        return f"{self.key}-seed{self.recipe.seed}"
 
-def member(spec: str, recipe: Recipe, source: str, running: Running, world: World) -> Member:
+
+def member(spec: str, recipe: Recipe, source: str, world: World) -> Member:
     """Return the run of a recipe with an optimizer.
 
     Args:
         spec: The optimizer; see ``kronbit.lab.optimizers.variant``.
         recipe: The recipe to change.
         source: Name or file of the recipe.
-        running: How the training runs.
-        world: This process among the ranks.
+        world: How the training runs.
     """
     key, label, made = variant(spec, recipe)
-    return Member(key, label, made, train_command(made, source, running, world))
+    return Member(key, label, made, train_command(made, source, world))
 
 
-def launched(world: World) -> list[str]:
-    """Return the words that start the command on these ranks."""
+def _launched(world: World) -> list[str]:
+    """Return the words that start a training on these ranks."""
     if world.parallel == "none":
-        return ["kronbit"]
-    return ["torchrun", "--nproc-per-node", str(world.ranks), "-m", "kronbit"]
+        return ["kronbit", "train"]
+    launcher = ["torchrun", "--nproc-per-node", str(world.ranks), "-m", "kronbit", "train"]
+    return [*launcher, "--parallel", world.parallel]
 
 
 def resume_command(folder: Path, world: World) -> str:
     """Return the command that resumes a run. Its settings are in the folder."""
-    words = [*launched(world), "train", "--resume", str(folder), *_parallel(world)]
-    return shlex.join(words)
+    return shlex.join([*_launched(world), "--resume", str(folder)])
 
 
-def _parallel(world: World) -> list[str]:
-    return [] if world.parallel == "none" else ["--parallel", world.parallel]
-
-
-def train_command(recipe: Recipe, source: str, running: Running, world: World) -> str:
+def train_command(recipe: Recipe, source: str, world: World) -> str:
     """Return the command that repeats a run: the source and all settings that differ from it."""
-    words = [*launched(world), "train", source]
-    settings: list[str] = []
-    flags = {"--compile": running.compile, "--cuda-graph": running.graph}
-    settings += [flag for flag, given in flags.items() if given]
-    if running.data != DATA_FOLDER:
-        settings += ["--data", str(running.data)]
-    settings += _parallel(world)
-    before, after = _flat(find_recipe(source)), _flat(recipe)
-    for key, value in after.items():
-        if value == before.get(key, ...):
-            continue
-        if value is None and key in ("epochs", "steps"):  # the other one is set
-            continue
+    words, settings = [*_launched(world), source], []
+    before = _flat(find_recipe(source))
+    for key, value in _flat(recipe).items():
+        if value == before.get(key, ...) or (value is None and key in ("epochs", "steps")):
+            continue  # it is the same, or the other one of epochs and steps is set
         text = value if isinstance(value, str) else json.dumps(value)
         if key in _FLAGS:
             words += [f"--{key}", text]
         else:
             settings += ["--set", f"{key}={text}"]
+    words += ["--compile"] * world.compile + ["--cuda-graph"] * world.graph
+    if world.data != World.data:
+        words += ["--data", str(world.data)]
     return shlex.join(words + settings)
 
 
 def _flat(recipe: Recipe) -> dict[str, Any]:
     """Return all settings by their names for ``--set``."""
     flat: dict[str, Any] = {}
-    for name, value in recipe.to_mapping().items():
+    for name, value in asdict(recipe).items():
         if isinstance(value, Mapping):
             prefix = "" if name in ("options", "base_options") else f"{name}."
             flat |= {f"{prefix}{key}": part for key, part in value.items()}
@@ -118,13 +105,7 @@ def _flat(recipe: Recipe) -> dict[str, Any]:
 
 
 def run_member(
-    member: Member,
-    folder: Path,
-    world: World,
-    running: Running,
-    display: Display,
-    resume: bool,
-    interrupts: Interrupts,
+    member: Member, folder: Path, world: World, terminal: Terminal, resume: bool
 ) -> dict[str, Any]:
     """Train, and write ``run.json``, ``metrics.jsonl``, checkpoints and ``summary.json``.
 
@@ -145,33 +126,34 @@ def run_member(
     }
     if not resume and checkpoints(folder):
         raise LabError(f"{folder} has checkpoints of another run: choose another --out")
-    training = Training(member.recipe, folder, world, running)  # raises before anything is written
+    training = Training(member.recipe, folder, world)  # raises before anything is written
     if world.first:
         make_folder(folder)
         if not resume:
             details = {
-                "recipe": member.recipe.to_mapping(),
+                "recipe": asdict(member.recipe),
                 "seed": member.recipe.seed,
                 "running": {
                     "parallel": world.parallel,
                     "ranks": world.ranks,
                     "device": world.device.type,
-                    "data": str(running.data.absolute()),
-                    "compile": running.compile,
-                    "graph": running.graph,
+                    "data": str(world.data.absolute()),
+                    "compile": world.compile,
+                    "graph": world.graph,
                 },
                 "started": dt.datetime.now(dt.timezone.utc).isoformat(timespec="seconds"),
             }
             write_json(folder / "run.json", origin | details)
     world.wait()
-    summary = origin | training.run(display, member.label, resume, interrupts)
+    training.run(terminal, member.label, resume)
+    summary = origin | summarise(training)
     if world.first:
         write_json(folder / "summary.json", summary)
     return summary
 
 
 def read_member(folder: Path) -> tuple[Member, dict[str, Any]]:
-    """Read the run of a folder, and the ``Running`` settings that it was started with.
+    """Read the run of a folder, and how it was started: attributes of ``World``.
 
     Raises:
         LabError: If the folder has no readable ``run.json``.
@@ -189,57 +171,44 @@ def read_member(folder: Path) -> tuple[Member, dict[str, Any]]:
 
 
 def run_all(
-    members: Sequence[Member],
-    folder: Path,
-    world: World,
-    running: Running,
-    display: Display,
-    resume: bool,
-    interrupts: Interrupts,
-) -> list[tuple[str, dict[str, Any]]]:
+    members: Sequence[Member], folder: Path, world: World, terminal: Terminal, resume: bool
+) -> list[dict[str, Any]]:
     """Run a comparison, one run after the other, each in its folder.
 
     Args:
         members: The runs.
         folder: Folder of the comparison.
-        world: This process among the ranks.
-        running: How the trainings run.
-        display: Shows the progress.
+        world: How the trainings run.
+        terminal: Shows the progress, and tells whether the user wants to stop.
         resume: True to keep finished runs and resume the others from their checkpoints.
-        interrupts: Tells whether the user wants to stop.
 
     Returns:
-        (name of the folder, summary) of each run.
+        The summary of each run, with the name of its ``folder``.
 
     Raises:
         Interrupted: If the user wants to stop.
     """
     summaries = []
     for one in members:
-        name = f"{one.key}-seed{one.recipe.seed}"
-        place = folder / name
+        place = folder / one.folder
         done = place / "summary.json"
+        finished = resume and done.is_file()
         goes_on = resume and bool(checkpoints(place)) and (place / "run.json").is_file()
-        if (goes_on or (resume and done.is_file())) and read_member(place)[0].recipe != one.recipe:
+        if (goes_on or finished) and read_member(place)[0].recipe != one.recipe:
             raise LabError(f"{place} was run with other settings: choose another --out")
-        if resume and done.is_file():
-            summary = json.loads(done.read_text(encoding="utf-8"))
-        elif interrupts.wanted:
-            raise Interrupted
-        else:
+        if not finished:
+            if terminal.interrupted:
+                raise Interrupted
             if place.exists() and not goes_on:
                 shutil.rmtree(place)
-            summary = run_member(one, place, world, running, display, goes_on, interrupts)
-        summaries.append((name, summary))
+            run_member(one, place, world, terminal, goes_on)
+        summary = json.loads(done.read_text(encoding="utf-8"))
+        summaries.append({**summary, "folder": one.folder})
     return summaries
 
 
 def write_comparison(
-    folder: Path,
-    recipe: Recipe,
-    command: str,
-    world: World,
-    summaries: Sequence[tuple[str, Mapping[str, Any]]],
+    folder: Path, recipe: Recipe, command: str, world: World, summaries: list[dict[str, Any]]
 ) -> None:
     """Write the ``summary.json`` of a comparison."""
     content = {
@@ -249,6 +218,6 @@ def write_comparison(
         "command": command,
         "versions": versions(),
         "hardware": hardware(world.device),
-        "runs": [{**summary, "folder": name} for name, summary in summaries],
+        "runs": summaries,
     }
     write_json(folder / "summary.json", content)

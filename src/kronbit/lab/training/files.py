@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import math
 import os
+import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -21,9 +21,7 @@ def make_folder(folder: Path) -> None:
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / ".probe"
-        probe.touch()
-        probe.unlink(missing_ok=True)  # another process may have removed it
+        tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
         reason = f"cannot write to {folder}: {error.strerror}; choose another with --out"
         raise LabError(reason) from error
@@ -66,41 +64,22 @@ def write_bytes(path: Path, content: bytes) -> None:
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
     """Write a JSON file atomically; NaN and infinities become null."""
-    text = json.dumps(_without_nan(content), indent=1, ensure_ascii=False, allow_nan=False)
-    write_bytes(path, f"{text}\n".encode())
+    write_bytes(path, f"{_to_json(content, indent=1)}\n".encode())
 
 
-def _without_nan(value: Any) -> Any:
-    """Replace NaN and infinities by ``None``, since JSON has neither."""
-    if isinstance(value, Mapping):
-        return {key: _without_nan(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_without_nan(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+def append_line(path: Path, line: Mapping[str, Any]) -> None:
+    """Append a line to a JSONL file; NaN and infinities become null."""
+    with _errors_in_one_line(path), path.open("a", encoding="utf-8") as file:
+        file.write(f"{_to_json(line)}\n")
 
 
-class MetricsFile:
-    """``metrics.jsonl``: one line per figure, in order of steps.
+def shorten(path: Path, size: int) -> None:
+    """Keep the first ``size`` bytes of a file; create it if it does not exist."""
+    with _errors_in_one_line(path), path.open("ab") as file:
+        file.truncate(size)
 
-    Args:
-        path: Path of the file.
-        size: Bytes to keep. The lines after them were written after the checkpoint that the run
-            resumes from, and will be written again.
-        wanted: False to write nothing, as on all ranks but the first.
-    """
 
-    def __init__(self, path: Path, size: int, wanted: bool) -> None:
-        self._path, self._wanted = path, wanted
-        if wanted:
-            with _errors_in_one_line(path), path.open("ab") as file:
-                file.truncate(size)
-
-    def add(self, line: Mapping[str, Any]) -> None:
-        """Append a line."""
-        if self._wanted:
-            with _errors_in_one_line(self._path), self._path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(_without_nan(line), allow_nan=False) + "\n")
-
-    def size(self) -> int:
-        """Return the size of the file in bytes."""
-        return self._path.stat().st_size if self._wanted else 0
+def _to_json(content: Mapping[str, Any], indent: int | None = None) -> str:
+    """Return strict JSON, which has neither NaN nor infinities."""
+    strict = json.loads(json.dumps(content), parse_constant=lambda _: None)
+    return json.dumps(strict, indent=indent, ensure_ascii=False, allow_nan=False)

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,32 +26,16 @@ from kronbit.lab.precision import DTYPES
 from kronbit.lab.randomness import seed_of
 from kronbit.lab.recipe import Recipe
 from kronbit.lab.schedules import factor, warmup_steps
-from kronbit.lab.training import checkpoints
-from kronbit.lab.training.determinism import Repeatable
-from kronbit.lab.training.display import Display
-from kronbit.lab.training.files import MetricsFile
-from kronbit.lab.training.interrupts import Interrupts
+from kronbit.lab.training import checkpoints, passes
+from kronbit.lab.training.files import append_line, shorten
 from kronbit.lab.training.measures import PeakMemory, StepTimer, allocated_earlier
-from kronbit.lab.training.modes import Modes
-from kronbit.lab.training.passes import Captured, Eager, Objective, rehearse
-from kronbit.lab.training.refusals import refuse_conflicts
-from kronbit.lab.training.running import Running
 from kronbit.lab.training.shadow import Shadow
-from kronbit.lab.training.summary import summarise
-from kronbit.lab.training.world import (
-    Votes,
-    World,
-    load_whole_state,
-    replicate,
-    shard,
-    whole_state,
-)
-from kronbit.optimizer import SecondOrder
+from kronbit.lab.training.terminal import Terminal
+from kronbit.lab.training.world import Votes, World
 from kronbit.reporting.memory import held_bytes
 
 _PATIENCE = 2  # lines of non-finite loss before a run is abandoned
-
-Figures: TypeAlias = dict[str, float]
+_RECALIBRATED = 50  # batches for the statistics of batch norm in evaluation
 
 
 class Interrupted(Exception):  # noqa: N818  # not an error
@@ -64,18 +48,18 @@ class Training:
     Args:
         recipe: The settings of the training.
         folder: Folder for the files of the run.
-        world: This process among the ranks.
-        running: How the training runs.
+        world: How the training runs.
     """
 
-    def __init__(self, recipe: Recipe, folder: Path, world: World, running: Running) -> None:
+    def __init__(self, recipe: Recipe, folder: Path, world: World) -> None:
         self.recipe, self.folder, self.world = recipe, folder, world
-        refuse_conflicts(recipe, world, running)
+        self._metrics = folder / "metrics.jsonl"
+        world.refuse_conflicts(recipe)
         device = world.device
         earlier = allocated_earlier(device)
         self.data = open_data(
             recipe.data,
-            running.data,
+            world.data,
             batch=recipe.batch,
             seed=recipe.seed,
             device=device,
@@ -90,34 +74,28 @@ class Training:
         torch.manual_seed(recipe.seed)
         self.model = self._build_model(device)
         smoothing = float(recipe.data.get("smoothing", 0.0))
-        self.objective = Objective(self.data.classifies, recipe.amp, smoothing)
+        self.objective = passes.Objective(self.data.classifies, recipe.amp, smoothing)
         if device.type == "cpu" and world.parallel == "none":
-            rehearse(self.model, self.objective, *self.data.batch(0))
+            passes.rehearse(self.model, self.objective, *self.data.batch(0))
         self.peak = PeakMemory(device, held_bytes(list(self.model.parameters())), earlier)
-        if world.parallel == "fsdp2":
-            shard(self.model, world)
+        runner = world.distribute(self.model)
         # A scaler that is not enabled passes everything through.
         self.scaler = torch.amp.GradScaler(device.type, enabled=recipe.amp == "fp16")
         self.optimizer = make_optimizer(recipe, self.model, self.warmup, self.scaler)
-        runner = replicate(self.model, world) if world.parallel == "ddp" else self.model
-        self._runner: nn.Module = torch.compile(runner) if running.compile else runner  # type: ignore[assignment]
-        batches = self.data.batch if recipe.schedule == "schedule-free" else None
-        self._modes = Modes(self.model, self.optimizer, self.objective, batches)
-        self._graph = running.graph
-        self._passes: Eager | Captured | None = None
-        self.shadow = self._make_shadow()
+        self._runner: nn.Module = torch.compile(runner) if world.compile else runner  # type: ignore[assignment]
+        self._passes: passes.Eager | passes.Captured | None = None
+        names: dict[Tensor, str] = {p: name for name, p in self.model.named_parameters()}
+        self.shadow = Shadow(self.optimizer, names, recipe.watched_blocks, self._aside)
 
         self.step = 0
         self.seconds = 0.0
         self.last: dict[str, Mapping[str, Any]] = {}  # the last line of each kind
-        self.best: Figures = {}
+        self.best: dict[str, float] = {}
         self.step_ms: list[float] = []
         self._losses: list[Tensor] = []
         self._timer = StepTimer(device)
         self._votes = Votes(world)
         self._without_loss = 0
-        self._since = time.perf_counter()
-        self._wants_board = running.tensorboard and world.first
         self._board: Any = None
 
     def _build_model(self, device: torch.device) -> nn.Module:
@@ -137,68 +115,52 @@ class Training:
             raise LabError(f"data.length={length} exceeds the {longest} positions of the model")
         return model
 
-    def _make_shadow(self) -> Shadow | None:
-        if not (
-            self.world.first
-            and self.recipe.watched_blocks
-            and self.recipe.optimizer in ("shampoo", "caspr")
-            and isinstance(self.optimizer, SecondOrder)
-        ):
-            return None
-        names: dict[Tensor, str] = {p: name for name, p in self.model.named_parameters()}
-        return Shadow(self.optimizer, names, self.recipe.watched_blocks, self._aside)
-
     # ------------------------------------------------------------------------------- the loop
 
-    def run(
-        self, display: Display, label: str, resume: bool, interrupts: Interrupts
-    ) -> dict[str, Any]:
+    def run(self, terminal: Terminal, label: str, resume: bool) -> None:
         """Train to the end.
 
         Args:
-            display: Shows the progress.
-            label: Name of the run on the display.
+            terminal: Shows the progress, and tells whether the user wants to stop.
+            label: Name of the run in the terminal.
             resume: True to resume from the last checkpoint.
-            interrupts: Tells whether the user wants to stop.
-
-        Returns:
-            The figures of ``summary.json``.
 
         Raises:
             Interrupted: If the user wants to stop.
         """
         size = self._load() if resume else 0
-        self._metrics = MetricsFile(self.folder / "metrics.jsonl", size, self.world.first)
-        if self._wants_board:
-            self._board = _tensorboard(self.folder, self.step)
-        display.begin(label, self.step, self.steps)
+        if self.world.first:
+            shorten(self._metrics, size)
+            if self.world.tensorboard:
+                self._board = _tensorboard(self.folder, self.step)
+        terminal.begin(label, self.step, self.steps)
         recipe = self.recipe
         eval_every = recipe.eval_every or max(1, math.ceil(self.steps / 20))
         save_every = recipe.checkpoint_every or self.steps
-        self._modes.train()
-        self._begin_timing()
+        self._switch("train")
         while self.step < self.steps:
+            if not self._losses:  # at the start, and after losses were written
+                self.peak.restart()
+                self._timer.restart()
+                self._since = time.perf_counter()
             self._take_step()
-            display.step(self.step)
+            terminal.step(self.step)
             last = self.step == self.steps
-            stop = self._votes.any_rank(interrupts.wanted)
-            saved = self.step % save_every == 0
-            due = self.step % recipe.log_every == 0
-            evaluated = self.step % eval_every == 0
-            if due or last or stop or saved or evaluated:
-                self._flush(display)
+            stop = self._votes.any_rank(terminal.interrupted)
+            save = last or stop or self.step % save_every == 0
+            evaluate = last or self.step % eval_every == 0
+            if save or evaluate or self.step % recipe.log_every == 0:
+                self._flush(terminal)
                 if self._without_loss >= _PATIENCE:
-                    display.message(f"{label}: the loss is not finite at step {self.step}")
+                    terminal.message(f"{label}: the loss is not finite at step {self.step}")
                     break
-                if evaluated or last:
-                    self._evaluate(display)
-                if saved or last or stop:
+                if evaluate:
+                    self._evaluate(terminal)
+                if save:
                     self._save()
                 if stop and not last:
                     raise Interrupted
-                self._begin_timing()
         self.world.wait()
-        return summarise(self)
 
     def _take_step(self) -> None:
         """Take one step of the optimizer, without waiting for the device."""
@@ -217,32 +179,30 @@ class Training:
         self.scaler.unscale_(self.optimizer)
         if recipe.clip is not None:
             nn.utils.clip_grad_norm_(self.model.parameters(), recipe.clip)
-        if self.shadow is not None:
-            self.shadow.before_step()
+        self.shadow.before_step()
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.step += 1
         self._timer.mark()
-        errors = self.shadow.after_step() if self.shadow is not None else None
-        if errors is not None:
-            # This line precedes that of the losses of the same step.
-            self._add({"kind": "errors", **self._position(), **errors})
+        errors = self.shadow.after_step()
+        if errors is not None:  # this line precedes that of the losses of the same step
+            self._add("errors", errors)
 
-    def _make_passes(self, x: Tensor, y: Tensor) -> Eager | Captured:
-        repeatable = Repeatable(self.world.device, self.recipe.deterministic)
-        if self._graph:
-            captured = Captured(self._runner, self.objective, x, y, repeatable)
+    def _make_passes(self, x: Tensor, y: Tensor) -> passes.Eager | passes.Captured:
+        repeatable = passes.Repeatable(self.world.device, self.recipe.deterministic)
+        if self.world.graph:
+            captured = passes.Captured(self._runner, self.objective, x, y, repeatable)
             self.peak.add_beside(captured.freed_bytes)
             return captured
         share = self.recipe.micro_batch
-        return Eager(self._runner, self.objective, self.optimizer, share, self.scaler, repeatable)
+        return passes.Eager(
+            self._runner, self.objective, self.optimizer, share, self.scaler, repeatable
+        )
 
-    def _flush(self, display: Display) -> None:
+    def _flush(self, terminal: Terminal) -> None:
         """Write the mean loss since the last call. Waits for the device."""
         mean = torch.stack(self._losses).double().mean()
         loss = float(self.world.sum(mean)) / self.world.ranks
-        count = len(self._losses)
-        self._losses.clear()
         passed = time.perf_counter() - self._since
         self.seconds += passed
         self.peak.note()
@@ -250,9 +210,9 @@ class Training:
         lr = self.optimizer.param_groups[0]["lr"]
         times = self._timer.gather()
         self.step_ms += times
-        self._add({"kind": "train", **self._position(), "loss": loss, "lr": lr, "step_ms": times})
-        self._since = time.perf_counter()
-        display.figures(self.step, loss, lr, count / max(passed, 1e-9), self.peak.now())
+        self._add("train", {"loss": loss, "lr": lr, "step_ms": times})
+        terminal.figures(loss, lr, len(self._losses) / max(passed, 1e-9), self.peak.now())
+        self._losses.clear()
 
     @contextmanager
     def _aside(self) -> Iterator[None]:
@@ -267,57 +227,72 @@ class Training:
         self._since += passed
         self.peak.restart()
 
-    def _begin_timing(self) -> None:
-        self.peak.restart()
-        self._timer.restart()
-        self._since = time.perf_counter()
-
-    def _evaluate(self, display: Display) -> None:
-        self._modes.evaluate(self.step)
+    def _evaluate(self, terminal: Terminal) -> None:
         total = torch.zeros(3, dtype=torch.float64, device=self.world.device)
-        for x, y in islice(self.data.held_out(), self.recipe.eval_batches):
-            total += self.objective.judge(self.model, x, y)
+        with self.evaluation_mode():
+            for x, y in islice(self.data.held_out(), self.recipe.eval_batches):
+                total += self.objective.judge(self.model, x, y)
         loss, right, count = self.world.sum(total).tolist()
         figures = {"loss": loss / count}
         if self.data.classifies:
             figures["accuracy"] = right / count
             self.best["accuracy"] = max(self.best.get("accuracy", 0.0), figures["accuracy"])
         self.best["loss"] = min(self.best.get("loss", math.inf), figures["loss"])
-        self._add({"kind": "eval", **self._position(), **figures})
-        display.evaluation(self.step, figures)
-        self._modes.train()
+        self._add("eval", figures)
+        terminal.evaluation(self.step, figures)
 
-    def _position(self) -> Figures:
-        return {
-            "step": self.step,
-            "epoch": round(self.step / self.per_epoch, 4),
-            "seconds": round(self.seconds, 4),
-        }
+    @contextmanager
+    def evaluation_mode(self) -> Iterator[None]:
+        """Switch the network and a schedule-free F, whose weights differ in evaluation.
 
-    def _add(self, line: dict[str, Any]) -> None:
-        self._metrics.add(line)
-        self.last[line["kind"]] = line
+        Statistics of batch norm are recomputed for these weights, and restored afterwards.
+        """
+        self._switch("eval")
+        norms = [part for part in self.model.modules() if isinstance(part, nn.BatchNorm2d)]
+        with passes.unchanged_buffers(self.model):
+            if norms and self.recipe.schedule == "schedule-free":
+                for norm in norms:
+                    norm.train()
+                with torch.no_grad():
+                    for step in range(self.step, self.step + _RECALIBRATED):
+                        self.objective.outputs(self.model, self.data.batch(step)[0])
+                self.model.eval()
+            yield
+            self._switch("train")
+
+    def _switch(self, mode: str) -> None:
+        """Call ``train`` or ``eval`` of the network, and of an optimizer that has them."""
+        getattr(self.model, mode)()
+        getattr(self.optimizer, mode, lambda: None)()
+
+    def _add(self, kind: str, figures: Mapping[str, Any]) -> None:
+        """Write a line of ``metrics.jsonl``."""
+        epoch, seconds = round(self.step / self.per_epoch, 4), round(self.seconds, 4)
+        line = {"kind": kind, "step": self.step, "epoch": epoch, "seconds": seconds, **figures}
+        self.last[kind] = line
+        if self.world.first:
+            append_line(self._metrics, line)
         if self._board is not None:
-            for name, value in line.items():
-                if isinstance(value, float) and name not in ("epoch", "seconds"):
-                    self._board.add_scalar(f"{line['kind']}/{name}", value, self.step)
+            for name, value in figures.items():
+                if isinstance(value, float):
+                    self._board.add_scalar(f"{kind}/{name}", value, self.step)
             self._board.flush()
 
     # ------------------------------------------------------------------------------ checkpoints
 
     def _save(self) -> None:
-        state = whole_state(self.model, self.optimizer, self.world)  # all ranks together
+        state = self.world.whole_state(self.model, self.optimizer)  # all ranks together
         if self.world.first:
             content = {
                 **state,
                 "scaler": self.scaler.state_dict(),
-                "shadow": {} if self.shadow is None else self.shadow.state_dict(),
-                "metrics_size": self._metrics.size(),
+                "shadow": self.shadow.state_dict(),
+                "metrics_size": self._metrics.stat().st_size,
                 "seconds": self.seconds,
                 "last": self.last,
                 "best": self.best,
                 "step_ms": self.step_ms,
-                "peak": self.peak.read(),
+                "peak": self.peak.bytes,
             }
             checkpoints.save(self.folder, self.step, content, self.recipe.keep)
         self.world.wait()
@@ -326,21 +301,19 @@ class Training:
         """Load the last checkpoint; return the size of the metrics file at that time."""
         state = checkpoints.load_last(self.folder)
         try:
-            load_whole_state(self.model, self.optimizer, state, self.world)
+            self.world.load_whole_state(self.model, self.optimizer, state)
             self.scaler.load_state_dict(state["scaler"])
-            watched = {} if self.shadow is None else self.shadow.state_dict()
-            if self.shadow is not None and state["shadow"].keys() == watched.keys():
+            if state["shadow"].keys() == self.shadow.state_dict().keys():
                 self.shadow.load_state_dict(state["shadow"])
             else:  # the run was watched on other ranks: watching cannot start midway
-                self.shadow = None
+                self.shadow.watches = []
         except (KeyError, RuntimeError, ValueError) as error:
             raise LabError(
                 f"the checkpoint in {self.folder} does not fit: {one_line(error)}"
             ) from error
         self.step, self.seconds = state["step"], state["seconds"]
         self.last, self.best, self.step_ms = state["last"], state["best"], state["step_ms"]
-        if state["peak"] is not None:
-            self.peak.raise_to(state["peak"])
+        self.peak.bytes = state["peak"]
         return int(state["metrics_size"])
 
 

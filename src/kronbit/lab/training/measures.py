@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+import kronbit
+
 _STATUS = Path("/proc/self/status")
 _CLEAR = Path("/proc/self/clear_refs")
 
@@ -69,28 +71,34 @@ class PeakMemory:
 
     Attributes:
         kind: Meaning of the number, in words.
+        bytes: The peak; ``None`` if the system does not report it.
     """
 
     def __init__(self, device: torch.device, held: int, earlier: int = 0) -> None:
         self._device, self._held = device, held
         self._beside = -earlier
-        self._peak: int | None = None
+        self.bytes: int | None = None
         self._start = 0
         gc.collect()
         if device.type == "cuda":
             self.kind = "allocated on the GPU"
         else:
             self.kind = "parameters, and what the process grew by in training"
-            _give_back_free_memory()
+            with contextlib.suppress(OSError, AttributeError):
+                # Free memory goes back to the system, so that its reuse counts as growth.
+                ctypes.CDLL("libc.so.6").malloc_trim(0)
             self._start = _resident("VmRSS") or 0
         self.restart()
 
     def note(self) -> None:
         """Include the peak since the last ``restart``."""
         if self._device.type == "cuda":
-            self.raise_to(torch.cuda.max_memory_allocated(self._device) + self._beside)
+            peak = torch.cuda.max_memory_allocated(self._device) + self._beside
         elif self._counts:
-            self.raise_to(self._held + max(0, (_resident("VmHWM") or 0) - self._start))
+            peak = self._held + max(0, (_resident("VmHWM") or 0) - self._start)
+        else:
+            return
+        self.bytes = max(peak, self.bytes or 0)
 
     def restart(self) -> None:
         """Count from now on."""
@@ -107,14 +115,6 @@ class PeakMemory:
         self._beside += value
         self.kind = "allocated on the GPU, and kept by a CUDA graph"
         self.restart()
-
-    def raise_to(self, value: int) -> None:
-        """Include the peak of another part of the same run."""
-        self._peak = max(value, self._peak or 0)
-
-    def read(self) -> int | None:
-        """Return the peak in bytes; ``None`` if the system does not report it."""
-        return self._peak
 
     def now(self) -> int | None:
         """Return the current memory in bytes, for the progress bar."""
@@ -143,12 +143,6 @@ def _resident(name: str) -> int | None:
     return None if line is None else 1024 * int(line.split()[0])
 
 
-def _give_back_free_memory() -> None:
-    """Return freed memory to the system, so that its reuse counts as growth of the process."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL("libc.so.6").malloc_trim(0)
-
-
 def hardware(device: torch.device) -> str:
     """Return the name of the GPU or CPU."""
     if device.type == "cuda":
@@ -159,8 +153,6 @@ def hardware(device: torch.device) -> str:
 
 def versions() -> dict[str, str | None]:
     """Return the versions that figures are quoted with."""
-    import kronbit
-
     return {
         "kronbit": kronbit.__version__,
         "python": platform.python_version(),

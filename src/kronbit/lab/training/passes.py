@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+import os
+import warnings
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional
 
+from kronbit.lab.errors import one_line
 from kronbit.lab.models import logits
 from kronbit.lab.precision import autocast
-from kronbit.lab.training.determinism import Repeatable
+
+T = TypeVar("T")
 
 _WARM_UPS = 3
 
@@ -54,10 +59,51 @@ class Objective:
         return torch.stack([loss.double(), right.double(), torch.full_like(loss, len(target))])
 
 
+class Repeatable:
+    """Runs passes on a GPU with deterministic algorithms; on a CPU, all algorithms are.
+
+    A resumed run therefore equals an uninterrupted one bit for bit. The setting holds during the
+    passes only: the optimizer is deterministic without it.
+
+    Args:
+        device: Device of the passes.
+        wanted: False to leave torch's settings as they are.
+    """
+
+    def __init__(self, device: torch.device, wanted: bool) -> None:
+        self._wanted = wanted and device.type == "cuda"
+        if self._wanted:
+            # cuBLAS needs this to be deterministic, and reads it when it is first used.
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+    def __call__(self, passes: Callable[[], T]) -> T:
+        """Run passes; repeat without the setting if an operation has no deterministic algorithm."""
+        if not self._wanted:
+            return passes()
+        settings: Any = torch.utils.deterministic
+        before = torch.are_deterministic_algorithms_enabled()
+        filled = settings.fill_uninitialized_memory
+        settings.fill_uninitialized_memory = False  # it takes time, and no result depends on it
+        torch.use_deterministic_algorithms(True)
+        try:
+            return passes()
+        except RuntimeError as error:
+            if "deterministic" not in str(error):
+                raise
+            reason = one_line(error).split(". ")[0]
+        finally:
+            torch.use_deterministic_algorithms(before)
+            settings.fill_uninitialized_memory = filled
+        self._wanted = False
+        warnings.warn(f"a resumed run will not be equal bit for bit: {reason}", stacklevel=2)
+        return passes()
+
+
+@dataclass(frozen=True)
 class Eager:
     """Computes the gradients of a step, in one or several passes.
 
-    Args:
+    Attributes:
         model: The network, with its wrappers (DDP, FSDP, compiled).
         objective: The loss.
         optimizer: The optimizer, whose gradients are cleared.
@@ -66,40 +112,35 @@ class Eager:
         repeatable: Runs the passes deterministically.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        objective: Objective,
-        optimizer: torch.optim.Optimizer,
-        micro_batch: int | None,
-        scaler: torch.amp.GradScaler,
-        repeatable: Repeatable,
-    ) -> None:
-        self._model, self._objective, self._optimizer = model, objective, optimizer
-        self._micro_batch, self._scaler, self._repeatable = micro_batch, scaler, repeatable
+    model: nn.Module
+    objective: Objective
+    optimizer: torch.optim.Optimizer
+    micro_batch: int | None
+    scaler: torch.amp.GradScaler
+    repeatable: Repeatable
 
     def __call__(self, x: Tensor, y: Tensor) -> Tensor:
         """Compute the gradients; return the loss as a tensor on the device."""
-        return self._repeatable(lambda: self._run(x, y))
+        return self.repeatable(lambda: self._run(x, y))
 
     def _run(self, x: Tensor, y: Tensor) -> Tensor:
-        self._optimizer.zero_grad(set_to_none=True)
-        size = self._micro_batch or len(x)
+        self.optimizer.zero_grad(set_to_none=True)
+        size = self.micro_batch or len(x)
         parts = list(zip(x.split(size), y.split(size), strict=True))
         losses = []
         for number, (some, target) in enumerate(parts, 1):
             with self._without_exchange(number < len(parts)):
-                loss = self._objective.loss(self._model, some, target) * (len(some) / len(x))
-                self._scaler.scale(loss).backward()
+                loss = self.objective.loss(self.model, some, target) * (len(some) / len(x))
+                self.scaler.scale(loss).backward()
             losses.append(loss.detach())
         return sum(losses[1:], losses[0])
 
     def _without_exchange(self, wanted: bool) -> AbstractContextManager[None]:
         """Accumulate gradients locally; the last pass exchanges them with the other ranks."""
-        if wanted and isinstance(self._model, nn.parallel.DistributedDataParallel):
-            return self._model.no_sync()
-        if isinstance(self._model, FSDPModule):
-            self._model.set_requires_gradient_sync(not wanted)
+        if wanted and isinstance(self.model, nn.parallel.DistributedDataParallel):
+            return self.model.no_sync()
+        if isinstance(self.model, FSDPModule):
+            self.model.set_requires_gradient_sync(not wanted)
         return nullcontext()
 
 
@@ -125,7 +166,7 @@ class Captured:
     ) -> None:
         self._model, self._objective = model, objective
         self._x, self._y = x.clone(), y.clone()
-        with _unchanged(model):
+        with unchanged_buffers(model):
             repeatable(self._warm_up)
             self._graph, self._loss = repeatable(self._capture)
 
@@ -165,8 +206,8 @@ def rehearse(model: nn.Module, objective: Objective, x: Tensor, y: Tensor) -> No
 
 
 @contextmanager
-def _unchanged(model: nn.Module) -> Iterator[None]:
-    """Restore all buffers, such as statistics of batch norm, after warm-up and capture."""
+def unchanged_buffers(model: nn.Module) -> Iterator[None]:
+    """Restore all buffers, such as statistics of batch norm, after the body."""
     kept = [(buffer, buffer.clone()) for buffer in model.buffers()]
     yield
     for buffer, value in kept:

@@ -3,38 +3,20 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
-from torch import nn
-from torch.optim import Optimizer
-
-from kronbit.base import Around
-from kronbit.lab.recipe import Recipe
-from kronbit.lab.training.measures import PeakMemory
+from kronbit.lab.training.loop import Training
 from kronbit.optimizer import SecondOrder
 from kronbit.reporting.memory import held_bytes
 
 
-class Progressed(Protocol):
-    """The part of a training that its summary reads."""
-
-    recipe: Recipe
-    model: nn.Module
-    optimizer: Optimizer
-    peak: PeakMemory
-    step: int
-    steps: int
-    seconds: float
-    step_ms: list[float]
-    last: dict[str, Mapping[str, Any]]
-    best: dict[str, float]
-
-
-def summarise(training: Progressed) -> dict[str, Any]:
+def summarise(training: Training) -> dict[str, Any]:
     """Return the content of ``summary.json``, except for the name and origin of the run."""
-    last = training.last
+    last, times = training.last, sorted(training.step_ms)
     evaluated, errors = last.get("eval", {}), last.get("errors")
+    counters = (
+        training.optimizer.diagnostics() if hasattr(training.optimizer, "diagnostics") else {}
+    )
     return {
         "recipe": training.recipe.name,
         "seed": training.recipe.seed,
@@ -46,41 +28,31 @@ def summarise(training: Progressed) -> dict[str, Any]:
         "best_loss": training.best.get("loss"),
         "best_accuracy": training.best.get("accuracy"),
         "seconds": training.seconds,
-        "step_ms": _distribution(training.step_ms),
+        "step_ms": {
+            "median": statistics.median(times),
+            "mean": round(statistics.fmean(times), 4),
+            "p5": times[round(0.05 * (len(times) - 1))],
+            "p95": times[round(0.95 * (len(times) - 1))],
+        },
         "memory": _memory(training),
-        "diagnostics": _counters(training.optimizer),
+        "diagnostics": {name: value for name, value in counters.items() if type(value) is int},
         "errors": None if errors is None else {name: errors[name] for name in ("nre", "angle")},
     }
 
 
-def _distribution(times: list[float]) -> dict[str, float]:
-    ordered, last = sorted(times), len(times) - 1
-    return {
-        "median": statistics.median(ordered),
-        "mean": round(statistics.fmean(ordered), 4),
-        "p5": ordered[round(0.05 * last)],
-        "p95": ordered[round(0.95 * last)],
-    }
-
-
-def _memory(training: Progressed) -> dict[str, Any]:
+def _memory(training: Training) -> dict[str, Any]:
     params = list(training.model.parameters())
     optimizer = training.optimizer
     if isinstance(optimizer, SecondOrder):
         held = optimizer.memory()
     else:
         state = held_bytes(optimizer.state)
-        base = held_bytes(optimizer.base.state) if isinstance(optimizer, Around) else state
+        base = held_bytes(getattr(optimizer, "base", optimizer).state)
         held = {"base": base, "statistics": max(0, state - base), "roots": 0}
     return {
-        "peak": training.peak.read(),
+        "peak": training.peak.bytes,
         "peak_is": training.peak.kind,
         "parameters": held_bytes(params),
         "gradients": held_bytes([p for p in params if p.requires_grad]),
         **{name: held[name] for name in ("base", "statistics", "roots")},
     }
-
-
-def _counters(optimizer: Optimizer) -> dict[str, int]:
-    diagnostics = optimizer.diagnostics() if hasattr(optimizer, "diagnostics") else {}
-    return {name: value for name, value in diagnostics.items() if type(value) is int}

@@ -1,4 +1,4 @@
-"""One process or several: ranks, devices, and models that are sharded or replicated."""
+"""How a training runs: ranks, devices, and models that are sharded or replicated."""
 
 from __future__ import annotations
 
@@ -6,15 +6,19 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
 
 from kronbit.distributed.consolidation import consolidate_state_dict, load_consolidated
 from kronbit.lab.errors import LabError
+from kronbit.lab.recipe import Recipe
 from kronbit.optimizer import SecondOrder
 
 PARALLEL = ("none", "ddp", "fsdp2")
@@ -22,19 +26,27 @@ PARALLEL = ("none", "ddp", "fsdp2")
 
 @dataclass(frozen=True)
 class World:
-    """This process among the ranks.
+    """This process among the ranks, and how it trains. Results should not depend on it.
 
     Attributes:
         parallel: ``none``, ``ddp`` or ``fsdp2``.
         device: Device of this process.
         rank: Rank of this process.
         ranks: Number of ranks.
+        data: Folder with downloaded data sets.
+        compile: True to compile the network with ``torch.compile``.
+        graph: True to capture the forward and backward pass in a CUDA graph.
+        tensorboard: True to write TensorBoard files, too.
     """
 
     parallel: str
     device: torch.device
     rank: int = 0
     ranks: int = 1
+    data: Path = Path("data")
+    compile: bool = False
+    graph: bool = False
+    tensorboard: bool = False
 
     @property
     def first(self) -> bool:
@@ -52,6 +64,85 @@ class World:
         if self.ranks > 1:
             dist.barrier()
 
+    def agree_on(self, text: str) -> str:
+        """Return the text of the first rank."""
+        texts = [text]
+        if self.ranks > 1:
+            dist.broadcast_object_list(texts)
+        return texts[0]
+
+    def leave(self) -> None:
+        """Leave the process group."""
+        if self.parallel != "none":
+            dist.destroy_process_group()
+
+    def refuse_conflicts(self, recipe: Recipe) -> None:
+        """Refuse settings that conflict with the device, the optimizer or each other.
+
+        Raises:
+            LabError: If two settings conflict.
+        """
+        fp16, graph = recipe.amp == "fp16", self.graph
+        on_gpu = self.device.type == "cuda"
+        hooked = recipe.optimizer in ("kfac", "adabk", "eva")
+        leaves_out = f"leaves out the hooks of layers that {recipe.optimizer} needs"
+        reasons = {
+            "--amp fp16 needs a GPU: use --amp bf16 or --amp off on the CPU": fp16 and not on_gpu,
+            "--cuda-graph needs a CUDA device": graph and not on_gpu,
+            "--cuda-graph needs a single process": graph and self.parallel != "none",
+            "--cuda-graph cannot be combined with --amp fp16": graph and fp16,
+            "--cuda-graph cannot be combined with micro_batch": graph and recipe.micro_batch,
+            f"--cuda-graph {leaves_out}": graph and hooked,
+            f"--compile {leaves_out}": self.compile and hooked,
+            "eva does not unscale the statistics of --amp fp16: use bf16": fp16
+            and recipe.optimizer == "eva",
+        }
+        for reason, holds in reasons.items():
+            if holds:
+                raise LabError(reason)
+
+    def distribute(self, model: nn.Module) -> nn.Module:
+        """Return a network that runs on all ranks, with the parameters of ``model``.
+
+        FSDP2 shards each block by itself, then the rest.
+        """
+        if self.parallel == "ddp":
+            ids = [self.device.index] if self.device.type == "cuda" else None
+            return DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True)
+        if self.parallel == "fsdp2":
+            from torch.distributed.fsdp import fully_shard
+
+            mesh = dist.device_mesh.init_device_mesh(self.device.type, (self.ranks,))
+            for part in (*_blocks(model), model):
+                fully_shard(part, mesh=mesh)
+        return model
+
+    def whole_state(self, model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+        """Return weights and state as a single process has them. All ranks must call it."""
+        state = {"model": model.state_dict()}
+        if self.parallel != "none" and isinstance(optimizer, SecondOrder):
+            state["optimizer"] = consolidate_state_dict(optimizer)
+        else:
+            state["optimizer"] = optimizer.state_dict()
+        if self.parallel == "fsdp2":
+            from torch.distributed.tensor import DTensor
+
+            state = tree_map_only(DTensor, lambda x: x.full_tensor().cpu(), state)
+        return state
+
+    def load_whole_state(
+        self, model: nn.Module, optimizer: Optimizer, state: Mapping[str, Any]
+    ) -> None:
+        """Load the result of ``whole_state``, on any number of ranks."""
+        if self.parallel == "fsdp2":
+            from torch.distributed.checkpoint import state_dict
+
+            options = state_dict.StateDictOptions(full_state_dict=True)
+            state_dict.set_model_state_dict(model, dict(state["model"]), options=options)
+        else:
+            model.load_state_dict(state["model"])
+        load_consolidated(optimizer, state["optimizer"])  # type: ignore[arg-type]  # any optimizer
+
 
 class Votes:
     """Asks all ranks whether any of them wants to stop; the answer comes one step later.
@@ -61,15 +152,13 @@ class Votes:
     """
 
     def __init__(self, world: World) -> None:
-        self._alone = world.ranks == 1
+        self._group = None if world.ranks == 1 else dist.new_group(backend="gloo")
         self._work: dist.Work | None = None
         self._votes = torch.tensor(0.0)
-        if not self._alone:
-            self._group = dist.new_group(backend="gloo")
 
     def any_rank(self, wants: bool) -> bool:
         """Return the answer of the previous call; it is the same on all ranks. All must call it."""
-        if self._alone:
+        if self._group is None:
             return wants
         if self._work is not None:
             self._work.wait()
@@ -101,8 +190,13 @@ def find_device(name: str | None) -> torch.device:
     return device
 
 
-def join_world(parallel: str, device: str | None) -> World:
+def join_world(parallel: str, device: str | None, **how: Any) -> World:
     """Join the process group of the ranks that ``torchrun`` started.
+
+    Args:
+        parallel: ``none``, ``ddp`` or ``fsdp2``.
+        device: Name of the device; see ``find_device``.
+        **how: Other attributes of ``World``.
 
     Raises:
         LabError: If ``parallel`` and the way the process was started do not match.
@@ -112,7 +206,7 @@ def join_world(parallel: str, device: str | None) -> World:
     if parallel == "none":
         if int(os.environ.get("WORLD_SIZE", 1)) > 1:
             raise LabError("several ranks were started: choose --parallel ddp or fsdp2")
-        return World("none", find_device(device))
+        return World("none", find_device(device), **how)
     if "RANK" not in os.environ:
         raise LabError(
             f"--parallel {parallel} needs torchrun: "
@@ -123,31 +217,7 @@ def join_world(parallel: str, device: str | None) -> World:
         local = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         torch.cuda.set_device(local)
     dist.init_process_group("nccl" if local.type == "cuda" else "gloo")
-    return World(parallel, local, dist.get_rank(), dist.get_world_size())
-
-
-def agree_on(text: str, world: World) -> str:
-    """Return the text of the first rank."""
-    texts = [text]
-    if world.ranks > 1:
-        dist.broadcast_object_list(texts)
-    return texts[0]
-
-
-def leave_world(world: World) -> None:
-    """Leave the process group."""
-    if world.parallel != "none":
-        dist.destroy_process_group()
-
-
-def shard(model: nn.Module, world: World) -> None:
-    """Shard a network with FSDP2: each block by itself, then the rest."""
-    from torch.distributed.fsdp import fully_shard
-
-    mesh = dist.device_mesh.init_device_mesh(world.device.type, (world.ranks,))
-    for block in _blocks(model):
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+    return World(parallel, local, dist.get_rank(), dist.get_world_size(), **how)
 
 
 def _blocks(model: nn.Module) -> list[nn.Module]:
@@ -159,43 +229,3 @@ def _blocks(model: nn.Module) -> list[nn.Module]:
         else:
             blocks += _blocks(child)
     return blocks
-
-
-def replicate(model: nn.Module, world: World) -> nn.Module:
-    """Wrap a network in DDP."""
-    ids = [world.device.index] if world.device.type == "cuda" else None
-    return nn.parallel.DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True)
-
-
-# ---------------------------------------------------------------- one file for any number of ranks
-
-
-def whole_state(model: nn.Module, optimizer: Optimizer, world: World) -> dict[str, Any]:
-    """Return weights and state as a single process has them. All ranks must call this function."""
-    if world.ranks == 1 and world.parallel != "fsdp2":
-        return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-    from torch.distributed.tensor import DTensor
-    from torch.utils._pytree import tree_map_only
-
-    state = {
-        "model": model.state_dict(),
-        "optimizer": consolidate_state_dict(optimizer)
-        if isinstance(optimizer, SecondOrder)
-        else optimizer.state_dict(),
-    }
-    whole: dict[str, Any] = tree_map_only(DTensor, lambda held: held.full_tensor().cpu(), state)
-    return whole
-
-
-def load_whole_state(
-    model: nn.Module, optimizer: Optimizer, state: Mapping[str, Any], world: World
-) -> None:
-    """Load the result of ``whole_state``, on any number of ranks."""
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-
-    if world.parallel == "fsdp2":
-        options = StateDictOptions(full_state_dict=True)
-        set_model_state_dict(model, dict(state["model"]), options=options)
-    else:
-        model.load_state_dict(state["model"])
-    load_consolidated(optimizer, state["optimizer"])  # type: ignore[arg-type]  # any optimizer

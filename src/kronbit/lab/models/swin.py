@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,8 @@ from kronbit.lab.models.transformer import (
 )
 
 WIDTH, STAGES = 96, ((2, 3), (2, 6), (6, 12), (2, 24))  # (blocks, heads); the width doubles
+
+constant = partial(nn.Buffer, persistent=False)  # a tensor that is not in the state dict
 
 
 class Gather(torch.autograd.Function):
@@ -66,12 +69,6 @@ class WindowAttention(Attention):
         shifted: True to shift windows by half their side.
     """
 
-    offsets: Tensor
-    mask: Tensor | None
-    order: Tensor
-    back: Tensor
-    real: Tensor | None
-
     def __init__(self, width: int, heads: int, side: int, window: int, shifted: bool) -> None:
         size = min(window, side)
         reach = 2 * size - 1
@@ -86,22 +83,19 @@ class WindowAttention(Attention):
         offset = offset[..., 0] * reach + offset[..., 1]
         # One-hot rows turn the lookup of biases into a product, whose backward pass needs no
         # scatter.
-        self._keep("offsets", functional.one_hot(offset.flatten(), reach**2).mT.float())
-        mask = None
+        self.offsets = constant(functional.one_hot(offset.flatten(), reach**2).mT.float())
+        mask: Tensor | None = None
         if shift:  # regions that only the shift makes neighbours are masked
             place = torch.arange(side + padding)
             edge = (place >= len(place) - size).long() + (place >= len(place) - shift).long()
             region = windows(3 * edge[:, None] + edge[None, :], size)
-            mask = -100.0 * (region[:, :, None] != region[:, None, :])[:, None]
-        self._keep("mask", mask)
+            mask = constant(-100.0 * (region[:, :, None] != region[:, None, :])[:, None])
+        self.mask = mask
         image = torch.arange(side**2).view(side, side).roll((-shift, -shift), (0, 1))
         order = windows(functional.pad(image, (0, padding) * 2, value=-1), size).flatten()
-        self._keep("order", order.clamp(min=0))
-        self._keep("back", order.argsort()[-(side**2) :])
-        self._keep("real", (order >= 0)[:, None] if padding else None)
-
-    def _keep(self, name: str, value: Tensor | None) -> None:
-        self.register_buffer(name, value, persistent=False)
+        self.order = constant(order.clamp(min=0))
+        self.back = constant(order.argsort()[-(side**2) :])
+        self.real = constant((order >= 0)[:, None]) if padding else None
 
     def bias_of(self, q: Tensor) -> Tensor:
         """Return the biases (1 or b, heads, size², size²)."""

@@ -146,13 +146,8 @@ class Images:
 class HeldImages(Images):
     """Images of one size, stored as bytes on the device.
 
-    Args:
-        setting: Options that all data sets share.
-        train: Training images, uint8 (n, c, h, w), and their labels.
-        test: Held-out images and labels.
-        outputs: Number of classes.
-        augmentation: Options of ``Augmentation`` for training images.
-        normal: Mean and standard deviation of each channel.
+    ``train`` and ``test`` are images, uint8 (n, c, h, w), and their labels; the other arguments are
+    those of ``Images``.
     """
 
     def __init__(

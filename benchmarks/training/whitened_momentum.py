@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from kronbit import Shampoo
-from kronbit.lab.data import open_data
+from kronbit.lab.data import Setting, open_data
 from kronbit.lab.models import build
 from kronbit.lab.muon import hidden_matrices
 from kronbit.lab.recipe import find_recipe
@@ -178,9 +178,8 @@ def train(row: str, lr: float, seed: int) -> dict[str, Any]:
     """Train as the lab's loop does, with the optimizer of a row."""
     recipe = find_recipe("pydoc-gpt").with_settings({"seed": seed})
     steps = recipe.steps or 0
-    data = open_data(
-        recipe.data, Path("data"), batch=recipe.batch, seed=seed, device=torch.device("cpu")
-    )
+    setting = Setting(Path("data"), recipe.batch, seed, torch.device("cpu"))
+    data = open_data(recipe.data, setting)
     torch.manual_seed(seed)
     options = dict(recipe.model)
     model = build(options.pop("name"), **options)

@@ -13,7 +13,7 @@ import yaml
 from support.cifar import write_cifar
 from torch import nn
 
-from kronbit.lab.data import open_data
+from kronbit.lab.data import Setting, open_data
 from kronbit.lab.errors import LabError
 from kronbit.lab.models import build
 from kronbit.lab.optimizers import DEFAULT_VARIANTS, VARIANTS, make_optimizer, variant
@@ -24,7 +24,7 @@ CPU = torch.device("cpu")
 
 
 def opened(options: dict[str, Any], folder: Path = Path("data"), **given: Any) -> Any:
-    return open_data(options, folder, **{"batch": 8, "seed": 0, "device": CPU, **given})
+    return open_data(options, Setting(folder, **{"batch": 8, "seed": 0, "device": CPU, **given}))
 
 
 @pytest.mark.parametrize("name", recipe_names())

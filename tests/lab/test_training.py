@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn import functional
 
 from kronbit import Shampoo
-from kronbit.lab.data import open_data
+from kronbit.lab.data import Setting, open_data
 from kronbit.lab.errors import LabError
 from kronbit.lab.models import build
 from kronbit.lab.recipe import Recipe, find_recipe, parse_settings
@@ -61,7 +61,7 @@ def test_the_loop_equals_one_written_by_hand(bits: int | None, tmp_path: Path) -
     recipe = small(*(["optimizer=base"] if bits is None else ["bits=4"]), "clip=0.5")
     training = trained(recipe, tmp_path / "run")
 
-    data = open_data(recipe.data, Path("data"), batch=20, seed=0, device=torch.device("cpu"))
+    data = open_data(recipe.data, Setting(Path("data"), 20, 0, torch.device("cpu")))
     torch.manual_seed(0)
     model = build("digits-cnn", width=8)
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=5e-4)

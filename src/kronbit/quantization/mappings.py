@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TypeAlias
+
 import torch
 from torch import Tensor
 
@@ -36,29 +39,11 @@ def _dynamic_tree(bits: int) -> list[float]:
     return sorted(values)
 
 
-_CACHE: dict[tuple[str, str, int, torch.device], Tensor] = {}
-
-
-def _cached(kind: str, mapping: str, bits: int, device: torch.device | str) -> Tensor:
-    """Return a device's cached table: a copy from the host at every use would synchronise."""
-    device = torch.device(device)
-    key = (kind, mapping, bits, device)
-    if key not in _CACHE:
-        table = {"codebook": _values, "thresholds": _borders}[kind](mapping, bits).to(device)
-        if type(table) is not Tensor:  # under a tracing or fake-tensor mode
-            return table
-        _CACHE[key] = table
-    return _CACHE[key]
+_FORMULAS = {"linear2": _linear2, "dt": _dynamic_tree, "linear": _linear, "squares": _squares}
 
 
 def _values(mapping: str, bits: int) -> Tensor:
-    make = {
-        "linear2": _linear2,
-        "dt": _dynamic_tree,
-        "linear": _linear,
-        "squares": _squares,
-    }[mapping]
-    return torch.tensor(make(bits), dtype=torch.float32, device="cpu")
+    return torch.tensor(_FORMULAS[mapping](bits), dtype=torch.float32, device="cpu")
 
 
 def _borders(mapping: str, bits: int) -> Tensor:
@@ -67,6 +52,21 @@ def _borders(mapping: str, bits: int) -> Tensor:
     rounded = middle.float()
     down = torch.nextafter(rounded, torch.full_like(rounded, -torch.inf))
     return torch.where(rounded.double() > middle, down, rounded)
+
+
+_Make: TypeAlias = Callable[[str, int], Tensor]
+_CACHE: dict[tuple[_Make, str, int, torch.device], Tensor] = {}
+
+
+def _cached(make: _Make, mapping: str, bits: int, device: torch.device | str) -> Tensor:
+    """Return a device's cached table: a copy from the host at every use would synchronise."""
+    key = (make, mapping, bits, torch.device(device))
+    if key not in _CACHE:
+        table = make(mapping, bits).to(device)
+        if type(table) is not Tensor:  # under a tracing or fake-tensor mode
+            return table
+        _CACHE[key] = table
+    return _CACHE[key]
 
 
 def codebook(mapping: str, bits: int, device: torch.device | str = "cpu") -> Tensor:
@@ -80,7 +80,7 @@ def codebook(mapping: str, bits: int, device: torch.device | str = "cpu") -> Ten
     Returns:
         A tensor of shape (2^bits,). It is shared: do not write to it.
     """
-    return _cached("codebook", mapping, bits, device)
+    return _cached(_values, mapping, bits, device)
 
 
 def thresholds(mapping: str, bits: int, device: torch.device | str = "cpu") -> Tensor:
@@ -91,4 +91,4 @@ def thresholds(mapping: str, bits: int, device: torch.device | str = "cpu") -> T
     *down* keeps the rule exact: a float32 lies above the midpoint if and only if it lies above
     the largest float32 that is not above the midpoint.
     """
-    return _cached("thresholds", mapping, bits, device)
+    return _cached(_borders, mapping, bits, device)

@@ -48,10 +48,9 @@ class Quantizer:
             raise ValueError(f"bits must be one of {BITS}; got {self.bits!r}")
         if self.mapping not in MAPPINGS:
             raise ValueError(f"mapping must be one of {MAPPINGS}; got {self.mapping!r}")
-        if type(self.block_size) is not int or self.block_size not in BLOCK_SIZES:
-            raise ValueError(
-                f"block_size must be a multiple of 16 from 16 to 2048; got {self.block_size!r}"
-            )
+        size = self.block_size
+        if type(size) is not int or size not in BLOCK_SIZES:
+            raise ValueError(f"block_size must be a multiple of 16 from 16 to 2048; got {size!r}")
 
     def quantize(self, x: Tensor) -> Quantized:
         """Quantise along the last axis.
@@ -126,7 +125,5 @@ class Quantizer:
         """Return sizes of the last axis of codes and of scales for a row of ``length`` elements."""
         if self.bits == 32:
             return length, 0
-        return (
-            reference.packed_length(length, self.bits),
-            reference.block_count(length, self.block_size),
-        )
+        blocks = reference.block_count(length, self.block_size)
+        return reference.packed_length(length, self.bits), blocks

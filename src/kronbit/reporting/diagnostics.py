@@ -33,42 +33,10 @@ def diagnostics(
         missed: Counters of the statistics.
         past: Counters of earlier plans.
     """
-    skipped = sum(int(guard.skipped) for guard in guards.values())
-    counts = {"skipped_gradients": skipped, **fallback_counts(plan), **missed}
-    for name, count in past.items():
-        counts[name] += count
-    return {
-        **counts,
-        **_acceleration(plan, guards),
-        "ranks": {} if ranks is None else ranks.figures(),
-        "groups": [
-            _group_figures(device, preconditioner, group)
-            for device, preconditioner in _preconditioners(plan).items()
-            for group in preconditioner.stacks.groups
-        ],
-    }
-
-
-def fallback_counts(plan: StatePlan | None) -> dict[str, int]:
-    """Return how often each fallback was used, over all groups. Waits for the device."""
-    counts = dict.fromkeys((*Factors.COUNTERS, "ungrafted"), 0)
-    for preconditioner in _preconditioners(plan).values():
-        counts["ungrafted"] += int(preconditioner.stacks.ungrafted)
-        for group in preconditioner.stacks.groups:
-            for name, count in _counts(group).items():
-                counts[name] += count
-    return counts
-
-
-def _preconditioners(plan: StatePlan | None) -> Mapping[torch.device, Preconditioner]:
-    return {} if plan is None else plan.preconditioners
-
-
-def _acceleration(
-    plan: StatePlan | None, guards: Mapping[torch.device, NonfiniteGuard]
-) -> dict[str, Any]:
-    """Return the use of kernels and graphs, and the number of parameters by precision."""
     preconditioners = _preconditioners(plan)
+    skipped = sum(int(guard.skipped) for guard in guards.values())
+    counts = Counter({"skipped_gradients": skipped, **fallback_counts(plan), **missed})
+    counts.update(past)
     products: Counter[int] = Counter()
     refused: dict[str, str] = {}
     for device, preconditioner in preconditioners.items():
@@ -79,10 +47,31 @@ def _acceleration(
             reason = reason or guards[device].graph_refused()
         refused[str(device)] = reason or "not refused"
     return {
+        **counts,
         "kernels": {str(device): why_not(device) or "used" for device in preconditioners},
         "cuda_graph": refused,
         "products": dict(products),
+        "ranks": {} if ranks is None else ranks.figures(),
+        "groups": [
+            _group_figures(device, preconditioner, group)
+            for device, preconditioner in preconditioners.items()
+            for group in preconditioner.stacks.groups
+        ],
     }
+
+
+def fallback_counts(plan: StatePlan | None) -> Counter[str]:
+    """Return how often each fallback was used, over all groups. Waits for the device."""
+    counts = Counter(dict.fromkeys((*Factors.COUNTERS, "ungrafted"), 0))
+    for preconditioner in _preconditioners(plan).values():
+        counts["ungrafted"] += int(preconditioner.stacks.ungrafted)
+        for group in preconditioner.stacks.groups:
+            counts.update(_counts(group))
+    return counts
+
+
+def _preconditioners(plan: StatePlan | None) -> Mapping[torch.device, Preconditioner]:
+    return {} if plan is None else plan.preconditioners
 
 
 def _counts(group: Group) -> dict[str, int]:

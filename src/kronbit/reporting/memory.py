@@ -26,11 +26,10 @@ def account(state: Mapping[Tensor, Mapping[str, Any]], base: Mapping[Any, Any]) 
         ``{"statistics", "roots", "base", "total"}``.
     """
     total = {"statistics": 0, "roots": 0, "base": held_bytes(base)}
-    for entry in state.values():
-        for block in blocks_of(entry).values():
-            for leaves in block.values():
-                for name, tensor in leaves.items():
-                    total[_kind(name)] += _tensor_bytes(tensor)
+    blocks = (block for entry in state.values() for block in blocks_of(entry).values())
+    for leaves in (side for block in blocks for side in block.values()):
+        for name, tensor in leaves.items():
+            total[_kind(name)] += _tensor_bytes(tensor)
     return {**total, "total": sum(total.values())}
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from torch import Tensor
@@ -23,30 +22,7 @@ from kronbit.step.schedule import first_preconditioned_step
 Row: TypeAlias = tuple[str, Tensor, Config]
 
 _COLUMNS = ("parameter", "shape", "blocks", "method", "bits", "bytes", "left to the base because")
-_NUMERIC = (False, False, True, False, True, True, False)
-
-
-@dataclass(frozen=True)
-class _Preconditioned:
-    """A preconditioned parameter, and the bytes of its statistics and roots."""
-
-    p: Tensor
-    config: Config
-    blocking: Blocking
-    sizes: Mapping[str, int]
-
-    @property
-    def orders(self) -> list[int]:
-        """Orders of the factors, one for each side of a grid."""
-        return [order for grid in self.blocking.grids for order in grid.shape]
-
-    def cells(self) -> tuple[str, ...]:
-        """Return its cells of the table: blocks, method, bits, bytes."""
-        formats = [self.config.format(order) for order in self.orders]
-        methods = {format.method for format in formats}
-        bits = {stored.bits for format in formats for stored in (format.statistic, format.root)}
-        joined = ("/".join(map(str, sorted(values))) for values in (methods, bits))
-        return f"{len(self.blocking)}", *joined, f"{sum(self.sizes.values()):,}", ""
+_NUMERIC = ("blocks", "bits", "bytes")
 
 
 def rows(
@@ -70,42 +46,47 @@ def summary(
 ) -> str:
     """Return the table of ``SecondOrder.summary``, with totals below."""
     lines: list[tuple[str, ...]] = []
-    preconditioned: list[_Preconditioned] = []
+    elements = covered = total = offloaded = 0
+    steps: set[int] = set()
+    largest = 1
     for name, p, options in params:
+        elements += (local(p) if options.blocks == "local" else p).numel()
         shape = " x ".join(map(str, p.shape)) or "scalar"
         blocking = route(p, options) if p.requires_grad else "frozen: requires_grad=False"
         if isinstance(blocking, str):
             lines.append((name, shape, "", "", "", "", blocking))
-        else:
-            sizes = state_bytes(blocking, options)
-            preconditioned.append(_Preconditioned(p, options, blocking, sizes))
-            lines.append((name, shape, *preconditioned[-1].cells()))
-    elements = sum(
-        (local(p) if options.blocks == "local" else p).numel() for _, p, options in params
-    )
-    table = _table(f"{title} around {type(base).__name__}", lines)
-    return "\n".join([table, *_totals(preconditioned, elements, config)])
-
-
-def _totals(params: Sequence[_Preconditioned], elements: int, config: Config) -> list[str]:
-    covered = sum(math.prod(param.blocking.matrices) for param in params)
-    total = sum(sum(param.sizes.values()) for param in params)
-    offloaded = sum(
-        param.sizes["statistics"]
-        for param in params
-        if config.offload_statistics and param.p.device.type != "cpu"
-    )
+            continue
+        sizes = state_bytes(blocking, options)
+        orders = [order for grid in blocking.grids for order in grid.shape]
+        size = sum(sizes.values())
+        formats = _formats(options, orders)
+        lines.append((name, shape, f"{len(blocking)}", *formats, f"{size:,}", ""))
+        covered += math.prod(blocking.matrices)
+        total += size
+        if config.offload_statistics and p.device.type != "cpu":
+            offloaded += sizes["statistics"]
+        steps.add(first_preconditioned_step(options))
+        largest = max([largest, *orders])
     in_host_memory = f", {offloaded:,} of them in the host's memory" if offloaded else ""
-    steps = sorted({first_preconditioned_step(param.config) for param in params})
-    order = max((order for param in params for order in param.orders), default=1)
-    return [
-        f"{covered:,} of {elements:,} elements ({100 * covered / max(elements, 1):.1f} %) are "
-        "preconditioned",
-        f"second-order state: {total:,} bytes ({total / 2**20:.1f} MiB){in_host_memory}",
-        f"first preconditioned step: {', '.join(map(str, steps)) or 'never'}",
-        f"workspace: {config.workspace_mb:g} MiB; an update at the largest order, {order}, needs "
-        f"about {UPDATE.square * 4 * order**2 / 2**20:.1f} MiB",
-    ]
+    return "\n".join(
+        [
+            _table(f"{title} around {type(base).__name__}", lines),
+            f"{covered:,} of {elements:,} elements ({100 * covered / max(elements, 1):.1f} %) are "
+            "preconditioned",
+            f"second-order state: {total:,} bytes ({total / 2**20:.1f} MiB){in_host_memory}",
+            f"first preconditioned step: {', '.join(map(str, sorted(steps))) or 'never'}",
+            f"workspace: {config.workspace_mb:g} MiB; an update at the largest order, {largest}, "
+            f"needs about {UPDATE.square * 4 * largest**2 / 2**20:.1f} MiB",
+        ]
+    )
+
+
+def _formats(config: Config, orders: Iterable[int]) -> tuple[str, str]:
+    """Return the methods and the bits that factors of these orders have."""
+    formats = [config.format(order) for order in orders]
+    methods = {format.method for format in formats}
+    bits = {stored.bits for format in formats for stored in (format.statistic, format.root)}
+    return "/".join(sorted(methods)), "/".join(map(str, sorted(bits)))
 
 
 def _table(title: str, rows: Sequence[Sequence[str]]) -> str:
@@ -117,8 +98,8 @@ def _table(title: str, rows: Sequence[Sequence[str]]) -> str:
     from rich.text import Text
 
     table = Table(title=title, title_justify="left")
-    for column, numeric in zip(_COLUMNS, _NUMERIC, strict=True):
-        table.add_column(column, justify="right" if numeric else "left")
+    for column in _COLUMNS:
+        table.add_column(column, justify="right" if column in _NUMERIC else "left")
     for row in rows:
         table.add_row(*map(Text, row))  # names are text, not markup
     console = Console(width=160)
@@ -128,14 +109,10 @@ def _table(title: str, rows: Sequence[Sequence[str]]) -> str:
 
 
 def _plain_table(title: str, rows: Sequence[Sequence[str]]) -> str:
-    lines = [_COLUMNS, *rows]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(_COLUMNS))]
-    cells = [
-        [
-            cell.rjust(width) if numeric else cell.ljust(width)
-            for cell, width, numeric in zip(line, widths, _NUMERIC, strict=True)
-        ]
-        for line in lines
-    ]
-    cells.insert(1, ["-" * width for width in widths])
-    return "\n".join([title, *("  ".join(line).rstrip() for line in cells)])
+    columns = []
+    for name, *cells in zip(_COLUMNS, *rows, strict=True):
+        width = max(map(len, (name, *cells)))
+        justify = str.rjust if name in _NUMERIC else str.ljust
+        columns.append([justify(cell, width) for cell in (name, "-" * width, *cells)])
+    lines = zip(*columns, strict=True)
+    return "\n".join([title, *("  ".join(line).rstrip() for line in lines)])

@@ -15,34 +15,6 @@ from kronbit.state.loading import Entry
 _FLATTENED = 2**16  # a vector with at least this many elements is probably a flattened matrix
 
 
-def warn_of_fresh_starts(
-    params: Sequence[Row], route: Callable[[Tensor, Config], Blocking | str]
-) -> None:
-    """Warn about preconditioned parameters that have no state yet."""
-    fresh = [
-        name
-        for name, p, config in params
-        if p.requires_grad and isinstance(route(p, config), Blocking)
-    ]
-    if fresh:
-        warn(
-            f"the checkpoint has no state of {len(fresh)} preconditioned parameter(s), such as "
-            f"{fresh[0]}: they start fresh"
-        )
-
-
-def warn_of_lost_roots(names: Sequence[str]) -> None:
-    """Warn about refreshed parameters whose roots are missing in the checkpoint."""
-    if names:
-        warn(
-            f"the checkpoint has no roots of {len(names)} parameter(s), such as {names[0]}, "
-            "although their first refresh is past: they are not preconditioned until the next one. "
-            "A full state dict of sharded parameters, by torch or by a trainer, has only the state "
-            "that the first rank owns: save sharded ones (SHARDED_STATE_DICT), or use "
-            "kronbit.consolidate_state_dict"
-        )
-
-
 def warn_of_few(
     params: Sequence[Row],
     route: Callable[[Tensor, Config], Blocking | str],
@@ -77,6 +49,22 @@ def warn_after_loading(
 ) -> None:
     """Warn about preconditioned parameters whose statistics or roots are not in the checkpoint."""
     if any(entry.blocks for entry in entries.values()):
-        warn_of_fresh_starts([row for row in params if row[1] not in entries], route)
-    lost = {p for p, entry in entries.items() if entry.lacks_roots()}
-    warn_of_lost_roots([name for name, p, _ in params if p in lost])
+        fresh = [
+            name
+            for name, p, config in params
+            if p not in entries and p.requires_grad and isinstance(route(p, config), Blocking)
+        ]
+        if fresh:
+            warn(
+                f"the checkpoint has no state of {len(fresh)} preconditioned parameter(s), such as "
+                f"{fresh[0]}: they start fresh"
+            )
+    lost = [name for name, p, _ in params if p in entries and entries[p].lacks_roots()]
+    if lost:
+        warn(
+            f"the checkpoint has no roots of {len(lost)} parameter(s), such as {lost[0]}, "
+            "although their first refresh is past: they are not preconditioned until the next one. "
+            "A full state dict of sharded parameters, by torch or by a trainer, has only the state "
+            "that the first rank owns: save sharded ones (SHARDED_STATE_DICT), or use "
+            "kronbit.consolidate_state_dict"
+        )

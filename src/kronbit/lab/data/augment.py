@@ -19,7 +19,6 @@ from kronbit.lab.errors import LabError
 
 ERASED_AREA = (0.02, 1 / 3)  # shares of the image's area; Zhong et al. 2020
 ERASED_RATIO = 1 / 0.3  # maximum ratio of the sides
-_SHARES = ("erase", "mix_probability", "smoothing")
 # Uniform numbers per image for placing, the policy, erasing and mixing.
 _DRAWS = (3, image_operations.DRAWS, 5, 4)
 
@@ -51,9 +50,9 @@ class Augmentation:
 
     def __post_init__(self) -> None:
         known = image_operations.POLICIES
-        if self.policy is not None and self.policy not in known:
+        if self.policy not in (None, *known):
             raise LabError(f"policy must be one of {', '.join(known)}; got {self.policy!r}")
-        for name in _SHARES:
+        for name in ("erase", "mix_probability", "smoothing"):
             if not 0 <= getattr(self, name) <= 1:
                 raise LabError(f"{name} must be from 0 to 1; got {getattr(self, name)}")
         for name in ("crop", "mixup", "cutmix"):

@@ -7,84 +7,23 @@ So there is no loop over images, and the host never waits for the device.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
+import yaml
 from torch import Tensor
 from torch.nn import functional
 
-# Neutral values of the parameters, which leave an image unchanged.
-NEUTRAL = {
-    "shear_x": 0.0,  # these five come first, in this order
-    "shear_y": 0.0,
-    "translate_x": 0.0,  # share of the side
-    "translate_y": 0.0,
-    "turn": 0.0,  # radians, counterclockwise
-    "factor": 1.0,  # weight of the image; the rest is blended in, by default black
-    "gray": 0.0,
-    "mean": 0.0,
-    "smooth": 0.0,
-    "lost_bits": 0.0,
-    "threshold": 256.0,  # values of at least this are inverted
-    "autocontrast": 0.0,
-    "equalize": 0.0,
-}
-# Terms that an operation adds to a parameter: a constant, a factor of the strength, and a factor of
-# the strength with a random sign. Strength 1 is the maximum in AutoAugment's paper (Cubuk et al.
-# 2019).
-OPERATIONS: dict[str, dict[str, tuple[float, float, float]]] = {
-    "identity": {},
-    "shear-x": {"shear_x": (0, 0, 0.3)},
-    "shear-y": {"shear_y": (0, 0, 0.3)},
-    "translate-x": {"translate_x": (0, 0, 150 / 331)},
-    "translate-y": {"translate_y": (0, 0, 150 / 331)},
-    "rotate": {"turn": (0, 0, math.radians(30))},
-    "brightness": {"factor": (0, 0, 0.9)},
-    "color": {"factor": (0, 0, 0.9), "gray": (1, 0, 0)},
-    "contrast": {"factor": (0, 0, 0.9), "mean": (1, 0, 0)},
-    "sharpness": {"factor": (0, 0, 0.9), "smooth": (1, 0, 0)},
-    "posterize": {"lost_bits": (0, 4, 0)},
-    "solarize": {"threshold": (0, -256, 0)},
-    "autocontrast": {"autocontrast": (1, 0, 0)},
-    "equalize": {"equalize": (1, 0, 0)},
-    "invert": {"threshold": (-256, 0, 0)},
-}
+_DATA = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+NEUTRAL: dict[str, float] = _DATA["neutral"]
+OPERATIONS: dict[str, dict[str, Sequence[float]]] = _DATA["operations"]
+AUTO: Sequence[Sequence[tuple[str, float, float]]] = _DATA["auto"]
 NAMES = tuple(OPERATIONS)
-
 # RandAugment (Cubuk et al. 2020): two of all operations except the last, at magnitude 9 of 10.
 RAND_OPERATIONS, RAND_STAGES, RAND_STRENGTH = len(NAMES) - 1, 2, 0.9
-# AutoAugment's policy for CIFAR-10, from the paper's appendix. Each image gets one of these pairs
-# of (operation, probability, magnitude from 0 to 9).
-AUTO = (
-    (("invert", 0.1, 7), ("contrast", 0.2, 6)),
-    (("rotate", 0.7, 2), ("translate-x", 0.3, 9)),
-    (("sharpness", 0.8, 1), ("sharpness", 0.9, 3)),
-    (("shear-y", 0.5, 8), ("translate-y", 0.7, 9)),
-    (("autocontrast", 0.5, 8), ("equalize", 0.9, 2)),
-    (("shear-y", 0.2, 7), ("posterize", 0.3, 7)),
-    (("color", 0.4, 3), ("brightness", 0.6, 7)),
-    (("sharpness", 0.3, 9), ("brightness", 0.7, 9)),
-    (("equalize", 0.6, 5), ("equalize", 0.5, 1)),
-    (("contrast", 0.6, 7), ("sharpness", 0.6, 5)),
-    (("color", 0.7, 7), ("translate-x", 0.5, 8)),
-    (("equalize", 0.3, 7), ("autocontrast", 0.4, 8)),
-    (("translate-y", 0.4, 3), ("sharpness", 0.2, 6)),
-    (("brightness", 0.9, 6), ("color", 0.2, 8)),
-    (("solarize", 0.5, 2), ("invert", 0.0, 3)),
-    (("equalize", 0.2, 0), ("autocontrast", 0.6, 0)),
-    (("equalize", 0.2, 8), ("equalize", 0.6, 4)),
-    (("color", 0.9, 9), ("equalize", 0.6, 6)),
-    (("autocontrast", 0.8, 4), ("solarize", 0.2, 8)),
-    (("brightness", 0.1, 3), ("color", 0.7, 0)),
-    (("solarize", 0.4, 5), ("autocontrast", 0.9, 3)),
-    (("translate-y", 0.9, 9), ("translate-y", 0.7, 9)),
-    (("autocontrast", 0.9, 2), ("solarize", 0.8, 3)),
-    (("equalize", 0.8, 8), ("invert", 0.1, 3)),
-    (("translate-y", 0.7, 9), ("autocontrast", 0.9, 1)),
-)
 
 
 class Choice(NamedTuple):
@@ -147,11 +86,11 @@ def _move(x: Tensor, shear: Tensor, translate: Tensor, turn: Tensor, fill: Tenso
 
     Shears and translations are (b, 2, 1, 1), along x and along y.
     """
-    frame = _frame(x.shape[2], x.shape[3], x.device)
-    start = torch.addcmul((translate * frame.sides).round_(), shear, frame.half_of_other)
-    slope = torch.addcmul(shear, turn.sin(), frame.sign)
-    place = torch.addcmul(torch.addcmul(start, turn.cos(), frame.along), slope, frame.beside)
-    grid = (place * frame.scale).permute(0, 2, 3, 1)
+    sides, half_of_other, scale, sign, along, beside = _frame(*x.shape[2:], x.device)
+    start = torch.addcmul((translate * sides).round_(), shear, half_of_other)
+    slope = torch.addcmul(shear, turn.sin(), sign)
+    place = torch.addcmul(torch.addcmul(start, turn.cos(), along), slope, beside)
+    grid = (place * scale).permute(0, 2, 3, 1)
     # Samples outside of the image are 0, so the difference from the fill is sampled.
     return functional.grid_sample(x - fill, grid, mode="nearest", align_corners=False) + fill
 
@@ -160,7 +99,8 @@ def _blend(x: Tensor, parameters: dict[str, Tensor]) -> Tensor:
     """Blend with black, gray, the mean gray or the smoothed image; or extrapolate away from it."""
     gray = x
     if x.shape[1] == 3:  # PIL's integer weights
-        weighted = (x * _gray_weights(x.device)).sum(1, keepdim=True)
+        red, green, blue = x.split(1, dim=1)
+        weighted = 19595 * red + 38470 * green + 7471 * blue
         gray = (weighted + 32768).div(65536, rounding_mode="floor")
     mean = (gray.mean((1, 2, 3), keepdim=True) + 0.5).floor()
     smooth = x.clone()  # the border is not smoothed
@@ -190,39 +130,31 @@ def _spread(x: Tensor, parameters: dict[str, Tensor]) -> Tensor:
     return torch.where(step > 0, level.gather(2, index), flat).view_as(x)
 
 
-class _Frame(NamedTuple):
-    """Positions of pixels relative to the centre, for x and y: (2, 1, 1) or (2, h, w)."""
-
-    sides: Tensor
-    half_of_other: Tensor
-    scale: Tensor  # from pixels to half sides
-    sign: Tensor
-    along: Tensor
-    beside: Tensor
-
-
 # Tables are cached on the device, as a copy to the device would make the host wait.
 
 
 @lru_cache
-def _frame(h: int, w: int, device: torch.device) -> _Frame:
+def _frame(h: int, w: int, device: torch.device) -> tuple[Tensor, ...]:
+    """Return tensors of x and y: (2, 1, 1) for the image, then (2, h, w) for its pixels.
+
+    For the image: the sides, half of the other side, the scale from pixels to half sides, and the
+    sign of a rotation. For pixels: positions relative to the centre along the axis and beside it.
+    """
     across, down = (torch.arange(side, device=device) + (0.5 - side / 2) for side in (w, h))
     down, across = torch.meshgrid(down, across, indexing="ij")
     sides = torch.tensor([float(w), float(h)], device=device).view(2, 1, 1)
     sign = torch.tensor([-1.0, 1.0], device=device).view(2, 1, 1)
     along, beside = torch.stack((across, down)), torch.stack((down, across))
-    return _Frame(sides, sides.flip(0) / 2, 2 / sides, sign, along, beside)
+    return sides, sides.flip(0) / 2, 2 / sides, sign, along, beside
 
 
 @lru_cache
 def _operation_table(device: torch.device) -> Tensor:
     """Return a table (operations, 3, parameters)."""
-    rows = []
-    for changes in OPERATIONS.values():
-        added = [changes.get(name, (0, 0, 0)) for name in NEUTRAL]
-        always = [by[0] + value for by, value in zip(added, NEUTRAL.values(), strict=True)]
-        rows.append([always, [by[1] for by in added], [by[2] for by in added]])
-    return torch.tensor(rows, dtype=torch.float32, device=device)
+    terms = [[by.get(name, (0, 0, 0)) for name in NEUTRAL] for by in OPERATIONS.values()]
+    table = torch.tensor(terms, dtype=torch.float32).mT.contiguous()
+    table[:, 0] += torch.tensor(list(NEUTRAL.values()))
+    return table.to(device)
 
 
 @lru_cache
@@ -230,8 +162,3 @@ def _auto_table(device: torch.device) -> Tensor:
     """Return a table (pairs, 2, 3) of operation, probability and strength."""
     rows = [[(NAMES.index(name), p, level / 9) for name, p, level in pair] for pair in AUTO]
     return torch.tensor(rows, dtype=torch.float32, device=device)
-
-
-@lru_cache
-def _gray_weights(device: torch.device) -> Tensor:
-    return torch.tensor([19595.0, 38470.0, 7471.0], device=device).view(3, 1, 1)

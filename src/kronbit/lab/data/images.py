@@ -1,76 +1,119 @@
-"""Images that are stored and augmented on the device."""
+"""Data sets of images: order, held-out part, and images that are stored on the device."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from kronbit.lab.data.augment import Augmentation
-from kronbit.lab.data.holdout import divide
 from kronbit.lab.errors import LabError
 from kronbit.lab.randomness import seed_of
 
+Pair: TypeAlias = tuple[Tensor, Tensor]
+
 EVALUATED_AT_ONCE = 500  # images
+# Mean and standard deviation of each channel, for values from 0 to 1.
+Normal: TypeAlias = tuple[tuple[float, ...], tuple[float, ...]]
+IMAGENET: Normal = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 
 
 @dataclass(frozen=True)
 class Setting:
-    """Options that all data sets share; see ``open_data``."""
+    """Options that all data sets share.
+
+    Attributes:
+        folder: Folder with downloaded sets.
+        batch: Examples per step, over all ranks.
+        seed: Seed of order and augmentation.
+        device: Device of the batches.
+        rank: Rank of this process.
+        ranks: Number of ranks.
+        holdout: Share of the training set that replaces the held-out set.
+    """
 
     folder: Path
     batch: int
     seed: int
     device: torch.device
-    rank: int
-    ranks: int
+    rank: int = 0
+    ranks: int = 1
     holdout: float = 0.0
 
-    def generator(self, step: int, device: torch.device | str = "cpu") -> torch.Generator:
-        """Return the random generator of this rank at a step."""
-        return torch.Generator(device).manual_seed(seed_of("batch", self.seed, step, self.rank))
+    def __post_init__(self) -> None:
+        if self.batch % self.ranks:
+            raise LabError(
+                f"batch={self.batch} cannot be divided among {self.ranks} ranks: --set batch=..."
+            )
 
-    def order(self, epoch: int, examples: int) -> Tensor:
-        """Return the order of examples in an epoch, which is the same on all ranks."""
-        generator = torch.Generator().manual_seed(seed_of("order", self.seed, epoch))
-        return torch.randperm(examples, generator=generator)
+    @property
+    def share(self) -> int:
+        """Number of this rank's examples in a batch."""
+        return self.batch // self.ranks
 
     def local(self, batch: Tensor) -> Tensor:
         """Return this rank's part of a batch."""
-        share = self.batch // self.ranks
-        return batch[self.rank * share : (self.rank + 1) * share]
+        return batch[self.rank * self.share : (self.rank + 1) * self.share]
 
     def indices(self, step: int, examples: int, device: torch.device) -> Tensor:
         """Return the indices of this rank's examples. An epoch ends with its last full batch."""
-        per_epoch = examples // self.batch
-        epoch, position = divmod(step, per_epoch)
-        order = _cached_order(self, epoch, examples, device)
+        epoch, position = divmod(step, examples // self.batch)
+        order = _order(self.seed, epoch, examples, device)
         return self.local(order[position * self.batch : (position + 1) * self.batch])
 
 
+def moved(x: Tensor, device: torch.device) -> Tensor:
+    """Copy a tensor to the device without making the host wait."""
+    return (x.pin_memory() if device.type == "cuda" else x).to(device, non_blocking=True)
+
+
 @lru_cache(maxsize=2)
-def _cached_order(setting: Setting, epoch: int, examples: int, device: torch.device) -> Tensor:
-    order = setting.order(epoch, examples)
-    if device.type == "cuda":
-        order = order.pin_memory()  # otherwise the host would wait
-    return order.to(device, non_blocking=True)
+def _order(seed: int, epoch: int, examples: int, device: torch.device) -> Tensor:
+    """Return the order of examples in an epoch, which is the same on all ranks."""
+    generator = torch.Generator().manual_seed(seed_of("order", seed, epoch))
+    return moved(torch.randperm(examples, generator=generator), device)
 
 
-class HeldImages:
-    """Images of one size, stored as bytes on the device.
+def divide(labels: Tensor, share: float) -> tuple[Tensor, Tensor]:
+    """Hold out a part of a training set. The result does not depend on the recipe's seed.
+
+    Args:
+        labels: Class of each example.
+        share: Share of each class that is held out, rounded.
+
+    Returns:
+        Indices of training examples and of held-out examples, both in ascending order.
+
+    Raises:
+        LabError: If one of the two parts is empty.
+    """
+    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
+    held = torch.zeros(len(labels), dtype=torch.bool)
+    for label in labels.unique():
+        examples = order[labels[order] == label]
+        held[examples[: round(share * len(examples))]] = True
+    if held.all() or not held.any():
+        raise LabError(
+            f"holdout={share} leaves {int((~held).sum())} of {len(labels)} examples for training: "
+            "--set holdout=..."
+        )
+    return (~held).nonzero().flatten(), held.nonzero().flatten()
+
+
+class Images:
+    """Images of several classes, augmented on the device.
 
     Args:
         setting: Options that all data sets share.
-        train: Training images, uint8 (n, c, h, w), and their labels.
-        test: Held-out images and labels.
+        examples: Number of training images.
         outputs: Number of classes.
-        augmentation: Augmentation of training images.
-        mean: Mean of each channel, for values from 0 to 1.
-        std: Standard deviation of each channel, for values from 0 to 1.
+        augmentation: Options of ``Augmentation`` for training images.
+        normal: Mean and standard deviation of each channel.
     """
 
     classifies = True
@@ -78,40 +121,61 @@ class HeldImages:
     def __init__(
         self,
         setting: Setting,
-        train: tuple[Tensor, Tensor],
-        test: tuple[Tensor, Tensor],
+        examples: int,
         outputs: int,
-        augmentation: Augmentation,
-        mean: tuple[float, ...],
-        std: tuple[float, ...],
+        augmentation: Mapping[str, Any],
+        normal: Normal = IMAGENET,
     ) -> None:
-        self._setting, self._augment, self.outputs = setting, augmentation, outputs
-        device = setting.device
-        if setting.holdout:
-            kept, held = divide(train[1], setting.holdout)
-            train, test = ((train[0][part], train[1][part]) for part in (kept, held))
-        self._images, self._labels = (part.to(device) for part in train)
-        self._test_images, self._test_labels = (part.to(device) for part in test)
-        self._mean, self._std = (torch.tensor(value, device=device) for value in (mean, std))
-        self.examples = len(self._images)
-        if setting.batch > self.examples:
+        if setting.batch > examples:
             raise LabError(
-                f"batch={setting.batch} is larger than the {self.examples} training images: "
+                f"batch={setting.batch} is larger than the {examples} training images: "
                 "--set batch=..."
             )
+        self._setting, self.examples, self.outputs = setting, examples, outputs
+        self._augment = Augmentation(**augmentation)
+        self._mean, self._std = (torch.tensor(x, device=setting.device) for x in normal)
 
-    def batch(self, step: int) -> tuple[Tensor, Tensor]:
-        """Return inputs and targets of a step."""
+    def _augmented(self, images: Tensor, labels: Tensor, step: int | None = None) -> Pair:
+        """Return inputs and targets of a step; without one, images are only normalised."""
+        setting, augment = self._setting, Augmentation() if step is None else self._augment
+        seed = seed_of("batch", setting.seed, step or 0, setting.rank)
+        generator = torch.Generator(setting.device).manual_seed(seed)
+        return augment(images, labels, generator, self._mean, self._std, self.outputs)
+
+
+class HeldImages(Images):
+    """Images of one size, stored as bytes on the device.
+
+    ``train`` and ``test`` are images, uint8 (n, c, h, w), and their labels; the other arguments are
+    those of ``Images``.
+    """
+
+    def __init__(
+        self,
+        setting: Setting,
+        train: Pair,
+        test: Pair,
+        outputs: int,
+        augmentation: Mapping[str, Any],
+        normal: Normal = IMAGENET,
+    ) -> None:
+        if setting.holdout:
+            parts = divide(train[1], setting.holdout)
+            train, test = ((train[0][part], train[1][part]) for part in parts)
+        super().__init__(setting, len(train[1]), outputs, augmentation, normal)
+        self._images, self._labels = (part.to(setting.device) for part in train)
+        self._test_images, self._test_labels = (part.to(setting.device) for part in test)
+
+    def batch(self, step: int) -> Pair:
+        """Return this rank's inputs and targets of a step."""
         chosen = self._setting.indices(step, self.examples, self._setting.device)
-        generator = self._setting.generator(step, self._setting.device)
-        images, labels = self._images[chosen], self._labels[chosen]
-        return self._augment(images, labels, generator, self._mean, self._std, self.outputs)
+        return self._augmented(self._images[chosen], self._labels[chosen], step)
 
-    def held_out(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield inputs and targets for evaluation."""
-        plain = Augmentation()
-        rank, ranks = self._setting.rank, self._setting.ranks
-        generator = self._setting.generator(0, self._setting.device)
-        parts = (part[rank::ranks] for part in (self._test_images, self._test_labels))
-        for images, labels in zip(*(x.split(EVALUATED_AT_ONCE) for x in parts), strict=True):
-            yield plain(images, labels, generator, self._mean, self._std, self.outputs)
+    def held_out(self) -> Iterator[Pair]:
+        """Yield this rank's inputs and targets for evaluation, in order."""
+        local = slice(self._setting.rank, None, self._setting.ranks)
+        parts = (
+            part[local].split(EVALUATED_AT_ONCE) for part in (self._test_images, self._test_labels)
+        )
+        for images, labels in zip(*parts, strict=True):
+            yield self._augmented(images, labels)

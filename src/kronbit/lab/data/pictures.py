@@ -1,51 +1,70 @@
-"""CIFAR-100 and Tiny-ImageNet in their published layouts."""
+"""Small images that fit on the device: digits, CIFAR-100 and Tiny-ImageNet."""
 
 from __future__ import annotations
 
 import pickle
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from kronbit.lab.data.augment import Augmentation
-from kronbit.lab.data.images import HeldImages, Setting
+from kronbit.lab.data.images import HeldImages, Pair, Setting
 from kronbit.lab.errors import LabError
 
-_CIFAR_MEAN, _CIFAR_STD = (0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)
-IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+if TYPE_CHECKING:
+    from PIL import Image
+
+DIGITS_TRAINED = 1400  # the rest of the digits is held out
+_PICKLED = {  # a pickle of arrays needs nothing else
+    "numpy.core.multiarray._reconstruct",
+    "numpy._core.multiarray._reconstruct",
+    "numpy.ndarray",
+    "numpy.dtype",
+    "_codecs.encode",
+}
 
 
-def missing(folder: Path, layout: str, origin: str) -> LabError:
-    """Return the error for missing data."""
-    return LabError(
-        f"no data at {folder}: expected {layout}; get it from {origin}, and give the folder above "
-        "it with --data or KRONBIT_DATA"
-    )
+def require(found: bool, path: Path, layout: str, origin: str) -> None:
+    """Refuse missing data, with its layout and origin."""
+    if not found:
+        raise LabError(
+            f"no data at {path}: expected {layout}; get it from {origin}, and give the folder "
+            "above it with --data or KRONBIT_DATA"
+        )
+
+
+def digits(setting: Setting, **augmentation: Any) -> HeldImages:
+    """Open scikit-learn's digits: 1,797 images of 8 x 8.
+
+    397 of them are held out, the same for every seed.
+    """
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError as error:
+        raise LabError("the digits are part of scikit-learn: pip install scikit-learn") from error
+    pixels, labels = map(torch.tensor, load_digits(return_X_y=True))
+    order = torch.randperm(len(pixels), generator=torch.Generator().manual_seed(0))
+    # values from 0 to 16 become bytes from 0 to 240
+    images = (pixels * 15).to(torch.uint8).view(-1, 1, 8, 8)
+    parts = order[:DIGITS_TRAINED], order[DIGITS_TRAINED:]
+    train, test = ((images[part], labels[part]) for part in parts)
+    return HeldImages(setting, train, test, 10, augmentation, ((0.2872,), (0.3539,)))
 
 
 class _PlainUnpickler(pickle.Unpickler):
     """Unpickles arrays, lists and dicts; refuses everything else."""
 
-    _allowed = frozenset(
-        {
-            ("numpy.core.multiarray", "_reconstruct"),
-            ("numpy._core.multiarray", "_reconstruct"),
-            ("numpy", "ndarray"),
-            ("numpy", "dtype"),
-            ("_codecs", "encode"),
-        }
-    )
-
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) not in self._allowed:
+        if f"{module}.{name}" not in _PICKLED:
             raise pickle.UnpicklingError(f"it uses {module}.{name}, which images do not need")
         return super().find_class(module, name)
 
 
-def read_cifar(path: Path) -> tuple[Tensor, Tensor]:
+def read_cifar(path: Path) -> Pair:
     """Read images and labels from a file of CIFAR-100; other contents of a pickle are refused."""
     try:
         with path.open("rb") as file:
@@ -59,65 +78,69 @@ def read_cifar(path: Path) -> tuple[Tensor, Tensor]:
 def cifar100(setting: Setting, **augmentation: Any) -> HeldImages:
     """Open CIFAR-100: 50,000 images of 32 x 32, and 10,000 held-out ones."""
     folder = setting.folder / "cifar-100-python"
-    if not ((folder / "train").is_file() and (folder / "test").is_file()):
-        layout = "the files train and test"
-        raise missing(folder, layout, "https://www.cs.toronto.edu/~kriz/cifar.html")
-    return HeldImages(
-        setting,
-        read_cifar(folder / "train"),
-        read_cifar(folder / "test"),
-        100,
-        Augmentation(**augmentation),
-        _CIFAR_MEAN,
-        _CIFAR_STD,
-    )
+    files = folder / "train", folder / "test"
+    origin = "https://www.cs.toronto.edu/~kriz/cifar.html"
+    require(all(map(Path.is_file, files)), folder, "the files train and test", origin)
+    train, test = map(read_cifar, files)
+    normal = (0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)
+    return HeldImages(setting, train, test, 100, augmentation, normal)
 
 
-def _read_images(files: list[tuple[Path, int]]) -> tuple[Tensor, Tensor]:
-    """Decode image files, given with their labels."""
-    with ThreadPoolExecutor() as pool:
-        images = torch.stack(list(pool.map(_decode, [path for path, _ in files])))
-    return images, torch.tensor([label for _, label in files])
+def class_names(folder: Path) -> list[str]:
+    """Return the names of the folders of a folder."""
+    return sorted(path.name for path in folder.iterdir() if path.is_dir())
 
 
-def _decode(path: Path) -> Tensor:
-    import numpy as np
+def list_images(folders: Sequence[Path]) -> list[tuple[Path, int]]:
+    """Return the images in one folder per class, with their labels."""
+    for folder in folders:
+        if not folder.is_dir():
+            raise LabError(f"{folder} is missing: every class of train/ needs this folder")
+    return [
+        (path, label)
+        for label, folder in enumerate(folders)
+        for path in sorted(folder.iterdir())
+        if path.suffix.lower() in (".jpeg", ".jpg", ".png")
+    ]
+
+
+def open_picture(path: Path) -> Image.Image:
+    """Decode an image file."""
     from PIL import Image
 
     try:
         with Image.open(path) as image:
-            return torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1)
+            picture: Image.Image = image.convert("RGB")
     except OSError as error:
         raise LabError(f"cannot read the image {path}: {error}") from error
+    return picture
+
+
+def to_tensor(picture: Image.Image) -> Tensor:
+    """Return the pixels as bytes (3, h, w)."""
+    return torch.from_numpy(np.array(picture)).permute(2, 0, 1)
+
+
+def _read_images(files: Sequence[tuple[Path, int]]) -> Pair:
+    with ThreadPoolExecutor() as pool:
+        images = torch.stack(list(pool.map(lambda file: to_tensor(open_picture(file[0])), files)))
+    return images, torch.tensor([label for _, label in files])
 
 
 def tiny_imagenet(setting: Setting, **augmentation: Any) -> HeldImages:
     """Open Tiny-ImageNet: 100,000 images of 64 x 64 in 200 classes, and 10,000 held-out ones."""
     folder = setting.folder / "tiny-imagenet-200"
-    annotations = folder / "val" / "val_annotations.txt"
-    if not ((folder / "train").is_dir() and annotations.is_file()):
-        layout = "train/<class>/images/*.JPEG, val/images/*.JPEG and val/val_annotations.txt"
-        raise missing(folder, layout, "http://cs231n.stanford.edu/tiny-imagenet-200.zip")
-    classes = sorted(path.name for path in (folder / "train").iterdir() if path.is_dir())
-    labels = {name: label for label, name in enumerate(classes)}
-    train = [
-        (path, label)
-        for name, label in labels.items()
-        for path in sorted((folder / "train" / name / "images").glob("*.JPEG"))
-    ]
+    train, val = folder / "train", folder / "val"
+    annotations = val / "val_annotations.txt"
+    layout = "train/<class>/images/*.JPEG, val/images/*.JPEG and val/val_annotations.txt"
+    origin = "http://cs231n.stanford.edu/tiny-imagenet-200.zip"
+    require(train.is_dir() and annotations.is_file(), folder, layout, origin)
+    labels = {name: label for label, name in enumerate(class_names(train))}
     test = []
     for line in annotations.read_text(encoding="utf-8").splitlines():
-        file, _, rest = line.partition("\t")
-        name = rest.partition("\t")[0]
+        file, name, *_ = [*line.split("\t"), ""]
         if name not in labels:
             raise LabError(f"{annotations}: {name!r} is not a class of train/")
-        test.append((folder / "val" / "images" / file, labels[name]))
-    return HeldImages(
-        setting,
-        _read_images(train),
-        _read_images(test),
-        len(classes),
-        Augmentation(**augmentation),
-        IMAGENET_MEAN,
-        IMAGENET_STD,
-    )
+        test.append((val / "images" / file, labels[name]))
+    files = list_images([train / name / "images" for name in labels])
+    return HeldImages(setting, _read_images(files), _read_images(test), len(labels), augmentation)

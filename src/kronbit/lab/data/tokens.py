@@ -5,20 +5,18 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from kronbit.lab.data.images import Setting
-from kronbit.lab.data.pictures import missing
-from kronbit.lab.errors import LabError
+from kronbit.lab.data.images import Pair, Setting, moved
+from kronbit.lab.data.pictures import require
+from kronbit.lab.errors import LabError, one_line
 from kronbit.lab.randomness import seed_of
 
-if TYPE_CHECKING:
-    import numpy as np
-
-    Array = np.ndarray[Any, Any]
+Array = np.ndarray[Any, Any]
 
 ASCII = 128
 _LOOKED_AT = 50_000_000  # tokens whose ids are checked when data are opened
@@ -52,7 +50,7 @@ class Tokens:
         self.examples = len(train) // length
         self.outputs = outputs or 1 + max(int(test.max()), int(train[:_LOOKED_AT].max()))
 
-    def batch(self, step: int) -> tuple[Tensor, Tensor]:
+    def batch(self, step: int) -> Pair:
         """Return inputs and targets of a step, at random positions."""
         setting = self._setting
         # All ranks draw the same starts, and each uses its part of them.
@@ -61,29 +59,24 @@ class Tokens:
         starts = torch.randint(last + 1, (setting.batch,), generator=generator)
         return self._windows(self._train, setting.local(starts))
 
-    def held_out(self) -> Iterator[tuple[Tensor, Tensor]]:
+    def held_out(self) -> Iterator[Pair]:
         """Yield inputs and targets for evaluation."""
         setting = self._setting
         starts = torch.arange(0, len(self._test) - self._length, self._length)
-        share = max(1, setting.batch // setting.ranks)
-        for batch in starts[setting.rank :: setting.ranks].split(share):
+        for batch in starts[setting.rank :: setting.ranks].split(setting.share):
             yield self._windows(self._test, batch)
 
-    def _windows(self, tokens: Array, starts: Tensor) -> tuple[Tensor, Tensor]:
+    def _windows(self, tokens: Array, starts: Tensor) -> Pair:
         positions = starts[:, None] + torch.arange(self._length + 1)
-        windows = torch.from_numpy(tokens[positions.numpy()].astype("int64"))
-        if self._setting.device.type == "cuda":
-            windows = windows.pin_memory()
-        windows = windows.to(self._setting.device, non_blocking=True)
+        chosen = torch.from_numpy(tokens[positions.numpy()].astype("int64"))
+        windows = moved(chosen, self._setting.device)
         return windows[:, :-1], windows[:, 1:]
 
 
 def _mapped(path: Path) -> Array:
-    import numpy as np
-
-    if not path.is_file():
-        layout = "tokens as uint16, as nanoGPT's prepare.py writes them"
-        raise missing(path, layout, "https://github.com/karpathy/nanoGPT/tree/master/data")
+    layout = "tokens as uint16, as nanoGPT's prepare.py writes them"
+    origin = "https://github.com/karpathy/nanoGPT/tree/master/data"
+    require(path.is_file(), path, layout, origin)
     size = path.stat().st_size
     if size == 0 or size % 2:
         raise LabError(f"{path} has {size} bytes: not a file of uint16 tokens")
@@ -124,13 +117,12 @@ def text(
             written if it is missing or older than the text.
     """
     file = setting.folder / path
-    if not file.is_file():
-        raise missing(file, "a text file", "any source")
+    require(file.is_file(), file, "a text file", "any source")
     if cache is None:
         encoded, outputs = _encoded(_read(file), tokenizer)
     else:
         encoded, outputs = _cached(file, tokenizer, setting.folder / cache), None
-    return _split_tokens(setting, encoded, int(length), float(held_out), outputs)
+    return _split_tokens(setting, encoded, outputs, length, held_out)
 
 
 def _read(file: Path) -> str:
@@ -142,8 +134,6 @@ def _read(file: Path) -> str:
 
 def _cached(text_file: Path, tokenizer: str, cache: Path) -> Array:
     """Return tokens from a memory-mapped cache. Ranks may write it at once: each replaces it."""
-    import numpy as np
-
     try:
         if not cache.is_file() or cache.stat().st_mtime < text_file.stat().st_mtime:
             encoded, _ = _encoded(_read(text_file), tokenizer)
@@ -162,16 +152,16 @@ def pydoc(setting: Setting, length: int = 128, held_out: float = 0.1) -> Tokens:
     from pydoc_data.topics import topics
 
     joined = "\n".join(topics[name] for name in sorted(topics))
-    encoded, outputs = _encoded(joined, "char")
-    return _split_tokens(setting, encoded, int(length), float(held_out), outputs)
+    return _split_tokens(setting, *_encoded(joined, "char"), length, held_out)
 
 
 def _split_tokens(
-    setting: Setting, encoded: Array, length: int, held_out: float, outputs: int | None
+    setting: Setting, encoded: Array, outputs: int | None, length: int, held_out: float
 ) -> Tokens:
-    if not 0 < held_out < 1:
-        raise LabError(f"data.held_out must be a share between 0 and 1; got {held_out}")
-    return Tokens(setting, *_divided(encoded, held_out), length, outputs)
+    share = float(held_out)
+    if not 0 < share < 1:
+        raise LabError(f"data.held_out must be a share between 0 and 1; got {share}")
+    return Tokens(setting, *_divided(encoded, share), int(length), outputs)
 
 
 def _divided(tokens: Array, share: float) -> tuple[Array, Array]:
@@ -181,8 +171,6 @@ def _divided(tokens: Array, share: float) -> tuple[Array, Array]:
 
 
 def _encoded(content: str, tokenizer: str) -> tuple[Array, int | None]:
-    import numpy as np
-
     if tokenizer == "char":
         return np.frombuffer(content.encode("ascii", "replace"), dtype=np.uint8), ASCII
     if tokenizer == "bytes":
@@ -194,6 +182,6 @@ def _encoded(content: str, tokenizer: str) -> tuple[Array, int | None]:
     except (ImportError, OSError, ValueError) as error:
         raise LabError(
             f"cannot open the tokenizer {tokenizer!r}: give bytes, char, or a folder with "
-            f"tokenizer files ({' '.join(str(error).split())[:200]})"
+            f"tokenizer files ({one_line(error)[:200]})"
         ) from error
     return np.array(encode(content)["input_ids"], dtype=np.uint32), len(encode)

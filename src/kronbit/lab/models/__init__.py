@@ -14,17 +14,15 @@ from typing import Any
 from torch import Tensor, nn
 
 from kronbit.lab.errors import LabError, one_line, refuse_unknown
-from kronbit.lab.models.digits import DigitsCNN
+from kronbit.lab.models.convolutional import VGG19, DigitsCNN, ResNet, basic, bottleneck
 from kronbit.lab.models.language import gpt2, llama
-from kronbit.lab.models.resnet import BasicBlock, Bottleneck, ResNet
 from kronbit.lab.models.swin import SwinTiny
-from kronbit.lab.models.vgg import VGG19
-from kronbit.lab.models.vit import VisionTransformer
+from kronbit.lab.models.transformer import VisionTransformer
 
 MODELS: Mapping[str, Callable[..., nn.Module]] = {
     "vgg19": VGG19,
-    "resnet34": partial(ResNet, BasicBlock),
-    "resnet50": partial(ResNet, Bottleneck, classes=1000, stem="imagenet"),
+    "resnet34": partial(ResNet, basic),
+    "resnet50": partial(ResNet, bottleneck, classes=1000, stem="imagenet"),
     "vit": VisionTransformer,
     "vit-small": partial(VisionTransformer, width=384, depth=12, heads=6),
     "vit-base-32": partial(

@@ -16,12 +16,9 @@ def gpt2(**options: Any) -> nn.Module:
     Args:
         **options: Fields of ``transformers.GPT2Config``.
     """
-    defaults: dict[str, Any] = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-    defaults |= {
-        "bos_token_id": None,
-        "eos_token_id": None,
-    }  # GPT-2's ids may exceed a vocabulary
-    return _causal("gpt2", "GPT2Config", "GPT2LMHeadModel", {**defaults, **options})
+    defaults = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    ids = dict.fromkeys(("bos_token_id", "eos_token_id"))  # GPT-2's may exceed a vocabulary
+    return _causal("gpt2", "GPT2Config", "GPT2LMHeadModel", {**defaults, **ids, **options})
 
 
 def llama(**options: Any) -> nn.Module:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,8 +11,8 @@ from torch.nn import functional
 
 from kronbit.lab.errors import LabError
 from kronbit.lab.models.transformer import (
+    Attention,
     TransformerBlock,
-    heads_of,
     initialise,
     patches,
     rates,
@@ -19,6 +20,8 @@ from kronbit.lab.models.transformer import (
 )
 
 WIDTH, STAGES = 96, ((2, 3), (2, 6), (6, 12), (2, 24))  # (blocks, heads); the width doubles
+
+constant = partial(nn.Buffer, persistent=False)  # a tensor that is not in the state dict
 
 
 class Gather(torch.autograd.Function):
@@ -52,49 +55,8 @@ def windows(image: Tensor, size: int) -> Tensor:
     return image.view(h // size, size, w // size, size).transpose(1, 2).reshape(-1, size * size)
 
 
-class WindowAttention(nn.Module):
+class WindowAttention(Attention):
     """Attention within windows, with a learned bias for each offset between two tokens.
-
-    Args:
-        width: Width of a token.
-        heads: Number of heads.
-        size: Side of a window.
-        apart: (windows, size², size²), True for masked pairs of tokens; ``None`` for no mask.
-    """
-
-    offsets: Tensor
-    mask: Tensor | None
-
-    def __init__(self, width: int, heads: int, size: int, apart: Tensor | None) -> None:
-        super().__init__()
-        self.heads, self.size = heads, size
-        self.bias = table((2 * size - 1) ** 2, heads)
-        self.qkv = nn.Linear(width, 3 * width)
-        self.out = nn.Linear(width, width)
-        place = torch.cartesian_prod(torch.arange(size), torch.arange(size))
-        offset = place[:, None] - place[None, :] + size - 1
-        offset = offset[..., 0] * (2 * size - 1) + offset[..., 1]
-        # One-hot rows turn the lookup of biases into a product, whose backward pass needs no
-        # scatter.
-        rows = functional.one_hot(offset.flatten(), (2 * size - 1) ** 2).mT.float()
-        self.register_buffer("offsets", rows, persistent=False)
-        mask = None if apart is None else -100.0 * apart[:, None]
-        self.register_buffer("mask", mask, persistent=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Map (b, windows · size², width) to the same shape."""
-        b, length = len(x), self.size**2
-        q, k, v = heads_of(self.qkv(x).unflatten(1, (-1, length)).flatten(0, 1), self.heads)
-        bias = (self.bias.mT @ self.offsets).view(1, self.heads, length, length)
-        if self.mask is not None:  # one bias per window; without a mask, all windows share one
-            bias = (bias + self.mask).to(q.dtype).repeat(b, 1, 1, 1)
-        y = functional.scaled_dot_product_attention(q, k, v, attn_mask=bias.to(q.dtype))
-        attended: Tensor = self.out(y.transpose(1, 2).reshape(x.shape))
-        return attended
-
-
-class Block(TransformerBlock):
-    """A pre-norm block with attention within windows.
 
     Inputs and outputs have the order of the image. As in timm, a window is at most as large as the
     image and is not shifted if it covers the image; the image is first shifted, then padded.
@@ -105,41 +67,49 @@ class Block(TransformerBlock):
         side: Side of the image, in tokens.
         window: Side of a window.
         shifted: True to shift windows by half their side.
-        drop_path: Share of residual branches that are dropped in training.
     """
 
-    order: Tensor
-    back: Tensor
-    real: Tensor | None
-
-    def __init__(
-        self, width: int, heads: int, side: int, window: int, shifted: bool, drop_path: float
-    ) -> None:
+    def __init__(self, width: int, heads: int, side: int, window: int, shifted: bool) -> None:
         size = min(window, side)
-        whole = side == size
-        shift = size // 2 if shifted and not whole else 0
+        reach = 2 * size - 1
+        bias = table(reach**2, heads)
+        super().__init__(width, heads, size**2)
+        self.bias = bias
+        self.whole = side == size
+        shift = size // 2 if shifted and not self.whole else 0
         padding = -side % size
-        apart = None
+        place = torch.cartesian_prod(torch.arange(size), torch.arange(size))
+        offset = place[:, None] - place[None, :] + size - 1
+        offset = offset[..., 0] * reach + offset[..., 1]
+        # One-hot rows turn the lookup of biases into a product, whose backward pass needs no
+        # scatter.
+        self.offsets = constant(functional.one_hot(offset.flatten(), reach**2).mT.float())
+        mask: Tensor | None = None
         if shift:  # regions that only the shift makes neighbours are masked
             place = torch.arange(side + padding)
             edge = (place >= len(place) - size).long() + (place >= len(place) - shift).long()
             region = windows(3 * edge[:, None] + edge[None, :], size)
-            apart = region[:, :, None] != region[:, None, :]
-        super().__init__(WindowAttention(width, heads, size, apart), width, drop_path)
-        self.whole = whole
+            mask = constant(-100.0 * (region[:, :, None] != region[:, None, :])[:, None])
+        self.mask = mask
         image = torch.arange(side**2).view(side, side).roll((-shift, -shift), (0, 1))
         order = windows(functional.pad(image, (0, padding) * 2, value=-1), size).flatten()
-        self.register_buffer("order", order.clamp(min=0), persistent=False)
-        self.register_buffer("back", order.argsort()[-(side**2) :], persistent=False)
-        real = (order >= 0)[:, None] if padding else None
-        self.register_buffer("real", real, persistent=False)
+        self.order = constant(order.clamp(min=0))
+        self.back = constant(order.argsort()[-(side**2) :])
+        self.real = constant((order >= 0)[:, None]) if padding else None
 
-    def attend(self, x: Tensor) -> Tensor:
+    def bias_of(self, q: Tensor) -> Tensor:
+        """Return the biases (1 or b, heads, size², size²)."""
+        bias = (self.bias.mT @ self.offsets).view(1, self.heads, *(q.shape[2],) * 2)
+        if self.mask is not None:  # one bias per window; without a mask, all windows share one
+            bias = (bias + self.mask).to(q.dtype).repeat(len(q) // len(self.mask), 1, 1, 1)
+        return bias.to(q.dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
         """Map (b, side², width) to the same shape."""
         if self.whole:  # a single window needs no reordering
-            return super().attend(x)
+            return super().forward(x)
         x = self._without_padding(gather(x, self.order, self.back))
-        return gather(self._without_padding(self.attention(x)), self.back, self.order)
+        return gather(self._without_padding(super().forward(x)), self.back, self.order)
 
     def _without_padding(self, x: Tensor) -> Tensor:
         """Set padding to 0; ``gather`` fills it with an arbitrary token or gradient."""
@@ -194,8 +164,8 @@ class SwinTiny(nn.Module):
                 layers.append(Merge(width, side))
                 width, side = 2 * width, side // 2
             for place in range(depth):
-                shifted = place % 2 == 1
-                layers.append(Block(width, heads, side, window, shifted, next(dropped)))
+                attention = WindowAttention(width, heads, side, window, place % 2 == 1)
+                layers.append(TransformerBlock(attention, width, next(dropped)))
         self.layers = nn.Sequential(*layers)
         self.last_norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, classes)

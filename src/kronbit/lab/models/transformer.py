@@ -1,4 +1,4 @@
-"""Parts shared by ViT and Swin."""
+"""The vision transformer, and its parts that Swin shares."""
 
 from __future__ import annotations
 
@@ -25,17 +25,27 @@ def rates(drop_path: float, depth: int) -> list[float]:
     return [drop_path * place / max(depth - 1, 1) for place in range(depth)]
 
 
-def heads_of(x: Tensor, heads: int) -> Tensor:
-    """View queries, keys and values (b, n, 3 width) as (3, b, heads, n, width of a head)."""
-    parts: Tensor = x.unflatten(-1, (3, heads, -1))
-    return parts.permute(2, 0, 3, 1, 4)
+class Attention(nn.Module):
+    """Multi-head attention among all tokens, or among ``length`` successive ones."""
 
+    def __init__(self, width: int, heads: int, length: int | None = None) -> None:
+        super().__init__()
+        self.heads, self.length = heads, length
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
 
-class MLP(nn.Sequential):
-    """Two linear layers; the hidden layer is four times as wide."""
+    def bias_of(self, q: Tensor) -> Tensor | None:
+        """Return what is added to the scores of queries (b, heads, length, width of a head)."""
+        return None
 
-    def __init__(self, width: int) -> None:
-        super().__init__(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (b, tokens, width) to the same shape."""
+        length = self.length or x.shape[1]
+        parts = self.qkv(x).unflatten(1, (-1, length)).flatten(0, 1)
+        q, k, v = parts.unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        y = functional.scaled_dot_product_attention(q, k, v, attn_mask=self.bias_of(q))
+        attended: Tensor = self.out(y.transpose(1, 2).reshape(x.shape))
+        return attended
 
 
 class DropPath(nn.Module):
@@ -61,7 +71,7 @@ class TransformerBlock(nn.Module):
 
     Args:
         attention: Maps tokens to tokens of the same shape.
-        width: Width of a token.
+        width: Width of a token. The hidden layer of the MLP is four times as wide.
         drop_path: Share of residual branches that are dropped in training.
         eps: Epsilon of the norms.
     """
@@ -73,19 +83,16 @@ class TransformerBlock(nn.Module):
         self.norm1 = nn.LayerNorm(width, eps)
         self.attention = attention
         self.norm2 = nn.LayerNorm(width, eps)
-        self.mlp = MLP(width)
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )
         self.drop = DropPath(drop_path)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (b, tokens, width) to the same shape."""
-        x = x + self.drop(self.attend(self.norm1(x)))
+        x = x + self.drop(self.attention(self.norm1(x)))
         branch: Tensor = self.drop(self.mlp(self.norm2(x)))
         return x + branch
-
-    def attend(self, x: Tensor) -> Tensor:
-        """Map (b, tokens, width) to the same shape."""
-        attended: Tensor = self.attention(x)
-        return attended
 
 
 def initialise(model: nn.Module) -> None:
@@ -100,3 +107,51 @@ def initialise(model: nn.Module) -> None:
 def table(*shape: int) -> nn.Parameter:
     """Return a learned table, such as that of positions."""
     return nn.Parameter(nn.init.trunc_normal_(torch.empty(shape), std=0.02))
+
+
+class VisionTransformer(nn.Module):
+    """ViT of any size: patches, a class token and learned positions.
+
+    Args:
+        image: Side of the images.
+        patch: Side of a patch.
+        width: Width of a token.
+        depth: Number of blocks.
+        heads: Number of heads.
+        classes: Number of classes.
+        channels: Channels of the images.
+        drop_path: Share of residual branches that the last block drops in training.
+    """
+
+    def __init__(
+        self,
+        image: int = 32,
+        patch: int = 4,
+        width: int = 192,
+        depth: int = 9,
+        heads: int = 3,
+        classes: int = 100,
+        channels: int = 3,
+        drop_path: float = 0.0,
+    ) -> None:
+        super().__init__()
+        if width % heads:
+            raise LabError(f"heads={heads} must divide width={width}")
+        self.first = nn.Parameter(torch.empty(1, 1, width).normal_(std=1e-6))
+        self.positions = table(1, 1 + patches(image, patch) ** 2, width)
+        self.patches = nn.Conv2d(channels, width, patch, patch)
+        blocks = (
+            TransformerBlock(Attention(width, heads), width, rate, eps=1e-6)
+            for rate in rates(drop_path, depth)
+        )
+        self.blocks = nn.Sequential(*blocks)
+        self.norm = nn.LayerNorm(width, eps=1e-6)
+        self.head = nn.Linear(width, classes)
+        initialise(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the logits of images (b, channels, image, image)."""
+        tokens = self.patches(x).flatten(2).mT
+        tokens = torch.cat((self.first.expand(len(x), -1, -1), tokens), 1) + self.positions
+        logits: Tensor = self.head(self.norm(self.blocks(tokens)[:, 0]))
+        return logits

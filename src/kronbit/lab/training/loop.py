@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kronbit.lab.data import open_data
+from kronbit.lab.data import Setting, open_data
 from kronbit.lab.errors import LabError, one_line
 from kronbit.lab.models import build
 from kronbit.lab.optimizers import make_optimizer
@@ -57,16 +57,8 @@ class Training:
         world.refuse_conflicts(recipe)
         device = world.device
         earlier = allocated_earlier(device)
-        self.data = open_data(
-            recipe.data,
-            world.data,
-            batch=recipe.batch,
-            seed=recipe.seed,
-            device=device,
-            rank=world.rank,
-            ranks=world.ranks,
-            holdout=recipe.holdout,
-        )
+        order = recipe.batch, recipe.seed, device, world.rank, world.ranks, recipe.holdout
+        self.data = open_data(recipe.data, Setting(world.data, *order))
         self.per_epoch = max(1, self.data.examples // recipe.batch)
         self.steps = recipe.steps or max(1, round((recipe.epochs or 0) * self.per_epoch))
         self.warmup = warmup_steps(recipe, self.steps, self.per_epoch)

@@ -37,10 +37,8 @@ class Curve:
 
     def first_at_most(self, bound: float) -> float | None:
         """Return the first step whose mean is at most the bound, or None."""
-        return next(
-            (step for step, value in zip(self.steps, self.mean, strict=True) if value <= bound),
-            None,
-        )
+        points = zip(self.steps, self.mean, strict=True)
+        return next((step for step, value in points if value <= bound), None)
 
     def smoothed(self) -> list[float]:
         """Return a moving average whose window is about 1/25 of the curve."""

@@ -39,21 +39,13 @@ _OTHERS: tuple[tuple[str, Any], ...] = (
     ("#8c4a2f", DASHED),
 )
 STYLE: Any = {  # matplotlib's rcParams
+    **dict.fromkeys(("text.color", "axes.labelcolor", "xtick.labelcolor", "ytick.labelcolor"), INK),
+    **dict.fromkeys(("axes.edgecolor", "xtick.color", "ytick.color"), AXIS),
+    **dict.fromkeys(("axes.spines.top", "axes.spines.right", "legend.frameon"), False),
+    **dict.fromkeys(("axes.grid", "axes.axisbelow"), True),
     "font.size": 9,
-    "text.color": INK,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.edgecolor": AXIS,
-    "axes.labelcolor": INK,
-    "axes.grid": True,
-    "axes.axisbelow": True,
     "grid.color": "#e3e6ea",
     "grid.linewidth": 0.7,
-    "xtick.color": AXIS,
-    "ytick.color": AXIS,
-    "xtick.labelcolor": INK,
-    "ytick.labelcolor": INK,
-    "legend.frameon": False,
     "legend.handlelength": 2.4,
     "savefig.facecolor": "white",
 }
@@ -92,13 +84,14 @@ class Drawing:
 
 def with_styles(compared: Sequence[Outcome]) -> list[Outcome]:
     """Assign colors and line styles. Known variants look the same in all figures."""
-    known, others = dict(KNOWN), itertools.cycle(_OTHERS)
+    known: dict[str, Any] = dict(KNOWN)
+    others = itertools.cycle(_OTHERS)
     # If several outcomes have a known variant, the first one takes its color.
-    looks = [known.pop(row.variant) if row.variant in known else next(others) for row in compared]
-    return [
-        replace(outcome, color=color, style=style)
-        for outcome, (color, style) in zip(compared, looks, strict=True)
-    ]
+    styled = []
+    for outcome in compared:
+        color, style = known.pop(outcome.variant, None) or next(others)
+        styled.append(replace(outcome, color=color, style=style))
+    return styled
 
 
 def log_scale(axes: Axes, which: Literal["x", "y"] = "y", within: bool = True) -> None:

@@ -6,19 +6,8 @@ import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from kronbit.lab.report.cost_figures import memory_figures, time_figure
+from kronbit.lab.report import drawing, numbers
 from kronbit.lab.report.curves import Curve, curve
-from kronbit.lab.report.drawing import (
-    INK,
-    STYLE,
-    Drawing,
-    in_words,
-    log_scale,
-    new_figure,
-    to_png,
-    with_styles,
-)
-from kronbit.lab.report.numbers import Write, degrees_text, loss_text, percent_text
 from kronbit.lab.report.outcomes import Outcome, find
 
 if TYPE_CHECKING:
@@ -26,6 +15,17 @@ if TYPE_CHECKING:
 
 _EARLY = 0.1  # fraction of steps that are cut off: their losses would flatten all later ones
 _LATE = 0.25  # fraction of steps before the close-up
+
+# Numbers to the right of the boxes: their distance from the axes in points, and their name.
+_TIME_COLUMNS = ((36, "median"), (68, "mean"))
+# Parts of the memory of an optimizer: key in the summary, name and color.
+_PARTS = (
+    ("parameters", "parameters", drawing.GREY),
+    ("gradients", "gradients", drawing.GREY),
+    ("base", "base's state", drawing.GREY),
+    ("statistics", "statistics", drawing.ORANGE),
+    ("roots", "inverse roots", drawing.ORANGE),
+)
 
 _Axis = Literal["steps", "seconds"]
 
@@ -40,14 +40,16 @@ class _Line(NamedTuple):
 
 # Sets the limits and scales of axes with lines, and returns an addition to the caption.
 _Frame = Callable[["Axes", Sequence[_Line]], str]
+# A bar: its label, its color, its length in bytes, and the text at its end.
+_Bar = tuple[str, str, float, str]
 
 
-def draw_figures(compared: Sequence[Outcome]) -> list[Drawing]:
+def draw_figures(compared: Sequence[Outcome]) -> list[drawing.Drawing]:
     """Draw all figures for which the outcomes of a recipe have numbers."""
     import matplotlib as mpl
 
-    compared = with_styles(compared)
-    with mpl.rc_context(STYLE):
+    compared = drawing.with_styles(compared)
+    with mpl.rc_context(drawing.STYLE):
         drawn = [
             _losses(compared, "steps"),
             _losses(compared, "seconds"),
@@ -58,7 +60,7 @@ def draw_figures(compared: Sequence[Outcome]) -> list[Drawing]:
                 "validation loss",
                 _lines(compared, "evals", "loss"),
                 "loss",
-                loss_text,
+                numbers.loss_text,
                 _frame_validation,
             ),
             _draw(
@@ -68,18 +70,20 @@ def draw_figures(compared: Sequence[Outcome]) -> list[Drawing]:
                 "validation accuracy",
                 _lines(compared, "evals", "accuracy"),
                 "accuracy",
-                percent_text,
+                numbers.percent_text,
                 _frame_accuracy,
             ),
-            *memory_figures(compared),
-            time_figure(compared),
-            _errors(compared, "nre", "relative error", "normwise relative error", loss_text),
-            _errors(compared, "angle", "angle", "angle, degrees", degrees_text),
+            *_memory(compared),
+            _times(compared),
+            _errors(
+                compared, "nre", "relative error", "normwise relative error", numbers.loss_text
+            ),
+            _errors(compared, "angle", "angle", "angle, degrees", numbers.degrees_text),
         ]
-    return [drawing for drawing in drawn if drawing is not None]
+    return [figure for figure in drawn if figure is not None]
 
 
-def _losses(compared: Sequence[Outcome], axis: _Axis) -> Drawing | None:
+def _losses(compared: Sequence[Outcome], axis: _Axis) -> drawing.Drawing | None:
     """Draw training and validation loss against steps or seconds."""
     lines = []
     for outcome in compared:
@@ -93,7 +97,7 @@ def _losses(compared: Sequence[Outcome], axis: _Axis) -> Drawing | None:
         "loss (thin: training, bold: validation)",
         lines,
         "loss",
-        loss_text,
+        numbers.loss_text,
         _frame_losses,
         axis,
         f"training and validation loss against {domain}; last validation losses",
@@ -101,8 +105,8 @@ def _losses(compared: Sequence[Outcome], axis: _Axis) -> Drawing | None:
 
 
 def _errors(
-    compared: Sequence[Outcome], key: str, error: str, label: str, write: Write
-) -> Drawing | None:
+    compared: Sequence[Outcome], key: str, error: str, label: str, write: numbers.Write
+) -> drawing.Drawing | None:
     """Draw an error of the stored inverse roots, compared with exact ones."""
     return _draw(
         f"error_{key}",
@@ -131,11 +135,11 @@ def _draw(
     label: str,
     lines: Sequence[_Line],
     key: str,
-    write: Write,
+    write: numbers.Write,
     frame: _Frame,
     axis: _Axis = "steps",
     words: str = "",
-) -> Drawing | None:
+) -> drawing.Drawing | None:
     """Draw lines, or return None if they have no points.
 
     Args:
@@ -153,7 +157,7 @@ def _draw(
     if not any(line.curve.steps for line in lines):
         return None
     compared = list(dict.fromkeys(line.outcome for line in lines))
-    figure, axes = new_figure(compared)
+    figure, axes = drawing.new_figure(compared)
     close_up = not any(line.thin for line in lines)
     for line in lines:
         _plot(axes, line, axis, close_up)
@@ -165,8 +169,8 @@ def _draw(
     for line in lines:
         _mark_diverged(axes, line, axis)
     axes.set(xlabel="step" if axis == "steps" else "seconds of training", ylabel=label)
-    alt = f"Lines of {words or f'{label}; last ones'}: {in_words(compared, key, write)}"
-    return Drawing(name, title, caption, alt, to_png(figure))
+    alt = f"Lines of {words or f'{label}; last ones'}: {drawing.in_words(compared, key, write)}"
+    return drawing.Drawing(name, title, caption, alt, drawing.to_png(figure))
 
 
 def _plot(axes: Axes, line: _Line, axis: _Axis, close_up: bool) -> None:
@@ -228,7 +232,7 @@ def _frame_losses(axes: Axes, lines: Sequence[_Line]) -> str:
             low = min(low, *values)
             high = max(high, min(max(late or values), max(values[0], 2 * min(values))))
     if high > 15 * low > 0:
-        log_scale(axes)
+        drawing.log_scale(axes)
         axes.set_ylim(low / 1.15, high * 1.15)
     elif low <= high:
         room = 0.05 * (high - low) or 0.05 * abs(high) or 1
@@ -243,7 +247,7 @@ def _frame_validation(axes: Axes, lines: Sequence[_Line]) -> str:
         return _frame_late(axes, lines, low=True)
     final, first = base.losses.mean[-1], math.inf
     if math.isfinite(final):
-        axes.axhline(final, color=INK, linewidth=0.9, linestyle=(0, (4, 3)), zorder=1.5)
+        axes.axhline(final, color=drawing.INK, linewidth=0.9, linestyle=(0, (4, 3)), zorder=1.5)
     for outcome, losses, _ in lines:
         step = losses.first_at_most(final) if math.isfinite(final) else None
         if outcome is base or step is None:
@@ -306,7 +310,130 @@ def _frame_errors(axes: Axes, lines: Sequence[_Line]) -> str:
     """Start the axis at zero, or make it logarithmic if the errors differ by more than 8 times."""
     values = [value for line in lines for value in line.curve.mean if math.isfinite(value)]
     if values and max(values) > 8 * min(values) > 0:
-        log_scale(axes)
+        drawing.log_scale(axes)
     elif values:
         axes.set_ylim(0, 1.1 * max(values) or 1)
     return ""
+
+
+def _memory(compared: Sequence[Outcome]) -> list[drawing.Drawing | None]:
+    """Draw second-order state and peak memory, or all parts of the memory of a single optimizer."""
+    kind = peak_kind(compared)
+    of_kind = f": {kind}" if kind else ""
+    if len(compared) == 1:
+        parts = (*_PARTS, ("peak", f"peak, {kind}" if kind else "peak", drawing.INK))
+        sizes = [(name, color, compared[0].number(f"memory.{key}")) for key, name, color in parts]
+        held = [(name, color, size, _held(size)) for name, color, size in sizes if size is not None]
+        caption = "Memory held between steps, and the largest amount during training."
+        return [_bars("memory", "Memory", caption, "memory", held)]
+    states, peaks = [], []
+    for outcome in compared:
+        state, of_32 = outcome.number("state"), outcome.number("of_32")
+        peak = outcome.number("memory.peak")
+        if state is not None:
+            text = _held(state)
+            if of_32 is not None and of_32 < 1:
+                text += f", {numbers.share_text(of_32)} of 32-bit"
+            states.append((outcome.full_label, outcome.color, state, text))
+        if peak is not None:
+            peaks.append((outcome.full_label, outcome.color, peak, numbers.bytes_text(peak)))
+    caption = "Statistics and inverse roots, as stored between steps."
+    largest = f"The largest amount of memory during training{of_kind}."
+    return [
+        _bars("state", "Second-order state", caption, "statistics and inverse roots", states),
+        _bars("peak", "Peak memory", largest, kind or "peak memory", peaks),
+    ]
+
+
+def _held(size: float) -> str:
+    return numbers.bytes_text(size) if size else "none"
+
+
+def peak_kind(compared: Sequence[Outcome]) -> str:
+    """Describe how peak memory was measured."""
+    runs = [run for outcome in compared for run in outcome.counted]
+    kinds = [(run.summary.get("memory") or {}).get("peak_is") for run in runs]
+    return ", ".join(dict.fromkeys(str(kind) for kind in kinds if kind))
+
+
+def _bars(
+    name: str, title: str, caption: str, axis: str, bars: Sequence[_Bar]
+) -> drawing.Drawing | None:
+    """Draw horizontal bars. The text is inside long bars and to the right of short ones."""
+    most = max((size for *_, size, _ in bars), default=0)
+    if not most > 0:
+        return None
+    power = min(max(int(math.log2(most)) // 10, 1), 3)
+    figure, axes = drawing.row_figure([label for label, *_ in bars])
+    for place, (_, color, size, text) in enumerate(bars):
+        length, inside = size / 2 ** (10 * power), size > 0.55 * most
+        axes.barh(place, length, height=0.62, color=color)
+        axes.annotate(
+            text,
+            (length, place),
+            xytext=(-5 if inside else 5, 0),
+            textcoords="offset points",
+            va="center",
+            ha="right" if inside else "left",
+            color="white" if inside and drawing.is_dark(color) else drawing.INK,
+            fontsize=8.5,
+        )
+    unit = ("KiB", "MiB", "GiB")[power - 1]
+    axes.set(xlim=(0, 1.04 * most / 2 ** (10 * power)), xlabel=f"{axis}, {unit}")
+    words = ", ".join(f"{label} {text}" for label, _, _, text in bars)
+    return drawing.Drawing(
+        name, title, caption, f"Bars of {title.lower()}: {words}.", drawing.to_png(figure)
+    )
+
+
+def _times(compared: Sequence[Outcome]) -> drawing.Drawing | None:
+    """Draw box plots of step times, with medians and means."""
+    rows = []
+    for outcome in compared:
+        times = [time for run in outcome.counted for time in run.step_ms if time > 0]
+        if times:
+            rows.append((outcome, times))
+    if not rows:
+        return None
+    figure, axes = drawing.row_figure([outcome.full_label for outcome, _ in rows])
+    low, high = min(min(times) for _, times in rows), max(max(times) for _, times in rows)
+    drawing.log_scale(axes, "x", within=high / low < 100)
+    for place, (outcome, times) in enumerate(rows):
+        color = outcome.color
+        axes.boxplot(
+            times,
+            positions=[place],
+            orientation="horizontal",
+            widths=0.5,
+            patch_artist=True,
+            manage_ticks=False,
+            boxprops={"facecolor": color, "edgecolor": color},
+            medianprops={"color": "white" if drawing.is_dark(color) else "black", "linewidth": 1.6},
+            whiskerprops={"color": color},
+            capprops={"color": color},
+            flierprops={"marker": "|", "markeredgecolor": color, "alpha": 0.55},
+        )
+    for right, name in _TIME_COLUMNS:
+        means = [outcome.number(f"step_ms.{name}") for outcome, _ in rows]
+        texts = [name, *("" if mean is None else numbers.time_text(mean) for mean in means)]
+        for place, text in zip((-0.6, *range(len(rows))), texts, strict=True):
+            axes.annotate(
+                text,
+                (1, place),
+                xycoords=axes.get_yaxis_transform(),
+                xytext=(right, 0),
+                textcoords="offset points",
+                ha="right",
+                va="center",
+                fontsize=8.5,
+            )
+    axes.set(xlim=(low / 1.15, high * 1.15), xlabel="milliseconds per step")
+    return drawing.Drawing(
+        "step_time",
+        "Time per step",
+        "Boxes: the middle half of the steps. Ticks outside: single steps, which update or refresh"
+        " the preconditioners or are the first ones. They are part of the mean.",
+        "Box plots of step times; medians in ms: "
+        + drawing.in_words(compared, "step_ms.median", numbers.time_text),
+        drawing.to_png(figure),
+    )

@@ -8,16 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from kronbit.lab.report import numbers
 from kronbit.lab.report.curves import Curve, curve, mean
-from kronbit.lab.report.numbers import (
-    Write,
-    bytes_text,
-    loss_text,
-    percent_text,
-    ratio_text,
-    share_text,
-    time_text,
-)
 from kronbit.lab.report.runs import Run, rank, with_notes
 
 # Settings that control logging and checkpoints; they do not affect the result.
@@ -25,6 +17,8 @@ _BOOKKEEPING = (
     *("seed", "about", "paper", "log_every", "eval_every", "checkpoint_every", "keep"),
     "watched_blocks",
 )
+# The spread of times and memory over seeds is noise of the machine; tables do not show it.
+_WITH_SPREAD = ("loss", "accuracy", "train_loss", "steps_to_base")
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,7 +69,7 @@ class Outcome:
         values = self._values(key)
         return mean(values) if values else None
 
-    def text(self, key: str, write: Write) -> str:
+    def text(self, key: str, write: numbers.Write) -> str:
         """Format a number, followed by the largest distance of a run from the mean.
 
         Args:
@@ -116,27 +110,26 @@ class Column:
 
     key: str
     title: str
-    write: Write
+    write: numbers.Write
     importance: int = 0
 
     def text(self, row: Run | Outcome) -> str:
         """Return the displayed text of a row."""
-        # The spread of times and memory over seeds is noise of the machine; it is not shown.
-        if self.key in ("loss", "accuracy", "train_loss", "steps_to_base"):
+        if isinstance(row, Outcome) and self.key in _WITH_SPREAD:
             return row.text(self.key, self.write)
         return self.write(row.number(self.key))
 
 
 COLUMNS = (
-    Column("train_loss", "training\nloss", loss_text, 2),
-    Column("loss", "validation\nloss", loss_text, 9),
-    Column("accuracy", "accuracy", percent_text, 8),
-    Column("steps_to_base", "steps to\nbase loss", ratio_text, 4),
-    Column("state", "2nd-order\nstate", lambda size: bytes_text(size or None), 7),
-    Column("of_32", "of\n32-bit", share_text, 5),
-    Column("memory.peak", "peak\nmemory", bytes_text, 3),
-    Column("step_ms.median", "ms per\nstep", time_text, 6),
-    Column("seconds", "seconds", time_text, 1),
+    Column("train_loss", "training\nloss", numbers.loss_text, 2),
+    Column("loss", "validation\nloss", numbers.loss_text, 9),
+    Column("accuracy", "accuracy", numbers.percent_text, 8),
+    Column("steps_to_base", "steps to\nbase loss", numbers.ratio_text, 4),
+    Column("state", "2nd-order\nstate", lambda size: numbers.bytes_text(size or None), 7),
+    Column("of_32", "of\n32-bit", numbers.share_text, 5),
+    Column("memory.peak", "peak\nmemory", numbers.bytes_text, 3),
+    Column("step_ms.median", "ms per\nstep", numbers.time_text, 6),
+    Column("seconds", "seconds", numbers.time_text, 1),
 )
 
 

@@ -13,11 +13,14 @@ from typing import Any
 
 from kronbit.lab.errors import LabError
 from kronbit.lab.optimizers import DEFAULT_VARIANTS
-from kronbit.lab.report.numbers import Write
 
 FORMAT = 1
 # The keys that each kind of metrics line must have; their values may be null.
-_KEYS = {"train": ("loss", "seconds"), "eval": ("loss", "seconds"), "errors": ("nre", "angle")}
+_KEYS: Mapping[str, tuple[str, ...]] = {
+    "train": ("loss", "seconds"),
+    "eval": ("loss", "seconds"),
+    "errors": ("nre", "angle"),
+}
 
 
 @dataclass(frozen=True)
@@ -88,10 +91,6 @@ class Run:
         for part in key.split("."):
             value = value.get(part) if isinstance(value, Mapping) else None
         return value if isinstance(value, int | float) else None
-
-    def text(self, key: str, write: Write) -> str:
-        """Format a number."""
-        return write(self.number(key))
 
 
 def with_notes(label: str, diverged: bool, finished: bool) -> str:
@@ -211,28 +210,20 @@ def _read_lines(path: Path) -> list[dict[str, Any]]:
     lines = []
     for number, text in enumerate(_read(path).splitlines(keepends=True), 1):
         try:
-            lines += _checked(json.loads(text)) if text.strip() else []
-        except ValueError:
+            line = json.loads(text) if text.strip() else {}
+            keys = _KEYS.get(str(line.get("kind")), ())
+            if not all(isinstance(line[key], int | float | None) for key in keys):
+                raise ValueError
+            # JSON has no NaN: a loss that is not finite is written as null.
+            missing = {key: math.nan for key in keys if line[key] is None}
+            if keys:
+                lines.append({**line, **missing, "step": int(line["step"])})
+        except (ValueError, KeyError, TypeError, AttributeError):
             if not text.endswith(b"\n"):  # the run was interrupted while it wrote this line
                 break
             problem = f"{path}, line {number} is broken: remove it or train this run again"
             raise LabError(problem) from None
     return lines
-
-
-def _checked(line: Any) -> list[dict[str, Any]]:
-    """Return the line with null replaced by NaN, or nothing if its kind is unknown."""
-    if not isinstance(line, dict):
-        raise ValueError
-    if line.get("kind") not in _KEYS:
-        return []
-    numbers = {key: line.get(key, "missing") for key in _KEYS[line["kind"]]}
-    if not all(isinstance(value, int | float | None) for value in numbers.values()):
-        raise ValueError
-    if not isinstance(line.get("step"), int | float):
-        raise ValueError
-    # JSON has no NaN: a loss that is not finite is written as null.
-    return [line | {key: math.nan for key, value in numbers.items() if value is None}]
 
 
 def _summary_so_far(

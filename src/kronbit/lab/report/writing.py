@@ -10,17 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from kronbit.lab.errors import LabError
-from kronbit.lab.report.cost_figures import peak_kind
-from kronbit.lab.report.figures import draw_figures
-from kronbit.lab.report.numbers import (
-    Write,
-    bytes_text,
-    count_text,
-    degrees_text,
-    loss_text,
-    percent_text,
-    time_text,
-)
+from kronbit.lab.report import numbers
+from kronbit.lab.report.figures import draw_figures, peak_kind
 from kronbit.lab.report.outcomes import (
     Column,
     Outcome,
@@ -34,29 +25,29 @@ from kronbit.lab.report.runs import Run, by_recipe
 from kronbit.lab.training.files import make_folder, write_bytes
 
 _RESULTS = (
-    Column("seed", "seed", count_text),
-    Column("steps", "steps", count_text),
-    Column("train_loss", "training\nloss", loss_text),
-    Column("loss", "validation\nloss", loss_text),
-    Column("best_loss", "best\nloss", loss_text),
-    Column("accuracy", "accuracy", percent_text),
-    Column("best_accuracy", "best\naccuracy", percent_text),
-    Column("errors.nre", "error of\nroots", loss_text),
-    Column("errors.angle", "angle\nof roots", degrees_text),
-    Column("seconds", "seconds", time_text),
-    Column("step_ms.median", "ms a step,\nmedian", time_text),
-    Column("step_ms.mean", "mean", time_text),
-    Column("step_ms.p5", "5 %", time_text),
-    Column("step_ms.p95", "95 %", time_text),
+    Column("seed", "seed", numbers.count_text),
+    Column("steps", "steps", numbers.count_text),
+    Column("train_loss", "training\nloss", numbers.loss_text),
+    Column("loss", "validation\nloss", numbers.loss_text),
+    Column("best_loss", "best\nloss", numbers.loss_text),
+    Column("accuracy", "accuracy", numbers.percent_text),
+    Column("best_accuracy", "best\naccuracy", numbers.percent_text),
+    Column("errors.nre", "error of\nroots", numbers.loss_text),
+    Column("errors.angle", "angle\nof roots", numbers.degrees_text),
+    Column("seconds", "seconds", numbers.time_text),
+    Column("step_ms.median", "ms a step,\nmedian", numbers.time_text),
+    Column("step_ms.mean", "mean", numbers.time_text),
+    Column("step_ms.p5", "5 %", numbers.time_text),
+    Column("step_ms.p95", "95 %", numbers.time_text),
 )
 _MEMORY = (
-    Column("seed", "seed", count_text),
-    Column("memory.parameters", "parameters", bytes_text),
-    Column("memory.gradients", "gradients", bytes_text),
-    Column("memory.base", "base's\nstate", bytes_text),
-    Column("memory.statistics", "statistics", bytes_text),
-    Column("memory.roots", "inverse\nroots", bytes_text),
-    Column("memory.peak", "peak", bytes_text),
+    Column("seed", "seed", numbers.count_text),
+    Column("memory.parameters", "parameters", numbers.bytes_text),
+    Column("memory.gradients", "gradients", numbers.bytes_text),
+    Column("memory.base", "base's\nstate", numbers.bytes_text),
+    Column("memory.statistics", "statistics", numbers.bytes_text),
+    Column("memory.roots", "inverse\nroots", numbers.bytes_text),
+    Column("memory.peak", "peak", numbers.bytes_text),
 )
 
 # A number in large print, its name, and the number it is compared with.
@@ -80,6 +71,7 @@ def write_report(runs: Sequence[Run], folder: Path, title: str, command: str) ->
     """
     if not runs:
         raise LabError("no runs to report on: name the folder of a run or a comparison")
+    make_folder(folder)
     sections = [_section(recipe, members) for recipe, members in by_recipe(runs).items()]
     files: dict[str, bytes] = {}
     for section in sections:
@@ -88,7 +80,6 @@ def write_report(runs: Sequence[Run], folder: Path, title: str, command: str) ->
         files |= {f"{prefix}{drawing.name}.png": drawing.png for drawing in section["drawings"]}
     page = _render(title=title, command=command, origin=_origin(runs), sections=sections)
     files["report.html"] = page.encode()  # written last, when its figures exist
-    make_folder(folder)
     for name, content in files.items():
         write_bytes(folder / name, content)
     return folder / "report.html"
@@ -153,13 +144,16 @@ def _tiles(compared: Sequence[Outcome]) -> tuple[str, list[_Tile]]:
     if base is None or chosen is None:
         return "", []
 
-    def pair(name: str, key: str, write: Write, unit: str = "") -> list[_Tile]:
+    def pair(name: str, key: str, write: numbers.Write, unit: str = "") -> list[_Tile]:
         number, of_base = chosen.number(key), base.number(key)
         if number is None or of_base is None:
             return []
         return [(write(number) + unit, name, f"{base.label}: {write(of_base)}{unit}")]
 
-    tiles = pair("validation loss", "loss", loss_text) + pair("accuracy", "accuracy", percent_text)
+    tiles = [
+        *pair("validation loss", "loss", numbers.loss_text),
+        *pair("accuracy", "accuracy", numbers.percent_text),
+    ]
     if chosen.steps_to_base is not None and chosen.reached_base:
         share = f"{100 * chosen.steps_to_base:.0f} %"
         tiles.append((share, f"of {base.label}'s steps", f"until {base.label}'s last loss"))
@@ -167,10 +161,11 @@ def _tiles(compared: Sequence[Outcome]) -> tuple[str, list[_Tile]]:
         tiles.append(("not reached", f"{base.label}'s last loss", "in all its steps"))
     state, of_32 = chosen.number("state"), chosen.number("of_32")
     if state:
-        times = f"{1 / of_32:.1f} times as much" if of_32 else ""
-        full = f"32-bit: {bytes_text(chosen.state_32)}, {times}" if times else ""
-        tiles.append((bytes_text(state), "second-order state", full))
-    tiles += pair("per step, mean", "step_ms.mean", time_text, " ms")
+        full = ""
+        if of_32:
+            full = f"32-bit: {numbers.bytes_text(chosen.state_32)}, {1 / of_32:.1f} times as much"
+        tiles.append((numbers.bytes_text(state), "second-order state", full))
+    tiles += pair("per step, mean", "step_ms.mean", numbers.time_text, " ms")
     return f"{chosen.full_label} compared with {base.full_label}", tiles
 
 
@@ -178,7 +173,7 @@ def _comparison(compared: Sequence[Outcome]) -> dict[str, Any]:
     """Return the template variables of the table that compares the optimizers."""
     columns, over = shown_columns(compared), ""
     if any(len(outcome.counted) > 1 for outcome in compared):
-        columns = [Column("runs", "runs", count_text), *columns]
+        columns = [Column("runs", "runs", numbers.count_text), *columns]
         over = ": mean over its runs, ± the largest distance of a run from the mean"
     best = {}
     for key, choose in (("loss", min), ("accuracy", max)):
@@ -205,23 +200,16 @@ def _of_runs(caption: str, runs: Sequence[Run], columns: Sequence[Column]) -> di
 
 
 def _details(run: Run) -> dict[str, Any]:
-    """Return the template variables of a run: command, origin, diagnostics and settings."""
+    """Return the template variables of a run, with its diagnostics and settings as text."""
     counters = [
-        f"{key}: {count_text(count)}"
+        f"{key}: {numbers.count_text(count)}"
         for key, count in (run.summary.get("diagnostics") or {}).items()
         if isinstance(count, int | float) and count
     ]
     return {
-        "heading": f"{run.full_label}, seed {run.seed}",
-        "command": run.command,
-        "facts": {
-            "seed": str(run.seed),
-            "started": run.started,
-            "folder": run.folder.name,
-            "hardware": run.hardware,
-            "versions": _versions(run),
-            "diagnostics": ", ".join(counters) or "all counters are zero" * run.finished,
-        },
+        "run": run,
+        "versions": _versions(run),
+        "diagnostics": ", ".join(counters) or "all counters are zero" * run.finished,
         "settings": {name: _as_text(value) for name, value in flat(run.settings).items()},
     }
 

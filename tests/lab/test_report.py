@@ -317,7 +317,7 @@ def test_settings_and_machines_distinguish_variants(tmp_path: Path) -> None:
     compared = outcomes(find_runs([tmp_path / "0", tmp_path / "1"]))
     labels = [outcome.label for outcome in compared]
     assert labels == ["+ 4-bit Shampoo (lr=0.1)", "+ 4-bit Shampoo (lr=0.2)"]
-    assert [[run.seed for run in outcome.runs] for outcome in compared] == [[0, 1], [0, 1]]
+    assert [[run.seed for run in outcome.counted] for outcome in compared] == [[0, 1], [0, 1]]
     about = tmp_path / "0" / "shampoo-4-seed1" / "run.json"
     about.write_text(about.read_text().replace("A machine, 2 cores", "Another"))
     first, second = outcomes(find_runs([tmp_path / "0"]))

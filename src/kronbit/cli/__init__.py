@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
 from typing import Annotated
@@ -14,12 +13,9 @@ from kronbit import __version__
 from kronbit.cli import doctor, look, train
 from kronbit.lab.errors import LabError
 
-_EXIT_CODES = "Exit codes: 0 success, 1 error (one line on stderr), 2 wrong usage, 130 interrupted."
-
 app = typer.Typer(
     name="kronbit",
-    help="Train, compare, plan and report: second-order optimizers whose state takes 4 bits.",
-    epilog=_EXIT_CODES,
+    epilog="Exit codes: 0 success, 1 error (one line on stderr), 2 wrong usage, 130 interrupted.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -45,11 +41,8 @@ def run(arguments: Sequence[str]) -> int:
     except torch.OutOfMemoryError as error:
         reason = str(error).split(". ")[0]
         return _fail(f"out of memory: {reason}; try --set batch=... or --set micro_batch=...", 1)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, typer.Abort):
         return _fail("interrupted", 130)
-    except BrokenPipeError:  # `kronbit recipes | head`
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # the reader has closed the pipe
-        return 0
     except Exception as error:
         if hasattr(error, "format_message"):  # an error of click, or of the click inside typer
             message = error.format_message().rstrip(".")
@@ -57,8 +50,6 @@ def run(arguments: Sequence[str]) -> int:
                 return 2
             path = getattr(getattr(error, "ctx", None), "command_path", "kronbit")
             return _fail(f"{message}; see {path} --help", 2)
-        if type(error).__name__ == "Abort":
-            return _fail("interrupted", 130)
         raise
 
 

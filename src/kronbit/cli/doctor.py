@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 from typing import Annotated
 
-import typer
 from rich.console import Console
 from rich.table import Table
+from typer import Option
 
 from kronbit.cli.options import Device, Json
 from kronbit.lab.errors import LabError
+from kronbit.lab.training.world import find_device
 
 EXAMPLES = (
     "Examples: kronbit doctor  |  kronbit doctor --optimizer kronbit.CASPR --options bits=8  |  "
@@ -20,9 +21,9 @@ EXAMPLES = (
 
 def doctor(
     optimizer: Annotated[
-        str, typer.Option("--optimizer", "-o", help="Import path of the optimizer.")
+        str, Option("--optimizer", "-o", help="Import path of the optimizer.")
     ] = "kronbit.Shampoo",
-    options: Annotated[str, typer.Option(help="Its options, e.g. bits=8,lr=1e-3.")] = "",
+    options: Annotated[str, Option(help="Its options, e.g. bits=8,lr=1e-3.")] = "",
     device: Device = None,
     as_json: Json = False,
 ) -> int:
@@ -34,7 +35,6 @@ def doctor(
     from kronbit.lab.doctor.battery import CHECKS, examine
     from kronbit.lab.doctor.environment import describe
     from kronbit.lab.doctor.subject import subject_of
-    from kronbit.lab.training.world import find_device
 
     where = find_device(device)
     try:

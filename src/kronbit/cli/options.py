@@ -6,23 +6,27 @@ import datetime as dt
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from itertools import chain, count
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
 from rich.console import Console
+from typer import Argument, Option
 
 from kronbit.lab.errors import LabError
+from kronbit.lab.recipe import parse_settings
 from kronbit.lab.training.files import make_folder
 
+if TYPE_CHECKING:
+    from kronbit.lab.report.runs import Run
+
 Out = Annotated[
-    Path | None, typer.Option("--out", help="Folder to write to; default: a new one in runs/.")
+    Path | None, Option("--out", help="Folder to write to; default: a new one in runs/.")
 ]
 DataFolder = Annotated[
     Path | None,
-    typer.Option(
+    Option(
         "--data",
         envvar="KRONBIT_DATA",
         help="Folder with downloaded data sets; default: data, or that of the resumed run.",
@@ -30,53 +34,57 @@ DataFolder = Annotated[
 ]
 Settings = Annotated[
     list[str] | None,
-    typer.Option(
+    Option(
         "--set",
         help="key=value, repeatable: a setting of the recipe (lr, epochs, model.depth, "
         "data.length), an option of kronbit, or an option of the base.",
     ),
 ]
-RECIPE = typer.Argument(help="A recipe's name, or a YAML file of your own.")
-Base = Annotated[
-    str | None, typer.Option(help="The first-order optimizer: adamw, sgd, nadamw, ...")
-]
-Device = Annotated[
-    str | None, typer.Option(help="cpu, cuda or cuda:N; default: a GPU if there is one.")
-]
-Amp = Annotated[str | None, typer.Option(help="Autocast: bf16, fp16 or off.")]
-Compile = Annotated[bool, typer.Option("--compile", help="Compile the network with torch.compile.")]
+RECIPE = Argument(help="A recipe's name, or a YAML file of your own.")
+Base = Annotated[str | None, Option(help="The first-order optimizer: adamw, sgd, nadamw, ...")]
+Device = Annotated[str | None, Option(help="cpu, cuda or cuda:N; default: a GPU if there is one.")]
+Amp = Annotated[str | None, Option(help="Autocast: bf16, fp16 or off.")]
+Compile = Annotated[bool, Option("--compile", help="Compile the network with torch.compile.")]
 CudaGraph = Annotated[
-    bool, typer.Option("--cuda-graph", help="Replay forward and backward pass as a CUDA graph.")
+    bool, Option("--cuda-graph", help="Replay forward and backward pass as a CUDA graph.")
 ]
-TensorBoard = Annotated[bool, typer.Option("--tensorboard", help="Write TensorBoard files, too.")]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+TensorBoard = Annotated[bool, Option("--tensorboard", help="Write TensorBoard files, too.")]
+Json = Annotated[bool, Option("--json", help="Print JSON instead of a table.")]
 
 
-def drop_none(**values: Any) -> dict[str, Any]:
-    """Return the options that are not ``None``."""
-    return {name: value for name, value in values.items() if value is not None}
+def wishes(settings: Sequence[str] | None, **options: Any) -> dict[str, Any]:
+    """Return the options that were given, and the settings of ``--set``, by name."""
+    given = {name: value for name, value in options.items() if value is not None}
+    return {**given, **parse_settings(settings or ())}
 
 
-def refuse_used_folder(out: Path | None, resume: bool) -> None:
-    """Raise if ``out`` is a file, or a folder with files that a new run would overwrite."""
-    if out is None or not out.exists():
-        return
-    if not out.is_dir():
+def output_folder(
+    out: Path | None, name: str, resume: bool = False
+) -> AbstractContextManager[Path]:
+    """Return a context with ``out``, or a new folder in runs/, which is removed if it stays empty.
+
+    Raises:
+        LabError: If ``out`` is a file, or a folder with files that a new run would overwrite.
+    """
+    if out is None:
+        return _new_folder(name)
+    if out.exists() and not out.is_dir():
         raise LabError(f"--out {out} is a file: choose a folder")
-    if any(out.iterdir()) and not resume:
+    if not resume and out.exists() and any(out.iterdir()):
         raise LabError(f"{out} is not empty: choose another --out, or --resume")
+    return nullcontext(out)
 
 
 @contextmanager
-def output_folder(out: Path | None, name: str) -> Iterator[Path]:
-    """Yield ``out``, or a new folder in runs/, which is removed if it stays empty."""
-    if out is not None:
-        yield out
-        return
-    stem = f"{name}-{dt.datetime.now().strftime('%Y%m%d-%H%M%S')}"
+def _new_folder(name: str) -> Iterator[Path]:
+    runs, time = Path("runs"), dt.datetime.now().strftime("%Y%m%d-%H%M%S")
+    make_folder(runs)
     # The name may be taken: by a run of the same second, or if the clock was set back.
-    names = chain([stem], (f"{stem}-{number}" for number in count(2)))
-    place = next(filter(_claim, map(Path("runs").joinpath, names)))
+    for suffix in chain([""], (f"-{number}" for number in count(2))):
+        place = runs / f"{name}-{time}{suffix}"
+        with suppress(FileExistsError):
+            place.mkdir()
+            break
     try:
         yield place
     finally:
@@ -84,22 +92,14 @@ def output_folder(out: Path | None, name: str) -> Iterator[Path]:
             place.rmdir()
 
 
-def _claim(place: Path) -> bool:
-    """Create a folder; return False if it exists."""
-    make_folder(place.parent)
-    try:
-        place.mkdir()
-    except FileExistsError:
-        return False
-    return True
-
-
-def show_runs(folders: Sequence[Path]) -> None:
-    """Print the table that ends a training or a comparison."""
-    from kronbit.lab.report.runs import find_runs
+def show_report(runs: Sequence[Run], folder: Path, title: str, command: str) -> None:
+    """Write a report, and print the table of its runs."""
     from kronbit.lab.report.tables import show_table
+    from kronbit.lab.report.writing import write_report
 
-    show_table(find_runs(folders), Console())
+    written = write_report(runs, folder, title, command)
+    show_table(runs, Console())
+    print(f"report: {written}")
 
 
 def command_line() -> str:

@@ -37,10 +37,8 @@ class Curve:
 
     def first_at_most(self, bound: float) -> float | None:
         """Return the first step whose mean is at most the bound, or None."""
-        return next(
-            (step for step, value in zip(self.steps, self.mean, strict=True) if value <= bound),
-            None,
-        )
+        points = zip(self.steps, self.mean, strict=True)
+        return next((step for step, value in points if value <= bound), None)
 
     def smoothed(self) -> list[float]:
         """Return a moving average whose window is about 1/25 of the curve."""
@@ -65,18 +63,18 @@ def curve(runs: Sequence[Run], kind: Literal["train", "evals", "errors"], key: s
         {line["step"]: line for line in getattr(run, kind) if line.get(key) is not None}
         for run in runs
     ]
-    steps = sorted(set.intersection(*map(set, points))) if points else []
-    values = [[lines[step][key] for lines in points] for step in steps]
+    steps = sorted(set.intersection(*map(set, points)))
+    at_step = [[lines[step] for lines in points] for step in steps]
+    values = [[line[key] for line in lines] for lines in at_step]
     return Curve(
         steps=steps,
-        seconds=[
-            _mean([lines[step].get("seconds", math.nan) for lines in points]) for step in steps
-        ],
-        mean=[_mean(numbers) for numbers in values],
-        low=[min(numbers) for numbers in values],
-        high=[max(numbers) for numbers in values],
+        seconds=[mean([line.get("seconds", math.nan) for line in lines]) for lines in at_step],
+        mean=list(map(mean, values)),
+        low=list(map(min, values)),
+        high=list(map(max, values)),
     )
 
 
-def _mean(values: Sequence[float]) -> float:
+def mean(values: Sequence[float]) -> float:
+    """Return the mean."""
     return sum(values) / len(values)

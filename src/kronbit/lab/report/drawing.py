@@ -1,18 +1,16 @@
-"""Drawing with matplotlib: colors and line styles of optimizers, curves, axis limits, legends."""
+"""Drawing with matplotlib: colors and line styles of optimizers, figures, texts in them."""
 
 from __future__ import annotations
 
 import base64
 import io
 import itertools
-import math
 import struct
 import textwrap
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from kronbit.lab.report.curves import Curve
 from kronbit.lab.report.numbers import Write
 from kronbit.lab.report.outcomes import Outcome
 
@@ -41,29 +39,17 @@ _OTHERS: tuple[tuple[str, Any], ...] = (
     ("#8c4a2f", DASHED),
 )
 STYLE: Any = {  # matplotlib's rcParams
+    **dict.fromkeys(("text.color", "axes.labelcolor", "xtick.labelcolor", "ytick.labelcolor"), INK),
+    **dict.fromkeys(("axes.edgecolor", "xtick.color", "ytick.color"), AXIS),
+    **dict.fromkeys(("axes.spines.top", "axes.spines.right", "legend.frameon"), False),
+    **dict.fromkeys(("axes.grid", "axes.axisbelow"), True),
     "font.size": 9,
-    "text.color": INK,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.edgecolor": AXIS,
-    "axes.labelcolor": INK,
-    "axes.grid": True,
-    "axes.axisbelow": True,
     "grid.color": "#e3e6ea",
     "grid.linewidth": 0.7,
-    "xtick.color": AXIS,
-    "ytick.color": AXIS,
-    "xtick.labelcolor": INK,
-    "ytick.labelcolor": INK,
-    "legend.frameon": False,
     "legend.handlelength": 2.4,
     "savefig.facecolor": "white",
 }
 _WIDTH, _HEIGHT, _DPI = 5.2, 3.3, 200
-_EARLY = 0.1  # fraction of steps that are cut off: their losses would flatten all later ones
-_LATE = 0.25  # fraction of steps before the close-up
-
-Axis = Literal["steps", "seconds"]
 
 
 @dataclass(frozen=True)
@@ -96,164 +82,16 @@ class Drawing:
         return base64.b64encode(self.png).decode()
 
 
-@dataclass(frozen=True)
-class LegendEntry:
-    """An optimizer with its color and line style.
-
-    Attributes:
-        outcome: Outcome of the optimizer.
-        color: Color as ``#rrggbb``.
-        style: Line style of matplotlib.
-    """
-
-    outcome: Outcome
-    color: str
-    style: Any
-
-
-def legend_entries(compared: Sequence[Outcome]) -> list[LegendEntry]:
-    """Assign colors and line styles. Known variants look the same in all figures.
-
-    Args:
-        compared: Outcomes of one recipe.
-    """
-    known, others = dict(KNOWN), itertools.cycle(_OTHERS)
+def with_styles(compared: Sequence[Outcome]) -> list[Outcome]:
+    """Assign colors and line styles. Known variants look the same in all figures."""
+    known: dict[str, Any] = dict(KNOWN)
+    others = itertools.cycle(_OTHERS)
     # If several outcomes have a known variant, the first one takes its color.
-    entries = []
+    styled = []
     for outcome in compared:
-        color, style = known.pop(outcome.variant) if outcome.variant in known else next(others)
-        entries.append(LegendEntry(outcome, color, style))
-    return entries
-
-
-def plot_curve(
-    axes: Axes,
-    entry: LegendEntry,
-    curve: Curve,
-    axis: Axis,
-    values: Sequence[float],
-    width: float,
-    marked: bool = False,
-) -> None:
-    """Draw a curve up to the point where it diverges, with a band if there are several seeds.
-
-    Args:
-        axes: Axes to draw in.
-        entry: Optimizer of the curve.
-        curve: The curve.
-        axis: Quantity on the horizontal axis.
-        values: Means of the curve, or smoothed means.
-        width: Width of the line. A line thinner than 1 is drawn in the background, without a band.
-        marked: True if points are marked when there are few.
-    """
-    x, end = getattr(curve, axis), curve.finite
-    thin = width < 1
-    axes.plot(
-        x[:end],
-        values[:end],
-        color=entry.color,
-        linewidth=width,
-        linestyle="-" if thin else entry.style,
-        alpha=0.65 if thin else 1,
-        # A line through a single point is invisible.
-        marker="o" if end == 1 or (marked and end <= 12) else None,
-        markersize=3,
-        zorder=2 if thin else 3,
-    )
-    if not thin and len(entry.outcome.counted) > 1:
-        band = curve.low[:end], curve.high[:end]
-        axes.fill_between(x[:end], *band, color=entry.color, alpha=0.16, linewidth=0)
-
-
-def mark_diverged(
-    axes: Axes, entry: LegendEntry, curve: Curve, axis: Axis, size: float = 9
-) -> None:
-    """Draw a cross at the last finite point of a curve that diverges.
-
-    The limits of the axes must be set already.
-
-    Args:
-        axes: Axes of the curve.
-        entry: Optimizer of the curve.
-        curve: The curve.
-        axis: Quantity on the horizontal axis.
-        size: Size of the cross in points.
-    """
-    if not curve.diverged:
-        return
-    last = max(curve.finite - 1, 0)
-    x = getattr(curve, axis)[last]
-    # The cross of a curve that left the axes is at their edge; without a finite point, halfway up.
-    y = curve.mean[last] if curve.finite else 0.5
-    low, high = axes.get_ylim() if curve.finite else (0, 1)
-    left, right = axes.get_xlim()
-    axes.plot(
-        min(max(x, left), right),
-        min(max(y, low), high),
-        marker="X",
-        markersize=size,
-        markerfacecolor=entry.color,
-        markeredgecolor="white",
-        clip_on=False,
-        zorder=5,
-        transform=axes.transData if curve.finite else axes.get_xaxis_transform(),
-    )
-
-
-def frame_losses(axes: Axes, curves: Sequence[Curve]) -> None:
-    """Set limits that cut off the first losses; use a logarithmic scale if the range is wide.
-
-    Args:
-        axes: Axes of the curves.
-        curves: All curves.
-    """
-    low, high = math.inf, -math.inf
-    for curve in curves:
-        values = curve.mean[: curve.finite]
-        if values:
-            points = zip(curve.steps, values, strict=False)
-            late = [value for step, value in points if step >= _EARLY * curve.steps[-1]]
-            low = min(low, *values)
-            high = max(high, min(max(late or values), max(values[0], 2 * min(values))))
-    if low > high:
-        return
-    if low > 0 and high > 15 * low:
-        log_scale(axes)
-        axes.set_ylim(low / 1.15, high * 1.15)
-    else:
-        room = 0.05 * (high - low) or 0.05 * abs(high) or 1
-        axes.set_ylim(low - room, high + room)
-
-
-def frame_late(axes: Axes, curves: Sequence[Curve], low: bool, start: float = math.inf) -> None:
-    """Set limits that show the later part of curves in detail.
-
-    Args:
-        axes: Axes of the curves.
-        curves: All curves.
-        low: True if low values are good.
-        start: Step that must be visible.
-    """
-    last = max((curve.steps[-1] for curve in curves if curve.steps), default=0)
-    few = max(len(curve.steps) for curve in curves) <= 6
-    start = 0 if few else min(_LATE * last, start)
-    values = [
-        value
-        for curve in curves
-        for step, *band in zip(curve.steps[: curve.finite], curve.low, curve.high, strict=False)
-        for value in band
-        if step >= start
-    ]
-    if not values:
-        return
-    # A curve that deteriorates at the end must not flatten the others.
-    middle = sorted(values)[len(values) // 2]
-    best, worst = (min(values), max(values)) if low else (max(values), min(values))
-    if abs(worst - best) > 6 * abs(middle - best) > 0:
-        worst = best + 6 * (middle - best)
-    room = 0.06 * abs(worst - best) or 0.05 * abs(best) or 1
-    axes.set_ylim(min(best, worst) - room, max(best, worst) + room)
-    axes.set_xlim(start, last + 0.02 * (last - start) or 1)
+        color, style = known.pop(outcome.variant, None) or next(others)
+        styled.append(replace(outcome, color=color, style=style))
+    return styled
 
 
 def log_scale(axes: Axes, which: Literal["x", "y"] = "y", within: bool = True) -> None:
@@ -273,35 +111,26 @@ def log_scale(axes: Axes, which: Literal["x", "y"] = "y", within: bool = True) -
     axis.set_minor_formatter(NullFormatter())
 
 
-def new_figure(entries: Sequence[LegendEntry]) -> tuple[Figure, Axes]:
-    """Create a figure with a legend above the axes.
-
-    Args:
-        entries: Optimizers in the legend.
-    """
+def new_figure(compared: Sequence[Outcome]) -> tuple[Figure, Axes]:
+    """Create a figure with a legend above the axes."""
     from matplotlib.lines import Line2D
 
-    labels = [wrapped(entry.outcome.full_label) for entry in entries]
+    labels = [_wrapped(outcome.full_label, 28) for outcome in compared]
     figure, axes = _sized(_HEIGHT + 0.09 * sum(label.count("\n") + 1 for label in labels))
-    looks = [{"color": entry.color, "linestyle": entry.style} for entry in entries]
     figure.legend(
-        [Line2D([], [], linewidth=1.9, **look) for look in looks],
+        [Line2D([], [], linewidth=1.9, color=row.color, linestyle=row.style) for row in compared],
         labels,
         loc="outside upper left",
-        ncols=1 if len(entries) == 1 else 2,
+        ncols=1 if len(compared) == 1 else 2,
         fontsize=8.5,
     )
     return figure, axes
 
 
 def row_figure(labels: Sequence[str]) -> tuple[Figure, Axes]:
-    """Create a figure with labelled rows, the first one at the top.
-
-    Args:
-        labels: Labels of the rows.
-    """
+    """Create a figure with labelled rows, the first one at the top."""
     figure, axes = _sized(max(2.0, 1.0 + 0.48 * len(labels)))
-    axes.set_yticks(range(len(labels)), [wrapped(label, 18) for label in labels])
+    axes.set_yticks(range(len(labels)), [_wrapped(label, 18) for label in labels])
     axes.set_ylim(len(labels) - 0.4, -0.6)
     axes.tick_params(axis="y", length=0)
     axes.grid(visible=False, axis="y")
@@ -315,63 +144,32 @@ def _sized(height: float) -> tuple[Figure, Axes]:
     return figure, figure.subplots()
 
 
-def wrapped(label: str, width: int = 28) -> str:
-    """Break a label into lines, and escape it for matplotlib.
-
-    Args:
-        label: The label.
-        width: Largest number of characters in a line.
-    """
+def _wrapped(label: str, width: int) -> str:
+    """Break a label into lines, and escape it for matplotlib."""
     return textwrap.fill(label.replace("$", r"\$"), width)
 
 
 def is_dark(color: str) -> bool:
-    """True if white text is legible on a color.
-
-    Args:
-        color: Color as ``#rrggbb``.
-    """
-    red, green, blue = (int(color[i : i + 2], 16) for i in (1, 3, 5))
+    """True if white text is legible on a color, given as ``#rrggbb``."""
+    red, green, blue = bytes.fromhex(color[1:])
     return 0.3 * red + 0.59 * green + 0.11 * blue < 130
 
 
 def to_png(figure: Figure) -> bytes:
-    """Render a figure as PNG.
-
-    Args:
-        figure: The figure.
-    """
+    """Render a figure as PNG."""
     buffer = io.BytesIO()
     figure.savefig(buffer, dpi=_DPI, format="png")
     return buffer.getvalue()
 
 
-def notes(entries: Sequence[LegendEntry], curves: Sequence[Curve]) -> str:
-    """Explain bands and crosses, if the figure has any, for its caption.
-
-    Args:
-        entries: Optimizers in the figure.
-        curves: Curves in the figure.
-    """
-    text = ""
-    if any(len(entry.outcome.counted) > 1 for entry in entries):
-        text += " Mean over the seeds, with a band from the lowest to the highest."
-    if any(curve.diverged for curve in curves):
-        text += " A cross: the values are not finite from here on."
-    return text
-
-
-def in_words(entries: Sequence[LegendEntry], write: Write, *path: str) -> str:
+def in_words(compared: Sequence[Outcome], key: str, write: Write) -> str:
     """List the numbers of a figure, for its alternative text.
 
     Args:
-        entries: Optimizers in the figure.
-        write: Format of the numbers.
-        *path: Path of the numbers in the summaries.
+        compared: Outcomes in the figure.
+        key: Key of the number.
+        write: Format of the number.
     """
-    numbers = [
-        f"{entry.outcome.full_label} {spread.text(write)}"
-        for entry in entries
-        if (spread := entry.outcome.spread(*path)) is not None
-    ]
-    return (", ".join(numbers) or "unknown") + "."
+    known = [outcome for outcome in compared if outcome.number(key) is not None]
+    numbers = [f"{outcome.full_label} {outcome.text(key, write)}" for outcome in known]
+    return f"{', '.join(numbers) or 'unknown'}."

@@ -4,178 +4,253 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from kronbit.lab.report.cost_figures import memory_figures, time_figure
+from kronbit.lab.report import drawing, numbers
 from kronbit.lab.report.curves import Curve, curve
-from kronbit.lab.report.drawing import (
-    INK,
-    STYLE,
-    Axis,
-    Drawing,
-    LegendEntry,
-    frame_late,
-    frame_losses,
-    in_words,
-    legend_entries,
-    log_scale,
-    mark_diverged,
-    new_figure,
-    notes,
-    plot_curve,
-    to_png,
-)
-from kronbit.lab.report.numbers import Write, degrees_text, loss_text, percent_text
 from kronbit.lab.report.outcomes import Outcome, find
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# Sets the limits and scales of axes with curves, and returns an addition to the caption.
-_Frame = Callable[["Axes", Sequence[LegendEntry], Sequence[Curve]], str]
+_EARLY = 0.1  # fraction of steps that are cut off: their losses would flatten all later ones
+_LATE = 0.25  # fraction of steps before the close-up
+
+# Numbers to the right of the boxes: their distance from the axes in points, and their name.
+_TIME_COLUMNS = ((36, "median"), (68, "mean"))
+# Parts of the memory of an optimizer: key in the summary, name and color.
+_PARTS = (
+    ("parameters", "parameters", drawing.GREY),
+    ("gradients", "gradients", drawing.GREY),
+    ("base", "base's state", drawing.GREY),
+    ("statistics", "statistics", drawing.ORANGE),
+    ("roots", "inverse roots", drawing.ORANGE),
+)
+
+_Axis = Literal["steps", "seconds"]
 
 
-def draw_figures(compared: Sequence[Outcome]) -> list[Drawing]:
-    """Draw all figures for which the outcomes have numbers.
+class _Line(NamedTuple):
+    """A curve in a figure. A thin line is smoothed, in the background and without a band."""
 
-    Args:
-        compared: Outcomes of one recipe.
-    """
+    outcome: Outcome
+    curve: Curve
+    thin: bool = False
+
+
+# Sets the limits and scales of axes with lines, and returns an addition to the caption.
+_Frame = Callable[["Axes", Sequence[_Line]], str]
+# A bar: its label, its color, its length in bytes, and the text at its end.
+_Bar = tuple[str, str, float, str]
+
+
+def draw_figures(compared: Sequence[Outcome]) -> list[drawing.Drawing]:
+    """Draw all figures for which the outcomes of a recipe have numbers."""
     import matplotlib as mpl
 
-    entries = legend_entries(compared)
-    with mpl.rc_context(STYLE):
+    compared = drawing.with_styles(compared)
+    with mpl.rc_context(drawing.STYLE):
         drawn = [
-            _losses(entries, "steps"),
-            _losses(entries, "seconds"),
-            _over_steps(
-                entries,
+            _losses(compared, "steps"),
+            _losses(compared, "seconds"),
+            _draw(
                 "validation",
                 "Validation loss, close up",
                 "The same validation losses in detail.",
                 "validation loss",
-                ("loss",),
-                loss_text,
+                _lines(compared, "evals", "loss"),
+                "loss",
+                numbers.loss_text,
                 _frame_validation,
             ),
-            _over_steps(
-                entries,
+            _draw(
                 "accuracy",
                 "Validation accuracy, close up",
                 "Fraction of held-out examples that are classified correctly.",
                 "validation accuracy",
-                ("accuracy",),
-                percent_text,
+                _lines(compared, "evals", "accuracy"),
+                "accuracy",
+                numbers.percent_text,
                 _frame_accuracy,
             ),
-            *memory_figures(entries),
-            time_figure(entries),
-            _errors(entries, "nre", "relative error", "normwise relative error", loss_text),
-            _errors(entries, "angle", "angle", "angle, degrees", degrees_text),
+            *_memory(compared),
+            _times(compared),
+            _errors(
+                compared, "nre", "relative error", "normwise relative error", numbers.loss_text
+            ),
+            _errors(compared, "angle", "angle", "angle, degrees", numbers.degrees_text),
         ]
-    return [drawing for drawing in drawn if drawing is not None]
+    return [figure for figure in drawn if figure is not None]
 
 
-def _losses(entries: Sequence[LegendEntry], axis: Axis) -> Drawing | None:
+def _losses(compared: Sequence[Outcome], axis: _Axis) -> drawing.Drawing | None:
     """Draw training and validation loss against steps or seconds."""
-    pairs = [(entry, curve(entry.outcome.counted, "train", "loss")) for entry in entries]
-    curves = [loss for entry, train in pairs for loss in (train, entry.outcome.losses)]
-    if not any(loss.steps for loss in curves):
-        return None
-    figure, axes = new_figure(entries)
-    for entry, train in pairs:
-        plot_curve(axes, entry, train, axis, train.smoothed(), width=0.8)
-        plot_curve(axes, entry, entry.outcome.losses, axis, entry.outcome.losses.mean, width=1.9)
-    frame_losses(axes, curves)
-    for entry, train in pairs:
-        mark_diverged(axes, entry, train, axis, size=6)
-        mark_diverged(axes, entry, entry.outcome.losses, axis)
-    domain, label = ("steps", "step") if axis == "steps" else ("time", "seconds of training")
-    axes.set(xlabel=label, ylabel="loss (thin: training, bold: validation)")
-    return Drawing(
+    lines = []
+    for outcome in compared:
+        lines.append(_Line(outcome, curve(outcome.counted, "train", "loss"), thin=True))
+        lines.append(_Line(outcome, outcome.losses))
+    domain = "steps" if axis == "steps" else "time"
+    return _draw(
         f"loss_{axis}",
         f"Loss against {domain}",
-        "Thin lines: training loss, smoothed. Bold lines: validation loss."
-        + notes(entries, curves),
-        f"Lines of training and validation loss against {domain}; last validation losses: "
-        + in_words(entries, loss_text, "loss"),
-        to_png(figure),
+        "Thin lines: training loss, smoothed. Bold lines: validation loss.",
+        "loss (thin: training, bold: validation)",
+        lines,
+        "loss",
+        numbers.loss_text,
+        _frame_losses,
+        axis,
+        f"training and validation loss against {domain}; last validation losses",
     )
 
 
 def _errors(
-    entries: Sequence[LegendEntry], key: str, error: str, label: str, write: Write
-) -> Drawing | None:
+    compared: Sequence[Outcome], key: str, error: str, label: str, write: numbers.Write
+) -> drawing.Drawing | None:
     """Draw an error of the stored inverse roots, compared with exact ones."""
-    return _over_steps(
-        entries,
+    return _draw(
         f"error_{key}",
         f"Quantisation error: {error}",
         f"{error.capitalize()} of the stored inverse roots compared with exact ones; mean over "
         "the watched blocks.",
         label,
-        ("errors", key),
+        _lines(compared, "errors", key),
+        f"errors.{key}",
         write,
         _frame_errors,
-        f"the {error} of stored inverse roots",
+        words=f"the {error} of stored inverse roots; last ones",
     )
 
 
-def _over_steps(
-    entries: Sequence[LegendEntry],
+def _lines(compared: Sequence[Outcome], kind: Literal["evals", "errors"], key: str) -> list[_Line]:
+    """Return the curves of a number, without optimizers that have no such number."""
+    lines = [_Line(outcome, curve(outcome.counted, kind, key)) for outcome in compared]
+    return [line for line in lines if line.curve.steps]
+
+
+def _draw(
     name: str,
     title: str,
     caption: str,
     label: str,
-    path: tuple[str, ...],
-    write: Write,
+    lines: Sequence[_Line],
+    key: str,
+    write: numbers.Write,
     frame: _Frame,
+    axis: _Axis = "steps",
     words: str = "",
-) -> Drawing | None:
-    """Draw a number of evaluations or of watched roots against steps.
-
-    Optimizers without this number are left out. If none has it, the result is None.
+) -> drawing.Drawing | None:
+    """Draw lines, or return None if they have no points.
 
     Args:
-        entries: The optimizers.
         name: File name without suffix.
         title: Title of the figure.
-        caption: Caption of the figure.
+        caption: Caption of the figure, without explanations of bands and crosses.
         label: Label of the vertical axis.
-        path: Path of the number in the summary. Its last key is the key in metrics lines.
-        write: Format of the number.
+        lines: The lines.
+        key: Key of the number in the summary, for the alternative text.
+        write: Format of that number.
         frame: Function that sets limits and scales.
-        words: Description of the number in the alternative text. Default: the label.
+        axis: Quantity on the horizontal axis.
+        words: Beginning of the alternative text. Default: the label.
     """
-    kind: Literal["evals", "errors"] = "errors" if path[0] == "errors" else "evals"
-    pairs = [(entry, curve(entry.outcome.counted, kind, path[-1])) for entry in entries]
-    pairs = [(entry, series) for entry, series in pairs if series.steps]
-    if not pairs:
+    if not any(line.curve.steps for line in lines):
         return None
-    entries, curves = [entry for entry, _ in pairs], [series for _, series in pairs]
-    figure, axes = new_figure(entries)
-    for entry, series in pairs:
-        plot_curve(axes, entry, series, "steps", series.mean, width=1.6, marked=True)
-    caption += frame(axes, entries, curves) + notes(entries, curves)
-    for entry, series in pairs:
-        mark_diverged(axes, entry, series, "steps")
-    axes.set(xlabel="step", ylabel=label)
-    alt = f"Lines of {words or label}; last ones: {in_words(entries, write, *path)}"
-    return Drawing(name, title, caption, alt, to_png(figure))
+    compared = list(dict.fromkeys(line.outcome for line in lines))
+    figure, axes = drawing.new_figure(compared)
+    close_up = not any(line.thin for line in lines)
+    for line in lines:
+        _plot(axes, line, axis, close_up)
+    caption += frame(axes, lines)
+    if any(len(outcome.counted) > 1 for outcome in compared):
+        caption += " Mean over the seeds, with a band from the lowest to the highest."
+    if any(line.curve.diverged for line in lines):
+        caption += " A cross: the values are not finite from here on."
+    for line in lines:
+        _mark_diverged(axes, line, axis)
+    axes.set(xlabel="step" if axis == "steps" else "seconds of training", ylabel=label)
+    alt = f"Lines of {words or f'{label}; last ones'}: {drawing.in_words(compared, key, write)}"
+    return drawing.Drawing(name, title, caption, alt, drawing.to_png(figure))
 
 
-def _frame_validation(axes: Axes, entries: Sequence[LegendEntry], curves: Sequence[Curve]) -> str:
+def _plot(axes: Axes, line: _Line, axis: _Axis, close_up: bool) -> None:
+    """Draw a line up to the point where it diverges, with a band if there are several seeds.
+
+    A close-up has narrower lines, and marks their points if there are few.
+    """
+    outcome, curve, thin = line
+    x, end = getattr(curve, axis), curve.finite
+    axes.plot(
+        x[:end],
+        (curve.smoothed() if thin else curve.mean)[:end],
+        color=outcome.color,
+        linewidth=0.8 if thin else 1.6 if close_up else 1.9,
+        linestyle="-" if thin else outcome.style,
+        alpha=0.65 if thin else 1,
+        # A line through a single point is invisible.
+        marker="o" if end == 1 or (close_up and end <= 12) else None,
+        markersize=3,
+        zorder=2 if thin else 3,
+    )
+    if not thin and len(outcome.counted) > 1:
+        band = curve.low[:end], curve.high[:end]
+        axes.fill_between(x[:end], *band, color=outcome.color, alpha=0.16, linewidth=0)
+
+
+def _mark_diverged(axes: Axes, line: _Line, axis: _Axis) -> None:
+    """Draw a cross at the last finite point of a curve that diverges.
+
+    The limits of the axes must be set already. The cross of a curve that left the axes is at their
+    edge; without a finite point, it is halfway up.
+    """
+    curve = line.curve
+    if not curve.diverged:
+        return
+    last = max(curve.finite - 1, 0)
+    (left, right), (low, high) = axes.get_xlim(), axes.get_ylim()
+    axes.plot(
+        min(max(getattr(curve, axis)[last], left), right),
+        min(max(curve.mean[last], low), high) if curve.finite else 0.5,
+        marker="X",
+        markersize=6 if line.thin else 9,
+        markerfacecolor=line.outcome.color,
+        markeredgecolor="white",
+        clip_on=False,
+        zorder=5,
+        transform=axes.transData if curve.finite else axes.get_xaxis_transform(),
+    )
+
+
+def _frame_losses(axes: Axes, lines: Sequence[_Line]) -> str:
+    """Cut off the first losses; use a logarithmic scale if the range is wide."""
+    low, high = math.inf, -math.inf
+    for _, losses, _ in lines:
+        values = losses.mean[: losses.finite]
+        if values:
+            points = zip(losses.steps, values, strict=False)
+            late = [value for step, value in points if step >= _EARLY * losses.steps[-1]]
+            low = min(low, *values)
+            high = max(high, min(max(late or values), max(values[0], 2 * min(values))))
+    if high > 15 * low > 0:
+        drawing.log_scale(axes)
+        axes.set_ylim(low / 1.15, high * 1.15)
+    elif low <= high:
+        room = 0.05 * (high - low) or 0.05 * abs(high) or 1
+        axes.set_ylim(low - room, high + room)
+    return ""
+
+
+def _frame_validation(axes: Axes, lines: Sequence[_Line]) -> str:
     """Show the later part of training, the base's last loss and where other optimizers reach it."""
-    base = find([entry.outcome for entry in entries], "base")
-    if len(entries) == 1 or base is None:
-        frame_late(axes, curves, low=True)
-        return ""
+    base = find([line.outcome for line in lines], "base")
+    if len(lines) == 1 or base is None:
+        return _frame_late(axes, lines, low=True)
     final, first = base.losses.mean[-1], math.inf
     if math.isfinite(final):
-        axes.axhline(final, color=INK, linewidth=0.9, linestyle=(0, (4, 3)), zorder=1.5)
-    for entry, losses in zip(entries, curves, strict=True):
+        axes.axhline(final, color=drawing.INK, linewidth=0.9, linestyle=(0, (4, 3)), zorder=1.5)
+    for outcome, losses, _ in lines:
         step = losses.first_at_most(final) if math.isfinite(final) else None
-        if entry.outcome is base or step is None:
+        if outcome is base or step is None:
             continue
         first = min(first, step)
         axes.plot(
@@ -184,26 +259,181 @@ def _frame_validation(axes: Axes, entries: Sequence[LegendEntry], curves: Sequen
             marker="o",
             markersize=7.5,
             markerfacecolor="none",
-            markeredgecolor=entry.color,
+            markeredgecolor=outcome.color,
             markeredgewidth=1.4,
             zorder=4,
         )
-    frame_late(axes, curves, low=True, start=0.8 * first)
+    _frame_late(axes, lines, low=True, start=0.8 * first)
     return f" Dashed: the last loss of {base.label}; rings: first points at which others reach it."
 
 
-def _frame_accuracy(axes: Axes, entries: Sequence[LegendEntry], curves: Sequence[Curve]) -> str:
+def _frame_accuracy(axes: Axes, lines: Sequence[_Line]) -> str:
     """Show the later part of training, with percentages."""
-    frame_late(axes, curves, low=False)
     axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.4g} %")
+    return _frame_late(axes, lines, low=False)
+
+
+def _frame_late(axes: Axes, lines: Sequence[_Line], low: bool, start: float = math.inf) -> str:
+    """Set limits that show the later part of curves in detail.
+
+    Args:
+        axes: Axes of the lines.
+        lines: All lines.
+        low: True if low values are good.
+        start: Step that must be visible.
+    """
+    curves = [line.curve for line in lines]
+    last = max(curve.steps[-1] for curve in curves)
+    few = max(len(curve.steps) for curve in curves) <= 6
+    start = 0 if few else min(_LATE * last, start)
+    values = [
+        value
+        for curve in curves
+        for step, *band in zip(curve.steps[: curve.finite], curve.low, curve.high, strict=False)
+        for value in band
+        if step >= start
+    ]
+    if not values:
+        return ""
+    # A curve that deteriorates at the end must not flatten the others.
+    middle = sorted(values)[len(values) // 2]
+    best, worst = (min(values), max(values)) if low else (max(values), min(values))
+    if abs(worst - best) > 6 * abs(middle - best) > 0:
+        worst = best + 6 * (middle - best)
+    room = 0.06 * abs(worst - best) or 0.05 * abs(best) or 1
+    axes.set_ylim(min(best, worst) - room, max(best, worst) + room)
+    axes.set_xlim(start, last + 0.02 * (last - start) or 1)
     return ""
 
 
-def _frame_errors(axes: Axes, entries: Sequence[LegendEntry], curves: Sequence[Curve]) -> str:
+def _frame_errors(axes: Axes, lines: Sequence[_Line]) -> str:
     """Start the axis at zero, or make it logarithmic if the errors differ by more than 8 times."""
-    values = [value for errors in curves for value in errors.mean if math.isfinite(value)]
-    if values and min(values) > 0 and max(values) > 8 * min(values):
-        log_scale(axes)
+    values = [value for line in lines for value in line.curve.mean if math.isfinite(value)]
+    if values and max(values) > 8 * min(values) > 0:
+        drawing.log_scale(axes)
     elif values:
         axes.set_ylim(0, 1.1 * max(values) or 1)
     return ""
+
+
+def _memory(compared: Sequence[Outcome]) -> list[drawing.Drawing | None]:
+    """Draw second-order state and peak memory, or all parts of the memory of a single optimizer."""
+    kind = peak_kind(compared)
+    of_kind = f": {kind}" if kind else ""
+    if len(compared) == 1:
+        parts = (*_PARTS, ("peak", f"peak, {kind}" if kind else "peak", drawing.INK))
+        sizes = [(name, color, compared[0].number(f"memory.{key}")) for key, name, color in parts]
+        held = [(name, color, size, _held(size)) for name, color, size in sizes if size is not None]
+        caption = "Memory held between steps, and the largest amount during training."
+        return [_bars("memory", "Memory", caption, "memory", held)]
+    states, peaks = [], []
+    for outcome in compared:
+        state, of_32 = outcome.number("state"), outcome.number("of_32")
+        peak = outcome.number("memory.peak")
+        if state is not None:
+            text = _held(state)
+            if of_32 is not None and of_32 < 1:
+                text += f", {numbers.share_text(of_32)} of 32-bit"
+            states.append((outcome.full_label, outcome.color, state, text))
+        if peak is not None:
+            peaks.append((outcome.full_label, outcome.color, peak, numbers.bytes_text(peak)))
+    caption = "Statistics and inverse roots, as stored between steps."
+    largest = f"The largest amount of memory during training{of_kind}."
+    return [
+        _bars("state", "Second-order state", caption, "statistics and inverse roots", states),
+        _bars("peak", "Peak memory", largest, kind or "peak memory", peaks),
+    ]
+
+
+def _held(size: float) -> str:
+    return numbers.bytes_text(size) if size else "none"
+
+
+def peak_kind(compared: Sequence[Outcome]) -> str:
+    """Describe how peak memory was measured."""
+    runs = [run for outcome in compared for run in outcome.counted]
+    kinds = [(run.summary.get("memory") or {}).get("peak_is") for run in runs]
+    return ", ".join(dict.fromkeys(str(kind) for kind in kinds if kind))
+
+
+def _bars(
+    name: str, title: str, caption: str, axis: str, bars: Sequence[_Bar]
+) -> drawing.Drawing | None:
+    """Draw horizontal bars. The text is inside long bars and to the right of short ones."""
+    most = max((size for *_, size, _ in bars), default=0)
+    if not most > 0:
+        return None
+    power = min(max(int(math.log2(most)) // 10, 1), 3)
+    figure, axes = drawing.row_figure([label for label, *_ in bars])
+    for place, (_, color, size, text) in enumerate(bars):
+        length, inside = size / 2 ** (10 * power), size > 0.55 * most
+        axes.barh(place, length, height=0.62, color=color)
+        axes.annotate(
+            text,
+            (length, place),
+            xytext=(-5 if inside else 5, 0),
+            textcoords="offset points",
+            va="center",
+            ha="right" if inside else "left",
+            color="white" if inside and drawing.is_dark(color) else drawing.INK,
+            fontsize=8.5,
+        )
+    unit = ("KiB", "MiB", "GiB")[power - 1]
+    axes.set(xlim=(0, 1.04 * most / 2 ** (10 * power)), xlabel=f"{axis}, {unit}")
+    words = ", ".join(f"{label} {text}" for label, _, _, text in bars)
+    return drawing.Drawing(
+        name, title, caption, f"Bars of {title.lower()}: {words}.", drawing.to_png(figure)
+    )
+
+
+def _times(compared: Sequence[Outcome]) -> drawing.Drawing | None:
+    """Draw box plots of step times, with medians and means."""
+    rows = []
+    for outcome in compared:
+        times = [time for run in outcome.counted for time in run.step_ms if time > 0]
+        if times:
+            rows.append((outcome, times))
+    if not rows:
+        return None
+    figure, axes = drawing.row_figure([outcome.full_label for outcome, _ in rows])
+    low, high = min(min(times) for _, times in rows), max(max(times) for _, times in rows)
+    drawing.log_scale(axes, "x", within=high / low < 100)
+    for place, (outcome, times) in enumerate(rows):
+        color = outcome.color
+        axes.boxplot(
+            times,
+            positions=[place],
+            orientation="horizontal",
+            widths=0.5,
+            patch_artist=True,
+            manage_ticks=False,
+            boxprops={"facecolor": color, "edgecolor": color},
+            medianprops={"color": "white" if drawing.is_dark(color) else "black", "linewidth": 1.6},
+            whiskerprops={"color": color},
+            capprops={"color": color},
+            flierprops={"marker": "|", "markeredgecolor": color, "alpha": 0.55},
+        )
+    for right, name in _TIME_COLUMNS:
+        means = [outcome.number(f"step_ms.{name}") for outcome, _ in rows]
+        texts = [name, *("" if mean is None else numbers.time_text(mean) for mean in means)]
+        for place, text in zip((-0.6, *range(len(rows))), texts, strict=True):
+            axes.annotate(
+                text,
+                (1, place),
+                xycoords=axes.get_yaxis_transform(),
+                xytext=(right, 0),
+                textcoords="offset points",
+                ha="right",
+                va="center",
+                fontsize=8.5,
+            )
+    axes.set(xlim=(low / 1.15, high * 1.15), xlabel="milliseconds per step")
+    return drawing.Drawing(
+        "step_time",
+        "Time per step",
+        "Boxes: the middle half of the steps. Ticks outside: single steps, which update or refresh"
+        " the preconditioners or are the first ones. They are part of the mean.",
+        "Box plots of step times; medians in ms: "
+        + drawing.in_words(compared, "step_ms.median", numbers.time_text),
+        drawing.to_png(figure),
+    )

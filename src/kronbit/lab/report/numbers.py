@@ -35,6 +35,12 @@ def loss_text(value: float) -> str:
 
 
 @_formatter
+def ratio_text(value: float) -> str:
+    """Format a ratio with two decimals."""
+    return f"{value:.2f}"
+
+
+@_formatter
 def percent_text(value: float) -> str:
     """Format a fraction of 1 as a percentage with one decimal."""
     return f"{100 * value:.1f} %"

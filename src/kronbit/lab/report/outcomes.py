@@ -4,71 +4,30 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from operator import attrgetter
-from typing import Any, Generic, TypeVar
+from typing import Any
 
-from kronbit.lab.report.curves import Curve, curve
-from kronbit.lab.report.numbers import (
-    MISSING,
-    Write,
-    bytes_text,
-    loss_text,
-    percent_text,
-    share_text,
-    time_text,
-)
+from kronbit.lab.report import numbers
+from kronbit.lab.report.curves import Curve, curve, mean
 from kronbit.lab.report.runs import Run, rank, with_notes
-
-T = TypeVar("T")
 
 # Settings that control logging and checkpoints; they do not affect the result.
 _BOOKKEEPING = (
     *("seed", "about", "paper", "log_every", "eval_every", "checkpoint_every", "keep"),
     "watched_blocks",
 )
+# The spread of times and memory over seeds is noise of the machine; tables do not show it.
+_WITH_SPREAD = ("loss", "accuracy", "train_loss", "steps_to_base")
 
 
-@dataclass(frozen=True)
-class Spread:
-    """The mean and spread of a number over runs.
-
-    Attributes:
-        mean: Mean over the runs.
-        deviation: Largest distance of a run from the mean; None for a single run.
-    """
-
-    mean: float
-    deviation: float | None
-
-    @classmethod
-    def over(cls, values: Sequence[float | None]) -> Spread | None:
-        """Combine the values of runs. The result is None if a value is missing."""
-        known = [value for value in values if value is not None]
-        if not known or len(known) < len(values):
-            return None
-        mean = sum(known) / len(known)
-        far = max(abs(value - mean) for value in known) if len(known) > 1 else None
-        return cls(mean, far)
-
-    def text(self, write: Write) -> str:
-        """Format the mean, followed by the deviation if there are several runs."""
-        if self.deviation is None or not math.isfinite(self.deviation):
-            return write(self.mean)
-        if write is percent_text:
-            return f"{100 * self.mean:.1f} ± {100 * self.deviation:.1f} %"
-        return f"{write(self.mean)} ± {write(self.deviation)}"
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Outcome:
     """The combined result of the runs of one variant.
 
     Attributes:
         label: Display name of the optimizer, unique within the recipe.
         variant: Key of the variant.
-        runs: All runs of the variant.
         counted: Runs that enter numbers and curves. Diverged runs count; unfinished ones count only
             if the variant has no finished run.
         losses: Validation loss over the course of training.
@@ -78,35 +37,58 @@ class Outcome:
             fraction of the base's steps. If the loss is never reached, the fraction that was
             trained.
         reached_base: True if the base's last loss is reached.
+        color: Color in figures, as ``#rrggbb``.
+        style: Line style in figures, as of matplotlib.
     """
 
     label: str
     variant: str
-    runs: list[Run]
     counted: list[Run]
     losses: Curve
     state_32: float | None = None
     steps_to_base: float | None = None
     reached_base: bool = False
+    color: str = ""
+    style: Any = None
 
-    @property
-    def state(self) -> Spread | None:
-        """Bytes of second-order state."""
-        return self.spread("state")
-
-    @property
-    def of_32(self) -> float | None:
-        """Second-order state as a fraction of ``state_32``."""
-        state = self.state
-        return None if state is None or not self.state_32 else state.mean / self.state_32
-
-    def spread(self, *path: str) -> Spread | None:
-        """Combine a number of the counted runs.
+    def number(self, key: str) -> float | None:
+        """Return the mean of a number over the counted runs, or None if a run has no such number.
 
         Args:
-            *path: Keys of the number, as in ``Run.number``.
+            key: Key of the number as in ``Run.number``, or one of three derived numbers:
+                ``"runs"``, ``"steps_to_base"``, and ``"of_32"``, which is the second-order state as
+                a fraction of ``state_32``.
         """
-        return Spread.over([run.number(*path) for run in self.counted])
+        if key == "runs":
+            return len(self.counted)
+        if key == "steps_to_base":
+            return self.steps_to_base
+        if key == "of_32":
+            state = self.number("state")
+            return None if state is None or not self.state_32 else state / self.state_32
+        values = self._values(key)
+        return mean(values) if values else None
+
+    def text(self, key: str, write: numbers.Write) -> str:
+        """Format a number, followed by the largest distance of a run from the mean.
+
+        Args:
+            key: Key of the number.
+            write: Format of the number.
+        """
+        number, values = self.number(key), self._values(key)
+        if key == "steps_to_base" and number is not None and not self.reached_base:
+            return f"> {write(number)}"
+        far = max((abs(value - mean(values)) for value in values), default=math.inf)
+        if len(values) < 2 or not math.isfinite(far):
+            return write(number)
+        return f"{write(number).removesuffix(' %')} ± {write(far)}"
+
+    def _values(self, key: str) -> list[float]:
+        """Return a number of every counted run, or nothing if it is missing in one of them."""
+        values = [run.number(key) for run in self.counted]
+        known = [value for value in values if value is not None]
+        return known if len(known) == len(values) else []
 
     @property
     def full_label(self) -> str:
@@ -116,22 +98,44 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class Column(Generic[T]):
+class Column:
     """A column of a table of runs or outcomes.
 
     Attributes:
-        key: Key of the column in the report.
+        key: Key of the column's number in a run or an outcome.
         title: Heading, which may contain a line break.
-        value: Returns the number of a row, or None if it is missing.
-        text: Returns the displayed text of a row.
+        write: Format of the number.
         importance: A narrow terminal drops the columns of lowest importance first.
     """
 
     key: str
     title: str
-    value: Callable[[T], float | None]
-    text: Callable[[T], str]
+    write: numbers.Write
     importance: int = 0
+
+    def text(self, row: Run | Outcome) -> str:
+        """Return the displayed text of a row."""
+        if isinstance(row, Outcome) and self.key in _WITH_SPREAD:
+            return row.text(self.key, self.write)
+        return self.write(row.number(self.key))
+
+
+COLUMNS = (
+    Column("train_loss", "training\nloss", numbers.loss_text, 2),
+    Column("loss", "validation\nloss", numbers.loss_text, 9),
+    Column("accuracy", "accuracy", numbers.percent_text, 8),
+    Column("steps_to_base", "steps to\nbase loss", numbers.ratio_text, 4),
+    Column("state", "2nd-order\nstate", lambda size: numbers.bytes_text(size or None), 7),
+    Column("of_32", "of\n32-bit", numbers.share_text, 5),
+    Column("memory.peak", "peak\nmemory", numbers.bytes_text, 3),
+    Column("step_ms.median", "ms per\nstep", numbers.time_text, 6),
+    Column("seconds", "seconds", numbers.time_text, 1),
+)
+
+
+def shown_columns(compared: Sequence[Outcome]) -> list[Column]:
+    """Return the columns in which some outcome has a number other than 0."""
+    return [column for column in COLUMNS if any(row.number(column.key) for row in compared)]
 
 
 def outcomes(runs: Sequence[Run]) -> list[Outcome]:
@@ -152,18 +156,13 @@ def outcomes(runs: Sequence[Run]) -> list[Outcome]:
         alike = [others[0] for key, others in gathered.items() if key[:2] == (variant, label)]
         counted = [run for run in seeds if run.finished or run.diverged] or seeds
         full = label + _difference(seeds[0], alike)
-        combined.append(Outcome(full, variant, seeds, counted, curve(counted, "evals", "loss")))
+        combined.append(Outcome(full, variant, counted, curve(counted, "evals", "loss")))
     combined.sort(key=lambda outcome: rank(outcome.variant))
     return [_compared(outcome, combined) for outcome in combined]
 
 
 def find(compared: Sequence[Outcome], variant: str) -> Outcome | None:
-    """Return the outcome of a variant, or None unless exactly one outcome has that variant.
-
-    Args:
-        compared: All outcomes of a recipe.
-        variant: Key of the variant.
-    """
+    """Return the outcome of a variant, or None unless exactly one outcome has that variant."""
     matches = [outcome for outcome in compared if outcome.variant == variant]
     return matches[0] if len(matches) == 1 else None
 
@@ -171,31 +170,24 @@ def find(compared: Sequence[Outcome], variant: str) -> Outcome | None:
 def _compared(outcome: Outcome, others: Sequence[Outcome]) -> Outcome:
     """Return the outcome with its comparison with the base and the 32-bit variant filled in."""
     base, full = find(others, "base"), find(others, f"{outcome.variant.split('-')[0]}-32")
-    state_32 = None if full is None else _mean(full.state)
-    steps_to_base, reached = None, False
+    outcome = replace(outcome, state_32=full.number("state") if full else None)
     losses = outcome.losses
-    if base is not None and losses.steps and any(base.losses.steps):
-        final, last = base.losses.mean[-1], base.losses.steps[-1]
-        if math.isfinite(final):
-            step = losses.first_at_most(final)
-            reached = step is not None
-            steps_to_base = (losses.steps[-1] if step is None else step) / last
-    return replace(outcome, state_32=state_32, steps_to_base=steps_to_base, reached_base=reached)
+    if base is None or not losses.steps or not any(base.losses.steps):
+        return outcome
+    final, last = base.losses.mean[-1], base.losses.steps[-1]
+    if not math.isfinite(final):
+        return outcome
+    step = losses.first_at_most(final)
+    steps = (losses.steps[-1] if step is None else step) / last
+    return replace(outcome, steps_to_base=steps, reached_base=step is not None)
 
 
 def flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Flatten nested settings to names with dots, such as ``model.name``.
-
-    Args:
-        settings: Settings of a recipe.
-        prefix: Prefix of every name.
-    """
+    """Flatten nested settings to names with dots, such as ``model.name``."""
     result: dict[str, Any] = {}
     for key, value in settings.items():
-        if isinstance(value, Mapping):
-            result |= flat(value, f"{prefix}{key}.")
-        else:
-            result[f"{prefix}{key}"] = value
+        nested = isinstance(value, Mapping)
+        result |= flat(value, f"{prefix}{key}.") if nested else {f"{prefix}{key}": value}
     return result
 
 
@@ -217,59 +209,8 @@ def _difference(run: Run, alike: Sequence[Run]) -> str:
     return f" ({', '.join(different)})" if different else ""
 
 
-def _mean(spread: Spread | None) -> float | None:
-    return None if spread is None else spread.mean
-
-
-def _spread_column(title: str, importance: int, write: Write, *path: str) -> Column[Outcome]:
-    # The spread of times and memory over seeds is noise of the machine; it is not shown.
-    learnt = path in (("loss",), ("accuracy",), ("train_loss",))
-
-    def value(outcome: Outcome) -> float | None:
-        return _mean(outcome.spread(*path))
-
-    def text(outcome: Outcome) -> str:
-        spread = outcome.spread(*path)
-        return spread.text(write) if spread is not None and learnt else write(_mean(spread))
-
-    return Column(".".join(path), title, value, text, importance)
-
-
-def _steps_text(outcome: Outcome) -> str:
-    if outcome.steps_to_base is None:
-        return MISSING
-    return f"{'' if outcome.reached_base else '> '}{outcome.steps_to_base:.2f}"
-
-
-COLUMNS: tuple[Column[Outcome], ...] = (
-    _spread_column("training\nloss", 2, loss_text, "train_loss"),
-    _spread_column("validation\nloss", 9, loss_text, "loss"),
-    _spread_column("accuracy", 8, percent_text, "accuracy"),
-    Column("steps_to_base", "steps to\nbase loss", attrgetter("steps_to_base"), _steps_text, 4),
-    _spread_column("2nd-order\nstate", 7, lambda size: bytes_text(size or None), "state"),
-    Column("of_32", "of\n32-bit", attrgetter("of_32"), lambda row: share_text(row.of_32), 5),
-    _spread_column("peak\nmemory", 3, bytes_text, "memory", "peak"),
-    _spread_column("ms per\nstep", 6, time_text, "step_ms", "median"),
-    _spread_column("seconds", 1, time_text, "seconds"),
-)
-
-
-def shown_columns(columns: Sequence[Column[T]], rows: Sequence[T]) -> list[Column[T]]:
-    """Return the columns in which some row has a number other than 0.
-
-    Args:
-        columns: Columns of the table.
-        rows: Rows of the table.
-    """
-    return [column for column in columns if any(map(column.value, rows))]
-
-
 def explain_steps(compared: Sequence[Outcome]) -> str:
-    """Explain the column of steps to base loss; empty if the base is missing or alone.
-
-    Args:
-        compared: Outcomes in the rows of the table.
-    """
+    """Explain the column of steps to base loss; empty if the base is missing or alone."""
     base = find(compared, "base")
     if base is None or len(compared) == 1:
         return ""

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import json
 import math
-import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
+from statistics import fmean, median
 from typing import Any
 
 from kronbit.lab.errors import LabError
 from kronbit.lab.optimizers import DEFAULT_VARIANTS
 
 FORMAT = 1
-# The variants of a comparison appear in this order; all others follow by name.
-ORDER = DEFAULT_VARIANTS
 # The keys that each kind of metrics line must have; their values may be null.
-_NUMBERS = {
+_KEYS: Mapping[str, tuple[str, ...]] = {
     "train": ("loss", "seconds"),
     "eval": ("loss", "seconds"),
     "errors": ("nre", "angle"),
@@ -42,6 +41,7 @@ class Run:
         train: Training lines of the metrics, ordered by step.
         evals: Evaluation lines, ordered by step.
         errors: Lines about the errors of stored inverse roots, ordered by step.
+        step_ms: Time of every step in milliseconds.
         summary: Content of ``summary.json``; for an unfinished run, the same numbers computed from
             its metrics.
         finished: True if the run completed.
@@ -60,6 +60,7 @@ class Run:
     train: Sequence[Mapping[str, Any]]
     evals: Sequence[Mapping[str, Any]]
     errors: Sequence[Mapping[str, Any]]
+    step_ms: Sequence[float]
     summary: Mapping[str, Any]
     finished: bool
 
@@ -73,28 +74,23 @@ class Run:
         """The label, marked if the run diverged or is unfinished."""
         return with_notes(self.label, self.diverged, self.finished)
 
-    def number(self, *path: str) -> float | None:
+    def number(self, key: str) -> float | None:
         """Return a number of the summary, or None if it is missing.
 
         Args:
-            *path: Keys from the outermost to the innermost. Two numbers are derived: ``"seed"`` is
-                the run's seed, ``"state"`` the bytes of statistics and roots together.
+            key: Key of the number; ``"memory.peak"`` is a key in a mapping. Two numbers are
+                derived: ``"seed"`` is the run's seed, ``"state"`` the bytes of statistics and roots
+                together.
         """
-        if path == ("seed",):
+        if key == "seed":
             return self.seed
-        if path == ("state",):
-            parts = [self.number("memory", key) for key in ("statistics", "roots")]
-            known = [part for part in parts if part is not None]
-            return sum(known) if known == parts else None
+        if key == "state":
+            statistics, roots = self.number("memory.statistics"), self.number("memory.roots")
+            return None if statistics is None or roots is None else statistics + roots
         value: Any = self.summary
-        for key in path:
-            value = value.get(key) if isinstance(value, Mapping) else None
+        for part in key.split("."):
+            value = value.get(part) if isinstance(value, Mapping) else None
         return value if isinstance(value, int | float) else None
-
-    @property
-    def step_ms(self) -> list[float]:
-        """Time of every step in milliseconds."""
-        return _step_ms(self.train)
 
 
 def with_notes(label: str, diverged: bool, finished: bool) -> str:
@@ -110,12 +106,8 @@ def with_notes(label: str, diverged: bool, finished: bool) -> str:
 
 
 def rank(variant: str) -> int:
-    """Return the position of a variant in tables and legends.
-
-    Args:
-        variant: Key of the variant.
-    """
-    return ORDER.index(variant) if variant in ORDER else len(ORDER)
+    """Return the position of a variant in tables and legends; unknown ones come last."""
+    return [*DEFAULT_VARIANTS, variant].index(variant)
 
 
 def read_run(folder: Path) -> Run:
@@ -125,22 +117,23 @@ def read_run(folder: Path) -> Run:
         folder: Folder with a ``run.json``.
 
     Raises:
-        LabError: If the folder holds no run, or one of its files is broken.
+        LabError: If a file is missing or broken.
     """
-    _check_exists(folder)
-    if not _is_run(folder):
-        raise LabError(f"{folder} holds no run: it has no run.json")
     about = _read_json(folder / "run.json")
-    missing = [key for key in ("label", "variant", "recipe", "seed", "command") if key not in about]
-    if missing:
-        raise LabError(f"{folder / 'run.json'} does not say {missing[0]!r}: train this run again")
+    for key in ("label", "variant", "recipe", "seed", "command"):
+        if key not in about:
+            raise LabError(f"{folder / 'run.json'} does not say {key!r}: train this run again")
     lines = _read_lines(folder / "metrics.jsonl")
-    kinds = {
-        kind: sorted((line for line in lines if line["kind"] == kind), key=lambda row: row["step"])
-        for kind in _NUMBERS
-    }
+    train, evals, errors = (
+        sorted((line for line in lines if line["kind"] == kind), key=itemgetter("step"))
+        for kind in _KEYS
+    )
+    step_ms = [time for line in train for time in line.get("step_ms", ())]
     ended = (folder / "summary.json").exists()
-    summary = _read_json(folder / "summary.json") if ended else _summary_so_far(kinds)
+    if ended:
+        summary = _read_json(folder / "summary.json")
+    else:
+        summary = _summary_so_far(train, evals, errors, step_ms)
     settings = about["recipe"]
     return Run(
         folder=folder,
@@ -153,9 +146,10 @@ def read_run(folder: Path) -> Run:
         versions=about.get("versions") or {},
         hardware=str(about.get("hardware") or "unknown hardware"),
         started=str(about.get("started") or ""),
-        train=kinds["train"],
-        evals=kinds["eval"],
-        errors=kinds["errors"],
+        train=train,
+        evals=evals,
+        errors=errors,
+        step_ms=step_ms,
         summary=summary,
         finished=ended and bool(summary.get("finished", True)),
     )
@@ -172,40 +166,22 @@ def find_runs(paths: Sequence[Path]) -> list[Run]:
     """
     runs: dict[Path, Run] = {}
     for path in paths:
-        _check_exists(path)
-        folders = [path] if _is_run(path) else [inner for inner in path.iterdir() if _is_run(inner)]
-        if not folders:
+        if not path.is_dir():
+            problem = "is a file" if path.exists() else "does not exist"
+            raise LabError(f"{path} {problem}: name the folder of a run or of a comparison")
+        files = list(path.glob("run.json")) or list(path.glob("*/run.json"))
+        if not files:
             raise LabError(f"{path} holds no run: neither it nor a folder in it has a run.json")
-        for run in sorted(map(read_run, folders), key=_place):
+        found = [read_run(file.parent) for file in files]
+        for run in sorted(found, key=lambda run: (rank(run.variant), run.variant, run.seed)):
             runs.setdefault(run.folder.resolve(), run)
     return list(runs.values())
 
 
 def by_recipe(runs: Sequence[Run]) -> dict[str, list[Run]]:
-    """Group runs by recipe, in the order in which the recipes first appear.
-
-    Args:
-        runs: Runs of any recipes.
-    """
-    groups: dict[str, list[Run]] = {}
-    for run in runs:
-        groups.setdefault(run.recipe, []).append(run)
-    return groups
-
-
-def _place(run: Run) -> tuple[int, str, int]:
-    return rank(run.variant), run.variant, run.seed
-
-
-def _is_run(folder: Path) -> bool:
-    return (folder / "run.json").is_file()
-
-
-def _check_exists(folder: Path) -> None:
-    if not folder.exists():
-        raise LabError(f"{folder} does not exist: name the folder of a run or of a comparison")
-    if not folder.is_dir():
-        raise LabError(f"{folder} is a file: name the folder of a run or of a comparison")
+    """Group runs by recipe, in the order in which the recipes first appear."""
+    recipes = dict.fromkeys(run.recipe for run in runs)
+    return {recipe: [run for run in runs if run.recipe == recipe] for recipe in recipes}
 
 
 def _read(path: Path) -> bytes:
@@ -234,51 +210,40 @@ def _read_lines(path: Path) -> list[dict[str, Any]]:
     lines = []
     for number, text in enumerate(_read(path).splitlines(keepends=True), 1):
         try:
-            lines += _checked(json.loads(text)) if text.strip() else []
-        except ValueError:
+            line = json.loads(text) if text.strip() else {}
+            keys = _KEYS.get(str(line.get("kind")), ())
+            if not all(isinstance(line[key], int | float | None) for key in keys):
+                raise ValueError
+            # JSON has no NaN: a loss that is not finite is written as null.
+            missing = {key: math.nan for key in keys if line[key] is None}
+            if keys:
+                lines.append({**line, **missing, "step": int(line["step"])})
+        except (ValueError, KeyError, TypeError, AttributeError):
             if not text.endswith(b"\n"):  # the run was interrupted while it wrote this line
                 break
-            raise LabError(
-                f"{path}, line {number} is broken: remove it or train this run again"
-            ) from None
+            problem = f"{path}, line {number} is broken: remove it or train this run again"
+            raise LabError(problem) from None
     return lines
 
 
-def _checked(line: Any) -> list[dict[str, Any]]:
-    """Return the line with null replaced by NaN, or nothing if its kind is unknown."""
-    if not isinstance(line, dict):
-        raise ValueError
-    kind = line.get("kind")
-    if kind not in _NUMBERS:
-        return []
-    numbers = [line[key] for key in _NUMBERS[kind] if key in line]
-    if len(numbers) < len(_NUMBERS[kind]) or not isinstance(line.get("step"), int | float):
-        raise ValueError
-    if not all(isinstance(value, int | float | None) for value in numbers):
-        raise ValueError
-    # JSON has no NaN: a loss that is not finite is written as null.
-    return [line | {key: math.nan for key in _NUMBERS[kind] if line[key] is None}]
-
-
-def _summary_so_far(kinds: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
+def _summary_so_far(
+    train: Sequence[Mapping[str, Any]],
+    evals: Sequence[Mapping[str, Any]],
+    errors: Sequence[Mapping[str, Any]],
+    times: Sequence[float],
+) -> dict[str, Any]:
     """Compute the summary of an unfinished run from its metrics."""
-    train, evals, errors = (kinds[kind] for kind in ("train", "eval", "errors"))
-    times = _step_ms(train)
+    trained, evaluated = train[-1] if train else {}, evals[-1] if evals else {}
     accuracies = [line["accuracy"] for line in evals if line.get("accuracy") is not None]
-    middle = {"median": statistics.median(times), "mean": statistics.fmean(times)} if times else {}
     return {
-        "steps": train[-1]["step"] if train else 0,
+        "steps": trained.get("step", 0),
         "finished": False,
-        "train_loss": train[-1]["loss"] if train else None,
-        "loss": evals[-1]["loss"] if evals else None,
+        "train_loss": trained.get("loss"),
+        "loss": evaluated.get("loss"),
         "best_loss": min((line["loss"] for line in evals), default=None),
         "accuracy": accuracies[-1] if accuracies else None,
         "best_accuracy": max(accuracies, default=None),
-        "seconds": train[-1]["seconds"] if train else 0.0,
-        "step_ms": middle,
-        "errors": {key: errors[-1][key] for key in ("nre", "angle")} if errors else None,
+        "seconds": trained.get("seconds", 0.0),
+        "step_ms": {"median": median(times), "mean": fmean(times)} if times else {},
+        "errors": errors[-1] if errors else None,
     }
-
-
-def _step_ms(train: Sequence[Mapping[str, Any]]) -> list[float]:
-    return [time for line in train for time in line.get("step_ms", ())]

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 from kronbit.lab.report.outcomes import (
-    COLUMNS,
     Column,
     Outcome,
     explain_steps,
@@ -14,10 +18,6 @@ from kronbit.lab.report.outcomes import (
     shown_columns,
 )
 from kronbit.lab.report.runs import Run, by_recipe
-
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.table import Table
 
 
 def show_table(runs: Sequence[Run], console: Console) -> None:
@@ -28,11 +28,12 @@ def show_table(runs: Sequence[Run], console: Console) -> None:
         console: Console to print to.
     """
     recipes = by_recipe(runs)
+    unlimited = console.options.update(width=10**4)
     for recipe, runs_of_recipe in recipes.items():
         compared = outcomes(runs_of_recipe)
-        columns = shown_columns(COLUMNS, compared)
+        columns = shown_columns(compared)
         table = _table(compared, columns)
-        while columns and _width(table, console) > console.width:
+        while columns and console.measure(table, options=unlimited).maximum > console.width:
             columns.remove(min(columns, key=lambda column: column.importance))
             table = _table(compared, columns)
         if len(recipes) > 1:
@@ -46,18 +47,19 @@ def new_table(**options: Any) -> Table:
     Args:
         **options: Further options of rich's table.
     """
-    from rich import box
-    from rich.table import Table
-
     return Table(
         box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False, **options
     )
 
 
-def _table(compared: Sequence[Outcome], columns: Sequence[Column[Outcome]]) -> Table:
-    from rich.text import Text
-
-    table = new_table(caption=Text(_note(compared, columns), style="dim"), caption_justify="left")
+def _table(compared: Sequence[Outcome], columns: Sequence[Column]) -> Table:
+    notes = []
+    if any(column.key == "steps_to_base" for column in columns):
+        notes.append(explain_steps(compared))
+    if any(len(outcome.counted) > 1 for outcome in compared):
+        notes.append("±: largest distance of a seed from the mean.")
+    note = Text(" ".join(filter(None, notes)), style="dim")
+    table = new_table(caption=note, caption_justify="left")
     table.add_column("optimizer", overflow="fold", vertical="bottom")
     for column in columns:
         table.add_column(column.title, justify="right", no_wrap=True, vertical="bottom")
@@ -66,20 +68,3 @@ def _table(compared: Sequence[Outcome], columns: Sequence[Column[Outcome]]) -> T
         texts = [outcome.full_label, *(column.text(outcome) for column in columns)]
         table.add_row(*map(Text, texts))
     return table
-
-
-def _note(compared: Sequence[Outcome], columns: Sequence[Column[Outcome]]) -> str:
-    """Explain the columns and signs that are not obvious."""
-    notes = []
-    if any(column.key == "steps_to_base" for column in columns):
-        notes.append(explain_steps(compared))
-    if any(len(outcome.counted) > 1 for outcome in compared):
-        notes.append("±: largest distance of a seed from the mean.")
-    return " ".join(filter(None, notes))
-
-
-def _width(table: Table, console: Console) -> int:
-    """Return the width of the table if no cell wraps."""
-    from rich.measure import Measurement
-
-    return Measurement.get(console, console.options.update(width=10**4), table).maximum

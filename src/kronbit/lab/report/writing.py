@@ -10,19 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from kronbit.lab.errors import LabError
-from kronbit.lab.report.cost_figures import peak_kind
-from kronbit.lab.report.figures import draw_figures
-from kronbit.lab.report.numbers import (
-    Write,
-    bytes_text,
-    count_text,
-    degrees_text,
-    loss_text,
-    percent_text,
-    time_text,
-)
+from kronbit.lab.report import numbers
+from kronbit.lab.report.figures import draw_figures, peak_kind
 from kronbit.lab.report.outcomes import (
-    COLUMNS,
     Column,
     Outcome,
     explain_steps,
@@ -31,46 +21,33 @@ from kronbit.lab.report.outcomes import (
     outcomes,
     shown_columns,
 )
-from kronbit.lab.report.page import NumberTable, render_page
 from kronbit.lab.report.runs import Run, by_recipe
 from kronbit.lab.training.files import make_folder, write_bytes
 
-
-def _column(title: str, write: Write, *path: str) -> Column[Run]:
-    def value(run: Run) -> float | None:
-        return run.number(*path)
-
-    return Column(".".join(path), title, value, lambda run: write(value(run)))
-
-
-_SEED = _column("seed", count_text, "seed")
 _RESULTS = (
-    _SEED,
-    _column("steps", count_text, "steps"),
-    _column("training\nloss", loss_text, "train_loss"),
-    _column("validation\nloss", loss_text, "loss"),
-    _column("best\nloss", loss_text, "best_loss"),
-    _column("accuracy", percent_text, "accuracy"),
-    _column("best\naccuracy", percent_text, "best_accuracy"),
-    _column("error of\nroots", loss_text, "errors", "nre"),
-    _column("angle\nof roots", degrees_text, "errors", "angle"),
-    _column("seconds", time_text, "seconds"),
-    _column("ms a step,\nmedian", time_text, "step_ms", "median"),
-    _column("mean", time_text, "step_ms", "mean"),
-    _column("5 %", time_text, "step_ms", "p5"),
-    _column("95 %", time_text, "step_ms", "p95"),
+    Column("seed", "seed", numbers.count_text),
+    Column("steps", "steps", numbers.count_text),
+    Column("train_loss", "training\nloss", numbers.loss_text),
+    Column("loss", "validation\nloss", numbers.loss_text),
+    Column("best_loss", "best\nloss", numbers.loss_text),
+    Column("accuracy", "accuracy", numbers.percent_text),
+    Column("best_accuracy", "best\naccuracy", numbers.percent_text),
+    Column("errors.nre", "error of\nroots", numbers.loss_text),
+    Column("errors.angle", "angle\nof roots", numbers.degrees_text),
+    Column("seconds", "seconds", numbers.time_text),
+    Column("step_ms.median", "ms a step,\nmedian", numbers.time_text),
+    Column("step_ms.mean", "mean", numbers.time_text),
+    Column("step_ms.p5", "5 %", numbers.time_text),
+    Column("step_ms.p95", "95 %", numbers.time_text),
 )
 _MEMORY = (
-    _SEED,
-    _column("parameters", bytes_text, "memory", "parameters"),
-    _column("gradients", bytes_text, "memory", "gradients"),
-    _column("base's\nstate", bytes_text, "memory", "base"),
-    _column("statistics", bytes_text, "memory", "statistics"),
-    _column("inverse\nroots", bytes_text, "memory", "roots"),
-    _column("peak", bytes_text, "memory", "peak"),
-)
-_RUNS: Column[Outcome] = Column(
-    "runs", "runs", lambda outcome: len(outcome.counted), lambda outcome: str(len(outcome.counted))
+    Column("seed", "seed", numbers.count_text),
+    Column("memory.parameters", "parameters", numbers.bytes_text),
+    Column("memory.gradients", "gradients", numbers.bytes_text),
+    Column("memory.base", "base's\nstate", numbers.bytes_text),
+    Column("memory.statistics", "statistics", numbers.bytes_text),
+    Column("memory.roots", "inverse\nroots", numbers.bytes_text),
+    Column("memory.peak", "peak", numbers.bytes_text),
 )
 
 # A number in large print, its name, and the number it is compared with.
@@ -94,31 +71,41 @@ def write_report(runs: Sequence[Run], folder: Path, title: str, command: str) ->
     """
     if not runs:
         raise LabError("no runs to report on: name the folder of a run or a comparison")
+    make_folder(folder)
     sections = [_section(recipe, members) for recipe, members in by_recipe(runs).items()]
     files: dict[str, bytes] = {}
     for section in sections:
-        prefix = f"{_file_name(section['recipe'])}-" if len(sections) > 1 else ""
+        name = re.sub(r"[^\w.-]+", "_", section["recipe"]).strip("._") or "recipe"
+        prefix = f"{name}-" if len(sections) > 1 else ""
         files |= {f"{prefix}{drawing.name}.png": drawing.png for drawing in section["drawings"]}
-    page = render_page(title=title, command=command, origin=_origin(runs), sections=sections)
+    page = _render(title=title, command=command, origin=_origin(runs), sections=sections)
     files["report.html"] = page.encode()  # written last, when its figures exist
-    make_folder(folder)
     for name, content in files.items():
         write_bytes(folder / name, content)
     return folder / "report.html"
 
 
-def _file_name(recipe: str) -> str:
-    return re.sub(r"[^\w.-]+", "_", recipe).strip("._") or "recipe"
+def _render(**content: Any) -> str:
+    """Render the template. All text is escaped, and a missing variable raises an error."""
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    environment = Environment(
+        loader=PackageLoader(__package__, ""),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    return environment.get_template("page.html.jinja").render(content)
 
 
 def _origin(runs: Sequence[Run]) -> list[str]:
     """Return the number of runs, their dates, hardware and versions as text."""
-    days = sorted({run.started[:10] for run in runs if run.started})
-    when = " to ".join(dict.fromkeys((days[0], days[-1]))) if days else ""
+    days = sorted(run.started[:10] for run in runs if run.started)
     versions = list(dict.fromkeys(filter(None, map(_versions, runs))))
     parts = [
         f"{len(runs)} run{'s' if len(runs) > 1 else ''}",
-        when,
+        " to ".join(dict.fromkeys(days[:1] + days[-1:])),
         *_distinct_hardware(runs),
         "several versions, see the runs" if len(versions) > 1 else "".join(versions),
     ]
@@ -157,71 +144,72 @@ def _tiles(compared: Sequence[Outcome]) -> tuple[str, list[_Tile]]:
     if base is None or chosen is None:
         return "", []
 
-    def pair(name: str, write: Write, *path: str, unit: str = "") -> list[_Tile]:
-        number, of_base = chosen.spread(*path), base.spread(*path)
+    def pair(name: str, key: str, write: numbers.Write, unit: str = "") -> list[_Tile]:
+        number, of_base = chosen.number(key), base.number(key)
         if number is None or of_base is None:
             return []
-        return [(write(number.mean) + unit, name, f"{base.label}: {write(of_base.mean)}{unit}")]
+        return [(write(number) + unit, name, f"{base.label}: {write(of_base)}{unit}")]
 
     tiles = [
-        *pair("validation loss", loss_text, "loss"),
-        *pair("accuracy", percent_text, "accuracy"),
+        *pair("validation loss", "loss", numbers.loss_text),
+        *pair("accuracy", "accuracy", numbers.percent_text),
     ]
     if chosen.steps_to_base is not None and chosen.reached_base:
         share = f"{100 * chosen.steps_to_base:.0f} %"
         tiles.append((share, f"of {base.label}'s steps", f"until {base.label}'s last loss"))
     elif chosen.steps_to_base is not None:
         tiles.append(("not reached", f"{base.label}'s last loss", "in all its steps"))
-    if chosen.state is not None and chosen.state.mean:
+    state, of_32 = chosen.number("state"), chosen.number("of_32")
+    if state:
         full = ""
-        if chosen.of_32:
-            full = f"32-bit: {bytes_text(chosen.state_32)}, {1 / chosen.of_32:.1f} times as much"
-        tiles.append((bytes_text(chosen.state.mean), "second-order state", full))
-    tiles += pair("per step, mean", time_text, "step_ms", "mean", unit=" ms")
+        if of_32:
+            full = f"32-bit: {numbers.bytes_text(chosen.state_32)}, {1 / of_32:.1f} times as much"
+        tiles.append((numbers.bytes_text(state), "second-order state", full))
+    tiles += pair("per step, mean", "step_ms.mean", numbers.time_text, " ms")
     return f"{chosen.full_label} compared with {base.full_label}", tiles
 
 
-def _comparison(compared: Sequence[Outcome]) -> NumberTable:
-    """Return the table that compares the optimizers."""
-    columns = shown_columns(COLUMNS, compared)
-    best: dict[str, float] = {}
-    for column in columns if len(compared) > 1 else ():
-        values = [value for value in map(column.value, compared) if value is not None]
-        finite = list(filter(math.isfinite, values))
-        if finite and column.key in ("loss", "accuracy"):
-            best[column.key] = min(finite) if column.key == "loss" else max(finite)
-    over = ""
+def _comparison(compared: Sequence[Outcome]) -> dict[str, Any]:
+    """Return the template variables of the table that compares the optimizers."""
+    columns, over = shown_columns(compared), ""
     if any(len(outcome.counted) > 1 for outcome in compared):
-        columns = [_RUNS, *columns]
+        columns = [Column("runs", "runs", numbers.count_text), *columns]
         over = ": mean over its runs, ± the largest distance of a run from the mean"
-    caption = f"Result of each optimizer{over}. {explain_steps(compared)}".strip()
-    return NumberTable(caption, columns, [(row.variant, row) for row in compared], best)
+    best = {}
+    for key, choose in (("loss", min), ("accuracy", max)):
+        known = [value for row in compared if (value := row.number(key)) is not None]
+        finite = [value for value in known if math.isfinite(value)]
+        if finite and len(compared) > 1:
+            best[key] = choose(finite)
+    return {
+        "caption": f"Result of each optimizer{over}. {explain_steps(compared)}".strip(),
+        "columns": columns,
+        "rows": [(outcome.variant, outcome) for outcome in compared],
+        "best": best,
+    }
 
 
-def _of_runs(caption: str, runs: Sequence[Run], columns: Sequence[Column[Run]]) -> NumberTable:
-    """Return a table with one row per run and the columns in which some run has a number."""
-    shown = [column for column in columns if any(column.value(run) is not None for run in runs)]
-    return NumberTable(caption, shown, [(run.folder.name, run) for run in runs])
+def _of_runs(caption: str, runs: Sequence[Run], columns: Sequence[Column]) -> dict[str, Any]:
+    """Return the template variables of a table of runs, with the columns that have a number."""
+    return {
+        "caption": caption,
+        "columns": [c for c in columns if any(run.number(c.key) is not None for run in runs)],
+        "rows": [(run.folder.name, run) for run in runs],
+        "best": {},
+    }
 
 
 def _details(run: Run) -> dict[str, Any]:
-    """Return the template variables of a run: command, origin, diagnostics and settings."""
+    """Return the template variables of a run, with its diagnostics and settings as text."""
     counters = [
-        f"{key}: {count_text(count)}"
+        f"{key}: {numbers.count_text(count)}"
         for key, count in (run.summary.get("diagnostics") or {}).items()
         if isinstance(count, int | float) and count
     ]
     return {
-        "heading": f"{run.full_label}, seed {run.seed}",
-        "command": run.command,
-        "facts": {
-            "seed": str(run.seed),
-            "started": run.started,
-            "folder": run.folder.name,
-            "hardware": run.hardware,
-            "versions": _versions(run),
-            "diagnostics": ", ".join(counters) or "all counters are zero" * run.finished,
-        },
+        "run": run,
+        "versions": _versions(run),
+        "diagnostics": ", ".join(counters) or "all counters are zero" * run.finished,
         "settings": {name: _as_text(value) for name, value in flat(run.settings).items()},
     }
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from kronbit.lab.errors import LabError, one_line
 from kronbit.lab.optimizers import ALGORITHMS
-from kronbit.lab.plan.activations import Passes, estimate, measure
+from kronbit.lab.plan.activations import Estimate, Passes, measure
 from kronbit.lab.plan.networks import Network, resolve_model
 from kronbit.lab.plan.rows import Accounts, Row
 from kronbit.lab.precision import AMP, DTYPES
@@ -128,14 +128,20 @@ def make_plan(
     Raises:
         LabError: If an argument is wrong.
     """
-    _check(optimizer, dtype, amp, batch=batch, seq=length, image=image, order=order)
+    names = {"optimizer": (optimizer, ALGORITHMS), "dtype": (dtype, DTYPES), "amp": (amp, AMP)}
+    for what, (name_given, known) in names.items():
+        if name_given is not None and name_given not in known:
+            raise LabError(f"--{what} must be one of {', '.join(known)}; got {name_given!r}")
+    for what, number in {"batch": batch, "seq": length, "image": image, "order": order}.items():
+        if number is not None and number < 1:
+            raise LabError(f"--{what} must be at least 1; got {number}")
     limit = None if gpu is None else parse_size(gpu)
     wishes: dict[str, Any] = {"batch": batch, "length": length, "image": image, "base": base}
     wishes |= {"dtype": dtype, "amp": amp, "repeated": None if batch is None else False}
     given = {key: value for key, value in wishes.items() if value is not None}
     network = replace(resolve_model(name), **given)
     model = network.build("meta", checkpointing)
-    passes = _passes(network, model)
+    passes = network.passes(model)
     activations, peak_at = _activations(network, model, passes, checkpointing, measured)
     accounts = Accounts(network, model, settings or {}, limit, peak_at)
     rows = accounts.rows(optimizer, order)
@@ -149,7 +155,7 @@ def make_plan(
         parameters_count=sum(p.numel() for p in model.parameters()),
         dtype=network.dtype,
         batch=network.batch,
-        shape=passes.inputs.shape if isinstance(passes, Passes) else None,
+        shape=None if passes is None else passes.shape,
         base=network.base,
         activations=activations,
         rows=tuple(rows),
@@ -166,52 +172,28 @@ def to_json(plan: Plan) -> dict[str, Any]:
     return {"format": 1, **asdict(plan), "rows": rows}
 
 
-def _check(optimizer: str, dtype: str | None, amp: str | None, **numbers: int | None) -> None:
-    known = {"optimizer": ALGORITHMS, "dtype": DTYPES, "amp": AMP}
-    for (what, names), value in zip(known.items(), (optimizer, dtype, amp), strict=True):
-        if value is not None and value not in names:
-            raise LabError(f"--{what} must be one of {', '.join(names)}; got {value!r}")
-    for what, number in numbers.items():
-        if number is not None and number < 1:
-            raise LabError(f"--{what} must be at least 1; got {number}")
-
-
-def _passes(network: Network, model: nn.Module) -> Passes | str:
-    """Return the passes of a step, or the reason why they are unknown."""
-    try:
-        return Passes(network.inputs(model), network.amp, network.repeated)
-    except LabError as error:
-        return str(error)
-
-
 def _activations(
-    network: Network,
-    model: nn.Module,
-    passes: Passes | str,
-    checkpointing: bool,
-    measured: bool,
+    network: Network, model: nn.Module, passes: Passes | None, checkpointing: bool, measured: bool
 ) -> tuple[Activations, Callable[[int], int] | None]:
     """Return the memory of a batch, and a function for the peak at any batch size, if known."""
-    if network.batch is None:
-        return Activations(None, None, "not counted: give --batch"), None
-    if isinstance(passes, str):
-        return Activations(None, None, f"not known: {passes}"), None
-    try:
-        counted = estimate(model, passes, network.batch)
-    except Exception as error:  # a network that depends on values can raise anything
-        why_not = f"not known: it does not run on meta ({one_line(error)[:160]})"
-        return Activations(None, None, why_not), None
-    saved, peak = counted.first.saved, counted.first.peak
-    how, share = "estimated: counted on the meta device, with fused attention", Fraction(1)
+    counted, how = None, "not counted: give --batch"
+    if network.batch is not None and passes is None:
+        how = "not known: the model has no embedding, 2-d convolution or linear layer"
+    elif network.batch is not None and passes is not None:
+        try:
+            counted = Estimate(model, passes, network.batch)
+        except Exception as error:  # a network that depends on values can raise anything
+            how = f"not known: it does not run on meta ({one_line(error)[:160]})"
+    if passes is None or counted is None:
+        return Activations(None, None, how), None
+    peak, how = counted.first.peak, "estimated: counted on the meta device, with fused attention"
     if measured and not torch.cuda.is_available():
         how += "; there is no CUDA device to measure"
     elif measured:
         try:
-            seen = measure(lambda: network.build("cuda", checkpointing), passes, network.batch)
+            peak = measure(lambda: network.build("cuda", checkpointing), passes, counted.batch)
             how = f"measured: forward and backward on {torch.cuda.get_device_name()}"
-            share = Fraction(seen, peak)
         except torch.OutOfMemoryError:
             how += "; this GPU is too small to measure"
-    return Activations(saved, int(peak * share), how), lambda batch: int(
-        counted.peak_at(batch) * share
-    )
+    share = Fraction(peak, counted.first.peak)
+    return Activations(counted.first.saved, peak, how), lambda b: int(counted.peak_at(b) * share)

@@ -132,20 +132,21 @@ class Rewriter(Around, ABC):
 
     def _prepare(self, params: Iterable[Tensor]) -> None:
         """Refuse sparse and complex gradients, and copy gradients whose elements share memory."""
-        grads = [(p, p.grad) for p in params if p.grad is not None]
-        for p, grad in grads:
+        for p in params:
+            grad = p.grad
+            if grad is None:
+                continue
+            kind = remedy = None
             if grad.layout != torch.strided:
                 kind, remedy = f"sparse ({grad.layout})", "build the embedding with sparse=False"
             elif grad.is_complex():
                 kind = f"complex ({grad.dtype})"
                 remedy = "optimize torch.view_as_real of the parameter"
-            else:
-                continue
-            raise RuntimeError(
-                f"the gradient of a parameter of shape {tuple(p.shape)} is {kind}, and "
-                f"{type(self).__name__} needs dense, real gradients: {remedy}"
-            )
-        for p, grad in grads:
+            if kind:
+                raise RuntimeError(
+                    f"the gradient of a parameter of shape {tuple(p.shape)} is {kind}, and "
+                    f"{type(self).__name__} needs dense, real gradients: {remedy}"
+                )
             if overlaps_itself(grad):
                 p.grad = grad.clone(memory_format=torch.contiguous_format)
 

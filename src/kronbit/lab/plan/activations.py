@@ -76,27 +76,24 @@ class _AllocatedBytes(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.bytes = 0
         self.curve: list[int] = []
-        self._alive: dict[int, tuple[int, weakref.ref[Any] | None]] = {
-            tensor.untyped_storage()._cdata: (0, None) for tensor in known
-        }
+        self._alive = {tensor.untyped_storage()._cdata for tensor in known}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor) and tensor.device.type == "meta":
-                self._count(tensor.untyped_storage())
+                storage = tensor.untyped_storage()
+                key, size = storage._cdata, storage.nbytes()
+                if key not in self._alive:
+                    self._alive.add(key)
+                    self.bytes += size
+                    weakref.finalize(storage, self._forget, key, size)
         self.curve.append(self.bytes)
         return result
 
-    def _count(self, storage: torch.UntypedStorage) -> None:
-        key = storage._cdata
-        if key not in self._alive:
-            reference = weakref.ref(storage, lambda _: self._forget(key))
-            self._alive[key] = storage.nbytes(), reference
-            self.bytes += storage.nbytes()
-
-    def _forget(self, key: int) -> None:
-        self.bytes -= self._alive.pop(key)[0]
+    def _forget(self, key: int, size: int) -> None:
+        self._alive.remove(key)
+        self.bytes -= size
 
 
 def trace(model: nn.Module, passes: Passes, batch: int) -> Trace:

@@ -148,7 +148,13 @@ def resolve_model(name: str) -> Network:
     if path.is_dir() or path.name == "config.json":
         return _of_folder(path if path.is_dir() else path.parent, name)
     if ":" in name:
-        return Network(name, _import_factory(name))
+        try:
+            factory: Any = pkgutil.resolve_name(name)
+        except Exception as error:  # importing a module can raise anything
+            raise LabError(f"cannot import {name}: {one_line(error)}") from error
+        if not callable(factory):
+            raise LabError(f"{name} is not callable: give a function that returns an nn.Module")
+        return Network(name, factory)
     known = [*PRESETS, *recipe_names()]
     close = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
     near = f"nearest: {', '.join(close)}" if close else f"presets: {', '.join(PRESETS)}"
@@ -196,13 +202,3 @@ def _of_folder(folder: Path, name: str) -> Network:
     kept = getattr(config, "dtype", None)
     dtype = "fp32" if kept in (torch.float32, "float32") else "bf16"
     return Network(name, partial(make, config), dtype)
-
-
-def _import_factory(name: str) -> Callable[[], Any]:
-    try:
-        factory: Any = pkgutil.resolve_name(name)
-    except Exception as error:  # importing a module can raise anything
-        raise LabError(f"cannot import {name}: {one_line(error)}") from error
-    if not callable(factory):
-        raise LabError(f"{name} is not callable: give a function that returns an nn.Module")
-    return factory  # type: ignore[no-any-return]

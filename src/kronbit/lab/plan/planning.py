@@ -95,51 +95,44 @@ def parse_size(text: str) -> int:
 def make_plan(
     name: str,
     *,
-    batch: int | None = None,
-    length: int | None = None,
-    image: int | None = None,
     gpu: str | None = None,
     optimizer: str = "shampoo",
     order: int | None = None,
-    base: str | None = None,
-    dtype: str | None = None,
-    amp: str | None = None,
     checkpointing: bool = False,
     measured: bool = False,
     settings: Mapping[str, Any] | None = None,
+    **changes: Any,
 ) -> Plan:
-    """Plan a training. Arguments that are ``None`` default to the settings of the model's source.
+    """Plan a training.
 
     Args:
         name: The model; see ``resolve_model``.
-        batch: Examples per pass; activations are left out if no batch is known.
-        length: Length of sequences.
-        image: Side of images.
         gpu: Memory of the GPU, such as ``80GB``.
         optimizer: ``shampoo`` (with rows of K-FAC and AdaBK), ``caspr``, ``kfac`` or ``adabk``.
         order: ``max_order`` of that optimizer.
-        base: The first-order optimizer.
-        dtype: Dtype of the parameters: ``fp32`` or ``bf16``.
-        amp: Autocast: ``off``, ``bf16`` or ``fp16``.
         checkpointing: True to recompute layers in the backward pass.
         measured: True to run one batch on the GPU, if there is one.
         settings: Further options of kronbit's optimizers or of the base.
+        **changes: Other values of ``Network``: ``batch``, ``length``, ``image``, ``dtype``, ``amp``
+            and ``base``; ``None`` leaves the setting of the model's source. Activations are left
+            out if no batch is known.
 
     Raises:
         LabError: If an argument is wrong.
     """
-    names = {"optimizer": (optimizer, ALGORITHMS), "dtype": (dtype, DTYPES), "amp": (amp, AMP)}
-    for what, (name_given, known) in names.items():
-        if name_given is not None and name_given not in known:
-            raise LabError(f"--{what} must be one of {', '.join(known)}; got {name_given!r}")
-    for what, number in {"batch": batch, "seq": length, "image": image, "order": order}.items():
-        if number is not None and number < 1:
-            raise LabError(f"--{what} must be at least 1; got {number}")
+    chosen = {"optimizer": optimizer, "order": order, **changes}
+    for what, known in {"optimizer": ALGORITHMS, "dtype": DTYPES, "amp": AMP}.items():
+        if chosen.get(what) is not None and chosen[what] not in known:
+            raise LabError(f"--{what} must be one of {', '.join(known)}; got {chosen[what]!r}")
+    for key in ("batch", "length", "image", "order"):
+        if chosen.get(key) is not None and chosen[key] < 1:
+            what = "seq" if key == "length" else key
+            raise LabError(f"--{what} must be at least 1; got {chosen[key]}")
     limit = None if gpu is None else parse_size(gpu)
-    wishes: dict[str, Any] = {"batch": batch, "length": length, "image": image, "base": base}
-    wishes |= {"dtype": dtype, "amp": amp, "repeated": None if batch is None else False}
-    given = {key: value for key, value in wishes.items() if value is not None}
-    network = replace(resolve_model(name), **given)
+    changes = {key: value for key, value in changes.items() if value is not None}
+    if "batch" in changes:
+        changes["repeated"] = False
+    network = replace(resolve_model(name), **changes)
     model = network.build("meta", checkpointing)
     passes = network.passes(model)
     activations, peak_at = _activations(network, model, passes, checkpointing, measured)

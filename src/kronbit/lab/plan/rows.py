@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 from torch import nn
@@ -17,13 +17,13 @@ from kronbit.lab.optimizers import ALGORITHMS, BASE_LABELS
 from kronbit.lab.plan.networks import Network
 from kronbit.optimizer import SecondOrder
 
-_EIGEN, _PAPER = {"method": "eigen"}, {"method": "eigen", "storage": "paper"}
+_PAPER = {"method": "eigen", "storage": "paper"}
 _Ways: TypeAlias = Mapping[str, tuple[str, Mapping[str, Any]]]  # key -> (label, options)
 WAYS: _Ways = {
     "32": ("32-bit {}", {"bits": 32}),
     "4-naive": ("4-bit {} (naive)", {"bits": 4, "method": "naive", "storage": "paper"}),
     "4-paper": ("4-bit {} (paper)", {"bits": 4, **_PAPER}),
-    "4-eigen": ("4-bit {} (eigen)", {"bits": 4, **_EIGEN}),
+    "4-eigen": ("4-bit {} (eigen)", {"bits": 4, "method": "eigen"}),
     "3": ("3-bit {}", {"bits": 3}),
     "4": ("4-bit {} (default)", {"bits": 4}),
     "6+4": ("6-bit {}, roots 4", {"bits": 6, "root_bits": 4}),
@@ -66,14 +66,14 @@ class Row:
     parameters: int
     gradients: int
     base: int
-    statistics: int
-    roots: int
-    activations: int
-    workspace: int
-    host: int
-    fits: bool | None
-    ratio: float | None
-    largest_batch: int | None
+    statistics: int = 0
+    roots: int = 0
+    activations: int = 0
+    workspace: int = 0
+    host: int = 0
+    fits: bool | None = None
+    ratio: float | None = None
+    largest_batch: int | None = None
 
     @property
     def second_order(self) -> int:
@@ -122,12 +122,18 @@ class Accounts:
     notes: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self._parameters = sum(x.nbytes for x in (*self.model.parameters(), *self.model.buffers()))
         self._trained = [p for p in self.model.parameters() if p.requires_grad]
         self._gradients = sum(p.nbytes for p in self._trained)
         options = {k: v for k, v in self.settings.items() if k not in OPTIONS}
         options = {"base": self.network.base, **self.network.base_options, **options}
-        self._base = self._estimated(Shampoo, options)["base"]
+        self._base = Row(
+            "base",
+            BASE_LABELS.get(self.network.base, self.network.base),
+            parameters=sum(x.nbytes for x in (*self.model.parameters(), *self.model.buffers())),
+            gradients=self._gradients,
+            base=self._estimated(Shampoo, options)["base"],
+            activations=self._beyond_gradients(self.network.batch or 0),
+        )
 
     def rows(self, algorithm: str, order: int | None) -> list[Row]:
         """Return the row of the base alone, then one row per way to store an algorithm's state.
@@ -143,8 +149,7 @@ class Accounts:
         stored = {key: options[key] for key in _STORED if key in options}
         label = ", ".join(f"{key}={value}" for key, value in stored.items())
         ways = {**WAYS, "set": (f"{{}}, {label}", stored)} if stored else WAYS
-        base = self._row("base", BASE_LABELS.get(self.network.base, self.network.base))
-        rows = [base, *self._rows_of(algorithm, options, ways)]
+        rows = [self._fitted(self._base), *self._rows_of(algorithm, options, ways)]
         if algorithm == "shampoo":
             try:
                 # AdaBK has the state of K-FAC. Both keep layers whole: ``order`` does not apply.
@@ -173,18 +178,20 @@ class Accounts:
             given = {**shared, **way}
             held = self._estimated(kind, given)
             config = take_options(given, kind.algorithm.options)
+            statistics, offloaded = held["statistics"], config.offload_statistics
             workspace = max(int(config.workspace_mb * 2**20), self._largest_block(kind, config))
-            row = self._row(
-                f"{algorithm}-{key}",
-                f"+ {label.format(name)}",
-                statistics=0 if config.offload_statistics else held["statistics"],
+            workspace += config.keep_gradients * self._gradients
+            row = replace(
+                self._base,
+                key=f"{algorithm}-{key}",
+                label=f"+ {label.format(name)}",
+                statistics=0 if offloaded else statistics,
                 roots=held["roots"],
-                host=held["statistics"] if config.offload_statistics else 0,
-                collected=collected,
-                workspace=workspace + config.keep_gradients * self._gradients,
+                workspace=collected + max(0, workspace - self._base.activations),
+                host=statistics if offloaded else 0,
                 ratio=whole["total"] / held["total"],
             )
-            rows.append(row)
+            rows.append(self._fitted(row, workspace))
         return rows
 
     def _estimated(self, kind: type[SecondOrder], options: Mapping[str, Any]) -> dict[str, int]:
@@ -199,52 +206,23 @@ class Accounts:
         copied = (config.bits == 32) + config.offload_statistics
         elements = [
             (cost.square + copied) * max(m, n) ** 2 + cost.block * m * n
-            for cost in (UPDATE, PRECONDITION, *([NEWTON] if by_newton else []))
             for blocking in blockings(kind, self._trained, config, self.model)
             for m, n in {grid.shape for grid in blocking.grids}
+            for cost in (UPDATE, PRECONDITION, *([NEWTON] if by_newton else []))
         ]
         return 4 * max(elements, default=0)
 
-    def _row(
-        self,
-        key: str,
-        label: str,
-        *,
-        statistics: int = 0,
-        roots: int = 0,
-        host: int = 0,
-        collected: int = 0,
-        workspace: int = 0,
-        ratio: float | None = None,
-    ) -> Row:
-        """Return a row; ``collected`` counts during the backward pass, ``workspace`` after it."""
+    def _fitted(self, row: Row, workspace: int = 0) -> Row:
+        """Return a row with what fits; ``workspace`` is in use when activations are freed."""
+        if self.limit is None:
+            return row
+        room = self.limit - CONTEXT - row.total + max(row.activations, workspace)
 
-        def needed(batch: int) -> int:
-            return max(self._beyond_gradients(batch), workspace)
+        def fits(batch: int) -> bool:
+            return max(self._beyond_gradients(batch), workspace) <= room
 
-        kept = self._parameters + self._gradients + self._base + statistics + roots + collected
-        batch, fits, largest = self.network.batch or 0, None, None
-        activations = self._beyond_gradients(batch)
-        if self.limit is not None:
-            room = self.limit - CONTEXT - kept
-            fits = needed(batch) <= room
-            if self.peak_at is not None:
-                largest = max((b for b in _BATCHES if needed(b) <= room), default=0)
-        return Row(
-            key=key,
-            label=label,
-            parameters=self._parameters,
-            gradients=self._gradients,
-            base=self._base,
-            statistics=statistics,
-            roots=roots,
-            activations=activations,
-            workspace=collected + max(0, workspace - activations),
-            host=host,
-            fits=fits,
-            ratio=ratio,
-            largest_batch=largest,
-        )
+        largest = None if self.peak_at is None else max(filter(fits, _BATCHES), default=0)
+        return replace(row, fits=fits(self.network.batch or 0), largest_batch=largest)
 
     def _beyond_gradients(self, batch: int) -> int:
         return 0 if self.peak_at is None else max(0, self.peak_at(batch) - self._gradients)

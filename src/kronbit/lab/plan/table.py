@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TypeAlias
 
 from rich.console import Console, ConsoleOptions
 from rich.table import Table
@@ -27,21 +27,17 @@ _CUT = 1.5  # times the limit: a longer scale makes the other bars too short
 _SHORTEST_BAR = 12
 
 
-class _Column(NamedTuple):
-    title: str
-    text: Callable[[Row], str]
-    at: int  # minimum width of the terminal
-
-
-_BEFORE = (
-    _Column("optimizer", lambda row: row.label, 0),
-    _Column("2nd order", lambda row: bytes_text(row.second_order), 80),
-    _Column("smaller", lambda row: "" if row.ratio is None else f"{row.ratio:.1f} x", 100),
+# Left and right of the bar: title, minimum width of the terminal, text of a row.
+_Columns: TypeAlias = tuple[tuple[str, int, Callable[[Row], str]], ...]
+_LEFT: _Columns = (
+    ("optimizer", 0, lambda row: row.label),
+    ("2nd order", 80, lambda row: bytes_text(row.second_order)),
+    ("smaller", 100, lambda row: "" if row.ratio is None else f"{row.ratio:.1f} x"),
 )
-_AFTER = (
-    _Column("total", lambda row: bytes_text(row.total), 0),
-    _Column("fits", lambda row: {None: "", True: "yes", False: "no"}[row.fits], 0),
-    _Column("batch up to", lambda row: f"{row.largest_batch or 'none'}", 120),
+_RIGHT: _Columns = (
+    ("total", 0, lambda row: bytes_text(row.total)),
+    ("fits", 0, lambda row: {None: "", True: "yes", False: "no"}[row.fits]),
+    ("batch up to", 120, lambda row: f"{row.largest_batch or 'none'}"),
 )
 
 
@@ -55,9 +51,9 @@ def show(plan: Plan, console: Console) -> None:
     for line in _title(plan):
         console.print(Text(line))
     known = 1 if plan.gpu_bytes is None else 2 if plan.activations.peak is None else 3
-    before, after = (
-        [column for column in columns if console.width >= column.at]
-        for columns in (_BEFORE, _AFTER[:known])
+    left, right = (
+        [(title, text) for title, at, text in columns if console.width >= at]
+        for columns in (_LEFT, _RIGHT[:known])
     )
     size = max(row.total for row in plan.rows)
     if plan.gpu_bytes is not None:
@@ -65,18 +61,16 @@ def show(plan: Plan, console: Console) -> None:
         if min(row.total for row in plan.rows) < plan.gpu_bytes:
             size = min(size, round(_CUT * plan.gpu_bytes))
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold", expand=True)
-    for place, column in enumerate(before):
-        table.add_column(column.title, justify="right" if place else "left", no_wrap=not place)
+    for place, (title, _) in enumerate(left):
+        table.add_column(title, justify="right" if place else "left", no_wrap=not place)
     header = _Bar(size, plan.gpu_bytes)
     table.add_column(header, no_wrap=True, ratio=1, min_width=_SHORTEST_BAR)
-    for column in after:
-        table.add_column(column.title, justify="right", no_wrap=True)
+    for title, _ in right:
+        table.add_column(title, justify="right", no_wrap=True)
     for row in plan.rows:
-        left, right = (
-            [Text(column.text(row), "dim" if row.fits is False else "") for column in columns]
-            for columns in (before, after)
-        )
-        table.add_row(*left, _Bar(size, plan.gpu_bytes, row), *right)
+        texts = [Text(text(row), "dim" if row.fits is False else "") for _, text in left + right]
+        bar = _Bar(size, plan.gpu_bytes, row)
+        table.add_row(*texts[: len(left)], bar, *texts[len(left) :])
     console.print(table)
     plain = console.options.ascii_only
     legend = (Text.assemble((signs[plain], signs[2]), f" {name}") for name, signs in _SIGNS.items())

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from kronbit.lab.models import build
-from kronbit.lab.plan.presets import PRESETS
+from kronbit.lab.plan.networks import PRESETS
 
 
 @dataclass(frozen=True)
@@ -39,8 +39,7 @@ class Case:
 
 
 def preset(name: str) -> nn.Module:
-    entry = PRESETS[name]
-    return build(entry.model, **entry.options)
+    return build(**PRESETS[name])
 
 
 def images() -> dict[str, Tensor]:

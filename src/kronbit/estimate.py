@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from kronbit.algorithms import KFAC, Shampoo
 from kronbit.base import BaseFactory, resolve, state_on_meta
 from kronbit.blocks.blocking import Blocking
-from kronbit.config import take_options
+from kronbit.config import Config, take_options
 from kronbit.optimizer import SecondOrder
 from kronbit.reporting.memory import held_bytes, state_bytes
 from kronbit.statistics import GradientStatistics, Statistics
@@ -47,29 +47,42 @@ def estimate_memory(
         TypeError: If the first argument is none of these.
         ValueError: If an option is wrong, or the base cannot run on the meta device.
     """
-    params = [
-        nn.Parameter(torch.empty(shape, dtype=shape_dtype, device="meta"))
-        for shape, shape_dtype in _shapes(model_or_shapes, dtype)
-    ]
+    params = list(_parameters(model_or_shapes, dtype))
     if not (isinstance(optimizer, type) and issubclass(optimizer, SecondOrder)):
         raise TypeError(f"optimizer must be Shampoo, CASPR, KFAC or AdaBK; got {optimizer!r}")
     config = take_options(options, optimizer.algorithm.options)
     total = {"statistics": 0, "roots": 0, "base": 0}
     if base is not None and params:
         total["base"] = _base_bytes(params, base, options)
+    for blocking in blockings(optimizer, params, config, model_or_shapes):
+        for kind, size in state_bytes(blocking, config).items():
+            total[kind] += size
+    return {**total, "total": sum(total.values())}
+
+
+def blockings(
+    optimizer: type[SecondOrder], params: Iterable[Tensor], config: Config, model: object
+) -> list[Blocking]:
+    """Return how an optimizer cuts the parameters that it preconditions.
+
+    Args:
+        optimizer: The algorithm.
+        params: The parameters.
+        config: The options.
+        model: The module with the layers that ``KFAC`` and ``AdaBK`` watch.
+
+    Raises:
+        TypeError: If the algorithm needs a module and ``model`` is none.
+    """
     statistics: Statistics = GradientStatistics()
     if issubclass(optimizer, KFAC):
-        if not isinstance(model_or_shapes, nn.Module):
+        if not isinstance(model, nn.Module):
             raise TypeError(f"{optimizer.__name__} needs layers, not shapes: pass a module")
-        params = [p for p in model_or_shapes.parameters() if p.requires_grad]
-        statistics = ActivationStatistics(model_or_shapes)
+        params = [p for p in model.parameters() if p.requires_grad]
+        statistics = ActivationStatistics(model)
         statistics.adopt(params)
-    for p in params:
-        blocking = statistics.route(p, config)
-        if isinstance(blocking, Blocking):
-            for kind, size in state_bytes(blocking, config).items():
-                total[kind] += size
-    return {**total, "total": sum(total.values())}
+    routes = (statistics.route(p, config) for p in params)
+    return [blocking for blocking in routes if isinstance(blocking, Blocking)]
 
 
 def _base_bytes(
@@ -87,21 +100,17 @@ def _base_bytes(
     return held_bytes(states)
 
 
-def _shapes(
-    source: nn.Module | Iterable[Any], dtype: torch.dtype
-) -> list[tuple[torch.Size, torch.dtype]]:
+def _parameters(source: Any, dtype: torch.dtype) -> Iterator[nn.Parameter]:
+    """Yield the parameters to optimize, on the meta device."""
     if isinstance(source, Tensor):
         raise TypeError("got one tensor: pass a list of parameters, or a module")
-    items = source.parameters() if isinstance(source, nn.Module) else source
-    shapes = []
-    for given in items:
+    for given in source.parameters() if isinstance(source, nn.Module) else source:
         named = isinstance(given, tuple) and len(given) == 2 and isinstance(given[1], Tensor)
         item = given[1] if named else given
         if isinstance(item, Tensor):
             if item.requires_grad:
-                shapes.append((item.shape, item.dtype))
+                yield nn.Parameter(torch.empty(item.shape, dtype=item.dtype, device="meta"))
         elif isinstance(item, (tuple, list)) and all(type(size) is int for size in item):
-            shapes.append((torch.Size(item), dtype))
+            yield nn.Parameter(torch.empty(item, dtype=dtype, device="meta"))
         else:
             raise TypeError(f"expected a module, parameters or shapes; got {given!r} among them")
-    return shapes

@@ -4,6 +4,7 @@ import io
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,9 @@ from torch.nn import functional
 
 from kronbit import CASPR, KFAC, AdaBK, Shampoo
 from kronbit.lab.errors import LabError
-from kronbit.lab.plan.activations import Estimate, Inputs, Passes, estimate, trace
-from kronbit.lab.plan.networks import resolve_model
+from kronbit.lab.plan.activations import Estimate, Passes, trace
+from kronbit.lab.plan.networks import PRESETS, resolve_model
 from kronbit.lab.plan.planning import make_plan, parse_size, to_json
-from kronbit.lab.plan.presets import PRESETS
 from kronbit.lab.plan.rows import CONTEXT, WAYS
 from kronbit.lab.plan.table import show
 
@@ -164,7 +164,7 @@ def test_workspace_counts_only_beyond_activations() -> None:
 def test_saved_activations_match_a_count_by_hand() -> None:
     with on_meta:
         model = mlp()
-    traced = trace(model, Passes(Inputs((96,), tokens=False)), 128)
+    traced = trace(model, Passes((96,), tokens=False), 128)
     inputs, hidden, log_probabilities = 96, 160, 70  # of the MLP's output only softmax's is kept
     targets, loss_and_weight = 8 * 128, 8
     assert (
@@ -185,7 +185,7 @@ def test_saved_activations_match_autograd(
 ) -> None:
     with on_meta:
         model = make()
-    passes = Passes(Inputs(shape, tokens=False), amp)
+    passes = Passes(shape, False, amp)
     traced = trace(model, passes, 64)
     real = make()
 
@@ -201,10 +201,7 @@ def test_saved_activations_match_autograd(
 def test_attention_keeps_no_scores(module: bool) -> None:
     with on_meta:
         model = Attending(module=module)
-    saved = [
-        trace(model, Passes(Inputs((length,), tokens=True)), 2).saved
-        for length in (512, 1024, 2048)
-    ]
+    saved = [trace(model, Passes((length,), tokens=True), 2).saved for length in (512, 1024, 2048)]
     assert saved[2] - saved[1] == 2 * (saved[1] - saved[0])  # linear in the length
     if not module:  # tokens, targets, q = k = v, the output, its log softmax; a sum per row
         assert saved[0] == 2 * 512 * (8 + 8 + 3 * 4 * 64 + 4 * 4) + 8
@@ -213,9 +210,9 @@ def test_attention_keeps_no_scores(module: bool) -> None:
 def test_dropout_keeps_bytes() -> None:
     with on_meta:
         model = nn.Sequential(nn.Linear(64, 256), nn.Dropout(0.5), nn.Linear(256, 8))
-    with_dropout = trace(model, Passes(Inputs((64,), tokens=False)), 128).saved
+    with_dropout = trace(model, Passes((64,), tokens=False), 128).saved
     model[1].p = 0.0
-    without = trace(model, Passes(Inputs((64,), tokens=False)), 128).saved
+    without = trace(model, Passes((64,), tokens=False), 128).saved
     assert with_dropout - without == 128 * 256
 
 
@@ -229,18 +226,18 @@ def tiny_gpt(**options: Any) -> nn.Module:
 def test_two_batches_predict_others_and_checkpointing_saves_memory() -> None:
     with on_meta:
         model = tiny_gpt()
-    passes = Passes(Inputs((64,), tokens=True))
-    plain = estimate(model, passes, 4)
+    passes = Passes((64,), tokens=True)
+    plain = Estimate(model, passes, 4)
     assert plain.peak_at(32) == trace(model, passes, 32).peak
     assert plain.peak_at(1) == trace(model, passes, 1).peak
     model.gradient_checkpointing_enable()
-    checkpointed = estimate(model, passes, 4)
+    checkpointed = Estimate(model, passes, 4)
     assert checkpointed.peak_at(32) == trace(model, passes, 32).peak
     assert checkpointed.first.saved < plain.first.saved / 2
     assert checkpointed.peak_at(32) < plain.peak_at(32)
     # the gradients of the first pass are kept during the second
     gradients = 4 * sum(p.numel() for p in model.parameters())
-    again = trace(model, Passes(passes.inputs, repeated=True), 4)
+    again = trace(model, replace(passes, repeated=True), 4)
     assert again.saved == checkpointed.first.saved
     assert again.peak >= gradients + again.saved
 
@@ -257,10 +254,10 @@ def test_the_plan_of_llama_7b_matches_measurements(monkeypatch: pytest.MonkeyPat
     counted: list[Estimate] = []
 
     def kept(model: nn.Module, passes: Passes, batch: int) -> Estimate:
-        counted.append(estimate(model, passes, batch))
+        counted.append(Estimate(model, passes, batch))
         return counted[0]
 
-    monkeypatch.setattr("kronbit.lab.plan.planning.estimate", kept)
+    monkeypatch.setattr("kronbit.lab.plan.planning.Estimate", kept)
     plan = make_plan(
         "llama2-7b", batch=64, gpu="80GB", order=2048, base="adamw8bit", checkpointing=True
     )
@@ -316,10 +313,10 @@ def test_presets_have_the_published_sizes() -> None:
         network = resolve_model(name)
         model = network.build("meta")
         assert sum(p.numel() for p in model.parameters()) == count, name
-        image = PRESETS[name].image
-        inputs = Inputs((256,), True) if image is None else Inputs((3, image, image), False)
-        assert network.inputs(model) == inputs
-        assert {p.dtype for p in model.parameters()} == {torch.float32 if image else torch.bfloat16}
+        tokens = name.startswith(("gpt2", "llama"))
+        assert network.passes(model) == Passes((256,) if tokens else (3, 224, 224), tokens)
+        expected = torch.bfloat16 if tokens else torch.float32
+        assert {p.dtype for p in model.parameters()} == {expected}
 
 
 def test_a_folder_of_transformers(tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ checkpointing repeats is therefore not counted twice.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
@@ -27,29 +26,6 @@ from kronbit.statistics.layers import Layer, find_layers
 
 # Limit on the bytes of a piece of the inputs. They are not copied, so one piece holds all.
 _ALL_AT_ONCE = 2**62
-
-
-@dataclass(frozen=True)
-class Sums:
-    """Sums over the rows of a layer since its gradient was reset.
-
-    Attributes:
-        x: Σ x without the constant 1, (E, inputs).
-        y: Σ y, (E, outputs).
-        rows: Number of rows.
-    """
-
-    x: Tensor
-    y: Tensor
-    rows: int
-
-    def __add__(self, other: Sums) -> Sums:
-        return Sums(self.x + other.x, self.y + other.y, self.rows + other.rows)
-
-    def means(self, layer: Layer) -> tuple[Tensor, Tensor]:
-        """Return the mean x, with the constant 1 if the layer has a bias, and the mean y."""
-        x, y = self.x / self.rows, self.y / self.rows
-        return (x if layer.bias is None else functional.pad(x, (0, 1), value=1.0)), y
 
 
 class EVA(Rewriter):
@@ -105,7 +81,8 @@ class EVA(Rewriter):
         check_damping(damping)
         self.beta, self.damping = beta, damping
         self._layers = find_layers(model, set(model.parameters()))[0]
-        self._collected: dict[Layer, Sums] = {}
+        # Σ x, Σ y and the number of rows of each layer since its gradient was reset.
+        self._collected: dict[Layer, tuple[Tensor, Tensor, int]] = {}
         self._handles: list[RemovableHandle] = []
         self._closed = False
         self._missed = 0
@@ -172,9 +149,12 @@ class EVA(Rewriter):
     @torch.no_grad()
     def _collect(self, layer: Layer, x: Tensor, y: Tensor) -> None:
         rows = layer.kind.outputs(layer.module, y)
-        sums = Sums(x, rows.sum((1, 2), dtype=x.dtype), rows.shape[1] * rows.shape[2])
-        before = self._collected.get(layer)
-        self._collected[layer] = sums if before is None else before + sums
+        count = rows.shape[1] * rows.shape[2]
+        if layer.bias is not None:
+            x = functional.pad(x, (0, 1), value=count)
+        before: Any = self._collected.get(layer, (0, 0, 0))
+        y = rows.sum((1, 2), dtype=x.dtype)
+        self._collected[layer] = before[0] + x, before[1] + y, before[2] + count
 
     # ------------------------------------------------------------------------------- rewriting
 
@@ -187,9 +167,9 @@ class EVA(Rewriter):
         if not layers:
             return
         means = {
-            layer: collected[layer].means(layer)
-            for layer in layers
-            if layer in collected and collected[layer].rows
+            layer: (x / count, y / count)
+            for layer, (x, y, count) in collected.items()
+            if count and layer in layers
         }
         if missed := [layer for layer in layers if layer not in means]:
             self._note_missed(missed)

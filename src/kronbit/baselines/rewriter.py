@@ -62,7 +62,7 @@ class Rewriter(Around, ABC):
             self._check_group(group, index)  # before anything is changed
         self.check()
         self.common: Leaves = {}
-        self._skipped: Tensor | None = None
+        self._skipped: Tensor | int = 0
         super().__init__(self.base.param_groups, dict(self.base.defaults))
 
     def check(self) -> None:
@@ -132,20 +132,21 @@ class Rewriter(Around, ABC):
 
     def _prepare(self, params: Iterable[Tensor]) -> None:
         """Refuse sparse and complex gradients, and copy gradients whose elements share memory."""
-        grads = [(p, p.grad) for p in params if p.grad is not None]
-        for p, grad in grads:
+        for p in params:
+            grad = p.grad
+            if grad is None:
+                continue
+            kind = remedy = None
             if grad.layout != torch.strided:
                 kind, remedy = f"sparse ({grad.layout})", "build the embedding with sparse=False"
             elif grad.is_complex():
                 kind = f"complex ({grad.dtype})"
                 remedy = "optimize torch.view_as_real of the parameter"
-            else:
-                continue
-            raise RuntimeError(
-                f"the gradient of a parameter of shape {tuple(p.shape)} is {kind}, and "
-                f"{type(self).__name__} needs dense, real gradients: {remedy}"
-            )
-        for p, grad in grads:
+            if kind:
+                raise RuntimeError(
+                    f"the gradient of a parameter of shape {tuple(p.shape)} is {kind}, and "
+                    f"{type(self).__name__} needs dense, real gradients: {remedy}"
+                )
             if overlaps_itself(grad):
                 p.grad = grad.clone(memory_format=torch.contiguous_format)
 
@@ -164,14 +165,12 @@ class Rewriter(Around, ABC):
             for x in (*grads, *also)
         ]
         finite = torch.stack(norms).isfinite().all()
-        if self._skipped is None:
-            self._skipped = torch.zeros((), dtype=torch.int64, device=home)
-        self._skipped += (~finite).to(self._skipped.device)
+        self._skipped = torch.as_tensor(self._skipped, device=home) + ~finite
         return finite
 
     def diagnostics(self) -> dict[str, Any]:
         """Return counters since construction or ``load_state_dict``. Waits for the device."""
-        return {"skipped_steps": 0 if self._skipped is None else int(self._skipped)}
+        return {"skipped_steps": int(self._skipped)}
 
     # ---------------------------------------------------------------------------------- state
 
@@ -200,8 +199,15 @@ class Rewriter(Around, ABC):
                     f"{key!r} is missing: this is not a state dict of {type(self).__name__}"
                 )
         entries = _by_parameter(state_dict, self.param_groups)
+        state = {}
         try:
-            state = {p: self._read(p, *entry) for p, entry in entries.items()}
+            for p, (key, held) in entries.items():
+                layout = self.layout(p)
+                if not layout:
+                    raise ValueError(
+                        f"state[{key!r}] belongs to a parameter that has no state here"
+                    )
+                state[p] = checked_leaves(held, layout, f"state[{key!r}]")
             layout = self.common_layout() if state or state_dict["common"] else {}
             common = checked_leaves(state_dict["common"], layout, "common")
         except ValueError as error:
@@ -212,19 +218,12 @@ class Rewriter(Around, ABC):
         base = _base_loader(self.base, state_dict["base"])
         base.check()
         base.load()
-        self.state = defaultdict(dict)
-        for p, leaves in state.items():
-            self.state[p] = _copied(leaves, p.device)
+        copies = {p: _copied(leaves, p.device) for p, leaves in state.items()}
+        self.state = defaultdict(dict, copies)
         self.common = _copied(common, self._params()[0].device)
-        self._skipped = None
+        self._skipped = 0
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
-
-    def _read(self, p: Tensor, key: Any, held: Any) -> Leaves:
-        layout = self.layout(p)
-        if not layout:
-            raise ValueError(f"state[{key!r}] belongs to a parameter that has no state here")
-        return checked_leaves(held, layout, f"state[{key!r}]")
 
     def __getstate__(self) -> dict[str, Any]:
         kept = ("defaults", "state", "base", "common", "_skipped", *self._pickled)

@@ -49,13 +49,11 @@ def doctor(
             table.add_row(*row)
         console.print(table)
         console.print(f"\n{optimizer}:")
-    findings = []
+    checks = {}
     for check in CHECKS:
-        findings.append(examine(subject, where, check))
+        checks[check] = examine(subject, where, check) or "ok"
         if not as_json:
-            problem = findings[-1].problem
-            console.print(f"  {check}: {problem or 'ok'}", markup=False, highlight=False)
+            console.print(f"  {check}: {checks[check]}", markup=False, highlight=False)
     if as_json:
-        checks = {finding.check: finding.problem or "ok" for finding in findings}
         print(json.dumps({"environment": dict(environment), "checks": checks}, indent=1))
-    return int(any(finding.problem for finding in findings))
+    return int(any(outcome != "ok" for outcome in checks.values()))

@@ -13,31 +13,27 @@ from timm.optim import OptimInfo
 from timm.optim._optim_factory import default_registry
 
 import kronbit
+from kronbit.optimizer import SecondOrder
 
 
-def _with_fallback(params: Any) -> Any:
-    """Set ``precondition=False`` on groups with timm's flag ``use_fallback``."""
-    if not isinstance(params, Iterable):
-        return params
-    groups = list(params)
-    for group in groups:
-        if isinstance(group, dict) and group.get("use_fallback"):
-            group.setdefault("precondition", False)
-    return groups
+class _ForTimm(SecondOrder):
+    """Sets ``precondition=False`` on groups with timm's flag ``use_fallback``."""
+
+    def __init__(self, params: Any, **options: Any) -> None:
+        if isinstance(params, Iterable):
+            params = list(params)
+            for group in params:
+                if isinstance(group, dict) and group.get("use_fallback"):
+                    group.setdefault("precondition", False)
+        super().__init__(params, **options)
 
 
-class Shampoo4bit(kronbit.Shampoo):
+class Shampoo4bit(_ForTimm, kronbit.Shampoo):
     """``kronbit.Shampoo`` for timm's param groups, by default around AdamW."""
 
-    def __init__(self, params: Any, **options: Any) -> None:
-        super().__init__(_with_fallback(params), **options)
 
-
-class CASPR4bit(kronbit.CASPR):
+class CASPR4bit(_ForTimm, kronbit.CASPR):
     """``kronbit.CASPR`` for timm's param groups, by default around AdamW."""
-
-    def __init__(self, params: Any, **options: Any) -> None:
-        super().__init__(_with_fallback(params), **options)
 
 
 for _kind in (Shampoo4bit, CASPR4bit):

@@ -28,13 +28,9 @@ class KronbitOptimizers(OptimizersContainer):  # type: ignore[misc, type-arg, un
 
     @staticmethod
     def _resolve_optimizer_factory(name: str) -> Callable[..., Optimizer]:
-        known: dict[str, Callable[..., Optimizer]] = {
-            "Shampoo": kronbit.Shampoo,
-            "CASPR": kronbit.CASPR,
-        }
-        if name in known:
-            return known[name]
-        factory: Callable[..., Optimizer] = OptimizersContainer._resolve_optimizer_factory(name)
+        known = {"Shampoo": kronbit.Shampoo, "CASPR": kronbit.CASPR}
+        factory: Callable[..., Optimizer]
+        factory = known.get(name) or OptimizersContainer._resolve_optimizer_factory(name)
         return factory
 
     def _register_bf16_optimizer_state_hook(self) -> None:
@@ -61,13 +57,12 @@ def shampoo4bit(
     # The container writes these into groups, where they override options of the whole optimizer.
     of_groups = {*GROUP_OPTIONS, *IMPLEMENTATION, "lr"}
     whole = {name: given.pop(name) for name in list(given) if name not in of_groups}
-    groups = [ParamGroupConfig(pattern=".*", optimizer_name="Shampoo", optimizer_kwargs=given)]
-    if left_to_base is not None:
-        kept = {**given, "precondition": False}
-        groups.insert(
-            0,
-            ParamGroupConfig(pattern=left_to_base, optimizer_name="Shampoo", optimizer_kwargs=kept),
-        )
+    kept = {**given, "precondition": False}
+    groups = [
+        ParamGroupConfig(pattern=pattern, optimizer_name="Shampoo", optimizer_kwargs=keywords)
+        for pattern, keywords in ((left_to_base, kept), (".*", given))
+        if pattern is not None
+    ]
     return KronbitOptimizers.Config(
         param_groups=groups, optimizer_factory_kwargs_by_name={"Shampoo": whole}
     )

@@ -64,9 +64,9 @@ class ShampooFactory:
             raise ValueError(f"option {twice[0]!r} is given twice, once in optim_args")
         options |= more
         skipped, decay = options.pop("skip", None) or (), options.pop("weight_decay", None) or 0.0
+        watches = issubclass(self.optimizer, kronbit.KFAC)
         # K-FAC keeps layers whole, and a given max_order applies to all parameters.
-        uncut = issubclass(self.optimizer, kronbit.KFAC) or "max_order" in options
-        order = None if uncut else LOW_RANK_ORDER
+        order = None if watches or "max_order" in options else LOW_RANK_ORDER
         groups = []
         for group in kronbit.param_groups(model, skipped, order):
             named = [(name, p) for name, p in group["params"] if p.requires_grad]
@@ -75,11 +75,8 @@ class ShampooFactory:
                 if params:
                     part = {"params": params, "weight_decay": decay if decays else 0.0}
                     groups.append({**group, **part})
-        return self._make(groups, model, options)
-
-    def _make(
-        self, groups: list[dict[str, Any]], model: nn.Module, options: dict[str, Any]
-    ) -> SecondOrder:
+        if watches:
+            options["model"] = model
         return self.optimizer(groups, **options)
 
 
@@ -92,12 +89,7 @@ class CASPRFactory(ShampooFactory):
 class KFACFactory(ShampooFactory):
     """Like ``ShampooFactory``, for ``kronbit.KFAC``, which watches the layers of the model."""
 
-    optimizer: ClassVar[type[kronbit.KFAC]] = kronbit.KFAC
-
-    def _make(
-        self, groups: list[dict[str, Any]], model: nn.Module, options: dict[str, Any]
-    ) -> SecondOrder:
-        return self.optimizer(groups, model=model, **options)
+    optimizer = kronbit.KFAC
 
 
 class AdaBKFactory(KFACFactory):

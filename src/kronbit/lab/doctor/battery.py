@@ -12,8 +12,9 @@ import pickle
 import tempfile
 import warnings
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,13 +28,6 @@ _RANKS = 2
 
 class BrokenError(Exception):
     """A check has failed; the message says how."""
-
-
-class Finding(NamedTuple):
-    """The outcome of a check; ``problem`` is empty if it passed."""
-
-    check: str
-    problem: str
 
 
 def _require(condition: bool, otherwise: str) -> None:
@@ -85,10 +79,9 @@ def _require_equal(actual: Iterable[Tensor], expected: Iterable[Tensor], what: s
 
 def _distance(actual: Iterable[Tensor], expected: Iterable[Tensor]) -> float:
     """Return the largest absolute difference of two elements; NaN if one of them is NaN."""
-    pairs = [
-        (p.detach().float(), q.detach().float()) for p, q in zip(actual, expected, strict=True)
-    ]
-    return float(torch.stack([(p - q).abs().max() for p, q in pairs]).max())
+    pairs = zip(actual, expected, strict=True)
+    largest = torch.stack([(p.float() - q.float()).abs().max() for p, q in pairs]).max()
+    return float(largest.detach())
 
 
 # -------------------------------------------------------------------------------------- steps
@@ -107,10 +100,8 @@ def closure(subject: Subject, device: torch.device) -> None:
     returned: Any = optimizer.step(evaluate)
     _require(len(losses) == 1, f"the closure was called {len(losses)} times")
     _require(returned is not None, "the closure's loss was not returned")
-    _require(
-        float(returned.detach()) == float(losses[0].detach()),
-        "a loss other than the closure's was returned",
-    )
+    same = float(returned.detach()) == float(losses[0].detach())
+    _require(same, "a loss other than the closure's was returned")
 
 
 def bf16_parameters(subject: Subject, device: torch.device) -> None:
@@ -193,88 +184,68 @@ def later_group(subject: Subject, device: torch.device) -> None:
     optimizer.add_param_group({"params": later})
     _train(model, optimizer, range(2, 6))
     _require_finite(model.parameters())
-    moved = not any(map(torch.equal, later, before))
-    _require(moved, "the new group has not moved")
+    _require(not any(map(torch.equal, later, before)), "the new group has not moved")
 
 
 # -------------------------------------------------------------------------------- checkpoints
 
 
-def _resume(
-    subject: Subject,
-    device: torch.device,
-    dtype: torch.dtype,
-    through: Callable[[nn.Module, Optimizer, nn.Module, Optimizer], None],
-) -> None:
-    """Take five steps, copy model and optimizer, take five steps with both, and compare."""
+def _half_way(
+    subject: Subject, device: torch.device, dtype: torch.dtype = torch.float32
+) -> tuple[nn.Module, Optimizer, nn.Module, Optimizer]:
+    """Return a model and its optimizer after five steps, and an equal model with a new one."""
     model, optimizer = _start(subject, device, dtype)
     _train(model, optimizer, range(5))
     twin, again = _start(subject, device, dtype)
     twin.load_state_dict(model.state_dict())
-    through(model, optimizer, twin, again)
-    _require_same_end(model, optimizer, twin, again, "the resumed run")
+    return model, optimizer, twin, again
 
 
 def _require_same_end(
     model: nn.Module, optimizer: Optimizer, twin: nn.Module, again: Optimizer, what: str
 ) -> None:
+    """Take five steps with both, and compare."""
     _train(model, optimizer, range(5, 10))
     _train(twin, again, range(5, 10))
     _require_equal(twin.parameters(), model.parameters(), what)
 
 
-def resume(subject: Subject, device: torch.device) -> None:
+def resume(subject: Subject, device: torch.device, dtype: torch.dtype = torch.float32) -> None:
     """A resumed run equals the uninterrupted one bit for bit."""
-    _resume(subject, device, torch.float32, _by_state_dict)
-
-
-def resume_bf16(subject: Subject, device: torch.device) -> None:
-    """A resumed run with bf16 parameters equals the uninterrupted one bit for bit."""
-    _resume(subject, device, torch.bfloat16, _by_state_dict)
-
-
-def _by_state_dict(_: nn.Module, optimizer: Optimizer, __: nn.Module, again: Optimizer) -> None:
+    model, optimizer, twin, again = _half_way(subject, device, dtype)
     again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    _require_same_end(model, optimizer, twin, again, "the resumed run")
 
 
 def weights_only(subject: Subject, device: torch.device) -> None:
     """``torch.load(weights_only=True)``, which runs no code, loads the state dict."""
-
-    def through(_: nn.Module, optimizer: Optimizer, __: nn.Module, again: Optimizer) -> None:
-        file = io.BytesIO()
-        torch.save(optimizer.state_dict(), file)
-        file.seek(0)
-        again.load_state_dict(torch.load(file, weights_only=True))
-
-    _resume(subject, device, torch.float32, through)
+    model, optimizer, twin, again = _half_way(subject, device)
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    file.seek(0)
+    again.load_state_dict(torch.load(file, weights_only=True))
+    _require_same_end(model, optimizer, twin, again, "the resumed run")
 
 
 def pickled(subject: Subject, device: torch.device) -> None:
     """A copy by pickle, parameters included, trains like the original."""
-    model, optimizer = _start(subject, device)
-    _train(model, optimizer, range(5))
+    model, optimizer, _, _ = _half_way(subject, device)
     twin, again = pickle.loads(pickle.dumps((model, optimizer)))
     _require_same_end(model, optimizer, twin, again, "the copy's run")
 
 
 def distributed_checkpoint(subject: Subject, device: torch.device) -> None:
     """``torch.distributed.checkpoint`` saves and loads the optimizer bit for bit."""
-    from torch.distributed.checkpoint.state_dict import (
-        get_optimizer_state_dict,
-        set_optimizer_state_dict,
-    )
-    from torch.distributed.checkpoint.state_dict_loader import load
-    from torch.distributed.checkpoint.state_dict_saver import save
+    from torch.distributed.checkpoint import state_dict, state_dict_loader, state_dict_saver
 
-    def through(model: nn.Module, optimizer: Optimizer, twin: nn.Module, again: Optimizer) -> None:
-        with tempfile.TemporaryDirectory() as folder:
-            saved: Any = get_optimizer_state_dict(model, optimizer)
-            save(saved, checkpoint_id=folder, no_dist=True)
-            loaded: Any = get_optimizer_state_dict(twin, again)
-            load(loaded, checkpoint_id=folder, no_dist=True)
-            set_optimizer_state_dict(twin, again, loaded)
-
-    _resume(subject, device, torch.float32, through)
+    model, optimizer, twin, again = _half_way(subject, device)
+    with tempfile.TemporaryDirectory() as folder:
+        saved: Any = state_dict.get_optimizer_state_dict(model, optimizer)
+        state_dict_saver.save(saved, checkpoint_id=folder, no_dist=True)
+        loaded: Any = state_dict.get_optimizer_state_dict(twin, again)
+        state_dict_loader.load(loaded, checkpoint_id=folder, no_dist=True)
+        state_dict.set_optimizer_state_dict(twin, again, loaded)
+    _require_same_end(model, optimizer, twin, again, "the resumed run")
 
 
 # ----------------------------------------------------------------------------- several ranks
@@ -317,7 +288,7 @@ CHECKS: dict[str, Callable[[Subject, torch.device], None]] = {
     "closure called once, its loss returned": closure,
     "bf16 parameters train": bf16_parameters,
     "resume to the bit": resume,
-    "resume to the bit, bf16 parameters": resume_bf16,
+    "resume to the bit, bf16 parameters": partial(resume, dtype=torch.bfloat16),
     "torch.load(weights_only=True)": weights_only,
     "torch.distributed.checkpoint round trip": distributed_checkpoint,
     "FSDP2 on two ranks is one process": fsdp2,
@@ -330,8 +301,8 @@ CHECKS: dict[str, Callable[[Subject, torch.device], None]] = {
 }
 
 
-def examine(subject: Subject, device: torch.device, check: str) -> Finding:
-    """Run one check.
+def examine(subject: Subject, device: torch.device, check: str) -> str:
+    """Run one check, and return what is wrong; empty if it passed.
 
     Args:
         subject: The optimizer.
@@ -344,10 +315,10 @@ def examine(subject: Subject, device: torch.device, check: str) -> Finding:
             warnings.simplefilter("ignore")
             CHECKS[check](subject, device)
     except BrokenError as broken:
-        return Finding(check, str(broken))
+        return str(broken)
     except Exception as error:  # other optimizers can raise anything
         lines = str(error).strip().splitlines() or [""]
-        return Finding(check, f"{type(error).__name__}: {lines[-1].strip()}")
+        return f"{type(error).__name__}: {lines[-1].strip()}"
     finally:
         torch.random.set_rng_state(state)
-    return Finding(check, "")
+    return ""

@@ -41,10 +41,8 @@ class Subject:
     def make(self, model: nn.Module, params: Iterable[Any] | None = None) -> Optimizer:
         """Build the optimizer for all parameters of a model, or for ``params``."""
         kind = self.find()
-        model_option: dict[str, Any] = {"model": model} if _takes_model(kind) else {}
-        made: Optimizer = kind(
-            model.parameters() if params is None else params, **model_option, **self.options
-        )
+        options = {"model": model, **self.options} if _takes_model(kind) else self.options
+        made: Optimizer = kind(model.parameters() if params is None else params, **options)
         return made
 
 

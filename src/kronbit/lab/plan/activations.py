@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,39 +20,25 @@ from kronbit.lab.precision import AMP, autocast
 
 
 @dataclass(frozen=True)
-class Inputs:
-    """The inputs of a network.
-
-    Attributes:
-        shape: Shape of one example.
-        tokens: True if the values are integers.
-    """
-
-    shape: tuple[int, ...]
-    tokens: bool
-
-    def batch(self, size: int, dtype: torch.dtype) -> Tensor:
-        """Return a batch of zeros on the default device."""
-        return torch.zeros(size, *self.shape, dtype=torch.int64 if self.tokens else dtype)
-
-
-@dataclass(frozen=True)
 class Passes:
     """The forward and backward passes of a step.
 
     Attributes:
-        inputs: The inputs of the network.
+        shape: Shape of one example.
+        tokens: True if the inputs are integers.
         amp: Autocast of the forward pass: ``off``, ``bf16`` or ``fp16``.
         repeated: True if gradients of several passes are accumulated before a step.
     """
 
-    inputs: Inputs
+    shape: tuple[int, ...]
+    tokens: bool
     amp: str = "off"
     repeated: bool = False
 
     def loss(self, model: nn.Module, batch: int) -> Tensor:
         """Return the cross entropy of the logits in float32, with one target per row."""
-        x = self.inputs.batch(batch, next(model.parameters()).dtype)
+        dtype = torch.int64 if self.tokens else next(model.parameters()).dtype
+        x = torch.zeros(batch, *self.shape, dtype=dtype)
         config = getattr(model, "config", None)
         if getattr(config, "is_encoder_decoder", False):  # needs targets as well
             loss: Tensor = model(input_ids=x, labels=x).loss
@@ -90,33 +76,24 @@ class _AllocatedBytes(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.bytes = 0
         self.curve: list[int] = []
-        self._alive: dict[int, tuple[int, weakref.ref[Any] | None]] = {
-            tensor.untyped_storage()._cdata: (0, None) for tensor in known
-        }
+        self._alive = {tensor.untyped_storage()._cdata for tensor in known}
 
-    def __torch_dispatch__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor) and tensor.device.type == "meta":
-                self._count(tensor.untyped_storage())
+                storage = tensor.untyped_storage()
+                key, size = storage._cdata, storage.nbytes()
+                if key not in self._alive:
+                    self._alive.add(key)
+                    self.bytes += size
+                    weakref.finalize(storage, self._forget, key, size)
         self.curve.append(self.bytes)
         return result
 
-    def _count(self, storage: torch.UntypedStorage) -> None:
-        key = storage._cdata
-        if key not in self._alive:
-            reference = weakref.ref(storage, lambda _: self._forget(key))
-            self._alive[key] = storage.nbytes(), reference
-            self.bytes += storage.nbytes()
-
-    def _forget(self, key: int) -> None:
-        self.bytes -= self._alive.pop(key)[0]
+    def _forget(self, key: int, size: int) -> None:
+        self._alive.remove(key)
+        self.bytes -= size
 
 
 def trace(model: nn.Module, passes: Passes, batch: int) -> Trace:
@@ -147,19 +124,18 @@ def trace(model: nn.Module, passes: Passes, batch: int) -> Trace:
     return Trace(saved, torch.tensor(allocated.curve, device="cpu"))
 
 
-@dataclass(frozen=True)
 class Estimate:
-    """Memory of both passes at any batch size, extrapolated from two counts.
+    """Memory of both passes at any batch size, extrapolated from counts at a size and its double.
 
-    Attributes:
-        batch: Batch size of the first count.
-        first: Count at this batch size.
-        second: Count at twice this batch size.
+    Args:
+        model: A network on the meta device.
+        passes: The passes to run.
+        batch: Examples per pass.
     """
 
-    batch: int
-    first: Trace
-    second: Trace
+    def __init__(self, model: nn.Module, passes: Passes, batch: int) -> None:
+        self.batch = batch
+        self.first, self.second = (trace(model, passes, size) for size in (batch, 2 * batch))
 
     def peak_at(self, batch: int) -> int:
         """Return the peak at another batch size; memory at each operation is linear in it."""
@@ -167,11 +143,6 @@ class Estimate:
         if len(one) != len(two):  # the operations depend on the batch size
             return self.first.peak * batch // self.batch
         return int((one + (two - one) * (batch - self.batch) // self.batch).max())
-
-
-def estimate(model: nn.Module, passes: Passes, batch: int) -> Estimate:
-    """Count at two batch sizes with ``trace``."""
-    return Estimate(batch, trace(model, passes, batch), trace(model, passes, 2 * batch))
 
 
 def measure(build: Callable[[], nn.Module], passes: Passes, batch: int) -> int:

@@ -6,10 +6,8 @@ The meta device itself decomposes attention, keeps dropout masks in float and ha
 from __future__ import annotations
 
 import contextlib
-import importlib
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import ModuleType
+from collections.abc import Iterator
 from typing import Any
 from unittest.mock import patch
 
@@ -20,23 +18,19 @@ from torch.overrides import TorchFunctionMode
 
 # Functions that CUDA's autocast runs in low precision, and those it runs in float32. All other
 # functions run in the precision of their inputs.
-_LOWER = frozenset(
-    {
-        *("linear", "matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "mv", "addmm", "addbmm"),
-        *("addmv", "addr", "baddbmm", "einsum", "chain_matmul", "multi_dot", "prelu", "conv1d"),
-        *("conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"),
-        "scaled_dot_product_attention",
-    }
-)
-_FLOAT32 = frozenset(
-    {
-        *("pow", "__pow__", "__rpow__", "exp", "expm1", "log", "log10", "log2", "log1p", "rsqrt"),
-        *("reciprocal", "softmax", "log_softmax", "softplus", "layer_norm", "group_norm", "norm"),
-        *("sum", "prod", "cumsum", "cumprod", "cross_entropy_loss", "nll_loss", "nll_loss_nd"),
-        *("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "kl_div", "cosine_similarity"),
-        *("binary_cross_entropy_with_logits", "cdist", "dist"),
-    }
-)
+_LOWER = {
+    *("linear", "matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "mv", "addmm", "addbmm"),
+    *("addmv", "addr", "baddbmm", "einsum", "chain_matmul", "multi_dot", "prelu", "conv1d"),
+    *("conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"),
+    "scaled_dot_product_attention",
+}
+_FLOAT32 = {
+    *("pow", "__pow__", "__rpow__", "exp", "expm1", "log", "log10", "log2", "log1p", "rsqrt"),
+    *("reciprocal", "softmax", "log_softmax", "softplus", "layer_norm", "group_norm", "norm"),
+    *("sum", "prod", "cumsum", "cumprod", "cross_entropy_loss", "nll_loss", "nll_loss_nd"),
+    *("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "kl_div", "cosine_similarity"),
+    *("binary_cross_entropy_with_logits", "cdist", "dist"),
+}
 
 
 class GPUEmulation(TorchFunctionMode):
@@ -56,18 +50,11 @@ class GPUEmulation(TorchFunctionMode):
         """Drop the cached casts: autocast has none when checkpointing recomputes layers."""
         self._cast_weights = None
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        name = getattr(func, "__name__", "")
-        given = dict(kwargs or {})
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, given = getattr(func, "__name__", ""), kwargs or {}
         if self._lower is not None and name in _LOWER | _FLOAT32:
             dtype = self._lower if name in _LOWER else torch.float32
-            args = tuple(self._cast(value, dtype) for value in args)
+            args = [self._cast(value, dtype) for value in args]
             given = {key: self._cast(value, dtype) for key, value in given.items()}
         return _REPLACED.get(name, func)(*args, **given)
 
@@ -116,10 +103,7 @@ def _dropout(input: Tensor, p: float, train: bool) -> Tensor:
     return torch.native_dropout(input, p, train)[0] if train and p > 0 else input
 
 
-_REPLACED: Mapping[str, Callable[..., Any]] = {
-    "scaled_dot_product_attention": _attention,
-    "dropout": _dropout,
-}
+_REPLACED = {"scaled_dot_product_attention": _attention, "dropout": _dropout}
 
 
 @contextlib.contextmanager
@@ -129,17 +113,12 @@ def expose_torch_functions() -> Iterator[None]:
     By default a mode gets the outer call alone, and the inner calls run without it: attention in
     ``multi_head_attention_forward``, or all layers that a backward pass recomputes.
     """
-    replaced: list[tuple[ModuleType, str]] = [
-        (functional, "has_torch_function"),
-        (functional, "has_torch_function_unary"),
-        (functional, "has_torch_function_variadic"),
+    replaced = [
+        *((functional, f"has_torch_function{kind}") for kind in ("", "_unary", "_variadic")),
         (torch.autograd, "has_torch_function"),
-    ]
-    if "transformers" in sys.modules:
         # The function reads values of positions to detect packed sequences. None are packed here.
-        with contextlib.suppress(ImportError):
-            masks = importlib.import_module("transformers.masking_utils")
-            replaced.append((masks, "find_packed_sequence_indices"))
+        (sys.modules.get("transformers.masking_utils"), "find_packed_sequence_indices"),
+    ]
     with contextlib.ExitStack() as stack:
         for module, name in replaced:
             if hasattr(module, name):

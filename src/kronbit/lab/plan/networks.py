@@ -15,12 +15,33 @@ from torch import nn
 
 from kronbit.lab.errors import LabError, one_line
 from kronbit.lab.models import build
-from kronbit.lab.plan.activations import Inputs
-from kronbit.lab.plan.presets import PRESETS
+from kronbit.lab.plan.activations import Passes
 from kronbit.lab.precision import DTYPES
 from kronbit.lab.recipe import Recipe, find_recipe, recipe_names
 
-_LENGTH, _IMAGE = 256, 224  # defaults
+_LLAMA_FIELDS = (
+    *("hidden_size", "intermediate_size", "num_hidden_layers"),
+    *("num_attention_heads", "num_key_value_heads", "vocab_size"),
+)
+_LLAMA_SIZES = {
+    "llama-130m": (768, 2048, 12, 12, 12, 32000),
+    "llama-350m": (1024, 2736, 24, 16, 16, 32000),
+    "llama2-7b": (4096, 11008, 32, 32, 32, 32000),
+    "llama3-8b": (4096, 14336, 32, 32, 8, 128256),
+    "llama2-70b": (8192, 28672, 80, 64, 8, 32000),
+}
+# Networks of the paper, and a few larger ones: arguments of ``kronbit.lab.models.build``.
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    # 50304 is the vocabulary of 50257, padded to a multiple of 64 for speed.
+    "gpt2-124m": {"name": "gpt2", "vocab_size": 50304},
+    **{
+        name: {"name": "llama", **dict(zip(_LLAMA_FIELDS, sizes, strict=True))}
+        for name, sizes in _LLAMA_SIZES.items()
+    },
+    "vit-b32": {"name": "vit-base-32"},
+    "resnet50": {"name": "resnet50"},
+    "swin-tiny": {"name": "swin-tiny", "classes": 1000, "image": 224, "patch": 4, "window": 7},
+}
 _SIDES = {"digits": 8, "cifar100": 32, "tiny-imagenet": 64}  # of data sets with one image size
 
 
@@ -46,8 +67,8 @@ class Network:
     name: str
     make: Callable[[], nn.Module]
     dtype: str = "fp32"
-    length: int = _LENGTH
-    image: int = _IMAGE
+    length: int = 256
+    image: int = 224
     batch: int | None = None
     repeated: bool = False
     amp: str = "off"
@@ -91,22 +112,21 @@ class Network:
             enable()
         return made.to(DTYPES[self.dtype])
 
-    def inputs(self, model: nn.Module) -> Inputs:
-        """Infer the inputs of the network from its first layer.
-
-        Raises:
-            LabError: If there is no embedding, 2-d convolution or linear layer.
-        """
-        for layer in model.modules():
-            if isinstance(layer, nn.Embedding):
-                return Inputs((self.length,), tokens=True)
-            if isinstance(layer, nn.Conv2d):
+    def passes(self, model: nn.Module) -> Passes | None:
+        """Infer the shape of an example from the first layer; ``None`` if no layer tells."""
+        kinds = (nn.Embedding, nn.Conv2d, nn.Linear)
+        shape: tuple[int, ...]
+        match first := next((m for m in model.modules() if isinstance(m, kinds)), None):
+            case nn.Embedding():
+                shape = (self.length,)
+            case nn.Conv2d():
                 side = getattr(getattr(model, "config", None), "image_size", self.image)
-                sides = (side, side) if isinstance(side, int) else tuple(side)
-                return Inputs((layer.in_channels, *sides), tokens=False)
-            if isinstance(layer, nn.Linear):
-                return Inputs((layer.in_features,), tokens=False)
-        raise LabError("the model has no embedding, 2-d convolution or linear layer")
+                shape = (first.in_channels, *((side, side) if isinstance(side, int) else side))
+            case nn.Linear():
+                shape = (first.in_features,)
+            case _:
+                return None
+        return Passes(shape, isinstance(first, nn.Embedding), self.amp, self.repeated)
 
 
 def resolve_model(name: str) -> Network:
@@ -121,15 +141,20 @@ def resolve_model(name: str) -> Network:
     """
     path = Path(name)
     if name in PRESETS:
-        preset = PRESETS[name]
-        make = partial(build, preset.model, **preset.options)
-        return Network(name, make, preset.dtype, image=preset.image or _IMAGE)
+        dtype = "bf16" if "vocab_size" in PRESETS[name] else "fp32"
+        return Network(name, partial(build, **PRESETS[name]), dtype)
     if name in recipe_names() or path.suffix in (".yaml", ".yml"):
         return _of_recipe(find_recipe(name), name)
     if path.is_dir() or path.name == "config.json":
         return _of_folder(path if path.is_dir() else path.parent, name)
     if ":" in name:
-        return Network(name, _import_factory(name))
+        try:
+            factory: Any = pkgutil.resolve_name(name)
+        except Exception as error:  # importing a module can raise anything
+            raise LabError(f"cannot import {name}: {one_line(error)}") from error
+        if not callable(factory):
+            raise LabError(f"{name} is not callable: give a function that returns an nn.Module")
+        return Network(name, factory)
     known = [*PRESETS, *recipe_names()]
     close = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
     near = f"nearest: {', '.join(close)}" if close else f"presets: {', '.join(PRESETS)}"
@@ -141,12 +166,12 @@ def resolve_model(name: str) -> Network:
 
 def _of_recipe(recipe: Recipe, name: str) -> Network:
     data, part = recipe.data, recipe.micro_batch or recipe.batch
-    side = data.get("image", _SIDES.get(data["name"], _IMAGE))
+    side = data.get("image", _SIDES.get(data["name"], Network.image))
     return Network(
         name,
         partial(build, **recipe.model),
         recipe.dtype,
-        length=data.get("length", _LENGTH),
+        length=data.get("length", Network.length),
         image=recipe.model.get("image", side),
         batch=part,
         repeated=part < recipe.batch,
@@ -177,13 +202,3 @@ def _of_folder(folder: Path, name: str) -> Network:
     kept = getattr(config, "dtype", None)
     dtype = "fp32" if kept in (torch.float32, "float32") else "bf16"
     return Network(name, partial(make, config), dtype)
-
-
-def _import_factory(name: str) -> Callable[[], Any]:
-    try:
-        factory: Any = pkgutil.resolve_name(name)
-    except Exception as error:  # importing a module can raise anything
-        raise LabError(f"cannot import {name}: {one_line(error)}") from error
-    if not callable(factory):
-        raise LabError(f"{name} is not callable: give a function that returns an nn.Module")
-    return factory  # type: ignore[no-any-return]

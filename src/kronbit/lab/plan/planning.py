@@ -13,7 +13,7 @@ from torch import nn
 
 from kronbit.lab.errors import LabError, one_line
 from kronbit.lab.optimizers import ALGORITHMS
-from kronbit.lab.plan.activations import Passes, estimate, measure
+from kronbit.lab.plan.activations import Estimate, Passes, measure
 from kronbit.lab.plan.networks import Network, resolve_model
 from kronbit.lab.plan.rows import Accounts, Row
 from kronbit.lab.precision import AMP, DTYPES
@@ -95,47 +95,46 @@ def parse_size(text: str) -> int:
 def make_plan(
     name: str,
     *,
-    batch: int | None = None,
-    length: int | None = None,
-    image: int | None = None,
     gpu: str | None = None,
     optimizer: str = "shampoo",
     order: int | None = None,
-    base: str | None = None,
-    dtype: str | None = None,
-    amp: str | None = None,
     checkpointing: bool = False,
     measured: bool = False,
     settings: Mapping[str, Any] | None = None,
+    **changes: Any,
 ) -> Plan:
-    """Plan a training. Arguments that are ``None`` default to the settings of the model's source.
+    """Plan a training.
 
     Args:
         name: The model; see ``resolve_model``.
-        batch: Examples per pass; activations are left out if no batch is known.
-        length: Length of sequences.
-        image: Side of images.
         gpu: Memory of the GPU, such as ``80GB``.
         optimizer: ``shampoo`` (with rows of K-FAC and AdaBK), ``caspr``, ``kfac`` or ``adabk``.
         order: ``max_order`` of that optimizer.
-        base: The first-order optimizer.
-        dtype: Dtype of the parameters: ``fp32`` or ``bf16``.
-        amp: Autocast: ``off``, ``bf16`` or ``fp16``.
         checkpointing: True to recompute layers in the backward pass.
         measured: True to run one batch on the GPU, if there is one.
         settings: Further options of kronbit's optimizers or of the base.
+        **changes: Other values of ``Network``: ``batch``, ``length``, ``image``, ``dtype``, ``amp``
+            and ``base``; ``None`` leaves the setting of the model's source. Activations are left
+            out if no batch is known.
 
     Raises:
         LabError: If an argument is wrong.
     """
-    _check(optimizer, dtype, amp, batch=batch, seq=length, image=image, order=order)
+    chosen = {"optimizer": optimizer, "order": order, **changes}
+    for what, known in {"optimizer": ALGORITHMS, "dtype": DTYPES, "amp": AMP}.items():
+        if chosen.get(what) is not None and chosen[what] not in known:
+            raise LabError(f"--{what} must be one of {', '.join(known)}; got {chosen[what]!r}")
+    for key in ("batch", "length", "image", "order"):
+        if chosen.get(key) is not None and chosen[key] < 1:
+            what = "seq" if key == "length" else key
+            raise LabError(f"--{what} must be at least 1; got {chosen[key]}")
     limit = None if gpu is None else parse_size(gpu)
-    wishes: dict[str, Any] = {"batch": batch, "length": length, "image": image, "base": base}
-    wishes |= {"dtype": dtype, "amp": amp, "repeated": None if batch is None else False}
-    given = {key: value for key, value in wishes.items() if value is not None}
-    network = replace(resolve_model(name), **given)
+    changes = {key: value for key, value in changes.items() if value is not None}
+    if "batch" in changes:
+        changes["repeated"] = False
+    network = replace(resolve_model(name), **changes)
     model = network.build("meta", checkpointing)
-    passes = _passes(network, model)
+    passes = network.passes(model)
     activations, peak_at = _activations(network, model, passes, checkpointing, measured)
     accounts = Accounts(network, model, settings or {}, limit, peak_at)
     rows = accounts.rows(optimizer, order)
@@ -149,7 +148,7 @@ def make_plan(
         parameters_count=sum(p.numel() for p in model.parameters()),
         dtype=network.dtype,
         batch=network.batch,
-        shape=passes.inputs.shape if isinstance(passes, Passes) else None,
+        shape=None if passes is None else passes.shape,
         base=network.base,
         activations=activations,
         rows=tuple(rows),
@@ -166,52 +165,28 @@ def to_json(plan: Plan) -> dict[str, Any]:
     return {"format": 1, **asdict(plan), "rows": rows}
 
 
-def _check(optimizer: str, dtype: str | None, amp: str | None, **numbers: int | None) -> None:
-    known = {"optimizer": ALGORITHMS, "dtype": DTYPES, "amp": AMP}
-    for (what, names), value in zip(known.items(), (optimizer, dtype, amp), strict=True):
-        if value is not None and value not in names:
-            raise LabError(f"--{what} must be one of {', '.join(names)}; got {value!r}")
-    for what, number in numbers.items():
-        if number is not None and number < 1:
-            raise LabError(f"--{what} must be at least 1; got {number}")
-
-
-def _passes(network: Network, model: nn.Module) -> Passes | str:
-    """Return the passes of a step, or the reason why they are unknown."""
-    try:
-        return Passes(network.inputs(model), network.amp, network.repeated)
-    except LabError as error:
-        return str(error)
-
-
 def _activations(
-    network: Network,
-    model: nn.Module,
-    passes: Passes | str,
-    checkpointing: bool,
-    measured: bool,
+    network: Network, model: nn.Module, passes: Passes | None, checkpointing: bool, measured: bool
 ) -> tuple[Activations, Callable[[int], int] | None]:
     """Return the memory of a batch, and a function for the peak at any batch size, if known."""
-    if network.batch is None:
-        return Activations(None, None, "not counted: give --batch"), None
-    if isinstance(passes, str):
-        return Activations(None, None, f"not known: {passes}"), None
-    try:
-        counted = estimate(model, passes, network.batch)
-    except Exception as error:  # a network that depends on values can raise anything
-        why_not = f"not known: it does not run on meta ({one_line(error)[:160]})"
-        return Activations(None, None, why_not), None
-    saved, peak = counted.first.saved, counted.first.peak
-    how, share = "estimated: counted on the meta device, with fused attention", Fraction(1)
+    counted, how = None, "not counted: give --batch"
+    if network.batch is not None and passes is None:
+        how = "not known: the model has no embedding, 2-d convolution or linear layer"
+    elif network.batch is not None and passes is not None:
+        try:
+            counted = Estimate(model, passes, network.batch)
+        except Exception as error:  # a network that depends on values can raise anything
+            how = f"not known: it does not run on meta ({one_line(error)[:160]})"
+    if passes is None or counted is None:
+        return Activations(None, None, how), None
+    peak, how = counted.first.peak, "estimated: counted on the meta device, with fused attention"
     if measured and not torch.cuda.is_available():
         how += "; there is no CUDA device to measure"
     elif measured:
         try:
-            seen = measure(lambda: network.build("cuda", checkpointing), passes, network.batch)
+            peak = measure(lambda: network.build("cuda", checkpointing), passes, counted.batch)
             how = f"measured: forward and backward on {torch.cuda.get_device_name()}"
-            share = Fraction(seen, peak)
         except torch.OutOfMemoryError:
             how += "; this GPU is too small to measure"
-    return Activations(saved, int(peak * share), how), lambda batch: int(
-        counted.peak_at(batch) * share
-    )
+    share = Fraction(peak, counted.first.peak)
+    return Activations(counted.first.saved, peak, how), lambda b: int(counted.peak_at(b) * share)

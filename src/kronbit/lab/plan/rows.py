@@ -3,30 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
-from torch import Tensor, nn
+from torch import nn
 
 from kronbit.algorithms import KFAC, Shampoo
 from kronbit.blocks.batches import NEWTON, PRECONDITION, UPDATE
-from kronbit.blocks.blocking import Blocking
 from kronbit.config import EIGEN_OPTIONS, OPTIONS, Config, take_options
-from kronbit.estimate import estimate_memory
+from kronbit.estimate import blockings, estimate_memory
 from kronbit.lab.errors import LabError, one_line
 from kronbit.lab.optimizers import ALGORITHMS, BASE_LABELS
 from kronbit.lab.plan.networks import Network
 from kronbit.optimizer import SecondOrder
-from kronbit.statistics import GradientStatistics
-from kronbit.statistics.activations import ActivationStatistics
 
-_EIGEN, _PAPER = {"method": "eigen"}, {"method": "eigen", "storage": "paper"}
+_PAPER = {"method": "eigen", "storage": "paper"}
 _Ways: TypeAlias = Mapping[str, tuple[str, Mapping[str, Any]]]  # key -> (label, options)
 WAYS: _Ways = {
     "32": ("32-bit {}", {"bits": 32}),
     "4-naive": ("4-bit {} (naive)", {"bits": 4, "method": "naive", "storage": "paper"}),
     "4-paper": ("4-bit {} (paper)", {"bits": 4, **_PAPER}),
-    "4-eigen": ("4-bit {} (eigen)", {"bits": 4, **_EIGEN}),
+    "4-eigen": ("4-bit {} (eigen)", {"bits": 4, "method": "eigen"}),
     "3": ("3-bit {}", {"bits": 3}),
     "4": ("4-bit {} (default)", {"bits": 4}),
     "6+4": ("6-bit {}, roots 4", {"bits": 6, "root_bits": 4}),
@@ -36,7 +33,7 @@ WAYS: _Ways = {
 _STORED = ("bits", "root_bits", "method", "storage", "block_size")
 # GPU memory of a process outside torch's allocator: the CUDA context and loaded kernels.
 CONTEXT = 512 * 2**20
-_LARGEST_BATCH = 2**20
+_BATCHES = [2**i for i in range(21)]
 
 
 @dataclass(frozen=True)
@@ -69,14 +66,14 @@ class Row:
     parameters: int
     gradients: int
     base: int
-    statistics: int
-    roots: int
-    activations: int
-    workspace: int
-    host: int
-    fits: bool | None
-    ratio: float | None
-    largest_batch: int | None
+    statistics: int = 0
+    roots: int = 0
+    activations: int = 0
+    workspace: int = 0
+    host: int = 0
+    fits: bool | None = None
+    ratio: float | None = None
+    largest_batch: int | None = None
 
     @property
     def second_order(self) -> int:
@@ -84,57 +81,59 @@ class Row:
         return self.statistics + self.roots + self.host
 
     @property
+    def parts(self) -> dict[str, int]:
+        """Bytes on the GPU by kind."""
+        return {
+            "parameters": self.parameters,
+            "gradients": self.gradients,
+            "base": self.base,
+            "second order": self.statistics + self.roots,
+            "activations": self.activations,
+            "workspace": self.workspace,
+        }
+
+    @property
     def total(self) -> int:
         """All bytes on the GPU."""
-        state = self.base + self.statistics + self.roots
-        return self.parameters + self.gradients + state + self.activations + self.workspace
+        return sum(self.parts.values())
 
 
-@dataclass(frozen=True)
-class _SecondOrder:
-    """Bytes that an optimizer allocates besides the base's state."""
-
-    statistics: int = 0
-    roots: int = 0
-    host: int = 0
-    collected: int = 0
-    workspace: int = 0
-
-
+@dataclass
 class Accounts:
     """Computes the rows of one network.
 
-    Args:
+    Attributes:
         network: The network, with the training settings of its source.
         model: The network on the meta device.
         settings: Options of kronbit's optimizers or of the base.
         limit: Memory of the GPU in bytes; ``None`` for no limit.
         peak_at: Maps a batch size to the peak of both passes in bytes; ``None`` if unknown.
-
-    Attributes:
         notes: Rows that were left out, and why.
 
     Raises:
         LabError: If the base is unknown, or its memory cannot be estimated.
     """
 
-    def __init__(
-        self,
-        network: Network,
-        model: nn.Module,
-        settings: Mapping[str, Any],
-        limit: int | None,
-        peak_at: Callable[[int], int] | None,
-    ) -> None:
-        self._network, self._model, self._limit, self._peak_at = network, model, limit, peak_at
-        self._settings = {key: value for key, value in settings.items() if key in OPTIONS}
-        others = {key: value for key, value in settings.items() if key not in OPTIONS}
-        self._trained = [p for p in model.parameters() if p.requires_grad]
-        self._parameters = sum(x.nbytes for x in (*model.parameters(), *model.buffers()))
+    network: Network
+    model: nn.Module
+    settings: Mapping[str, Any]
+    limit: int | None
+    peak_at: Callable[[int], int] | None
+    notes: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._trained = [p for p in self.model.parameters() if p.requires_grad]
         self._gradients = sum(p.nbytes for p in self._trained)
-        options = {**network.base_options, **others}
-        self._base = _estimated(model, Shampoo, network.base, options)["base"]
-        self.notes: list[str] = []
+        options = {k: v for k, v in self.settings.items() if k not in OPTIONS}
+        options = {"base": self.network.base, **self.network.base_options, **options}
+        self._base = Row(
+            "base",
+            BASE_LABELS.get(self.network.base, self.network.base),
+            parameters=sum(x.nbytes for x in (*self.model.parameters(), *self.model.buffers())),
+            gradients=self._gradients,
+            base=self._estimated(Shampoo, options)["base"],
+            activations=self._beyond_gradients(self.network.batch or 0),
+        )
 
     def rows(self, algorithm: str, order: int | None) -> list[Row]:
         """Return the row of the base alone, then one row per way to store an algorithm's state.
@@ -146,126 +145,84 @@ class Accounts:
         Raises:
             LabError: If an option is wrong.
         """
-        options = self._options(algorithm, order)
+        options = self._options(algorithm) | ({} if order is None else {"max_order": order})
         stored = {key: options[key] for key in _STORED if key in options}
-        ways = WAYS
-        if stored:
-            label = ", ".join(f"{key}={value}" for key, value in stored.items())
-            ways = {**WAYS, "set": (f"{{}}, {label}", stored)}
-        base = self._row("base", BASE_LABELS.get(self._network.base, self._network.base))
-        rows = [base, *self._rows_of(algorithm, options, ways)]
+        label = ", ".join(f"{key}={value}" for key, value in stored.items())
+        ways = {**WAYS, "set": (f"{{}}, {label}", stored)} if stored else WAYS
+        rows = [self._fitted(self._base), *self._rows_of(algorithm, options, ways)]
         if algorithm == "shampoo":
             try:
                 # AdaBK has the state of K-FAC. Both keep layers whole: ``order`` does not apply.
                 ways = {key: (f"{key}-bit {{}} or AdaBK", WAYS[key][1]) for key in ("32", "4")}
-                rows += self._rows_of("kfac", self._options("kfac", None), ways)
+                rows += self._rows_of("kfac", self._options("kfac"), ways)
             except LabError as error:
                 self.notes.append(f"K-FAC and AdaBK are left out: {error}")
         return rows
 
-    def _options(self, algorithm: str, order: int | None) -> dict[str, Any]:
+    def _options(self, algorithm: str) -> dict[str, Any]:
         of_layers = algorithm in ("kfac", "adabk")
-        source = self._network.kfac if of_layers else self._network.shampoo
-        options = {key: value for key, value in source.items() if key in OPTIONS} | self._settings
-        return options if order is None else {**options, "max_order": order}
+        source = self.network.kfac if of_layers else self.network.shampoo
+        return {k: v for k, v in {**source, **self.settings}.items() if k in OPTIONS}
 
     def _rows_of(self, algorithm: str, options: Mapping[str, Any], ways: _Ways) -> list[Row]:
         kind, name = ALGORITHMS[algorithm]
         # Storage options differ by row; options of the eigenvector updates take no memory.
         shared = {k: v for k, v in options.items() if k not in (*_STORED, *EIGEN_OPTIONS)}
-        whole = self._second_order(kind, {**shared, "bits": 32})
-        size = whole.statistics + whole.roots + whole.host
-        if not size:
-            raise LabError(f"{name} finds nothing to precondition in {self._network.name}")
+        whole = self._estimated(kind, {**shared, "bits": 32})
+        if not whole["total"]:
+            raise LabError(f"{name} finds nothing to precondition in {self.network.name}")
+        # Y Yᵀ and X Xᵀ of all layers in float32
+        collected = whole["statistics"] if issubclass(kind, KFAC) else 0
         rows = []
         for key, (label, way) in ways.items():
-            held = self._second_order(kind, {**shared, **way})
-            rows.append(self._row(f"{algorithm}-{key}", f"+ {label.format(name)}", held, size))
+            given = {**shared, **way}
+            held = self._estimated(kind, given)
+            config = take_options(given, kind.algorithm.options)
+            statistics, offloaded = held["statistics"], config.offload_statistics
+            workspace = max(int(config.workspace_mb * 2**20), self._largest_block(kind, config))
+            workspace += config.keep_gradients * self._gradients
+            row = replace(
+                self._base,
+                key=f"{algorithm}-{key}",
+                label=f"+ {label.format(name)}",
+                statistics=0 if offloaded else statistics,
+                roots=held["roots"],
+                workspace=collected + max(0, workspace - self._base.activations),
+                host=statistics if offloaded else 0,
+                ratio=whole["total"] / held["total"],
+            )
+            rows.append(self._fitted(row, workspace))
         return rows
 
-    def _second_order(self, kind: type[SecondOrder], options: Mapping[str, Any]) -> _SecondOrder:
-        held = _estimated(self._model, kind, None, options)
-        config = take_options(dict(options), kind.algorithm.options)
-        statistics, host = held["statistics"], 0
-        if config.offload_statistics:
-            statistics, host = 0, statistics
-        workspace = max(int(config.workspace_mb * 2**20), self._largest_block(kind, config))
-        if config.keep_gradients:
-            workspace += self._gradients
-        collected = 0
-        if issubclass(kind, KFAC):  # Y Yᵀ and X Xᵀ of all layers in float32
-            plain = {k: v for k, v in options.items() if k not in _STORED}
-            collected = _estimated(self._model, kind, None, {**plain, "bits": 32})["statistics"]
-        return _SecondOrder(statistics, held["roots"], host, collected, workspace)
+    def _estimated(self, kind: type[SecondOrder], options: Mapping[str, Any]) -> dict[str, int]:
+        try:
+            return estimate_memory(self.model, optimizer=kind, **{"base": None, **options})
+        except (TypeError, ValueError, ImportError) as error:
+            raise LabError(one_line(error)) from error
 
     def _largest_block(self, kind: type[SecondOrder], config: Config) -> int:
         """Return the bytes that the largest block needs, which may exceed ``workspace_mb``."""
-        route: Callable[[Tensor, Config], Blocking | str] = GradientStatistics().route
-        if issubclass(kind, KFAC):
-            statistics = ActivationStatistics(self._model)
-            statistics.adopt(self._trained)
-            route = statistics.route
-        blockings = [route(p, config) for p in self._trained]
-        shapes = {
-            grid.shape for cut in blockings if isinstance(cut, Blocking) for grid in cut.grids
-        }
-        method = config.method or ("dense" if config.bits == 32 else "cholesky")
-        by_newton = method in ("dense", "naive") or config.root == "schur_newton"
+        by_newton = config.format(1).method in ("dense", "naive") or config.root == "schur_newton"
         copied = (config.bits == 32) + config.offload_statistics
         elements = [
             (cost.square + copied) * max(m, n) ** 2 + cost.block * m * n
+            for blocking in blockings(kind, self._trained, config, self.model)
+            for m, n in {grid.shape for grid in blocking.grids}
             for cost in (UPDATE, PRECONDITION, *([NEWTON] if by_newton else []))
-            for m, n in shapes
         ]
         return 4 * max(elements, default=0)
 
-    def _row(self, key: str, label: str, held: _SecondOrder | None = None, whole: int = 0) -> Row:
-        """Return a row.
+    def _fitted(self, row: Row, workspace: int = 0) -> Row:
+        """Return a row with what fits; ``workspace`` is in use when activations are freed."""
+        if self.limit is None:
+            return row
+        room = self.limit - CONTEXT - row.total + max(row.activations, workspace)
 
-        Args:
-            key: Name of the row.
-            label: Name of the row in tables.
-            held: Memory of the optimizer besides the base's state.
-            whole: Bytes of the second-order state in 32 bits.
-        """
-        held = held or _SecondOrder()
-        state = held.statistics + held.roots
-        kept = self._parameters + self._gradients + self._base + state + held.collected
-        activations = self._needed_beyond_gradients(self._network.batch or 0)
-        fits = largest = None
-        if self._limit is not None:
-            room = self._limit - CONTEXT - kept
-            fits = max(activations, held.workspace) <= room
-            if self._peak_at is not None:
-                batches = (2**i for i in range(_LARGEST_BATCH.bit_length()))
-                needs = (
-                    (max(self._needed_beyond_gradients(b), held.workspace), b) for b in batches
-                )
-                largest = max((b for need, b in needs if need <= room), default=0)
-        return Row(
-            key=key,
-            label=label,
-            parameters=self._parameters,
-            gradients=self._gradients,
-            base=self._base,
-            statistics=held.statistics,
-            roots=held.roots,
-            activations=activations,
-            workspace=held.collected + max(0, held.workspace - activations),
-            host=held.host,
-            fits=fits,
-            ratio=whole / (state + held.host) if state + held.host else None,
-            largest_batch=largest,
-        )
+        def fits(batch: int) -> bool:
+            return max(self._beyond_gradients(batch), workspace) <= room
 
-    def _needed_beyond_gradients(self, batch: int) -> int:
-        return 0 if self._peak_at is None else max(0, self._peak_at(batch) - self._gradients)
+        largest = None if self.peak_at is None else max(filter(fits, _BATCHES), default=0)
+        return replace(row, fits=fits(self.network.batch or 0), largest_batch=largest)
 
-
-def _estimated(
-    model: nn.Module, kind: type[SecondOrder], base: str | None, options: Mapping[str, Any]
-) -> dict[str, int]:
-    try:
-        return estimate_memory(model, optimizer=kind, base=base, **options)
-    except (TypeError, ValueError, ImportError) as error:
-        raise LabError(one_line(error)) from error
+    def _beyond_gradients(self, batch: int) -> int:
+        return 0 if self.peak_at is None else max(0, self.peak_at(batch) - self._gradients)

@@ -23,7 +23,7 @@ from kronbit.gpu.addresses import AddressTable
 from kronbit.gpu.measured import Measured
 from kronbit.gpu.norms import KernelNorms
 from kronbit.gpu.ordinary_step import GroupedProducts
-from kronbit.gpu.tables import Precision
+from kronbit.gpu.product_precision import Precision
 from kronbit.kernels import compact, guard, keeping
 from kronbit.kernels import quantization as quantiser
 from kronbit.kernels.cholesky import factor_, inverse_factor_

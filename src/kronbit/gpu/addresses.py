@@ -11,13 +11,11 @@ import torch
 from torch import Tensor
 
 from kronbit.blocks.gradients import plain_dtypes
-from kronbit.kernels.gradients import CHANNELS_LAST, Kind, tag
+from kronbit.kernels.gradients import CHANNELS_LAST, KIND_FROM
 
-_TAGS = {
-    torch.float32: tag(Kind.FLOAT32),
-    torch.bfloat16: tag(Kind.BFLOAT16),
-    torch.float16: tag(Kind.FLOAT16),
-}
+# Numbers that are added to addresses, by the kind of the gradient.
+_DTYPES_OF_KINDS = (torch.float32, torch.bfloat16, torch.float16)
+_TAGS = {dtype: kind << KIND_FROM for kind, dtype in enumerate(_DTYPES_OF_KINDS)}
 _DTYPES = {"i": torch.int32, "q": torch.int64}
 _NONE: frozenset[int] = frozenset()
 

@@ -16,10 +16,11 @@ from torch import Tensor
 from kronbit.blocks.groups import DeviceStacks
 from kronbit.gpu.addresses import AddressTable, Integers
 from kronbit.gpu.lanes import Lanes
-from kronbit.gpu.tables import Chunk, Precision, TableWave, held_size, make_tables
+from kronbit.gpu.product_precision import Precision
+from kronbit.gpu.tables import Chunk, TableWave, held_size, make_tables
 from kronbit.kernels.grouped import graft_kernel, pass_kernel
 from kronbit.kernels.launch import launch
-from kronbit.kernels.lines import STRIP, Buffer, Field
+from kronbit.kernels.lines import BUFFERS, STRIP, X, Y
 from kronbit.kernels.roots import roots_kernel, tiles_per_program
 from kronbit.kernels.strips import gather_kernel, scatter_kernel
 from kronbit.quantization import codebook
@@ -57,7 +58,7 @@ class GroupedProducts:
         self._tables = tables = make_tables(stacks, wanted, precision, channels_last)
         self.scratch_bytes = tables.scratch * torch.bfloat16.itemsize
         self.held_bytes = tables.held * precision.held.itemsize
-        self._buffers = Integers(Buffer.LENGTH, self._device)
+        self._buffers = Integers(BUFFERS, self._device)
         self._scales = torch.empty_like(stacks.graft_ratio)
         # One sum of squares per program of a product.
         self._squares = torch.zeros(tables.squares, dtype=torch.float32, device=self._device)
@@ -146,7 +147,7 @@ class GroupedProducts:
         wide: bool,
     ) -> None:  # fmt: skip
         """Launch a kernel with one program for each strip of gradients."""
-        tables = self._tables.strips, strips.start, self._tables.lines
+        tables = self._tables.programs[-1], strips.start, self._tables.lines
         arguments = *tables, addresses.tensor, self._buffers.tensor, numbers
         constants = {"PRECISE": precise, "WIDE": wide, "ROWS": STRIP, "COLUMNS": _COLUMNS}
         launch(kernel, (len(strips),), *arguments, **constants)
@@ -168,7 +169,8 @@ class GroupedProducts:
         where = self._tables.lines, addresses.tensor, self._buffers.tensor
         scratch = self._anchors[precision.precise], self._units
         squares = codebook(SCALE_MAPPING, SCALE_BITS, self._device)
-        for kind, programs in chunk.roots:
+        for kind, number in chunk.roots:
+            programs = self._tables.programs[number]
             bits, mapping, block_size = kind.quantizer.parameters
             # At 32 bits there are no codes; any tensor will do.
             table = codebook(mapping, bits, self._device) if bits < 32 else self._squares
@@ -189,18 +191,16 @@ class GroupedProducts:
         compare: bool,
     ) -> None:  # fmt: skip
         """Compute Ĝ of a chunk's blocks from X or G."""
-        shape = self._tables.shape
-        tables = chunk.tiles, self._tables.lines, addresses.tensor, self._buffers.tensor
+        programs = self._tables.programs[chunk.tiles]
+        tables = programs, self._tables.lines, addresses.tensor, self._buffers.tensor
         scratch = self._anchors[precision.precise], self._units
-        tile = {"TILE_M": shape.tile[0], "TILE_N": shape.tile[1], "DEPTH": shape.depth}
-        tile |= {"num_warps": shape.warps, "num_stages": shape.stages}
-        source, target = int(Field.X), int(Field.Y)
+        source, target = X.value, Y.value
         for number, by in enumerate(self._stacks.rule, 1):
             last = number == len(self._stacks.rule)
             constants = {"SOURCE": source, "TARGET": target, "BY_LEFT": by.left}
             constants |= {"BY_RIGHT": by.right, "PRECISE": precision.precise}
             constants |= {"DIRECT": precision.direct and number == 1, "LAST": last}
-            constants |= {"COMPARE": last and compare, **tile}
+            constants |= {"COMPARE": last and compare, **self._tables.shape}
             arguments = *tables, *scratch, sums, chunk.square
-            launch(pass_kernel, (len(chunk.tiles),), *arguments, **constants)
+            launch(pass_kernel, (len(programs),), *arguments, **constants)
             source, target = target, source

@@ -15,7 +15,6 @@ from kronbit.gpu.addresses import to_device
 from kronbit.kernels import outer as kernels
 from kronbit.kernels.cache import BoundedCache
 from kronbit.kernels.launch import launch
-from kronbit.kernels.lines import block_head
 from kronbit.kernels.matmul import PRODUCT, tiles
 from kronbit.kernels.outer import TILE
 from kronbit.kernels.split import padded
@@ -61,24 +60,20 @@ class OuterProducts:
             parts: The rows.
         """
         n = order_of(parts)
-        table = self._lines(parts)
+        key = tuple((id(p.group), p.right, p.rows.start, p.rows.stop) for p in parts)
+        table = self._tables.obtain(key, lambda: self._make_lines(parts))
         k = len(table.lines)
         hi, lo = (
             torch.empty(table.size, dtype=torch.float16, device=self._device) for _ in range(2)
         )
         unit = torch.empty(k, dtype=torch.float32, device=self._device)
         largest = torch.zeros(k, dtype=torch.int32, device=self._device)
-        read = (table.lines, addresses, finite, largest)
+        read = table.lines, addresses, finite, largest
         launch(kernels.largest_kernel, (table.tiles, k), *read, TILE=TILE)
         launch(kernels.copy_kernel, (table.tiles, k), *read, hi, lo, unit, TILE=TILE)
         M = torch.empty(k, n, n, dtype=torch.float32, device=self._device)
-        copy = table.lines, hi, lo, unit
-        launch(kernels.outer_kernel, (tiles(n) ** 2, k), *copy, M, n, **PRODUCT)
+        launch(kernels.outer_kernel, (tiles(n) ** 2, k), table.lines, hi, lo, unit, M, n, **PRODUCT)
         return M
-
-    def _lines(self, parts: Sequence[Part]) -> _Lines:
-        key = tuple((id(p.group), p.right, p.rows.start, p.rows.stop) for p in parts)
-        return self._tables.obtain(key, lambda: self._make_lines(parts))
 
     def _make_lines(self, parts: Sequence[Part]) -> _Lines:
         lines = array("q")
@@ -88,7 +83,7 @@ class OuterProducts:
             for row, member, _, first, stride, taps in part.group.places(self._members):
                 if not part.rows.start <= row < part.rows.stop:
                     continue
-                lines.extend(block_head(member, (m, n), first, stride, taps))
+                lines.extend((member, m, n, first, stride, taps))
                 # RIGHT, PLACE, DEPTH
                 lines.extend((int(part.right), size, padded(m if part.right else n)))
                 size += padded(m) * padded(n)

@@ -17,7 +17,7 @@ from kronbit.kernels.elimination import (
     AT_INVERSES,
     AT_OUT,
     AT_S,
-    Place,
+    PLACES,
     exact_dot,
     find,
     note_kernel,
@@ -169,7 +169,7 @@ class Chain:
     """
 
     def __init__(self, device: torch.device, graphs: bool) -> None:
-        self.places = torch.zeros(len(Place), dtype=torch.int64, device=device)
+        self.places = torch.zeros(PLACES, dtype=torch.int64, device=device)
         self._replay = Replay(device, graphs)
 
     @property

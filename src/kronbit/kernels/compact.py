@@ -31,7 +31,7 @@ from kronbit.quantization.reference import (
     packed_length,
 )
 
-_PER_TOP: tl.constexpr = tl.constexpr(SCALES_PER_TOP)
+_PER_TOP = tl.constexpr(SCALES_PER_TOP)
 _BY_ROWS = 16
 
 

@@ -4,31 +4,21 @@ A launch updates all tiles of the remaining matrix, and the program that updates
 tile also factors it, so nothing waits. R is stored in the upper tiles of S, which are never read,
 and, where C = Rᵀ is wanted, in the diagonal ones.
 
-Kernels find matrices by a table of addresses (``Place``), so that a CUDA graph of their launches
+Kernels find matrices by a table of addresses, so that a CUDA graph of their launches
 stays valid although matrices move.
 """
 
 from __future__ import annotations
 
-import enum
-
 import triton
 import triton.language as tl
 
-
-class Place(enum.IntEnum):
-    """Indices of addresses in the table."""
-
-    S = 0
-    INVERSES = 1  # inverses of the diagonal tiles' factors
-    OUT = 2
-    ONLY = 3  # flags of the matrices that are wanted
-
-
-AT_S: tl.constexpr = tl.constexpr(int(Place.S))
-AT_INVERSES: tl.constexpr = tl.constexpr(int(Place.INVERSES))
-AT_OUT: tl.constexpr = tl.constexpr(int(Place.OUT))
-AT_ONLY: tl.constexpr = tl.constexpr(int(Place.ONLY))
+# Places of addresses in the table.
+AT_S = tl.constexpr(0)
+AT_INVERSES = tl.constexpr(1)  # inverses of the diagonal tiles' factors
+AT_OUT = tl.constexpr(2)
+AT_ONLY = tl.constexpr(3)  # flags of the matrices that are wanted
+PLACES = 4
 
 
 @triton.jit

@@ -31,8 +31,8 @@ from kronbit.kernels.taking_turns import take, tell, wait_for
 
 # A line has places (out, A, B, C) and numbers (alpha times the units of A and B, beta, the unit of
 # C, the diagonal, the inverse of the unit of out). Parts hold a matrix divided by its unit.
-_WHERE: tl.constexpr = tl.constexpr(4)
-_NUMBERS: tl.constexpr = tl.constexpr(5)
+_WHERE = tl.constexpr(4)
+_NUMBERS = tl.constexpr(5)
 _ROWS, _COLUMNS = 8, 256  # rows and columns of a matrix, per program of the check
 _PRODUCT = {name: value for name, value in PRODUCT.items() if name != "SUPER"}
 

@@ -7,34 +7,17 @@ free; 0 if there is no gradient. The weight of a convolution is a matrix of outp
 
 from __future__ import annotations
 
-import enum
-
 import triton
 import triton.language as tl
 
-
-class Kind(enum.IntEnum):
-    """Element types of a gradient, as the kernels number them."""
-
-    FLOAT32 = 0
-    BFLOAT16 = 1
-    FLOAT16 = 2
-
-
-_ORDER_AT, _KIND_FROM = 59, 60  # the bit of an entry's order, and the first bit of its kind
+_ORDER_AT, KIND_FROM = 59, 60  # the bit of an entry's order, and the first bit of its kind
 CHANNELS_LAST = 1 << _ORDER_AT  # added to an entry whose gradient is channels-last
-
-
-def tag(kind: Kind) -> int:
-    """Return the number that is added to an address for a gradient of some kind."""
-    return int(kind) << _KIND_FROM
-
-
-_KIND: tl.constexpr = tl.constexpr(_KIND_FROM)
-_CHANNELS_LAST: tl.constexpr = tl.constexpr(CHANNELS_LAST)
-_ADDRESS: tl.constexpr = tl.constexpr(CHANNELS_LAST - 1)
-FLOAT32: tl.constexpr = tl.constexpr(int(Kind.FLOAT32))
-BFLOAT16: tl.constexpr = tl.constexpr(int(Kind.BFLOAT16))
+_KIND = tl.constexpr(KIND_FROM)
+_CHANNELS_LAST = tl.constexpr(CHANNELS_LAST)
+_ADDRESS = tl.constexpr(CHANNELS_LAST - 1)
+# Kinds: element types of a gradient. 2 is float16.
+FLOAT32 = tl.constexpr(0)
+BFLOAT16 = tl.constexpr(1)
 
 
 @triton.jit

@@ -1,12 +1,12 @@
 """The products of the ordinary step, Ĝ = L̂ G R̂, for blocks of all shapes at once, and grafting.
 
 The ordinary step updates no statistic: it only preconditions gradients G by the inverse roots L̂ and
-R̂. Every block is a line of integers (``Field``): where its gradient, its roots and its scratch are.
+R̂. Every block is a line of integers (``lines``): where its gradient, its roots and its scratch are.
 A list names the block of every program, and the first program of that block. So the number of
 launches does not grow with the number of parameters or shapes.
 
 A table holds the addresses of gradients (``kernels.gradients``), another those of the step's
-buffers (``Buffer``), so a captured graph stays valid although they move.
+buffers, so a captured graph stays valid although they move.
 
 Products multiply float16 and add in float32. Operands are divided by powers of two
 (``lines.gradient_unit``, ``lines.root_unit``) that keep them in float16's range. A gradient in bf16
@@ -47,11 +47,11 @@ from kronbit.kernels.roots import as_bf16
 from kronbit.kernels.strips import LEAVE
 
 # Triton's interpreter multiplies the bits of bf16 numbers as if they were integers.
-_WIDEN: tl.constexpr = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
+_WIDEN = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
 # Results between passes are divided by this. Sums of n products of numbers up to 1 and numbers of
 # norm 2¹⁵ stay below 2¹⁵ √n; two sums are added.
-_ROOM: tl.constexpr = tl.constexpr(256.0)
+_ROOM = tl.constexpr(256.0)
 
 
 @triton.jit

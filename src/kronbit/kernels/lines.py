@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import enum
-
 import triton
 import triton.language as tl
 
@@ -13,68 +11,34 @@ from kronbit.kernels.split import PAD, power_below
 STRIP = 16  # rows of a block that a program gathers, restores or scatters
 
 
-class Field(enum.IntEnum):
-    """Fields of the line of a block."""
-
-    MEMBER = 0
-    M = 1
-    N = 2
-    GRADIENT = 3  # first element in the parameter's gradient
-    STRIDE = 4  # from row to row of the gradient
-    TAPS = 5  # of a convolution, else 1
-    LEFT = 6  # scratch: L̂
-    RIGHT = 7  # scratch: R̂
-    X = 8  # scratch
-    Y = 9
-    HELD = 10  # first element of Ĝ in the held stack
-    CODES = 11  # addresses of L̂; those of R̂ follow, OTHER_SIDE later
-    SCALES = 12
-    TOPS = 13  # scales of the scales, if these are quantised
-    DIAGONAL = 14
-    DIAGONAL_STRIDE = 15
-
-
-class Buffer(enum.IntEnum):
-    """Fields of the table of a step's buffers."""
-
-    SCRATCH = 0  # not an address, but elements from the anchor on
-    HELD = 1  # the address of the held stack
-    NORMS = 2  # the address of ‖G‖_F of every member
-    LENGTH = 3
-
-
-def block_head(
-    member: int, shape: tuple[int, int], first: int, stride: int, taps: int
-) -> list[int]:
-    """Return the fields up to TAPS, with which the line of a block begins in every table."""
-    return [member, *shape, first, stride, taps]
-
-
-OTHER_SIDE = 5
+# Fields of the line of a block.
+MEMBER = tl.constexpr(0)
+M = tl.constexpr(1)
+N = tl.constexpr(2)
+GRADIENT = tl.constexpr(3)  # first element in the parameter's gradient
+STRIDE = tl.constexpr(4)  # from row to row of the gradient
+TAPS = tl.constexpr(5)  # of a convolution, else 1; up to here, all tables have the same fields
+LEFT = tl.constexpr(6)  # scratch: L̂
+RIGHT = tl.constexpr(7)  # scratch: R̂
+X = tl.constexpr(8)  # scratch
+Y = tl.constexpr(9)
+HELD = tl.constexpr(10)  # first element of Ĝ in the held stack
+CODES = tl.constexpr(11)  # addresses of L̂; those of R̂ follow, TO_RIGHT later
+SCALES = tl.constexpr(12)
+TOPS = tl.constexpr(13)  # scales of the scales, if these are quantised
+DIAGONAL = tl.constexpr(14)
+DIAGONAL_STRIDE = tl.constexpr(15)
+TO_RIGHT = tl.constexpr(5)
 COUNT = 21  # integers in a line
+LINE = tl.constexpr(COUNT)
 
+# Fields of the table of a step's buffers.
+SCRATCH = tl.constexpr(0)  # not an address, but elements from the anchor on
+HELD_STACK = tl.constexpr(1)  # the address of the held stack
+NORMS = tl.constexpr(2)  # the address of ‖G‖_F of every member
+BUFFERS = 3
 
-MEMBER: tl.constexpr = tl.constexpr(int(Field.MEMBER))
-M: tl.constexpr = tl.constexpr(int(Field.M))
-N: tl.constexpr = tl.constexpr(int(Field.N))
-GRADIENT: tl.constexpr = tl.constexpr(int(Field.GRADIENT))
-STRIDE: tl.constexpr = tl.constexpr(int(Field.STRIDE))
-TAPS: tl.constexpr = tl.constexpr(int(Field.TAPS))
-LEFT: tl.constexpr = tl.constexpr(int(Field.LEFT))
-RIGHT: tl.constexpr = tl.constexpr(int(Field.RIGHT))
-X: tl.constexpr = tl.constexpr(int(Field.X))
-HELD: tl.constexpr = tl.constexpr(int(Field.HELD))
-CODES: tl.constexpr = tl.constexpr(int(Field.CODES))
-SCALES: tl.constexpr = tl.constexpr(int(Field.SCALES))
-TOPS: tl.constexpr = tl.constexpr(int(Field.TOPS))
-DIAGONAL: tl.constexpr = tl.constexpr(int(Field.DIAGONAL))
-DIAGONAL_STRIDE: tl.constexpr = tl.constexpr(int(Field.DIAGONAL_STRIDE))
-TO_RIGHT: tl.constexpr = tl.constexpr(OTHER_SIDE)
-LINE: tl.constexpr = tl.constexpr(COUNT)
-SCRATCH: tl.constexpr = tl.constexpr(int(Buffer.SCRATCH))
-HELD_STACK: tl.constexpr = tl.constexpr(int(Buffer.HELD))
-NORMS: tl.constexpr = tl.constexpr(int(Buffer.NORMS))
-PADDING: tl.constexpr = tl.constexpr(PAD)
+PADDING = tl.constexpr(PAD)
 
 
 @triton.jit

@@ -24,7 +24,7 @@ from kronbit.kernels.lines import (
 )
 
 # A scale with which scatter leaves the gradient as it is.
-LEAVE: tl.constexpr = tl.constexpr(-1.0)
+LEAVE = tl.constexpr(-1.0)
 
 
 @triton.jit

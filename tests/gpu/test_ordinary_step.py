@@ -487,9 +487,9 @@ def test_waves_that_do_not_fit_are_computed_twice_with_the_same_result(
 @pytest.mark.parametrize("precision", [(True, False), (False, False), (False, True)])
 def test_concurrent_work_never_shares_memory(workspace: int, precision: tuple[bool, bool]) -> None:
     """In a graph, lanes run concurrently, as do grafting and the products of the next wave."""
-    from kronbit.gpu.product_precision import Precision
+    from kronbit.gpu.precision import Precision
     from kronbit.gpu.tables import LANES, held_size, make_tables
-    from kronbit.kernels.lines import LEFT
+    from kronbit.kernels.grouped import LEFT
 
     preconditioner = make_preconditioner(torch.device("cpu"), workspace=workspace)
     taken = Precision(*precision)
@@ -542,8 +542,8 @@ def test_work_that_shares_memory_is_ordered(
     """A graph orders products and writes of all waves that use the same memory."""
     from kronbit.gpu import lanes
     from kronbit.gpu import ordinary_step as grouped
-    from kronbit.gpu.product_precision import Precision
-    from kronbit.kernels.lines import LEFT
+    from kronbit.gpu.precision import Precision
+    from kronbit.kernels.grouped import LEFT
 
     preconditioner = make_preconditioner(torch.device("cpu"), workspace=workspace)
     precision = Precision(precise)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from kronbit.blocks.groups import DeviceStacks
+from kronbit.gpu.precision import Precision
 from kronbit.kernels.cache import BoundedCache
 from kronbit.kernels.graphs import Replay
 
@@ -23,36 +23,12 @@ if TYPE_CHECKING:
 # contract; sums of two bf16 numbers; float16, but a gradient in bf16 stays in bf16.
 FLOAT32, BF16X3, HALF = 24, 16, 11
 WAYS = (FLOAT32, BF16X3, HALF)
-_BY_KERNELS = (HALF, BF16X3)  # the cheapest first
 
 # Largest angle, in degrees, between Ĝ in HALF and in BF16X3 at which each way is chosen. BF16X3 has
-# five more bits, so its error is a 32nd of this angle: either error is at most half a degree.
+# five more bits, so its error is a 32nd of this angle: either error is at most half a degree. These
+# are the ways of the kernels, the cheapest first.
 _TOLERANCE = {HALF: 0.5, BF16X3: 16.0}
 _REMEMBERED = 64
-
-
-@dataclass(frozen=True)
-class Precision:
-    """Precision of products.
-
-    Attributes:
-        precise: True if roots, gradients, X and Y are sums of two bf16 numbers, not float16, and Ĝ
-            is held in float32, not bf16.
-        direct: True if gradients with wide rows are multiplied in place, without a copy.
-    """
-
-    precise: bool
-    direct: bool = False
-
-    @property
-    def parts(self) -> int:
-        """Number of 16-bit numbers in an element of a root, of X and of Y."""
-        return 2 if self.precise else 1
-
-    @property
-    def held(self) -> torch.dtype:
-        """Dtype in which Ĝ is held."""
-        return torch.float32 if self.precise else torch.bfloat16
 
 
 # Precision, members, and members whose gradients are in channels-last order.
@@ -121,16 +97,13 @@ class KernelProducts:
 
     def _share(self, refreshed: set[int], ways: dict[int, int]) -> None:
         """Group members by the way of their products."""
-        by_way = {way: frozenset(i for i in refreshed if ways[i] == way) for way in _BY_KERNELS}
+        by_way = {way: frozenset(i for i in refreshed if ways[i] == way) for way in _TOLERANCE}
         self._shared = refreshed, ways
         self._by_kernels = [(way, members) for way, members in by_way.items() if members]
-        self._left = tuple(i for i in sorted(refreshed) if ways[i] not in _BY_KERNELS)
+        self._left = tuple(i for i in sorted(refreshed) if ways[i] not in _TOLERANCE)
 
     def step(
-        self,
-        chosen: tuple[tuple[int, frozenset[int]], ...],
-        addresses: AddressTable,
-        norms: Tensor,
+        self, chosen: tuple[tuple[int, frozenset[int]], ...], addresses: AddressTable, norms: Tensor
     ) -> None:
         """Write G̃ over some gradients.
 
@@ -210,8 +183,8 @@ class KernelProducts:
 
 def _way(cosine: float, before: int) -> int:
     """Return the cheapest way within tolerance; half the tolerance if cheaper than before."""
-    for way in _BY_KERNELS:
-        degrees = _TOLERANCE[way] / (2 if way < before else 1)
+    for way, tolerance in _TOLERANCE.items():
+        degrees = tolerance / (2 if way < before else 1)
         if cosine >= math.cos(math.radians(degrees)):  # False for NaN, where there is no gradient
             return way
     return FLOAT32

@@ -20,9 +20,8 @@ from kronbit.blocks.groups import DeviceStacks, Group
 from kronbit.factors import Factors
 from kronbit.factors.storage import CompactStorage
 from kronbit.gpu.addresses import to_device
-from kronbit.gpu.product_precision import Precision
-from kronbit.kernels.lines import COUNT, STRIP
-from kronbit.kernels.roots import tiles_per_program
+from kronbit.gpu.precision import Precision
+from kronbit.kernels.grouped import COUNT, STRIP, tiles_per_program
 from kronbit.kernels.split import PAD, padded
 from kronbit.quantization import Quantizer
 
@@ -118,8 +117,7 @@ class RootKind(NamedTuple):
         return -(-(side * (side + 1) // 2) // tiles_per_program(self.tile))
 
 
-@dataclass(frozen=True)
-class Chunk:
+class Chunk(NamedTuple):
     """Blocks that share the scratch.
 
     Attributes:
@@ -142,8 +140,7 @@ class Chunk:
     lane: int
 
 
-@dataclass(frozen=True)
-class TableWave:
+class TableWave(NamedTuple):
     """Members that are grafted together.
 
     Attributes:
@@ -159,8 +156,7 @@ class TableWave:
     alone: bool
 
 
-@dataclass(frozen=True)
-class Tables:
+class Tables(NamedTuple):
     """Tables of an ordinary step for some members.
 
     Attributes:
@@ -211,24 +207,23 @@ def make_tables(
     blocks.sort(key=lambda block: (block.member, block.number))
     shape = _shape(precision, blocks)
     hold = workspace * 5 // 8 // precision.held.itemsize // (2 * PAD) * (2 * PAD)
-    waves = list(cut_into_waves(blocks, hold))
     # Scratch of a chunk. If its wave does not fit, Ĝ is held only while the chunk is computed.
     scratch = workspace * 3 // 8 // 2 // LANES
-    pieces = [
-        list(cut_into_chunks(wave, precision, scratch, hold // LANES if size > hold else None))
-        for wave, size in waves
-    ]
-    lane_size = max(
-        sum(block.scratch(precision) for block in piece) for wave in pieces for piece in wave
-    )
+    waves: list[tuple[int, list[list[TableBlock]]]] = []
+    for wave in cut_into_waves(blocks, hold):
+        size = sum(map(held_size, wave))
+        most = hold // LANES if size > hold else None
+        waves.append((size, list(cut_into_chunks(wave, precision, scratch, most))))
+    all_pieces = [piece for _, pieces in waves for piece in pieces]
+    lane_size = max(sum(block.scratch(precision) for block in piece) for piece in all_pieces)
     writer = _Writer(precision, shape)
     table_waves, lanes = [], cycle(range(LANES))
-    for turn, ((_, size), wave) in enumerate(zip(waves, pieces, strict=True)):
+    for turn, (size, pieces) in enumerate(waves):
         fits, alone = size <= hold, size > hold // 2
         held = 0 if alone else turn % 2 * (hold // 2)
-        lane_held = max(sum(map(held_size, piece)) for piece in wave)
+        lane_held = max(sum(map(held_size, piece)) for piece in pieces)
         first_member, chunks = len(writer.members) // 3, []
-        for piece in wave:
+        for piece in pieces:
             lane = next(lanes)
             start = held if fits else lane * lane_held
             chunks.append(writer.chunk(piece, lane, lane * lane_size, start))
@@ -242,16 +237,14 @@ def make_tables(
         waves=tuple(table_waves),
         shape=shape,
         squares=writer.squares,
-        scratch=min(LANES, sum(map(len, pieces))) * lane_size,
+        scratch=min(LANES, len(all_pieces)) * lane_size,
         held=max(held_size(block) + offset for block, offset in writer.offsets.items()),
         offsets=writer.offsets,
     )
 
 
-def cut_into_waves(
-    blocks: Sequence[TableBlock], hold: int
-) -> Iterator[tuple[list[TableBlock], int]]:
-    """Yield the blocks of each wave, with the size of their Ĝ.
+def cut_into_waves(blocks: Sequence[TableBlock], hold: int) -> Iterator[list[TableBlock]]:
+    """Yield the blocks of each wave.
 
     Two waves run at a time: products of one, and grafting of the previous one.
     """
@@ -261,11 +254,11 @@ def cut_into_waves(
         of_member = list(run)
         size = sum(map(held_size, of_member))
         if wave and total + size > hold // 2:
-            yield wave, total
+            yield wave
             wave, total = [], 0
         wave += of_member
         total += size
-    yield wave, total
+    yield wave
 
 
 def held_size(block: TableBlock) -> int:
@@ -360,7 +353,7 @@ class _Writer:
 
 
 def _line(block: TableBlock, precision: Precision, place: int, held: int) -> list[int]:
-    """Return the fields of ``kernels.lines``."""
+    """Return the fields of ``kernels.gradients`` and ``kernels.grouped``."""
     m, n = map(padded, block.group.shape)
     right = place + precision.parts * m * m
     y = right + precision.parts * n * n

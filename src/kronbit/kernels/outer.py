@@ -9,8 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kronbit.kernels.gradients import find, load
-from kronbit.kernels.lines import MEMBER, TAPS, M, N, gradient_of, place_of
+from kronbit.kernels.gradients import MEMBER, TAPS, M, N, find, gradient_of, load, place_of
 from kronbit.kernels.matmul import accumulate, place_of_tile
 from kronbit.kernels.split import PAD, magnitude_bits, power_below, store_parts
 

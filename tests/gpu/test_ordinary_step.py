@@ -487,8 +487,9 @@ def test_waves_that_do_not_fit_are_computed_twice_with_the_same_result(
 @pytest.mark.parametrize("precision", [(True, False), (False, False), (False, True)])
 def test_concurrent_work_never_shares_memory(workspace: int, precision: tuple[bool, bool]) -> None:
     """In a graph, lanes run concurrently, as do grafting and the products of the next wave."""
-    from kronbit.gpu.tables import LANES, Precision, held_size, make_tables
-    from kronbit.kernels.lines import Field
+    from kronbit.gpu.precision import Precision
+    from kronbit.gpu.tables import LANES, held_size, make_tables
+    from kronbit.kernels.grouped import LEFT
 
     preconditioner = make_preconditioner(torch.device("cpu"), workspace=workspace)
     taken = Precision(*precision)
@@ -500,7 +501,7 @@ def test_concurrent_work_never_shares_memory(workspace: int, precision: tuple[bo
         held: list[set[int]] = [set() for _ in range(LANES)]
         for chunk in wave.chunks:
             for block in chunk.blocks:
-                start, size = next(lines)[Field.LEFT], block.scratch(taken)
+                start, size = next(lines)[LEFT], block.scratch(taken)
                 assert start + size <= tables.scratch
                 lanes[chunk.lane].update(range(start, start + size))
                 start, size = tables.offsets[block], held_size(block)
@@ -541,8 +542,8 @@ def test_work_that_shares_memory_is_ordered(
     """A graph orders products and writes of all waves that use the same memory."""
     from kronbit.gpu import lanes
     from kronbit.gpu import ordinary_step as grouped
-    from kronbit.gpu.tables import Precision
-    from kronbit.kernels.lines import Field
+    from kronbit.gpu.precision import Precision
+    from kronbit.kernels.grouped import LEFT
 
     preconditioner = make_preconditioner(torch.device("cpu"), workspace=workspace)
     precision = Precision(precise)
@@ -550,7 +551,7 @@ def test_work_that_shares_memory_is_ordered(
     lines = step._tables.lines.tolist()
     blocks = [b for wave in step._tables.waves for chunk in wave.chunks for b in chunk.blocks]
     scratch = {
-        block: range(line[Field.LEFT], line[Field.LEFT] + block.scratch(precision))
+        block: range(line[LEFT], line[LEFT] + block.scratch(precision))
         for line, block in zip(lines, blocks, strict=True)
     }
     current, streams = [Stream()], [Stream() for _ in range(lanes.LANES + 1)]

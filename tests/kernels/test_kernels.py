@@ -50,7 +50,6 @@ def test_codes_and_values_agree_to_the_bit(
     bits: int, mapping: str, block_size: int, n: int, kernels: torch.device
 ) -> None:
     from kronbit.kernels import quantization as quantiser
-    from kronbit.kernels.split import empty_split
 
     X = torch.randn(2, n, n)
     X[0, 0] = 0
@@ -64,11 +63,12 @@ def test_codes_and_values_agree_to_the_bit(
         back = quantiser.decode(actual[0], actual[1], None, bits, mapping, block_size)
         assert torch.equal(back.cpu(), reference.decode(expected, n))
         larger = n + 70
-        parts = empty_split(3, larger, larger, actual[0].device)
-        quantiser.decode_parts_(parts, 1, actual[0], actual[1], bits, mapping, block_size)
+        stacks = [(actual[0][:1], actual[1][:1]), actual[:2]]
+        parts = quantiser.decode_operand(stacks, larger, bits, mapping, block_size)
         whole = padded_by_identity(back, larger)
         assert relative_error(parts.float()[1:], whole) < 2**-21
         side = parts.hi.shape[-1]
+        assert torch.equal(parts.float()[0], parts.float()[1])
         assert not parts.hi[1:, larger:].any()
         assert not parts.hi[1:, :, larger:side].any()
     apart = X.diagonal(dim1=-2, dim2=-1).clone()
@@ -358,7 +358,7 @@ import sys, threading, time
 from pathlib import Path
 from types import SimpleNamespace
 from types import SimpleNamespace
-from kronbit.kernels.loading import load
+from kronbit.kernels.launch import load
 
 class Compiled:
     def __init__(self, pointer):

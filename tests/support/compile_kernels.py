@@ -23,14 +23,13 @@ from kronbit.gpu.addresses import AddressTable
 from kronbit.gpu.measured import Measured
 from kronbit.gpu.norms import KernelNorms
 from kronbit.gpu.ordinary_step import GroupedProducts
-from kronbit.gpu.tables import Precision
+from kronbit.gpu.precision import Precision
 from kronbit.kernels import compact, guard, keeping
 from kronbit.kernels import quantization as quantiser
 from kronbit.kernels.cholesky import factor_, inverse_factor_
 from kronbit.kernels.matmul import compose, correction, multiply
 from kronbit.kernels.split import (
     column_dots,
-    empty_split,
     normalise_columns,
     scale_rows,
     split,
@@ -76,7 +75,7 @@ def matrices(n: int) -> None:
         quantiser.decode(codes, scales, diagonal, bits, "linear2", 64)
         quantiser.encode(X.mT, False, bits, "linear2", 64)
         quantiser.decode(codes, scales, None, bits, "linear2", 64)
-        quantiser.decode_parts_(empty_split(1, n, n, CPU), 0, codes, scales, bits, "linear2", 64)
+        quantiser.decode_operand([(codes, scales)], n, bits, "linear2", 64)
         for block, tiled in ((64, True), (32, True), (64, False)):
             scales = compact.block_scales(X, True, block, tiled)
             storage = bits, "linear2", block

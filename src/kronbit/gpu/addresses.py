@@ -11,30 +11,22 @@ import torch
 from torch import Tensor
 
 from kronbit.blocks.gradients import plain_dtypes
-from kronbit.kernels.gradients import CHANNELS_LAST, Kind, tag
+from kronbit.kernels.gradients import CHANNELS_LAST, KIND_FROM
 
-_TAGS = {
-    torch.float32: tag(Kind.FLOAT32),
-    torch.bfloat16: tag(Kind.BFLOAT16),
-    torch.float16: tag(Kind.FLOAT16),
-}
+# Numbers that are added to addresses, by the kind of the gradient.
+_DTYPES_OF_KINDS = (torch.float32, torch.bfloat16, torch.float16)
+_TAGS = {dtype: kind << KIND_FROM for kind, dtype in enumerate(_DTYPES_OF_KINDS)}
 _DTYPES = {"i": torch.int32, "q": torch.int64}
+_TYPES = {Tensor, type(None)}  # kernels see only a part of a distributed tensor
 _NONE: frozenset[int] = frozenset()
 
 
 def takes(dtypes: set[torch.dtype] | None, grads: Sequence[Tensor | None]) -> bool:
     """True if the kernels can read and write all of these gradients.
 
-    Args:
-        dtypes: ``plain_dtypes`` of these, or of more, gradients.
-        grads: The gradients; ``None`` where there is none.
+    ``dtypes`` are the ``plain_dtypes`` of these, or of more, gradients.
     """
-    return (
-        dtypes is not None
-        and dtypes <= _TAGS.keys()
-        and set(map(type, grads))
-        <= {Tensor, type(None)}  # kernels see only a part of a distributed tensor
-    )
+    return dtypes is not None and dtypes <= _TAGS.keys() and set(map(type, grads)) <= _TYPES
 
 
 def channels_last(grads: Sequence[Tensor | None]) -> frozenset[int]:
@@ -50,9 +42,7 @@ def channels_last(grads: Sequence[Tensor | None]) -> frozenset[int]:
 def takable(grads: Sequence[Tensor | None], taps: Sequence[int]) -> list[Tensor | None]:
     """Return the gradients that the kernels can read and write, ``None`` for the others.
 
-    Args:
-        grads: The gradients; ``None`` where there is none.
-        taps: The argument of ``NonfiniteGuard.measure``.
+    For ``taps``, see ``NonfiniteGuard.measure``.
     """
     return [
         grad

@@ -26,7 +26,6 @@ class KernelNorms:
         device: Device of the gradients.
 
     Attributes:
-        sizes: Elements of each gradient.
         norms: ‖G‖_F of each in float32, as last measured.
         finite: bool, True if a norm is finite.
     """

@@ -16,12 +16,10 @@ from torch import Tensor
 from kronbit.blocks.groups import DeviceStacks
 from kronbit.gpu.addresses import AddressTable, Integers
 from kronbit.gpu.lanes import Lanes
-from kronbit.gpu.tables import Chunk, Precision, TableWave, held_size, make_tables
-from kronbit.kernels.grouped import graft_kernel, pass_kernel
+from kronbit.gpu.precision import Precision
+from kronbit.gpu.tables import Chunk, TableWave, held_size, make_tables
+from kronbit.kernels import grouped as kernels
 from kronbit.kernels.launch import launch
-from kronbit.kernels.lines import STRIP, Buffer, Field
-from kronbit.kernels.roots import roots_kernel, tiles_per_program
-from kronbit.kernels.strips import gather_kernel, scatter_kernel
 from kronbit.quantization import codebook
 from kronbit.quantization.reference import SCALE_BITS, SCALE_MAPPING
 
@@ -57,7 +55,7 @@ class GroupedProducts:
         self._tables = tables = make_tables(stacks, wanted, precision, channels_last)
         self.scratch_bytes = tables.scratch * torch.bfloat16.itemsize
         self.held_bytes = tables.held * precision.held.itemsize
-        self._buffers = Integers(Buffer.LENGTH, self._device)
+        self._buffers = Integers(kernels.BUFFERS, self._device)
         self._scales = torch.empty_like(stacks.graft_ratio)
         # One sum of squares per program of a product.
         self._squares = torch.zeros(tables.squares, dtype=torch.float32, device=self._device)
@@ -69,7 +67,9 @@ class GroupedProducts:
 
     def place(self, scratch: int, held: int, norms: Tensor) -> None:
         """Write the addresses of a step's buffers, and of ‖G‖_F of each gradient."""
-        self._buffers.write([self._from_anchor(scratch), held, norms.data_ptr()])
+        anchor = self._anchors[True]
+        from_anchor = (scratch - anchor.data_ptr()) // anchor.itemsize  # both are aligned
+        self._buffers.write([from_anchor, held, norms.data_ptr()])
 
     def compare(self, addresses: AddressTable, norms: Tensor, half: Precision) -> Tensor:
         """Return (members, 3): ⟨a, b⟩, ⟨a, a⟩, ⟨b, b⟩ of Ĝ in this precision, a, and in another, b.
@@ -80,11 +80,12 @@ class GroupedProducts:
             half: Precision of b.
         """
         tables = self._tables
-        scratch = self._empty(self.scratch_bytes, torch.uint8)
+        scratch = torch.empty(self.scratch_bytes, dtype=torch.uint8, device=self._device)
         sums = torch.zeros(tables.squares, 3, dtype=torch.float32, device=self._device)
         for chunk in (chunk for wave in tables.waves for chunk in wave.chunks):
             # Hold Ĝ of this chunk alone, at the offsets that it has in the whole held stack.
-            held = self._empty(sum(map(held_size, chunk.blocks)), half.held)
+            size = sum(map(held_size, chunk.blocks))
+            held = torch.empty(size, dtype=half.held, device=self._device)
             begin = held.data_ptr() - tables.offsets[chunk.blocks[0]] * held.element_size()
             self.place(scratch.data_ptr(), begin, norms)
             self._products(chunk, addresses, half, self._squares)
@@ -94,13 +95,6 @@ class GroupedProducts:
         members, starts, stops = tables.members.long().unbind(1)
         by_member = torch.segment_reduce(sums, "sum", lengths=stops - starts, unsafe=True)
         return of_members.index_copy_(0, members, by_member)
-
-    def _empty(self, size: int, dtype: torch.dtype) -> Tensor:
-        return torch.empty(size, dtype=dtype, device=self._device)
-
-    def _from_anchor(self, scratch: int) -> int:
-        """Return the distance from the anchor to the scratch in elements; both are aligned."""
-        return (scratch - self._anchors[True].data_ptr()) // self._anchors[True].itemsize
 
     def step(self, addresses: AddressTable) -> None:
         """Launch the kernels that write G̃ over the gradients. Allocates nothing."""
@@ -123,32 +117,32 @@ class GroupedProducts:
         """Compute ‖G‖ / ‖Ĝ‖ of a wave's members."""
         read = self._tables.members, wave.members.start, addresses.tensor, self._buffers.tensor
         written = self._scales, self._stacks.graft_ratio, self._stacks.ungrafted
-        launch(graft_kernel, (len(wave.members),), *read, self._squares, *written, BLOCK=256)
+        launch(
+            kernels.graft_kernel, (len(wave.members),), *read, self._squares, *written, BLOCK=256
+        )
 
     def _write(self, wave: TableWave, addresses: AddressTable) -> None:
         """Write G̃ of a wave over the gradients."""
+        scatter, scales = kernels.scatter_kernel, (self._precision.precise, self._scales)
         if wave.fits:
             for wide, some in groupby(wave.chunks, lambda chunk: chunk.wide):
                 strips = [chunk.strips for chunk in some]
-                self._scatter(range(strips[0].start, strips[-1].stop), wide, addresses)
+                span = range(strips[0].start, strips[-1].stop)
+                self._move(scatter, span, wide, addresses, *scales)
             return
         for chunk in wave.chunks:
             self._products(chunk, addresses, self._precision, self._squares)
-            self._scatter(chunk.strips, chunk.wide, addresses)
+            self._move(scatter, chunk.strips, chunk.wide, addresses, *scales)
 
-    def _scatter(self, strips: range, wide: bool, addresses: AddressTable) -> None:
-        """Write G̃ of some rows over the gradients."""
-        wide, precise = wide and addresses.aligned, self._precision.precise
-        self._launch_strips(scatter_kernel, strips, addresses, self._scales, precise, wide)
-
-    def _launch_strips(
-        self, kernel: Any, strips: range, addresses: AddressTable, numbers: Tensor, precise: bool,
-        wide: bool,
+    def _move(
+        self, kernel: Any, strips: range, wide: bool, addresses: AddressTable, precise: bool,
+        numbers: Tensor,
     ) -> None:  # fmt: skip
-        """Launch a kernel with one program for each strip of gradients."""
-        tables = self._tables.strips, strips.start, self._tables.lines
+        """Gather or scatter some rows, with one program for each strip of gradients."""
+        tables = self._tables.programs[-1], strips.start, self._tables.lines
         arguments = *tables, addresses.tensor, self._buffers.tensor, numbers
-        constants = {"PRECISE": precise, "WIDE": wide, "ROWS": STRIP, "COLUMNS": _COLUMNS}
+        constants = {"ROWS": kernels.STRIP, "COLUMNS": _COLUMNS, "PRECISE": precise}
+        constants |= {"WIDE": wide and addresses.aligned}
         launch(kernel, (len(strips),), *arguments, **constants)
 
     def _products(
@@ -160,7 +154,8 @@ class GroupedProducts:
             precision = replace(precision, direct=False)
         self._restore(chunk, addresses, precision)
         if not precision.direct:
-            self._gather(chunk, addresses, precision)
+            to_X = precision.precise, self._anchors[precision.precise]
+            self._move(kernels.gather_kernel, chunk.strips, chunk.wide, addresses, *to_X)
         self._passes(chunk, addresses, precision, sums, compare)
 
     def _restore(self, chunk: Chunk, addresses: AddressTable, precision: Precision) -> None:
@@ -168,39 +163,33 @@ class GroupedProducts:
         where = self._tables.lines, addresses.tensor, self._buffers.tensor
         scratch = self._anchors[precision.precise], self._units
         squares = codebook(SCALE_MAPPING, SCALE_BITS, self._device)
-        for kind, programs in chunk.roots:
+        for kind, number in chunk.roots:
+            programs = self._tables.programs[number]
             bits, mapping, block_size = kind.quantizer.parameters
             # At 32 bits there are no codes; any tensor will do.
             table = codebook(mapping, bits, self._device) if bits < 32 else self._squares
             constants = {"PRECISE": precision.precise, "DIRECT": precision.direct, "BITS": bits}
             constants |= {"WORDS": kind.words, "COMPACT": kind.compact, "TILE": kind.tile}
-            constants |= {"TILES": tiles_per_program(kind.tile), "BLOCK": block_size}
-            constants |= {"ROWS": STRIP, "COLUMNS": _DECODED}
+            constants |= {"TILES": kernels.tiles_per_program(kind.tile), "BLOCK": block_size}
+            constants |= {"ROWS": kernels.STRIP, "COLUMNS": _DECODED}
             arguments = programs, *where, *scratch, table, squares
-            launch(roots_kernel, (len(programs),), *arguments, **constants)
-
-    def _gather(self, chunk: Chunk, addresses: AddressTable, precision: Precision) -> None:
-        """Copy gradients G of a chunk's blocks into X in the scratch."""
-        anchor, wide = self._anchors[precision.precise], chunk.wide and addresses.aligned
-        self._launch_strips(gather_kernel, chunk.strips, addresses, anchor, precision.precise, wide)
+            launch(kernels.roots_kernel, (len(programs),), *arguments, **constants)
 
     def _passes(
         self, chunk: Chunk, addresses: AddressTable, precision: Precision, sums: Tensor,
         compare: bool,
     ) -> None:  # fmt: skip
         """Compute Ĝ of a chunk's blocks from X or G."""
-        shape = self._tables.shape
-        tables = chunk.tiles, self._tables.lines, addresses.tensor, self._buffers.tensor
+        programs = self._tables.programs[chunk.tiles]
+        tables = programs, self._tables.lines, addresses.tensor, self._buffers.tensor
         scratch = self._anchors[precision.precise], self._units
-        tile = {"TILE_M": shape.tile[0], "TILE_N": shape.tile[1], "DEPTH": shape.depth}
-        tile |= {"num_warps": shape.warps, "num_stages": shape.stages}
-        source, target = int(Field.X), int(Field.Y)
+        source, target = kernels.X.value, kernels.Y.value
         for number, by in enumerate(self._stacks.rule, 1):
             last = number == len(self._stacks.rule)
             constants = {"SOURCE": source, "TARGET": target, "BY_LEFT": by.left}
             constants |= {"BY_RIGHT": by.right, "PRECISE": precision.precise}
             constants |= {"DIRECT": precision.direct and number == 1, "LAST": last}
-            constants |= {"COMPARE": last and compare, **tile}
+            constants |= {"COMPARE": last and compare, **self._tables.shape}
             arguments = *tables, *scratch, sums, chunk.square
-            launch(pass_kernel, (len(chunk.tiles),), *arguments, **constants)
+            launch(kernels.pass_kernel, (len(programs),), *arguments, **constants)
             source, target = target, source

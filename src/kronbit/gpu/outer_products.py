@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,27 +15,11 @@ from kronbit.gpu.addresses import to_device
 from kronbit.kernels import outer as kernels
 from kronbit.kernels.cache import BoundedCache
 from kronbit.kernels.launch import launch
-from kronbit.kernels.lines import block_head
 from kronbit.kernels.matmul import PRODUCT, tiles
 from kronbit.kernels.outer import TILE
 from kronbit.kernels.split import padded
 
 _REMEMBERED = 256
-
-
-@dataclass(frozen=True)
-class _Lines:
-    """The table of a batch.
-
-    Attributes:
-        lines: A line of integers per row.
-        size: Elements of all copies.
-        tiles: Number of programs of the largest block.
-    """
-
-    lines: Tensor
-    size: int
-    tiles: int
 
 
 class OuterProducts:
@@ -48,9 +32,7 @@ class OuterProducts:
 
     def __init__(self, members: Sequence[Member], device: torch.device) -> None:
         self._members, self._device = members, device
-        self._tables: BoundedCache[tuple[tuple[int, bool, int, int], ...], _Lines] = BoundedCache(
-            _REMEMBERED
-        )
+        self._tables: BoundedCache[Any, tuple[Tensor, int, int]] = BoundedCache(_REMEMBERED)
 
     def of(self, addresses: Tensor, finite: Tensor, parts: Sequence[Part]) -> Tensor:
         """Return M of a batch; zero beyond a row's order, and where the gradient is not finite.
@@ -61,26 +43,24 @@ class OuterProducts:
             parts: The rows.
         """
         n = order_of(parts)
-        table = self._lines(parts)
-        k = len(table.lines)
-        hi, lo = (
-            torch.empty(table.size, dtype=torch.float16, device=self._device) for _ in range(2)
-        )
+        key = tuple((id(p.group), p.right, p.rows.start, p.rows.stop) for p in parts)
+        lines, size, programs = self._tables.obtain(key, lambda: self._make_lines(parts))
+        k = len(lines)
+        hi, lo = (torch.empty(size, dtype=torch.float16, device=self._device) for _ in range(2))
         unit = torch.empty(k, dtype=torch.float32, device=self._device)
         largest = torch.zeros(k, dtype=torch.int32, device=self._device)
-        read = (table.lines, addresses, finite, largest)
-        launch(kernels.largest_kernel, (table.tiles, k), *read, TILE=TILE)
-        launch(kernels.copy_kernel, (table.tiles, k), *read, hi, lo, unit, TILE=TILE)
+        read = lines, addresses, finite, largest
+        launch(kernels.largest_kernel, (programs, k), *read, TILE=TILE)
+        launch(kernels.copy_kernel, (programs, k), *read, hi, lo, unit, TILE=TILE)
         M = torch.empty(k, n, n, dtype=torch.float32, device=self._device)
-        copy = table.lines, hi, lo, unit
-        launch(kernels.outer_kernel, (tiles(n) ** 2, k), *copy, M, n, **PRODUCT)
+        launch(kernels.outer_kernel, (tiles(n) ** 2, k), lines, hi, lo, unit, M, n, **PRODUCT)
         return M
 
-    def _lines(self, parts: Sequence[Part]) -> _Lines:
-        key = tuple((id(p.group), p.right, p.rows.start, p.rows.stop) for p in parts)
-        return self._tables.obtain(key, lambda: self._make_lines(parts))
+    def _make_lines(self, parts: Sequence[Part]) -> tuple[Tensor, int, int]:
+        """Return a line of integers per row, elements of all copies, and the programs of a block.
 
-    def _make_lines(self, parts: Sequence[Part]) -> _Lines:
+        There are as many programs as the largest block needs.
+        """
         lines = array("q")
         size = largest = 0
         for part in parts:
@@ -88,9 +68,8 @@ class OuterProducts:
             for row, member, _, first, stride, taps in part.group.places(self._members):
                 if not part.rows.start <= row < part.rows.stop:
                     continue
-                lines.extend(block_head(member, (m, n), first, stride, taps))
-                # RIGHT, PLACE, DEPTH
-                lines.extend((int(part.right), size, padded(m if part.right else n)))
+                depth = padded(m if part.right else n)
+                lines.extend((member, m, n, first, stride, taps, part.right, size, depth))
                 size += padded(m) * padded(n)
             largest = max(largest, padded(m) // TILE * (padded(n) // TILE))
-        return _Lines(to_device(lines, self._device, kernels.COUNT), size, largest)
+        return to_device(lines, self._device, kernels.COUNT), size, largest

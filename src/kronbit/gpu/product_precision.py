@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from kronbit.blocks.groups import DeviceStacks
+from kronbit.gpu.precision import Precision
 from kronbit.kernels.cache import BoundedCache
 from kronbit.kernels.graphs import Replay
 
@@ -18,20 +18,21 @@ if TYPE_CHECKING:
     from kronbit.gpu.addresses import AddressTable
     from kronbit.gpu.measured import Measured
     from kronbit.gpu.ordinary_step import GroupedProducts
-    from kronbit.gpu.tables import Precision
-
-    _Key: TypeAlias = tuple[Precision, frozenset[int], frozenset[int]]
 
 # Ways to compute products, numbered by the bits of their operands: float32 by torch, which is the
 # contract; sums of two bf16 numbers; float16, but a gradient in bf16 stays in bf16.
 FLOAT32, BF16X3, HALF = 24, 16, 11
 WAYS = (FLOAT32, BF16X3, HALF)
-_BY_KERNELS = (HALF, BF16X3)  # the cheapest first
 
 # Largest angle, in degrees, between Ĝ in HALF and in BF16X3 at which each way is chosen. BF16X3 has
-# five more bits, so its error is a 32nd of this angle: either error is at most half a degree.
+# five more bits, so its error is a 32nd of this angle: either error is at most half a degree. These
+# are the ways of the kernels, the cheapest first.
 _TOLERANCE = {HALF: 0.5, BF16X3: 16.0}
 _REMEMBERED = 64
+
+
+# Precision, members, and members whose gradients are in channels-last order.
+_Key: TypeAlias = tuple[Precision, frozenset[int], frozenset[int]]
 
 
 class KernelProducts:
@@ -53,14 +54,18 @@ class KernelProducts:
         # gradients, for one table of addresses.
         self._replay = Replay(stacks.device, graphs)
         self._addresses: Tensor | None = None
-        # By precision, members, and members whose gradients are in channels-last order. Graphs may
-        # hold the tables. No lambda: a cycle would keep the stacks in memory until a collection.
+        # Graphs may hold the tables. No lambda: a cycle would keep the stacks in memory until a
+        # collection.
         self._grouped: BoundedCache[_Key, GroupedProducts] = BoundedCache(
             _REMEMBERED, keep_used=True, on_eviction=self._replay.forget
         )
         # For comparisons of ways: under ``stagger``, the same members return every interval.
         self._comparisons: BoundedCache[_Key, GroupedProducts] = BoundedCache(_REMEMBERED)
-        self._shares = _Shares.make(set(), self.ways)
+        # Refreshed members and ways of the last step; (way, members) for each way of the kernels
+        # that has members; the other members, in order.
+        self._shared: tuple[set[int], dict[int, int]] = (set(), {})
+        self._by_kernels: list[tuple[int, frozenset[int]]] = []
+        self._left: tuple[int, ...] = ()
         # The key and the tables of the last step.
         self._last: tuple[Any, list[GroupedProducts]] = (None, [])
 
@@ -75,26 +80,30 @@ class KernelProducts:
             The refreshed members that remain, in order; some may have no gradient.
         """
         refreshed = self._stacks.refreshed
-        if not self._shares.hold(refreshed, self.ways):
-            self._shares = _Shares.make(refreshed, self.ways)
+        if self._shared != (refreshed, self.ways):
+            self._share(set(refreshed), dict(self.ways))
         entries = addresses.values
         # Members without a gradient are skipped: tables do not depend on which members have one.
         chosen = tuple(
             (way, members)
-            for way, members in self._shares.by_kernels
+            for way, members in self._by_kernels
             if any(map(entries.__getitem__, members))
         )
         if chosen:
             self.step(chosen, addresses, measured.norms)
         if measured.by_kernels:
-            return self._shares.left
-        return [i for i in sorted(refreshed) if i in self._shares.left or not entries[i]]
+            return self._left
+        return [i for i in sorted(refreshed) if i in self._left or not entries[i]]
+
+    def _share(self, refreshed: set[int], ways: dict[int, int]) -> None:
+        """Group members by the way of their products."""
+        by_way = {way: frozenset(i for i in refreshed if ways[i] == way) for way in _TOLERANCE}
+        self._shared = refreshed, ways
+        self._by_kernels = [(way, members) for way, members in by_way.items() if members]
+        self._left = tuple(i for i in sorted(refreshed) if ways[i] not in _TOLERANCE)
 
     def step(
-        self,
-        chosen: tuple[tuple[int, frozenset[int]], ...],
-        addresses: AddressTable,
-        norms: Tensor,
+        self, chosen: tuple[tuple[int, frozenset[int]], ...], addresses: AddressTable, norms: Tensor
     ) -> None:
         """Write G̃ over some gradients.
 
@@ -143,7 +152,8 @@ class KernelProducts:
         refreshed = frozenset(i for i in candidates if i in self._stacks.refreshed)
         if addresses is not None and any(map(addresses.values.__getitem__, refreshed)):
             half = self._precision(HALF, addresses)
-            comparison = self._comparison_of(refreshed, addresses)
+            key = Precision(precise=True), refreshed, refreshed & addresses.channels_last
+            comparison = self._comparisons.obtain(key, lambda: self._make(key))  # not in a graph
             sums = comparison.compare(addresses, measured.norms, half)
             cosines = (sums[:, 0] / (sums[:, 1].sqrt() * sums[:, 2].sqrt())).tolist()
             for i in refreshed:
@@ -156,18 +166,9 @@ class KernelProducts:
 
     def _precision(self, way: int, addresses: AddressTable) -> Precision:
         """Return the precision of a way for these gradients. In bf16, G R̂ can read G directly."""
-        from kronbit.gpu.tables import Precision
-
         half, first = way == HALF, self._stacks.rule[0]
         direct = half and addresses.all_bf16 and addresses.aligned and not first.left
         return Precision(precise=not half, direct=direct)
-
-    def _comparison_of(self, members: frozenset[int], addresses: AddressTable) -> GroupedProducts:
-        """Return the tables of a comparison. No graph holds them."""
-        from kronbit.gpu.tables import Precision
-
-        key = Precision(precise=True), members, members & addresses.channels_last
-        return self._comparisons.obtain(key, lambda: self._make(key))
 
     def _make(self, key: _Key) -> GroupedProducts:
         from kronbit.gpu.ordinary_step import GroupedProducts
@@ -180,41 +181,10 @@ class KernelProducts:
         return self._grouped.obtain(key, lambda: self._make(key))
 
 
-@dataclass(frozen=True)
-class _Shares:
-    """Refreshed members, grouped by the way of their products.
-
-    Attributes:
-        refreshed: The members.
-        ways: The way of each.
-        by_kernels: (way, members) for each way of the kernels that has members.
-        left: The other members, in order.
-    """
-
-    refreshed: set[int]
-    ways: dict[int, int]
-    by_kernels: tuple[tuple[int, frozenset[int]], ...]
-    left: tuple[int, ...]
-
-    @classmethod
-    def make(cls, refreshed: set[int], ways: dict[int, int]) -> _Shares:
-        by_way = {way: frozenset(i for i in refreshed if ways[i] == way) for way in _BY_KERNELS}
-        return cls(
-            refreshed=set(refreshed),
-            ways=dict(ways),
-            by_kernels=tuple((way, members) for way, members in by_way.items() if members),
-            left=tuple(i for i in sorted(refreshed) if ways[i] not in _BY_KERNELS),
-        )
-
-    def hold(self, refreshed: set[int], ways: dict[int, int]) -> bool:
-        """True if nothing has changed."""
-        return refreshed == self.refreshed and ways == self.ways
-
-
 def _way(cosine: float, before: int) -> int:
     """Return the cheapest way within tolerance; half the tolerance if cheaper than before."""
-    for way in _BY_KERNELS:
-        degrees = _TOLERANCE[way] / (2 if way < before else 1)
+    for way, tolerance in _TOLERANCE.items():
+        degrees = tolerance / (2 if way < before else 1)
         if cosine >= math.cos(math.radians(degrees)):  # False for NaN, where there is no gradient
             return way
     return FLOAT32

@@ -8,8 +8,9 @@ gradients change from step to step, and have a small table in ``addresses``.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain, cycle, groupby
 from typing import NamedTuple
 
 import torch
@@ -19,70 +20,39 @@ from kronbit.blocks.groups import DeviceStacks, Group
 from kronbit.factors import Factors
 from kronbit.factors.storage import CompactStorage
 from kronbit.gpu.addresses import to_device
-from kronbit.kernels.lines import COUNT, OTHER_SIDE, STRIP, Field, block_head
-from kronbit.kernels.roots import tiles_per_program
+from kronbit.gpu.precision import Precision
+from kronbit.kernels.grouped import COUNT, STRIP, tiles_per_program
 from kronbit.kernels.split import PAD, padded
 from kronbit.quantization import Quantizer
 
 LANES = 2  # chunks that are computed at the same time, each in another part of the scratch
 
 
-class Shape(NamedTuple):
-    """Shape of the programs of a product.
+# Shapes of the programs of a product: rows and columns of a program's result, as much as fits into
+# its registers; and columns of the left operand that are multiplied together.
+_SMALL = {"TILE_M": 128, "TILE_N": 128, "DEPTH": 64, "num_warps": 4, "num_stages": 3}
+_LARGE = {"TILE_M": 128, "TILE_N": 256, "DEPTH": 64, "num_warps": 8, "num_stages": 3}
+_PRECISE = {"TILE_M": 64, "TILE_N": 128, "DEPTH": 64, "num_warps": 4, "num_stages": 3}
 
-    Attributes:
-        tile: Rows and columns of a program's result: as much as fits into its registers.
-        depth: Columns of the left operand that are multiplied together.
-        warps: Warps of a program.
-        stages: Loads in flight while tensor cores compute.
+
+def _shape(precision: Precision, blocks: Sequence[TableBlock]) -> dict[str, int]:
+    """Return the shape of programs for products of blocks.
+
+    Larger tiles read less, but waste more at the edges.
     """
-
-    tile: tuple[int, int]
-    depth: int
-    warps: int
-    stages: int
-
-
-@dataclass(frozen=True)
-class Precision:
-    """Precision of products.
-
-    Attributes:
-        precise: True if roots, gradients, X and Y are sums of two bf16 numbers, not float16, and Ĝ
-            is held in float32, not bf16.
-        direct: True if gradients with wide rows are multiplied in place, without a copy.
-    """
-
-    precise: bool
-    direct: bool = False
-
-    @property
-    def parts(self) -> int:
-        """Number of 16-bit numbers in an element of a root, of X and of Y."""
-        return 2 if self.precise else 1
-
-    @property
-    def held(self) -> torch.dtype:
-        """Dtype in which Ĝ is held."""
-        return torch.float32 if self.precise else torch.bfloat16
-
-    def shape(self, blocks: Iterable[tuple[int, int]]) -> Shape:
-        """Return the shape of programs for products of blocks (m, n).
-
-        Larger tiles read less, but waste more at the edges.
-        """
-        if self.precise:
-            return _PRECISE
-        blocks = list(blocks)
-        small, large = (
-            sum(-(-m // rows) * rows * -(-n // columns) * columns for m, n in blocks)
-            for rows, columns in (_SMALL.tile, _LARGE.tile)
-        )
-        return _LARGE if large <= 1.1 * small else _SMALL
+    if precision.precise:
+        return _PRECISE
+    small, large = (
+        sum(_tiles(block, shape) * shape["TILE_M"] * shape["TILE_N"] for block in blocks)
+        for shape in (_SMALL, _LARGE)
+    )
+    return _LARGE if large <= 1.1 * small else _SMALL
 
 
-_SMALL, _LARGE = Shape((128, 128), 64, 4, 3), Shape((128, 256), 64, 8, 3)
-_PRECISE = Shape((64, 128), 64, 4, 3)
+def _tiles(block: TableBlock, shape: dict[str, int]) -> int:
+    """Return the number of programs of a block's product."""
+    m, n = block.group.shape
+    return -(-m // shape["TILE_M"]) * -(-n // shape["TILE_N"])
 
 
 @dataclass(frozen=True, eq=False)  # two blocks are never the same
@@ -147,32 +117,30 @@ class RootKind(NamedTuple):
         return -(-(side * (side + 1) // 2) // tiles_per_program(self.tile))
 
 
-@dataclass(frozen=True)
-class Chunk:
+class Chunk(NamedTuple):
     """Blocks that share the scratch.
 
     Attributes:
         blocks: The blocks.
-        roots: For each kind of root, (block, side, first) of each program that restores, where
-            ``first`` is the first program of the block.
+        roots: For each kind of root, the number of the list of the programs that restore:
+            (block, side, first) of each, where ``first`` is the first program of the block.
         strips: Range of the tables' programs that gather or scatter its rows.
         wide: True if the rows of all gradients are wide, False if none are.
-        tiles: (block, first) of each program of a product.
+        tiles: Number of the list of a product's programs: (block, first) of each.
         square: Index of the first program's sum of squares.
         lane: Lane whose scratch it uses.
     """
 
     blocks: tuple[TableBlock, ...]
-    roots: tuple[tuple[RootKind, Tensor], ...]
+    roots: tuple[tuple[RootKind, int], ...]
     strips: range
     wide: bool
-    tiles: Tensor
+    tiles: int
     square: int
     lane: int
 
 
-@dataclass(frozen=True)
-class TableWave:
+class TableWave(NamedTuple):
     """Members that are grafted together.
 
     Attributes:
@@ -188,14 +156,14 @@ class TableWave:
     alone: bool
 
 
-@dataclass(frozen=True)
-class Tables:
+class Tables(NamedTuple):
     """Tables of an ordinary step for some members.
 
     Attributes:
         lines: The blocks' lines of integers.
         members: For each member, (member, first, one past the last) of its sums of squares.
-        strips: (block, first) of each program that gathers or scatters rows.
+        programs: The chunks' lists of programs; the last one has (block, first) of each program
+            that gathers or scatters rows.
         waves: The waves, in order.
         shape: Shape of the programs of products.
         squares: Number of programs that compute products.
@@ -206,9 +174,9 @@ class Tables:
 
     lines: Tensor
     members: Tensor
-    strips: Tensor
+    programs: list[Tensor]
     waves: tuple[TableWave, ...]
-    shape: Shape
+    shape: dict[str, int]
     squares: int
     scratch: int
     held: int
@@ -229,89 +197,68 @@ def make_tables(
         precision: Precision of the products.
         channels_last: Members whose gradients are in that order.
     """
-    members, groups, device = stacks.members, stacks.groups, stacks.device
-    workspace = stacks.workspace
+    members, workspace, device = stacks.members, stacks.workspace, stacks.device
     blocks = [
         TableBlock(member, number, group, row, first, stride, taps, member in channels_last)
-        for group in groups
+        for group in stacks.groups
         for row, member, number, first, stride, taps in group.places(members)
         if member in wanted
     ]
     blocks.sort(key=lambda block: (block.member, block.number))
-    shape = precision.shape(block.group.shape for block in blocks)
+    shape = _shape(precision, blocks)
     hold = workspace * 5 // 8 // precision.held.itemsize // (2 * PAD) * (2 * PAD)
-    waves = list(cut_into_waves(blocks, hold))
     # Scratch of a chunk. If its wave does not fit, Ĝ is held only while the chunk is computed.
     scratch = workspace * 3 // 8 // 2 // LANES
-    pieces = [
-        list(cut_into_chunks(wave, precision, scratch, hold // LANES if size > hold else None))
-        for wave, size in waves
-    ]
-    lane_size = max(
-        sum(block.scratch(precision) for block in piece) for wave in pieces for piece in wave
-    )
+    waves: list[tuple[int, list[list[TableBlock]]]] = []
+    for wave in cut_into_waves(blocks, hold):
+        size = sum(map(held_size, wave))
+        most = hold // LANES if size > hold else None
+        waves.append((size, list(cut_into_chunks(wave, precision, scratch, most))))
+    all_pieces = [piece for _, pieces in waves for piece in pieces]
+    lane_size = max(sum(block.scratch(precision) for block in piece) for piece in all_pieces)
     writer = _Writer(precision, shape)
-    waves_drafted, number = [], 0
-    for turn, ((_, size), wave) in enumerate(zip(waves, pieces, strict=True)):
+    table_waves, lanes = [], cycle(range(LANES))
+    for turn, (size, pieces) in enumerate(waves):
         fits, alone = size <= hold, size > hold // 2
         held = 0 if alone else turn % 2 * (hold // 2)
-        lane_held = max(sum(map(held_size, piece)) for piece in wave)
-        first_member, drafts = len(writer.members) // 3, []
-        for piece in wave:
-            lane, number = number % LANES, number + 1
-            if not fits:
-                held = lane * lane_held
-            drafts.append(writer.chunk(piece, lane, lane * lane_size, held))
+        lane_held = max(sum(map(held_size, piece)) for piece in pieces)
+        first_member, chunks = len(writer.members) // 3, []
+        for piece in pieces:
+            lane = next(lanes)
+            start = held if fits else lane * lane_held
+            chunks.append(writer.chunk(piece, lane, lane * lane_size, start))
             held += sum(map(held_size, piece))
         span = range(first_member, len(writer.members) // 3)
-        waves_drafted.append((span, drafts, fits, alone))
-    strips = writer.lists.add(writer.strips)
-    table = to_device(writer.lists.integers, device).view(-1)
+        table_waves.append(TableWave(span, tuple(chunks), fits, alone))
     return Tables(
         lines=to_device(writer.lines, device, COUNT),
         members=to_device(writer.members, device, 3),
-        strips=strips.of(table),
-        waves=tuple(
-            TableWave(span, tuple(draft.chunk(table) for draft in drafts), fits, alone)
-            for span, drafts, fits, alone in waves_drafted
-        ),
+        programs=_on_device([*writer.programs, writer.strips], device),
+        waves=tuple(table_waves),
         shape=shape,
         squares=writer.squares,
-        scratch=min(LANES, number) * lane_size,
+        scratch=min(LANES, len(all_pieces)) * lane_size,
         held=max(held_size(block) + offset for block, offset in writer.offsets.items()),
         offsets=writer.offsets,
     )
 
 
-def cut_into_waves(
-    blocks: Sequence[TableBlock], hold: int
-) -> Iterator[tuple[list[TableBlock], int]]:
-    """Yield the blocks of each wave, with the size of their Ĝ.
+def cut_into_waves(blocks: Sequence[TableBlock], hold: int) -> Iterator[list[TableBlock]]:
+    """Yield the blocks of each wave.
 
     Two waves run at a time: products of one, and grafting of the previous one.
     """
     wave: list[TableBlock] = []
     total = 0
-    for of_member in _runs(blocks):
+    for _, run in groupby(blocks, key=lambda block: block.member):
+        of_member = list(run)
         size = sum(map(held_size, of_member))
         if wave and total + size > hold // 2:
-            yield wave, total
+            yield wave
             wave, total = [], 0
         wave += of_member
         total += size
-    yield wave, total
-
-
-def _runs(blocks: Sequence[TableBlock]) -> Iterator[list[TableBlock]]:
-    """Yield the blocks of each member."""
-    run: list[TableBlock] = []
-    for block in blocks:
-        if run and run[0].member != block.member:
-            yield run
-            run = []
-        run.append(block)
-    if run:
-        yield run
+    yield wave
 
 
 def held_size(block: TableBlock) -> int:
@@ -337,58 +284,18 @@ def cut_into_chunks(
     yield piece
 
 
-@dataclass(frozen=True)
-class _ProgramList:
-    """A list of programs in the table of all lists: from ``start`` to ``stop``, by rows."""
-
-    start: int
-    stop: int
-    width: int
-
-    def of(self, table: Tensor) -> Tensor:
-        """Return the list in a table on the device."""
-        return table[self.start : self.stop].view(-1, self.width)
-
-
-class _ProgramLists:
-    """Lists of programs in one table: one copy to the device is faster than many."""
-
-    def __init__(self) -> None:
-        self.integers = array("i")
-
-    def add(self, counts: Iterable[tuple[tuple[int, ...], int]]) -> _ProgramList:
-        """Add a list in which every item has a number of programs."""
-        start, first, width = len(self.integers), 0, 0
-        for item, count in counts:
-            self.integers.extend(array("i", (*item, first)) * count)
-            first, width = first + count, len(item) + 1
-        stop = len(self.integers)
-        self.integers.extend((0,) * (-stop % 4))  # the next one begins at a multiple of 16 bytes
-        return _ProgramList(start, stop, width)
-
-
-@dataclass(frozen=True)
-class _ChunkDraft:
-    """A ``Chunk`` whose lists are not on the device yet."""
-
-    blocks: tuple[TableBlock, ...]
-    roots: dict[RootKind, _ProgramList]
-    strips: range
-    tiles: _ProgramList
-    square: int
-    lane: int
-
-    def chunk(self, table: Tensor) -> Chunk:
-        """Return the chunk, with its lists from a table on the device."""
-        return Chunk(
-            blocks=self.blocks,
-            roots=tuple((kind, programs.of(table)) for kind, programs in self.roots.items()),
-            strips=self.strips,
-            wide=self.blocks[0].wide,
-            tiles=self.tiles.of(table),
-            square=self.square,
-            lane=self.lane,
-        )
+def _on_device(lists: Sequence[Sequence[tuple[int, ...]]], device: torch.device) -> list[Tensor]:
+    """Copy lists to a device. One copy is faster than many; each begins at 16 bytes' multiple."""
+    table, starts = array("i"), []
+    for rows in lists:
+        starts.append(len(table))
+        table.extend(chain.from_iterable(rows))
+        table.extend((0,) * (-len(table) % 4))
+    whole = to_device(table, device).view(-1)
+    return [
+        whole[start : start + len(rows) * len(rows[0])].view(len(rows), -1)
+        for start, rows in zip(starts, lists, strict=True)
+    ]
 
 
 class _Writer:
@@ -396,43 +303,48 @@ class _Writer:
 
     Attributes:
         lines, members, offsets: Contents of ``Tables``.
-        strips: (block,), and the number of programs that gather or scatter its rows.
+        programs: All lists of programs but the last.
+        strips: The last list of programs.
         squares: Number of programs that compute products.
-        lists: Lists of programs.
     """
 
-    def __init__(self, precision: Precision, shape: Shape) -> None:
+    def __init__(self, precision: Precision, shape: dict[str, int]) -> None:
         self._precision, self._shape = precision, shape
         self.lines, self.members = array("q"), array("i")
-        self.strips: list[tuple[tuple[int], int]] = []
-        self._strip_count = self.squares = 0
+        self.programs: list[list[tuple[int, ...]]] = []
+        self.strips: list[tuple[int, ...]] = []
+        self.squares = 0
         self.offsets: dict[TableBlock, int] = {}
-        self.lists = _ProgramLists()
 
-    def chunk(self, piece: Sequence[TableBlock], lane: int, place: int, held: int) -> _ChunkDraft:
+    def chunk(self, piece: Sequence[TableBlock], lane: int, place: int, held: int) -> Chunk:
         """Add blocks whose scratch begins at ``place``, and whose Ĝ are held from ``held`` on."""
-        first_line, first_strip, square = len(self.lines) // COUNT, self._strip_count, self.squares
-        kinds: dict[RootKind, list[tuple[tuple[int, int], int]]] = {}
-        counts = []
-        for line, block in enumerate(piece, first_line):
+        first_strip, first_list, square = len(self.strips), len(self.programs), self.squares
+        roots: dict[RootKind, list[tuple[int, ...]]] = {}
+        tiles: list[tuple[int, ...]] = []
+        for line, block in enumerate(piece, len(self.lines) // COUNT):
             self.offsets[block] = held
             self.lines.extend(_line(block, self._precision, place, held))
             place, held = place + block.scratch(self._precision), held + held_size(block)
             for side, factors in enumerate((block.group.left, block.group.right)):
                 kind = RootKind.of(factors)
-                kinds.setdefault(kind, []).append(((line, side), kind.programs(factors.order)))
-            rows = padded(block.group.shape[0]) // STRIP
-            self.strips.append(((line,), rows))
-            self._strip_count += rows
-            counts.append(((line,), self._add_squares(block)))
-        roots = {kind: self.lists.add(programs) for kind, programs in kinds.items()}
-        tiles, strips = self.lists.add(counts), range(first_strip, self._strip_count)
-        return _ChunkDraft(tuple(piece), roots, strips, tiles, square, lane)
+                programs = roots.setdefault(kind, [])
+                programs += [(line, side, len(programs))] * kind.programs(factors.order)
+            self.strips += [(line, len(self.strips))] * (padded(block.group.shape[0]) // STRIP)
+            tiles += [(line, len(tiles))] * self._add_squares(block)
+        self.programs += [*roots.values(), tiles]
+        return Chunk(
+            blocks=tuple(piece),
+            roots=tuple((kind, number) for number, kind in enumerate(roots, first_list)),
+            strips=range(first_strip, len(self.strips)),
+            wide=piece[0].wide,
+            tiles=len(self.programs) - 1,
+            square=square,
+            lane=lane,
+        )
 
     def _add_squares(self, block: TableBlock) -> int:
         """Count the programs of a block's product, and add them to its member's."""
-        (m, n), (rows, columns) = block.group.shape, self._shape.tile
-        count = -(-m // rows) * -(-n // columns)
+        count = _tiles(block, self._shape)
         if not self.members or self.members[-3] != block.member:
             self.members.extend((block.member, self.squares, self.squares))
         self.squares += count
@@ -441,39 +353,29 @@ class _Writer:
 
 
 def _line(block: TableBlock, precision: Precision, place: int, held: int) -> list[int]:
-    m, n = block.group.shape
-    pm, pn = padded(m), padded(n)
-    line = block_head(block.member, (m, n), block.first, block.stride, block.taps)
-    line += [0] * (COUNT - len(line))
-    line[Field.LEFT] = place
-    line[Field.RIGHT] = place + precision.parts * pm * pm
-    line[Field.Y] = line[Field.RIGHT] + precision.parts * pn * pn
-    line[Field.X] = line[Field.Y] + precision.parts * pm * pn
-    line[Field.HELD] = held
-    for side, factors in enumerate((block.group.left, block.group.right)):
-        for field, value in _root(factors, block.row).items():
-            line[field + side * OTHER_SIDE] = value
-    return line
+    """Return the fields of ``kernels.gradients`` and ``kernels.grouped``."""
+    m, n = map(padded, block.group.shape)
+    right = place + precision.parts * m * m
+    y = right + precision.parts * n * n
+    x = y + precision.parts * m * n
+    head = block.member, *block.group.shape, block.first, block.stride, block.taps
+    roots = (_root(factors, block.row) for factors in (block.group.left, block.group.right))
+    return [*head, place, right, x, y, held, *chain.from_iterable(roots)]
 
 
-def _root(factors: Factors, row: int) -> dict[Field, int]:
-    """Return the addresses of a root. At 32 bits, every (n + 1)-th element is the diagonal."""
+def _root(factors: Factors, row: int) -> tuple[int, ...]:
+    """Return the fields of a root. At 32 bits, every (n + 1)-th element is the diagonal."""
     if factors.format.root.bits == 32:
         address = _address(factors, "root", row)
-        return {
-            Field.CODES: address,
-            Field.DIAGONAL: address,
-            Field.DIAGONAL_STRIDE: factors.order + 1,
-        }
-    fields = {
-        Field.CODES: _address(factors, "root_codes", row),
-        Field.SCALES: _address(factors, "root_scales", row),
-        Field.DIAGONAL: _address(factors, "root_diagonal", row),
-        Field.DIAGONAL_STRIDE: 1,
-    }
-    if "root_top_scales" in factors.tensors:
-        fields[Field.TOPS] = _address(factors, "root_top_scales", row)
-    return fields
+        return address, 0, 0, address, factors.order + 1
+    tops = "root_top_scales"
+    return (
+        _address(factors, "root_codes", row),
+        _address(factors, "root_scales", row),
+        _address(factors, tops, row) if tops in factors.tensors else 0,
+        _address(factors, "root_diagonal", row),
+        1,
+    )
 
 
 def _address(factors: Factors, name: str, row: int) -> int:

@@ -20,10 +20,7 @@ class BoundedCache(dict[K, V]):
     """
 
     def __init__(
-        self,
-        size: int,
-        keep_used: bool = False,
-        on_eviction: Callable[[], object] | None = None,
+        self, size: int, keep_used: bool = False, on_eviction: Callable[[], object] | None = None
     ) -> None:
         self._size, self._keep_used, self._on_eviction = size, keep_used, on_eviction
 

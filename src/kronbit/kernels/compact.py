@@ -31,7 +31,7 @@ from kronbit.quantization.reference import (
     packed_length,
 )
 
-_PER_TOP: tl.constexpr = tl.constexpr(SCALES_PER_TOP)
+_PER_TOP = tl.constexpr(SCALES_PER_TOP)
 _BY_ROWS = 16
 
 
@@ -188,9 +188,7 @@ def _decode_kernel(
         place = tl.arange(0, BLOCK)
         first = codes + matrix * count * (BLOCK * BITS // 8)
         value = restore_tile(first, scales, tops, table, squares, number, count, BITS, BLOCK)
-        other = tl.trans(value)
-        if not MIRRORED:
-            other = tl.zeros_like(other)
+        other = tl.trans(value) if MIRRORED else tl.zeros_like(value)
         # On the diagonal both are in one tile.
         row, column = i * BLOCK + place[:, None], j * BLOCK + place[None, :]
         value = tl.where(row < column, other, value)
@@ -227,9 +225,8 @@ def block_scales(X: Tensor, triangle: bool, block: int, tiled: bool) -> Tensor:
         tiled: True if blocks are rows of tiles; else of the matrix.
     """
     k, n, _ = X.shape
-    runs, count = _counts(n, block, tiled)
+    runs, count, constants = _runs(n, triangle, block, tiled)
     scales = torch.empty(k, count, dtype=torch.float32, device=X.device)
-    constants = {"TRIANGLE": triangle, "BLOCK": block, "TILED": tiled, "ROWS": _BY_ROWS}
     arguments = X, scales, n, count, *strides(X)
     launch(_scales_kernel, (runs, k), *arguments, TRANSPOSED=X.stride(2) != 1, **constants)
     return scales
@@ -251,14 +248,13 @@ def nearest_codes(
 ) -> Tensor:
     """Return packed codes of (k, n, n) with given scales; see ``block_scales``."""
     k, n, _ = X.shape
-    runs, count = _counts(n, block, tiled)
+    runs, count, constants = _runs(n, triangle, block, tiled)
     length = packed_length(block if tiled else n, bits)
     shape = (count // block, block) if tiled else (n,)
     codes = torch.empty(k, *shape, length, dtype=torch.uint8, device=X.device)
     per_word, word_bytes = WORD[bits]
     arguments = X, scales, codes, thresholds(mapping, bits, X.device), n, count, length
-    constants = {"TRIANGLE": triangle, "BITS": bits, "BLOCK": block, "TILED": tiled}
-    constants |= {"ROWS": _BY_ROWS, "PER_WORD": per_word, "WORD_BYTES": word_bytes}
+    constants |= {"BITS": bits, "PER_WORD": per_word, "WORD_BYTES": word_bytes}
     transposed = X.stride(2) != 1
     launch(_codes_kernel, (runs, k), *arguments, *strides(X), TRANSPOSED=transposed, **constants)
     return codes
@@ -283,21 +279,20 @@ def decode(
     k, n = codes.shape[:2] if diagonal is None else diagonal.shape
     if out is None:
         out = torch.empty(k, n, n, dtype=torch.float32, device=codes.device)
-    runs, count = _counts(n, block_size, tiled)
+    runs, count, constants = _runs(n, diagonal is not None, block_size, tiled)
     device = codes.device
     tables = codebook(mapping, bits, device), codebook(SCALE_MAPPING, SCALE_BITS, device)
     tensors = codes, scales, tops, tops if diagonal is None else diagonal, *tables, out
     numbers = n, count, tops.shape[1], *out.stride()[:2]
-    constants = {"MIRRORED": mirrored, "TRIANGLE": diagonal is not None, "BITS": bits}
-    constants |= {"BLOCK": block_size, "TILED": tiled, "ROWS": _BY_ROWS}
-    launch(_decode_kernel, (runs, k), *tensors, *numbers, **constants)
+    launch(_decode_kernel, (runs, k), *tensors, *numbers, MIRRORED=mirrored, BITS=bits, **constants)
     return out
 
 
-def _counts(n: int, block: int, tiled: bool) -> tuple[int, int]:
-    """Return the numbers of runs and of blocks of a matrix."""
+def _runs(n: int, triangle: bool, block: int, tiled: bool) -> tuple[int, int, dict[str, int]]:
+    """Return the numbers of runs and of blocks of a matrix, and the kernels' constants of both."""
+    constants = {"TRIANGLE": triangle, "BLOCK": block, "TILED": tiled, "ROWS": _BY_ROWS}
     side = block_count(n, block)
     tiles = side * (side + 1) // 2
     if tiled:
-        return tiles, tiles * block
-    return -(-n // _BY_ROWS) * side, n * side
+        return tiles, tiles * block, constants
+    return -(-n // _BY_ROWS) * side, n * side, constants

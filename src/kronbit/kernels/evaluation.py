@@ -20,19 +20,13 @@ from kronbit.kernels.guard import processors
 from kronbit.kernels.launch import launch
 from kronbit.kernels.matmul import PRODUCT, accumulate, mirrored_tile, tiles, wrapped
 from kronbit.kernels.polynomial import Polynomial
-from kronbit.kernels.split import (
-    UNIT,
-    magnitude_bits,
-    padded,
-    split_quotients,
-    store_parts,
-)
+from kronbit.kernels.split import UNIT, magnitude_bits, padded, split_quotients, store_parts
 from kronbit.kernels.taking_turns import take, tell, wait_for
 
 # A line has places (out, A, B, C) and numbers (alpha times the units of A and B, beta, the unit of
 # C, the diagonal, the inverse of the unit of out). Parts hold a matrix divided by its unit.
-_WHERE: tl.constexpr = tl.constexpr(4)
-_NUMBERS: tl.constexpr = tl.constexpr(5)
+_WHERE = tl.constexpr(4)
+_NUMBERS = tl.constexpr(5)
 _ROWS, _COLUMNS = 8, 256  # rows and columns of a matrix, per program of the check
 _PRODUCT = {name: value for name, value in PRODUCT.items() if name != "SUPER"}
 
@@ -66,9 +60,7 @@ def _evaluate_kernel(
         line = task // (k * most)
         matrix = task % (k * most) // most
         i, j = tile_at(task % most)
-        order = n
-        if MIXED:
-            order = tl.load(orders + matrix)
+        order = tl.load(orders + matrix) if MIXED else n
         at, by = places + (first + line) * _WHERE, numbers + (first + line) * _NUMBERS
         to, a, b, c = tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3)
         alpha, beta, unit_of_c = tl.load(by), tl.load(by + 1), tl.load(by + 2)
@@ -130,9 +122,7 @@ def _check_kernel(
 ):  # fmt: skip
     """Measure how far C of a line is from I, by the larger parts, as the bits of a float32."""
     matrix = tl.program_id(1)
-    order = n
-    if MIXED:
-        order = tl.load(orders + matrix)
+    order = tl.load(orders + matrix) if MIXED else n
     place, unit = tl.load(places + line * _WHERE + 3), tl.load(numbers + line * _NUMBERS + 2)
     last = out.to(tl.pointer_type(tl.float16), bitcast=True)
     size = padded_n.to(tl.int64) * padded_n
@@ -169,17 +159,15 @@ def evaluate(
     tables = *_tables(polynomial, A.device), counters if orders is None else orders
     programs = min(processors(A.device), k * tiles(n) * (tiles(n) + 1) // 2)
     before, constants = len(polynomial.products) - 1, {"PLACES": count, "MIXED": orders is not None}
-    numbers = k, n, side
+    read, sizes = (parts, A, *tables), (counters, k, n, side)
 
     def products(first: int, lines: int, last: bool) -> None:
-        span = first, lines, polynomial.tolerance
-        arguments = parts, A, *tables, scale, counters, *numbers, *span
+        arguments = *read, scale, *sizes, first, lines, polynomial.tolerance
         launch(_evaluate_kernel, (programs,), *arguments, LAST=last, **constants, **_PRODUCT)
 
     products(0, before, last=False)
-    grid = -(-n // _ROWS), k
-    arguments = parts, A, *tables, counters, *numbers, polynomial.checked - 1
-    launch(_check_kernel, grid, *arguments, ROWS=_ROWS, COLUMNS=_COLUMNS, **constants)
+    grid, line = (-(-n // _ROWS), k), polynomial.checked - 1
+    launch(_check_kernel, grid, *read, *sizes, line, ROWS=_ROWS, COLUMNS=_COLUMNS, **constants)
     products(before, 1, last=True)
     return A
 
@@ -191,14 +179,13 @@ def _places(polynomial: Polynomial) -> tuple[tuple[int, ...], ...]:
     No line writes where it reads. The first matrix is in place 0, and the result in the last place.
     """
     last_uses = polynomial.last_uses()
-    last_uses[polynomial.products[polynomial.checked - 1].C or 0] = len(
-        polynomial.products
-    )  # when it is checked
+    last = len(polynomial.products)
+    last_uses[polynomial.products[polynomial.checked - 1].C or 0] = last  # when it is checked
     at, free, count = {0: 0}, list[int](), 1
     lines = []
     for number, line in enumerate(polynomial.products, 1):
         chosen = max(free, default=0)
-        if chosen == 0 and (not free or number == len(polynomial.products)):
+        if chosen == 0 and (not free or number == last):
             chosen = count
             count += 1
         else:

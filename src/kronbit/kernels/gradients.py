@@ -7,34 +7,25 @@ free; 0 if there is no gradient. The weight of a convolution is a matrix of outp
 
 from __future__ import annotations
 
-import enum
-
 import triton
 import triton.language as tl
 
-
-class Kind(enum.IntEnum):
-    """Element types of a gradient, as the kernels number them."""
-
-    FLOAT32 = 0
-    BFLOAT16 = 1
-    FLOAT16 = 2
-
-
-_ORDER_AT, _KIND_FROM = 59, 60  # the bit of an entry's order, and the first bit of its kind
+_ORDER_AT, KIND_FROM = 59, 60  # the bit of an entry's order, and the first bit of its kind
 CHANNELS_LAST = 1 << _ORDER_AT  # added to an entry whose gradient is channels-last
+_KIND = tl.constexpr(KIND_FROM)
+_CHANNELS_LAST = tl.constexpr(CHANNELS_LAST)
+_ADDRESS = tl.constexpr(CHANNELS_LAST - 1)
+# Kinds: element types of a gradient. 2 is float16.
+FLOAT32 = tl.constexpr(0)
+BFLOAT16 = tl.constexpr(1)
 
-
-def tag(kind: Kind) -> int:
-    """Return the number that is added to an address for a gradient of some kind."""
-    return int(kind) << _KIND_FROM
-
-
-_KIND: tl.constexpr = tl.constexpr(_KIND_FROM)
-_CHANNELS_LAST: tl.constexpr = tl.constexpr(CHANNELS_LAST)
-_ADDRESS: tl.constexpr = tl.constexpr(CHANNELS_LAST - 1)
-FLOAT32: tl.constexpr = tl.constexpr(int(Kind.FLOAT32))
-BFLOAT16: tl.constexpr = tl.constexpr(int(Kind.BFLOAT16))
+# Fields with which the line of a block begins in every table.
+MEMBER = tl.constexpr(0)
+M = tl.constexpr(1)
+N = tl.constexpr(2)
+GRADIENT = tl.constexpr(3)  # first element in the parameter's gradient
+STRIDE = tl.constexpr(4)  # from row to row of the gradient
+TAPS = tl.constexpr(5)  # of a convolution, else 1
 
 
 @triton.jit
@@ -51,6 +42,33 @@ def is_channels_last(addresses, i):
 
 
 @triton.jit
+def gradient_of(line, addresses, member, WIDE: tl.constexpr):
+    """Return the first element of a block's gradient, its stride and its taps.
+
+    Taps are 1 unless the gradient is channels-last. WIDE: first element and stride are multiples
+    of 8, and the gradient is not channels-last.
+    """
+    first, stride = tl.load(line + GRADIENT), tl.load(line + STRIDE)
+    taps = tl.where(is_channels_last(addresses, member), tl.load(line + TAPS), 1).to(tl.int32)
+    if WIDE:
+        first, stride = tl.multiple_of(first, 8), tl.multiple_of(stride, 8)
+    return first, stride, taps
+
+
+@triton.jit
+def place_of(first, stride, taps, row, column, WIDE: tl.constexpr):
+    """Return the offsets of elements of a block in its gradient; see ``gradient_of``.
+
+    Columns are 32-bit numbers: a row has fewer than 2³¹ elements.
+    """
+    if not WIDE:
+        column += (first % stride).to(tl.int32)
+        column = column % taps * (stride.to(tl.int32) // taps) + column // taps
+        first = first // stride * stride
+    return first + row.to(tl.int64) * stride + column
+
+
+@triton.jit
 def pointer_to(address, TYPE: tl.constexpr, WIDE: tl.constexpr):
     """Make a pointer from an address. WIDE: it is aligned to 16 bytes, for wide loads.
 
@@ -58,9 +76,7 @@ def pointer_to(address, TYPE: tl.constexpr, WIDE: tl.constexpr):
     the alignment of arguments does not apply.
     """
     pointer = address.to(tl.pointer_type(TYPE))
-    if WIDE:
-        pointer = tl.multiple_of(pointer, 16)
-    return pointer
+    return tl.multiple_of(pointer, 16) if WIDE else pointer
 
 
 @triton.jit
@@ -128,6 +144,16 @@ def squares_kernel(tiles, addresses, squares, BLOCK: tl.constexpr, ROUNDS: tl.co
 
 
 @triton.jit
+def sum_of(numbers, start, stop, BLOCK: tl.constexpr):
+    """Sum up numbers in a fixed order."""
+    total = 0.0
+    for first in range(start, stop, BLOCK):
+        place = first + tl.arange(0, BLOCK)
+        total += tl.sum(tl.load(numbers + place, mask=place < stop, other=0.0))
+    return total
+
+
+@triton.jit
 def norms_kernel(ends, squares, norms, finite, skipped, COUNT: tl.constexpr, BLOCK: tl.constexpr):
     """Compute ‖G‖_F of a gradient from its pieces in a fixed order, and whether it is finite.
 
@@ -135,10 +161,7 @@ def norms_kernel(ends, squares, norms, finite, skipped, COUNT: tl.constexpr, BLO
     """
     gradient = tl.program_id(0)
     start, stop = tl.load(ends + gradient), tl.load(ends + gradient + 1)
-    total = 0.0
-    for first in range(start, stop, BLOCK):
-        place = first + tl.arange(0, BLOCK)
-        total += tl.sum(tl.load(squares + place, mask=place < stop, other=0.0))
+    total = sum_of(squares, start, stop, BLOCK)
     tl.store(norms + gradient, tl.sqrt(total))
     good = tl.where(total < float("inf"), 1, 0)  # 0 for NaN
     tl.store(finite + gradient, good.to(tl.uint8))

@@ -1,15 +1,15 @@
 """The products of the ordinary step, Ĝ = L̂ G R̂, for blocks of all shapes at once, and grafting.
 
 The ordinary step updates no statistic: it only preconditions gradients G by the inverse roots L̂ and
-R̂. Every block is a line of integers (``Field``): where its gradient, its roots and its scratch are.
+R̂. Every block is a line of integers: where its gradient, its roots and its scratch are.
 A list names the block of every program, and the first program of that block. So the number of
 launches does not grow with the number of parameters or shapes.
 
 A table holds the addresses of gradients (``kernels.gradients``), another those of the step's
-buffers (``Buffer``), so a captured graph stays valid although they move.
+buffers, so a captured graph stays valid although they move.
 
 Products multiply float16 and add in float32. Operands are divided by powers of two
-(``lines.gradient_unit``, ``lines.root_unit``) that keep them in float16's range. A gradient in bf16
+(``gradient_unit``, ``root_unit``) that keep them in float16's range. A gradient in bf16
 can be an operand as it is (DIRECT); R̂, which it is multiplied with first, is in bf16 then. Where
 float16 is not accurate enough (PRECISE), every operand is a sum of two bf16 numbers, hi + lo, and
 the tensor cores multiply both: 16 bits, and no units.
@@ -25,33 +25,272 @@ import os
 import triton
 import triton.language as tl
 
-from kronbit.kernels.gradients import BFLOAT16, FLOAT32, find, load, pointer_to, store
-from kronbit.kernels.lines import (
-    HELD,
-    HELD_STACK,
-    LEFT,
-    LINE,
-    MEMBER,
-    NORMS,
-    PADDING,
-    RIGHT,
-    M,
-    N,
-    gradient_of,
-    gradient_unit,
-    keep,
-    padded,
-    scratch,
-)
-from kronbit.kernels.roots import as_bf16
-from kronbit.kernels.strips import LEAVE
+from kronbit.kernels import gradients
+from kronbit.kernels.compact import eight_codes, restore_by_rows, restore_tile, tile_at
+from kronbit.kernels.gradients import BFLOAT16, FLOAT32, MEMBER, M, N, find
+from kronbit.kernels.quantization import restore
+from kronbit.kernels.split import PAD, power_below
+
+STRIP = 16  # rows of a block that a program gathers, restores or scatters
+
+# Fields of the line of a block, after those of ``gradients``.
+LEFT = tl.constexpr(6)  # scratch: L̂
+RIGHT = tl.constexpr(7)  # scratch: R̂
+X = tl.constexpr(8)  # scratch
+Y = tl.constexpr(9)
+HELD = tl.constexpr(10)  # first element of Ĝ in the held stack
+CODES = tl.constexpr(11)  # addresses of L̂; those of R̂ follow, TO_RIGHT later
+SCALES = tl.constexpr(12)
+TOPS = tl.constexpr(13)  # scales of the scales, if these are quantised
+DIAGONAL = tl.constexpr(14)
+DIAGONAL_STRIDE = tl.constexpr(15)
+TO_RIGHT = tl.constexpr(5)
+COUNT = 21  # integers in a line
+LINE = tl.constexpr(COUNT)
+
+# Fields of the table of a step's buffers.
+SCRATCH = tl.constexpr(0)  # not an address, but elements from the anchor on
+HELD_STACK = tl.constexpr(1)  # the address of the held stack
+NORMS = tl.constexpr(2)  # the address of ‖G‖_F of every member
+BUFFERS = 3
+
+PADDING = tl.constexpr(PAD)
 
 # Triton's interpreter multiplies the bits of bf16 numbers as if they were integers.
-_WIDEN: tl.constexpr = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
+_WIDEN = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
 # Results between passes are divided by this. Sums of n products of numbers up to 1 and numbers of
 # norm 2¹⁵ stay below 2¹⁵ √n; two sums are added.
-_ROOM: tl.constexpr = tl.constexpr(256.0)
+_ROOM = tl.constexpr(256.0)
+
+# A scale with which scatter leaves the gradient as it is.
+LEAVE = tl.constexpr(-1.0)
+
+# Elements of tiles that a program restores; it also writes them mirrored.
+_ELEMENTS = 4 * 64 * 64
+
+
+def tiles_per_program(tile: int) -> int:
+    """Return the number of tiles of a program; 0 if there are no tiles."""
+    return _ELEMENTS // tile**2 if tile else 0
+
+
+@triton.jit
+def padded(size):
+    """Return the padded size of a side."""
+    return (size + (PADDING - 1)) // PADDING * PADDING
+
+
+@triton.jit
+def scratch(anchor, buffers, offset):
+    """Return a pointer into the scratch, relative to the anchor, a tensor that does not move.
+
+    A pointer made from an integer counts as unaligned: its loads would go element by element.
+    """
+    return anchor + tl.multiple_of(tl.load(buffers + SCRATCH) + offset, PADDING)
+
+
+@triton.jit
+def keep(target, size, value, mask, PRECISE: tl.constexpr):
+    """Store a float32 value in float16, or as hi + lo in bf16, lo ``size`` elements after hi."""
+    if PRECISE:
+        high = value.to(tl.bfloat16)
+        tl.store(target, high, mask=mask)
+        tl.store(target + size, (value - high.to(tl.float32)).to(tl.bfloat16), mask=mask)
+    else:
+        tl.store(target, value.to(tl.float16), mask=mask)
+
+
+@triton.jit
+def gradient_unit(buffers, member):
+    """Return the power of two that divides a gradient, so that no element exceeds 2¹⁵."""
+    norms = tl.load(buffers + NORMS).to(tl.pointer_type(tl.float32))
+    return power_below(tl.load(norms + member)) / 16384.0
+
+
+@triton.jit
+def root_unit(line, side, n):
+    """Return the power of two that divides a root, so that no element exceeds 1.
+
+    A root is positive semi-definite: its largest element is on the diagonal.
+    """
+    diagonal = tl.load(line + DIAGONAL + side * TO_RIGHT).to(tl.pointer_type(tl.float32))
+    stride = tl.load(line + DIAGONAL_STRIDE + side * TO_RIGHT)
+    largest = tl.zeros((256,), dtype=tl.float32)
+    for start in range(0, n, 256):
+        i = start + tl.arange(0, 256)
+        value = tl.load(diagonal + i * stride, mask=i < n, other=0.0)
+        largest = tl.maximum(largest, tl.abs(value))
+    return 2.0 * power_below(tl.max(largest))
+
+
+@triton.jit
+def as_bf16(pointer):
+    """Return a pointer into the scratch as one to bf16 numbers."""
+    return pointer.to(tl.pointer_type(tl.bfloat16), bitcast=True)
+
+
+@triton.jit
+def put(out, wide, row, column, value, mask, side, PRECISE: tl.constexpr, DIRECT: tl.constexpr):
+    """Store elements of a root in the scratch."""
+    place = out + row * wide + column
+    if DIRECT:
+        if side == 1:
+            tl.store(as_bf16(place), value.to(tl.bfloat16), mask=mask)
+        else:
+            tl.store(place, value.to(tl.float16), mask=mask)
+    else:
+        keep(place, wide * wide, value, mask, PRECISE)
+
+
+@triton.jit
+def roots_kernel(
+    programs, blocks, addresses, buffers, anchor, units, table, squares,
+    PRECISE: tl.constexpr, DIRECT: tl.constexpr, BITS: tl.constexpr, WORDS: tl.constexpr,
+    COMPACT: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, BLOCK: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Restore rows or tiles of a root."""
+    program = programs + tl.program_id(0) * 3
+    block, side = tl.load(program), tl.load(program + 1)
+    line = blocks + block * LINE
+    # All fields are loaded before any is used, so that the latencies overlap.
+    member, n = tl.load(line + MEMBER), tl.load(line + M + side).to(tl.int32)
+    codes = tl.load(line + CODES + side * TO_RIGHT)
+    scales = tl.load(line + SCALES + side * TO_RIGHT)
+    tops = tl.load(line + TOPS + side * TO_RIGHT).to(tl.pointer_type(tl.float32))
+    diagonal = tl.load(line + DIAGONAL + side * TO_RIGHT).to(tl.pointer_type(tl.float32))
+    stride = tl.load(line + DIAGONAL_STRIDE + side * TO_RIGHT)
+    out = scratch(anchor, buffers, tl.load(line + LEFT + side))
+    address, _ = find(addresses, member)
+    if address == 0:
+        return
+    wide = padded(n)
+    unit = 1.0 if PRECISE else root_unit(line, side, n)
+    number = tl.program_id(0) - tl.load(program + 2)
+    tl.store(units + block * 2 + side, unit, mask=number == 0)
+    inverse = 1.0 / unit
+    if TILE > 0:
+        scales = scales.to(tl.pointer_type(tl.uint8))
+        stored = (n + TILE - 1) // TILE
+        count = stored * (stored + 1) // 2 * TILE
+        for index in range(TILES):
+            tile = number * TILES + index
+            i, j = tile_at(tile)
+            value = restore_tile(codes, scales, tops, table, squares, tile, count, BITS, TILE)
+            value *= inverse
+            other = tl.trans(value)
+            row = i * TILE + tl.arange(0, TILE)[:, None]
+            column = j * TILE + tl.arange(0, TILE)[None, :]
+            on = tl.load(diagonal + row * stride, mask=row < n, other=0.0) * inverse
+            value = tl.where(row < column, other, tl.where(row == column, on, value))
+            put(out, wide, row, column, value, row < wide + 0 * column, side, PRECISE, DIRECT)
+            row = j * TILE + tl.arange(0, TILE)[:, None]
+            column = i * TILE + tl.arange(0, TILE)[None, :]
+            mask = (row // TILE < column // TILE) & (column < wide)
+            put(out, wide, row, column, other, mask, side, PRECISE, DIRECT)
+    else:
+        row = number * ROWS + tl.arange(0, ROWS)[:, None]
+        on_diagonal = tl.load(diagonal + row * stride, mask=row < n, other=0.0) * inverse
+        code_length = (n * BITS + 7) // 8
+        scale_length = (n + BLOCK - 1) // BLOCK
+        for start in range(0, wide, COLUMNS):
+            column = start + tl.arange(0, COLUMNS)[None, :]
+            mask = (row < n) & (column < n)
+            if BITS == 32:
+                place = codes.to(tl.pointer_type(tl.float32)) + row * n + column
+                value = tl.load(place, mask=mask, other=0.0) * inverse
+            elif COMPACT:
+                value = restore_by_rows(
+                    codes.to(tl.pointer_type(tl.uint8)), scales.to(tl.pointer_type(tl.uint8)),
+                    tops, table, squares, row, column, mask, n, True, BITS, BLOCK,
+                )  # fmt: skip
+                value = tl.where(mask, value * inverse, 0.0)
+            elif WORDS:
+                # As restore does, but eight codes are read as one word, and their scale once.
+                word = start // 8 + tl.arange(0, COLUMNS // 8)[None, :]
+                words_inside = (row < n) & (word < n // 8)
+                base = codes.to(tl.pointer_type(tl.int32)) + row * (n // 8)
+                eight = tl.load(base + word, mask=words_inside, other=0)
+                place = row * scale_length + word * 8 // BLOCK
+                place = scales.to(tl.pointer_type(tl.float32)) + place
+                scale = tl.load(place, mask=words_inside, other=0.0) * inverse
+                code = eight_codes(eight)
+                value = tl.reshape(tl.load(table + code) * scale[:, :, None], (ROWS, COLUMNS))
+            else:
+                base = codes.to(tl.pointer_type(tl.uint8)) + row * code_length
+                row_scales = scales.to(tl.pointer_type(tl.float32)) + row * scale_length
+                value = restore(base, row_scales, table, column, mask, BITS, BLOCK)
+                value = tl.where(mask, value * inverse, 0.0)
+            if BITS < 32:
+                value = tl.where(row != column, value, on_diagonal)
+            inside = (row < wide) & (column < wide)
+            put(out, wide, row, column, value, inside, side, PRECISE, DIRECT)
+
+
+@triton.jit
+def _inside(row, m, column, n, WIDE: tl.constexpr):
+    """Return the mask of a block; WIDE: n is a multiple of 8."""
+    mask = (row < m) & (column < n)
+    return tl.max_constancy(mask, (1, 8)) if WIDE else mask
+
+
+@triton.jit(do_not_specialize=["begin"])
+def gather_kernel(
+    programs, begin, blocks, addresses, buffers, anchor,
+    PRECISE: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Copy some rows of G into scratch."""
+    number = begin + tl.program_id(0)
+    program = programs + number * 2
+    line = blocks + tl.load(program) * LINE
+    member = tl.load(line + MEMBER)
+    address, kind = find(addresses, member)
+    if address == 0:
+        return
+    m, n = tl.load(line + M).to(tl.int32), tl.load(line + N).to(tl.int32)
+    padded_m, padded_n = padded(m), padded(n)
+    row = (number - tl.load(program + 1)) * ROWS + tl.arange(0, ROWS)[:, None]
+    first, stride, taps = gradients.gradient_of(line, addresses, member, WIDE)
+    unit = 1.0 if PRECISE else gradient_unit(buffers, member)
+    out = scratch(anchor, buffers, tl.load(line + X))
+    for start in range(0, padded_n, COLUMNS):
+        column = start + tl.arange(0, COLUMNS)[None, :]
+        place = gradients.place_of(first, stride, taps, row, column, WIDE)
+        value = gradients.load(address, kind, place, _inside(row, m, column, n, WIDE), WIDE)
+        inside = (row < padded_m) & (column < padded_n)
+        place = out + row * padded_n + column
+        keep(place, padded_m * padded_n, value * (1.0 / unit), inside, PRECISE)
+
+
+@triton.jit(do_not_specialize=["begin"])
+def scatter_kernel(
+    programs, begin, blocks, addresses, buffers, scales,
+    PRECISE: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Write some rows of G̃ over the gradient."""
+    number = begin + tl.program_id(0)
+    program = programs + number * 2
+    line = blocks + tl.load(program) * LINE
+    member = tl.load(line + MEMBER)
+    scale = tl.load(scales + member)
+    if scale == LEAVE:
+        return
+    address, kind = find(addresses, member)
+    m, n = tl.load(line + M).to(tl.int32), tl.load(line + N).to(tl.int32)
+    row = (number - tl.load(program + 1)) * ROWS + tl.arange(0, ROWS)[:, None]
+    padded_m, padded_n = padded(m), padded(n)
+    first, stride, taps = gradients.gradient_of(line, addresses, member, WIDE)
+    stack = tl.load(buffers + HELD_STACK)
+    source = tl.multiple_of(tl.load(line + HELD), PADDING) + row * padded_n
+    for start in range(0, padded_n, COLUMNS):
+        column = start + tl.arange(0, COLUMNS)[None, :]
+        inside = (row < padded_m) & (column < padded_n)
+        value = gradients.load(
+            stack, FLOAT32 if PRECISE else BFLOAT16, source + column, inside, True
+        )
+        place = gradients.place_of(first, stride, taps, row, column, WIDE)
+        gradients.store(address, kind, place, value * scale, _inside(row, m, column, n, WIDE), WIDE)
 
 
 @triton.jit
@@ -115,7 +354,7 @@ def pass_kernel(
     left = scratch(anchor, buffers, tl.load(line + LEFT))
     right = scratch(anchor, buffers, tl.load(line + RIGHT))
     left_unit, right_unit = tl.load(units + block * 2), tl.load(units + block * 2 + 1)
-    first, stride, _ = gradient_of(line, addresses, member, DIRECT)
+    first, stride, _ = gradients.gradient_of(line, addresses, member, DIRECT)
     address, _ = find(addresses, member)
     if address == 0:
         if COMPARE:
@@ -157,7 +396,7 @@ def pass_kernel(
         total *= left_unit / right_unit
     if BY_RIGHT:
         if DIRECT:
-            gradient = pointer_to(address, tl.bfloat16, True) + first
+            gradient = gradients.pointer_to(address, tl.bfloat16, True) + first
             total = _multiply_gradient(
                 gradient + (row % m).to(tl.int64)[:, None] * stride + k[None, :],
                 as_bf16(right) + k[:, None] * padded_n + x_column[None, :], DEPTH * padded_n,
@@ -180,13 +419,13 @@ def pass_kernel(
         place = first + row[:, None] * padded_n + column[None, :]
         stack = tl.load(buffers + HELD_STACK)
         if COMPARE:
-            other = load(stack, BFLOAT16, place, inside, True)
+            other = gradients.load(stack, BFLOAT16, place, inside, True)
             sums = squares + (first_square + program) * 3
             tl.store(sums, tl.sum(total * other))
             tl.store(sums + 1, tl.sum(total * total))
             tl.store(sums + 2, tl.sum(other * other))
         else:
-            store(stack, FLOAT32 if PRECISE else BFLOAT16, place, total, inside, True)
+            gradients.store(stack, FLOAT32 if PRECISE else BFLOAT16, place, total, inside, True)
             tl.store(squares + first_square + program, tl.sum(total * total))
 
 
@@ -202,10 +441,7 @@ def graft_kernel(
     if address == 0:
         tl.store(scales + member, LEAVE)
         return
-    total = 0.0
-    for first in range(start, stop, BLOCK):
-        place = first + tl.arange(0, BLOCK)
-        total += tl.sum(tl.load(squares + place, mask=place < stop, other=0.0))
+    total = gradients.sum_of(squares, start, stop, BLOCK)
     norm = tl.load(tl.load(buffers + NORMS).to(tl.pointer_type(tl.float32)) + member)
     scale = norm / (tl.sqrt(total) + 1e-12)
     tl.store(ratios + member, scale)

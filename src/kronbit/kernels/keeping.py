@@ -39,13 +39,10 @@ def _finite_kernel(
     ELEMENTS: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
     """Refuse a row if it is not finite."""
+    others, lengths = (new1, new2, new3), (length1, length2, length3)
     good = _is_finite(new0, length0, ELEMENTS)
-    if COUNT > 1:
-        good &= _is_finite(new1, length1, ELEMENTS)
-    if COUNT > 2:
-        good &= _is_finite(new2, length2, ELEMENTS)
-    if COUNT > 3:
-        good &= _is_finite(new3, length3, ELEMENTS)
+    for i in tl.static_range(COUNT - 1):
+        good &= _is_finite(others[i], lengths[i], ELEMENTS)
     if good == 0:  # several programs may write it: all write 0
         tl.store(accepted + tl.program_id(1), 0)
 
@@ -53,12 +50,9 @@ def _finite_kernel(
 @triton.jit
 def _copy(old, new, length, WORDS: tl.constexpr, ELEMENTS: tl.constexpr):
     """Copy a program's share of a row, as words of four bytes or as bytes."""
-    if WORDS:
-        old = old.to(tl.pointer_type(tl.int32), bitcast=True)
-        new = new.to(tl.pointer_type(tl.int32), bitcast=True)
-    else:
-        old = old.to(tl.pointer_type(tl.uint8), bitcast=True)
-        new = new.to(tl.pointer_type(tl.uint8), bitcast=True)
+    TYPE: tl.constexpr = tl.int32 if WORDS else tl.uint8
+    old = old.to(tl.pointer_type(TYPE), bitcast=True)
+    new = new.to(tl.pointer_type(TYPE), bitcast=True)
     first = tl.program_id(1).to(tl.int64) * length
     for start in range(tl.program_id(0) * ELEMENTS, length, tl.num_programs(0) * ELEMENTS):
         place = start + tl.arange(0, ELEMENTS)
@@ -74,13 +68,10 @@ def _copy_kernel(
     """Copy a row of all tensors, if it is accepted."""
     if tl.load(accepted + tl.program_id(1)) == 0:
         return
-    _copy(old0, new0, length0, WORDS, ELEMENTS)
-    if COUNT > 1:
-        _copy(old1, new1, length1, WORDS, ELEMENTS)
-    if COUNT > 2:
-        _copy(old2, new2, length2, WORDS, ELEMENTS)
-    if COUNT > 3:
-        _copy(old3, new3, length3, WORDS, ELEMENTS)
+    olds, news = (old0, old1, old2, old3), (new0, new1, new2, new3)
+    lengths = (length0, length1, length2, length3)
+    for i in tl.static_range(COUNT):
+        _copy(olds[i], news[i], lengths[i], WORDS, ELEMENTS)
 
 
 def replace_rows_(old: Sequence[Tensor], new: Sequence[Tensor], accepted: Tensor) -> None:
@@ -91,21 +82,24 @@ def replace_rows_(old: Sequence[Tensor], new: Sequence[Tensor], accepted: Tensor
         new: The contiguous tensors that replace them.
         accepted: bool (rows,), contiguous; False where rows are not finite, afterwards.
     """
-    old, new = list(old), list(new)
-    flags = accepted.view(torch.uint8)
-
-    def over_rows(kernel: Any, lists: list[list[Tensor]], size: int, **constants: Any) -> None:
-        """Launch a kernel on tensors whose rows have elements of some size."""
-        lengths = [tensor.nbytes // len(tensor) // size for tensor in lists[0]]
-        programs = min(_PROGRAMS, -(-max(lengths) // _ELEMENTS))
-        unused = MOST - len(lengths)
-        arguments: list[Any] = []
-        for tensors in lists:
-            arguments += tensors + tensors[:1] * unused
-        arguments += lengths + lengths[:1] * unused
-        constants |= {"ELEMENTS": _ELEMENTS, "COUNT": len(lengths)}
-        launch(kernel, (programs, len(flags)), flags, *arguments, **constants)
-
-    over_rows(_finite_kernel, [[tensor for tensor in new if tensor.is_floating_point()]], 4)
+    floats = [tensor for tensor in new if tensor.is_floating_point()]
+    _launch(_finite_kernel, accepted, [floats], 4)
     words = all(x.data_ptr() % 4 == 0 == x.nbytes // len(x) % 4 for x in (*old, *new))
-    over_rows(_copy_kernel, [old, new], 4 if words else 1, WORDS=words)
+    _launch(_copy_kernel, accepted, [list(old), list(new)], 4 if words else 1, WORDS=words)
+
+
+def _launch(
+    kernel: Any, accepted: Tensor, lists: list[list[Any]], size: int, **constants: Any
+) -> None:
+    """Launch a kernel on tensors whose rows have elements of some size."""
+    lengths = [tensor.nbytes // len(tensor) // size for tensor in lists[0]]
+    programs = min(_PROGRAMS, -(-max(lengths) // _ELEMENTS))
+    arguments = [value for values in [*lists, lengths] for value in _filled(values)]
+    constants |= {"ELEMENTS": _ELEMENTS, "COUNT": len(lengths)}
+    flags = accepted.view(torch.uint8)
+    launch(kernel, (programs, len(flags)), flags, *arguments, **constants)
+
+
+def _filled(values: list[Any]) -> list[Any]:
+    """Repeat the first value until there are as many as a kernel takes."""
+    return [*values, *values[:1] * (MOST - len(values))]

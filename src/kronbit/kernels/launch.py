@@ -2,27 +2,36 @@
 
 ``kernel[grid](...)`` finds the variant of the kernel for its arguments at every call, which takes
 longer than most of our kernels run. Here, the variant is looked up in one dict.
+
+Up to Triton 3.6, the C code that launches kernels of a signature is compiled into a shared library
+in Triton's cache. Builders that start at the same time replace each other's file. Python identifies
+libraries by inode, and may then reuse a loaded library of another signature, which reads arguments
+with the wrong types. So one thread of one process builds a library, and the others load it.
 """
 
 from __future__ import annotations
 
 import os
 import threading
+import zlib
+from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from triton import knobs
 from triton.runtime import JITFunction, driver
 
 from kronbit.interruptions import run_then
-from kronbit.kernels.loading import load
 
 _THREADS = 16
 _here = threading.local()
+_builders: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
 _COMPILED: dict[tuple[Any, ...], Callable[[tuple[int, ...], list[Any]], None]] = {}
 
 
@@ -82,14 +91,11 @@ def compile_together(work: Callable[[], object]) -> None:
     """
     waiting: dict[tuple[Any, ...], tuple[torch.device, Callable[[], Any]]] = {}
 
-    def launch_again() -> None:
-        _here.waiting = None
-
     def collect() -> None:
         _here.waiting = waiting
         work()
 
-    run_then(collect, launch_again)
+    run_then(collect, partial(setattr, _here, "waiting", None))
     with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1)) as threads:
         for done in [threads.submit(_compile, *call) for call in waiting.values()]:
             done.result()
@@ -105,6 +111,34 @@ def _compile(device: torch.device, call: Callable[[], Any]) -> None:
         # A kernel that does not fit this GPU may not be needed; if it is, its launch fails again.
         with suppress(Exception):
             load(compiled)
+
+
+def load(compiled: Any) -> None:
+    """Load a compiled kernel onto the current GPU, while no other thread or process builds.
+
+    Args:
+        compiled: Result of ``kernel.warmup``; None where a hook keeps Triton from compiling.
+    """
+    if compiled is None:
+        return
+    # A lock for all signatures that may share a library.
+    types = map(str, compiled.src.signature.values())
+    words = " ".join("*" if name.startswith("*") else name for name in types)
+    name = f"kronbit-launcher-{zlib.crc32(words.encode()):08x}.lock"
+    with _builders[name], _locked(Path(knobs.cache.dir) / name):
+        _ = compiled.run
+
+
+def _locked(path: Path) -> ExitStack:
+    """Return a context with an exclusive lock of a file; without one where files have no locks."""
+    context = ExitStack()
+    with suppress(ImportError, OSError):
+        import fcntl
+
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = context.enter_context(path.open("ab"))  # which is unlocked when it is closed
+        fcntl.flock(file, fcntl.LOCK_EX)
+    return context
 
 
 def _runner(

@@ -109,9 +109,7 @@ def _product_kernel(
     if WRITE == 1:
         tl.store(out + place, total, mask=inside)
     else:
-        power = 1.0
-        if BOUNDED:
-            power = power_below(tl.load(bound + matrix))
+        power = power_below(tl.load(bound + matrix)) if BOUNDED else 1.0
         tl.store(out_unit + matrix, power / 4096.0, mask=tl.program_id(0) == 0)
         total = total * (4096.0 / power)
         store_parts(out, out_lo, wide, total, within)
@@ -181,10 +179,7 @@ def multiply(
     """
     if out is None:
         out = torch.empty(len(A.hi), A.rows, B.columns, dtype=torch.float32, device=A.hi.device)
-    adds = _NOTHING if C is None else _FLOATS
-    added = (out if C is None else C.contiguous(),) * 3
-    flags = {"ADD": adds, "WRITE": _FLOATS, "SYMMETRIC": symmetric, "TRIANGULAR": triangular}
-    _launch(A, B, added, (out,) * 3, None, only, alpha, beta, flags)
+    _launch(A, B, C, out, alpha, beta, symmetric, triangular, only=only)
     return out
 
 
@@ -197,29 +192,39 @@ def compose(
     ``only``, bool (k,), marks the matrices that are wanted; other results are undefined.
     """
     out = empty_split(len(A.hi), A.rows, B.columns, A.hi.device)
-    added: tuple[Tensor, ...] = out[:3]
-    adds = _NOTHING
-    if isinstance(C, Tensor):
-        added, adds = (C.contiguous(),) * 3, _FLOATS
-    elif C is not None:
-        assert not C.transposed, "C has the layout of the result"
-        added, adds = C[:3], _PARTS
-    flags = {"ADD": adds, "WRITE": _PARTS, "SYMMETRIC": symmetric, "TRIANGULAR": False}
-    _launch(A, B, added, out[:3], bound, only, alpha, beta, flags)
+    _launch(A, B, C, out, alpha, beta, symmetric, bound=bound, only=only)
     return out
 
 
 def _launch(
-    A: Split, B: Split, added: tuple[Tensor, ...], out: tuple[Tensor, ...], bound: Tensor | None,
-    only: Tensor | None, alpha: float, beta: float, flags: dict[str, int],
+    A: Split, B: Split, C: Tensor | Split | None, out: Tensor | Split, alpha: float, beta: float,
+    symmetric: bool, triangular: bool = False, bound: Tensor | None = None,
+    only: Tensor | None = None,
 ) -> None:  # fmt: skip
+    assert not (isinstance(C, Split) and C.transposed), "C has the layout of the result"
+    adds, added = (_NOTHING, out) if C is None else (_kind(C), C)
     masks = A.unit if bound is None else bound, A.unit if only is None else only
     sizes = A.rows, B.columns, A.hi.shape[-2], B.hi.shape[-1], A.hi.shape[-1]
-    arguments = *A[:3], *B[:3], *added, *out, *masks, *sizes, float(alpha), float(beta)
-    flags |= {"A_TRANSPOSED": A.transposed, "B_TRANSPOSED": B.transposed}
+    tensors = *A[:3], *B[:3], *_tensors(added), *_tensors(out), *masks
+    kinds = {"ADD": adds, "WRITE": _kind(out)}
+    flags = {"A_TRANSPOSED": A.transposed, "B_TRANSPOSED": B.transposed}
+    flags |= {"SYMMETRIC": symmetric, "TRIANGULAR": triangular}
     flags |= {"BOUNDED": bound is not None, "MASKED": only is not None}
     grid = tiles(A.rows) * tiles(B.columns), len(A.hi)
-    launch(_product_kernel, grid, *arguments, **flags, **PRODUCT)
+    numbers = *sizes, float(alpha), float(beta)
+    launch(_product_kernel, grid, *tensors, *numbers, **kinds, **flags, **PRODUCT)
+
+
+def _kind(x: Tensor | Split) -> int:
+    return _PARTS if isinstance(x, Split) else _FLOATS
+
+
+def _tensors(x: Tensor | Split) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what the kernel reads of a matrix: its parts and units, or three times the same."""
+    if isinstance(x, Split):
+        return x[:3]
+    x = x.contiguous()
+    return x, x, x
 
 
 def correction(Q: Split) -> tuple[Split, Tensor]:

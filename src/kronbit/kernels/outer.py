@@ -9,20 +9,19 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kronbit.kernels.gradients import find, load
-from kronbit.kernels.lines import MEMBER, Field, M, N, gradient_of, place_of
+from kronbit.kernels.gradients import MEMBER, TAPS, M, N, find, gradient_of, load, place_of
 from kronbit.kernels.matmul import accumulate, place_of_tile
 from kronbit.kernels.split import PAD, magnitude_bits, power_below, store_parts
 
 TILE = PAD  # of a gradient, per program
-_PAD: tl.constexpr = tl.constexpr(PAD)
-# Fields of a line after ``lines.block_head``: 1 for Gᵀ G, the first element of the copy, and its
+_PAD = tl.constexpr(PAD)
+# Fields of a line after TAPS: 1 for Gᵀ G, the first element of the copy, and its
 # columns.
-_RIGHT: tl.constexpr = tl.constexpr(int(Field.TAPS) + 1)
-_PLACE: tl.constexpr = tl.constexpr(int(Field.TAPS) + 2)
-_DEPTH: tl.constexpr = tl.constexpr(int(Field.TAPS) + 3)
-COUNT = int(Field.TAPS) + 4
-_COUNT: tl.constexpr = tl.constexpr(COUNT)
+_RIGHT = TAPS + 1
+_PLACE = TAPS + 2
+_DEPTH = TAPS + 3
+COUNT = TAPS.value + 4
+_COUNT = tl.constexpr(COUNT)
 
 
 @triton.jit

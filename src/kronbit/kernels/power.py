@@ -134,9 +134,7 @@ def _ridge_kernel(
 ):  # fmt: skip
     """Add a ridge to the diagonal of a matrix."""
     matrix = tl.program_id(0)
-    order = n
-    if MIXED:
-        order = tl.load(orders + matrix)
+    order = tl.load(orders + matrix) if MIXED else n
     norm = tl.load(norms + matrix)
     value = tl.load(largest + matrix) * tl.load(powers + matrix) * ridge
     value = tl.where(norm == 0.0, 1.0, tl.maximum(value, norm * least))
@@ -159,13 +157,9 @@ def norms(A: Tensor, least: int) -> tuple[Tensor, Tensor]:
 
 
 def power_iteration(A: Tensor, factors: Tensor, steps: int, unscaled: int) -> Tensor:
-    """Return λmax; see ``linalg.roots``.
+    """Return λmax of contiguous matrices times their factors; see ``linalg.backend``.
 
-    Args:
-        A: The matrices, contiguous (k, n, n).
-        factors: Factors of the matrices, (k,).
-        steps: Even, and a multiple of ``unscaled``.
-        unscaled: Steps between two normalisations.
+    The number of steps is even, and a multiple of ``unscaled``.
     """
     k, n, _ = A.shape
     x = torch.empty(2, k, n, dtype=torch.float32, device=A.device)

@@ -44,11 +44,8 @@ def restore(codes, scales, table, columns, mask, BITS: tl.constexpr, BLOCK: tl.c
 @triton.jit
 def offset_of(row, column, long_stride, TRANSPOSED: tl.constexpr):
     """Return offsets of elements; columns are contiguous if TRANSPOSED, else rows."""
-    if TRANSPOSED:
-        offset = row[:, None] + column[None, :] * long_stride
-    else:
-        offset = row[:, None] * long_stride + column[None, :]
-    return offset
+    row, column = row[:, None], column[None, :]
+    return row + column * long_stride if TRANSPOSED else row * long_stride + column
 
 
 @triton.jit
@@ -154,13 +151,7 @@ def decode(
 ) -> Tensor:
     """D: restore a stack: (k, n, ...) contiguous codes and scales -> (k, n, n) float32.
 
-    Args:
-        codes: Packed codes.
-        scales: Block scales.
-        diagonal: (k, n), the diagonals; ``None`` if they are quantised, too.
-        bits: b, below 32.
-        mapping: R.
-        block_size: Elements that share one scale.
+    ``diagonal``, (k, n), is ``None`` if diagonals are quantised, too. See ``linalg.backend``.
     """
     k, n = codes.shape[:2]
     out = torch.empty(k, n, n, dtype=torch.float32, device=codes.device)
@@ -171,31 +162,16 @@ def decode(
 def decode_operand(
     stacks: Sequence[tuple[Tensor, Tensor]], order: int, bits: int, mapping: str, block_size: int
 ) -> Split:
-    """D: restore codes and scales of stacks as one operand, padded by the identity."""
+    """D: restore codes and scales of stacks as one operand, padded by the identity to an order.
+
+    No element may be far above 1. See ``linalg.backend``.
+    """
     out = empty_split(sum(len(codes) for codes, _ in stacks), order, order, stacks[0][0].device)
-    first = 0
+    first, side = 0, out.hi.shape[-1]
     for codes, scales in stacks:
-        decode_parts_(out, first, codes, scales, bits, mapping, block_size)
+        _decode(codes, scales, None, out[:3], first, order, side, bits, mapping, block_size)
         first += len(codes)
     return out
-
-
-def decode_parts_(
-    out: Split, first: int, codes: Tensor, scales: Tensor, bits: int, mapping: str, block_size: int
-) -> None:
-    """D: restore matrices with no elements far above 1 as part of an operand.
-
-    Args:
-        out: Receives the matrices, padded by the identity if its order is larger.
-        first: The first matrix of ``out`` that is written.
-        codes: Packed codes.
-        scales: Block scales.
-        bits: b, below 32.
-        mapping: R.
-        block_size: Elements that share one scale.
-    """
-    side = out.hi.shape[-1]
-    _decode(codes, scales, None, out[:3], first, out.rows, side, bits, mapping, block_size)
 
 
 def _decode(
@@ -217,12 +193,8 @@ def encode(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Q: return codes, scales and diagonal of a float32 stack (k, n, n), maybe transposed.
 
-    Args:
-        X: The matrices; not written to.
-        diagonal: True if the diagonal is taken out and counts as zero.
-        bits: b, below 32.
-        mapping: R.
-        block_size: Elements that share one scale.
+    The stack is not written to. If ``diagonal`` is true, the diagonal is taken out and counts as
+    zero. See ``linalg.backend``.
     """
     k, n, _ = X.shape
     codes = torch.empty(k, n, packed_length(n, bits), dtype=torch.uint8, device=X.device)

@@ -121,12 +121,9 @@ def _split_kernel(
     if MASKED and tl.load(only + matrix) == 0:
         return
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
-    power, divisor = 1.0, 1.0
-    if BOUND == 1:
-        power = power_below(tl.load(bound + matrix))
-    if BOUND == 2:
-        divisor = tl.load(bound + matrix)
-    else:
+    power = power_below(tl.load(bound + matrix)) if BOUND == 1 else 1.0
+    divisor = tl.load(bound + matrix) if BOUND == 2 else 1.0
+    if BOUND != 2:
         tl.store(unit + matrix, power / 4096.0, mask=tl.program_id(0) == 0)
     for start in range(0, padded_columns, 256):
         column = start + tl.arange(0, 256)[None, :]
@@ -225,9 +222,9 @@ def split(X: Tensor, bound: Tensor | float | None = None) -> Split:
     if bound is None:
         return measured_split(X)[0]
     if isinstance(bound, Tensor):
-        return _split(X, bound, None)
+        return _split(X, bound)
     assert bound == 1, "other bounds are tensors with a number per matrix"
-    return _split(X, None, None)
+    return _split(X)
 
 
 def measured_split(X: Tensor, only: Tensor | None = None) -> tuple[Split, Tensor]:
@@ -245,10 +242,10 @@ def measured_split(X: Tensor, only: Tensor | None = None) -> tuple[Split, Tensor
     return _split(X, largest.view(torch.float32), only), largest
 
 
-def _split(X: Tensor, bound: Tensor | None, only: Tensor | None) -> Split:
+def _split(X: Tensor, bound: Tensor | None = None, only: Tensor | None = None) -> Split:
     k, rows, columns = X.shape
     out = empty_split(k, rows, columns, X.device)
-    _launch_split(X, bound, only, *out[:3], _ONE if bound is None else _GIVEN)
+    _launch_split(X, bound, only, out[:3], _ONE if bound is None else _GIVEN)
     return out
 
 
@@ -257,19 +254,17 @@ def split_quotients(X: Tensor, divisors: Tensor, parts: Tensor) -> None:
 
     No element may be much larger than its divisor. The unit of the parts is ``UNIT``.
     """
-    _launch_split(X, divisors, None, parts[0], parts[1], None, _DIVISOR)
+    _launch_split(X, divisors, None, (*parts, X), _DIVISOR)
 
 
 def _launch_split(
-    X: Tensor, bound: Tensor | None, only: Tensor | None, hi: Tensor, lo: Tensor,
-    unit: Tensor | None, kind: int,
-) -> None:  # fmt: skip
-    k, *sizes = X.shape
-    bound, unit = X if bound is None else bound, X if unit is None else unit
-    tensors = X, bound, X if only is None else only, hi, lo, unit
-    numbers = *sizes, *hi.shape[1:], *X.stride()[:2]
+    X: Tensor, bound: Tensor | None, only: Tensor | None, out: tuple[Tensor, ...], kind: int
+) -> None:
+    sides = out[0].shape[1:]
+    tensors = X, X if bound is None else bound, X if only is None else only, *out
     constants = {"BOUND": kind, "MASKED": only is not None, "ROWS": _ROWS}
-    launch(_split_kernel, (-(-hi.shape[1] // _ROWS), k), *tensors, *numbers, **constants)
+    numbers = *X.shape[1:], *sides, *X.stride()[:2]
+    launch(_split_kernel, (-(-sides[0] // _ROWS), len(X)), *tensors, *numbers, **constants)
 
 
 def scale_rows(x: Split, factors: Tensor, largest: Tensor) -> Split:
@@ -283,11 +278,11 @@ def scale_rows(x: Split, factors: Tensor, largest: Tensor) -> Split:
 
 def normalise_columns(X: Tensor) -> Split:
     """Divide the columns of a contiguous stack by their lengths; zero stays zero."""
-    k, *sizes = X.shape
-    out = empty_split(k, sizes[0], sizes[1], X.device)
-    sides = out.hi.shape[1:]
-    grid = -(-sides[1] // _COLUMNS), k
-    launch(_normalise_kernel, grid, X, *out[:3], *sizes, *sides, ROWS=32, COLUMNS=_COLUMNS)
+    k, rows, columns = X.shape
+    out = empty_split(k, rows, columns, X.device)
+    sizes = rows, columns, *out.hi.shape[1:]
+    grid = -(-sizes[3] // _COLUMNS), k
+    launch(_normalise_kernel, grid, X, *out[:3], *sizes, ROWS=32, COLUMNS=_COLUMNS)
     return out
 
 

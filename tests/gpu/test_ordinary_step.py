@@ -120,7 +120,7 @@ def test_preconditioned_gradients_match_the_reference(
     twins = [grad.clone() for grad in grads if grad is not None]
     broken = twins[2].clone()
     missing, grads[1] = grads[1], None
-    preconditioner.products.ways = dict.fromkeys(range(4), precision)
+    preconditioner.products.bits = dict.fromkeys(range(4), precision)
     step = measure(kernels, grads, NonfiniteGuard(kernels, Config(nonfinite=nonfinite)))
     norms = step.norms.clone()
     exact = tuple(i for i, grad in enumerate(grads) if grad is not None)
@@ -163,7 +163,7 @@ def test_roots_in_tiles_and_in_rows(
     )
     grad = torch.randn(shape).to(kernels)
     twin = grad.clone()
-    preconditioner.products.ways = {0: BF16X3}
+    preconditioner.products.bits = {0: BF16X3}
     step = measure(kernels, [grad])
     preconditioner._precondition_exactly((0,), [twin], step.norms.clone(), step.finite.clone())
     preconditioner.precondition(step)
@@ -189,10 +189,10 @@ def test_precisions_are_chosen_by_the_angle(
     grads[0] = (low @ torch.randn(2, 66)).to(kernels)
     grads[1] = None
     preconditioner.products.choose(measure(kernels, grads), range(4), new=range(4))
-    assert preconditioner.products.ways == {0: precision, 1: FLOAT32, 2: HALF, 3: HALF}
+    assert preconditioner.products.bits == {0: precision, 1: FLOAT32, 2: HALF, 3: HALF}
     grads[3] = grads[3].t().contiguous().t()  # type: ignore[union-attr]
     preconditioner.products.choose(measure(kernels, grads), range(4), new=())
-    assert preconditioner.products.ways[3] == FLOAT32  # the kernels take plain matrices only
+    assert preconditioner.products.bits[3] == FLOAT32  # the kernels take plain matrices only
 
 
 def test_precisions_change_with_hysteresis() -> None:
@@ -239,7 +239,7 @@ def test_channels_last_gradients_are_read_and_written_in_place(
     precision: int, dtype: torch.dtype, kernels: torch.device
 ) -> None:
     preconditioner = make_preconditioner(kernels, shapes=CONVOLUTIONS)
-    preconditioner.products.ways = dict.fromkeys(range(5), precision)
+    preconditioner.products.bits = dict.fromkeys(range(5), precision)
     plain, turned = in_both_orders(kernels, dtype)
     before = [grad.clone() for grad in plain]
     for grads in (plain, turned):
@@ -300,7 +300,7 @@ def test_channels_last_gradients_of_grouped_convolutions(kernels: torch.device) 
     (member,) = preconditioner.stacks.members
     turned_member = replace(member, blocking=replace(member.blocking, taps=9))
     preconditioner.products._stacks = replace(preconditioner.stacks, members=(turned_member,))
-    preconditioner.products.ways = {0: HALF}
+    preconditioner.products.bits = {0: HALF}
     plain = torch.randn(24, 4, 3, 3).to(kernels)
     turned = plain.to(memory_format=torch.channels_last)
     for grad in (plain, turned):
@@ -360,7 +360,7 @@ def test_gradients_at_unaligned_addresses(kernels: torch.device) -> None:
             for name, leaf in roots.items():
                 factors.tensors[name].copy_(leaf)
     preconditioner.find_refreshed(range(1))
-    preconditioner.products.ways = {0: HALF}
+    preconditioner.products.bits = {0: HALF}
     G, results = torch.randn(64, 128), []
     for shift in (0, 1):
         grad = torch.zeros(64 * 128 + 8, device=kernels)[shift : shift + 64 * 128].view(64, 128)
@@ -402,7 +402,7 @@ def test_precisions_keep_their_tolerances(
     G = [size * grad for grad in gradients(kernels, dtypes)]
     actual: dict[int, list[Tensor]] = {}
     for choice in (FLOAT32, BF16X3, HALF):
-        preconditioner.products.ways = dict.fromkeys(range(4), choice)
+        preconditioner.products.bits = dict.fromkeys(range(4), choice)
         actual[choice] = [grad.clone() for grad in G]
         preconditioner.precondition(measure(kernels, actual[choice]))
     step = measure(kernels, G)
@@ -428,7 +428,7 @@ def test_precisions_keep_their_tolerances(
 def test_one_table_serves_parameters_that_lose_their_gradient(kernels: torch.device) -> None:
     """Kernels skip parameters without a gradient; torch takes gradients they cannot read."""
     preconditioner = make_preconditioner(kernels)
-    preconditioner.products.ways = dict(enumerate((HALF, BF16X3, HALF, HALF)))
+    preconditioner.products.bits = dict(enumerate((HALF, BF16X3, HALF, HALF)))
     guard = NonfiniteGuard(kernels, PASS)
     for missing, crooked in ((None, None), (2, None), (None, 3), (0, 3)):
         grads: list[Tensor | None] = list(gradients(kernels, MIXED))
@@ -455,7 +455,7 @@ def test_one_table_serves_parameters_that_lose_their_gradient(kernels: torch.dev
 def test_tables_follow_common_properties_of_gradients(kernels: torch.device) -> None:
     """Gradients in bf16 only are multiplied in place; later ones may have other dtypes."""
     preconditioner = make_preconditioner(kernels)
-    preconditioner.products.ways = dict.fromkeys(range(4), HALF)
+    preconditioner.products.bits = dict.fromkeys(range(4), HALF)
     guard = NonfiniteGuard(kernels, PASS)
     for dtypes, tables in ((ALL_BF16, 1), (SINGLE, 2), (ALL_BF16, 2), (MIXED, 2)):
         grads = gradients(kernels, dtypes)
@@ -475,7 +475,7 @@ def test_waves_that_do_not_fit_are_computed_twice_with_the_same_result(
     for workspace in (2**21, 2**16):
         torch.manual_seed(0)
         preconditioner = make_preconditioner(kernels, workspace=workspace)
-        preconditioner.products.ways = dict.fromkeys(range(4), HALF)
+        preconditioner.products.bits = dict.fromkeys(range(4), HALF)
         grads = gradients(kernels, SINGLE)
         preconditioner.precondition(measure(kernels, grads))
         results.append(grads)
@@ -599,7 +599,7 @@ def test_work_that_shares_memory_is_ordered(
 def test_a_dropped_preconditioner_is_freed_at_once(kernels: torch.device) -> None:
     """Stacks are large, so they must be freed without garbage collection."""
     preconditioner = make_preconditioner(kernels)
-    preconditioner.products.ways = dict.fromkeys(range(4), HALF)
+    preconditioner.products.bits = dict.fromkeys(range(4), HALF)
     grads = gradients(kernels, SINGLE)
     preconditioner.precondition(measure(kernels, grads))
     alive = weakref.ref(preconditioner)

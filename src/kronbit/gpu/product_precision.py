@@ -19,14 +19,14 @@ if TYPE_CHECKING:
     from kronbit.gpu.measured import Measured
     from kronbit.gpu.ordinary_step import GroupedProducts
 
-# Ways to compute products, numbered by the bits of their operands: float32 by torch, which is the
+# Precisions of products, named by the bits of their operands: float32 by torch, which is the
 # contract; sums of two bf16 numbers; float16, but a gradient in bf16 stays in bf16.
 FLOAT32, BF16X3, HALF = 24, 16, 11
-WAYS = (FLOAT32, BF16X3, HALF)
+PRODUCT_BITS = (FLOAT32, BF16X3, HALF)
 
-# Largest angle, in degrees, between Ĝ in HALF and in BF16X3 at which each way is chosen. BF16X3 has
+# Largest angle, in degrees, between Ĝ in HALF and in BF16X3 at which each may be chosen. BF16X3 has
 # five more bits, so its error is a 32nd of this angle: either error is at most half a degree. These
-# are the ways of the kernels, the cheapest first.
+# are computed by kernels, the cheapest first.
 _TOLERANCE = {HALF: 0.5, BF16X3: 16.0}
 _REMEMBERED = 64
 
@@ -43,14 +43,14 @@ class KernelProducts:
         graphs: True if the ordinary step may be a CUDA graph.
 
     Attributes:
-        ways: The way of each member's products. At the member's last refresh, Ĝ computed in this
-            way was within half a degree of Ĝ in float32.
+        bits: Bits of the operands of each member's products. At the member's last refresh, Ĝ with
+            these bits was within half a degree of Ĝ in float32.
     """
 
     def __init__(self, stacks: DeviceStacks, graphs: bool) -> None:
         self._stacks = stacks
-        self.ways = dict.fromkeys(range(len(stacks.members)), FLOAT32)
-        # Graphs of the step, keyed by the members of each way and common properties of the
+        self.bits = dict.fromkeys(range(len(stacks.members)), FLOAT32)
+        # Graphs of the step, keyed by bits, their members and common properties of the
         # gradients, for one table of addresses.
         self._replay = Replay(stacks.device, graphs)
         self._addresses: Tensor | None = None
@@ -59,10 +59,10 @@ class KernelProducts:
         self._grouped: BoundedCache[_Key, GroupedProducts] = BoundedCache(
             _REMEMBERED, keep_used=True, on_eviction=self._replay.forget
         )
-        # For comparisons of ways: under ``stagger``, the same members return every interval.
+        # For comparisons: under ``stagger``, the same members return every interval.
         self._comparisons: BoundedCache[_Key, GroupedProducts] = BoundedCache(_REMEMBERED)
-        # Refreshed members and ways of the last step; (way, members) for each way of the kernels
-        # that has members; the other members, in order.
+        # Of the last step: refreshed members and their bits; bits and members of the kernels; and
+        # the other members, in order.
         self._shared: tuple[set[int], dict[int, int]] = (set(), {})
         self._by_kernels: list[tuple[int, frozenset[int]]] = []
         self._left: tuple[int, ...] = ()
@@ -80,13 +80,13 @@ class KernelProducts:
             The refreshed members that remain, in order; some may have no gradient.
         """
         refreshed = self._stacks.refreshed
-        if self._shared != (refreshed, self.ways):
-            self._share(set(refreshed), dict(self.ways))
+        if self._shared != (refreshed, self.bits):
+            self._share(set(refreshed), dict(self.bits))
         entries = addresses.values
         # Members without a gradient are skipped: tables do not depend on which members have one.
         chosen = tuple(
-            (way, members)
-            for way, members in self._by_kernels
+            (bits, members)
+            for bits, members in self._by_kernels
             if any(map(entries.__getitem__, members))
         )
         if chosen:
@@ -95,12 +95,14 @@ class KernelProducts:
             return self._left
         return [i for i in sorted(refreshed) if i in self._left or not entries[i]]
 
-    def _share(self, refreshed: set[int], ways: dict[int, int]) -> None:
-        """Group members by the way of their products."""
-        by_way = {way: frozenset(i for i in refreshed if ways[i] == way) for way in _TOLERANCE}
-        self._shared = refreshed, ways
-        self._by_kernels = [(way, members) for way, members in by_way.items() if members]
-        self._left = tuple(i for i in sorted(refreshed) if ways[i] not in _TOLERANCE)
+    def _share(self, refreshed: set[int], bits_of: dict[int, int]) -> None:
+        """Group members by the bits of their products."""
+        by_bits = {
+            bits: frozenset(i for i in refreshed if bits_of[i] == bits) for bits in _TOLERANCE
+        }
+        self._shared = refreshed, bits_of
+        self._by_kernels = [(bits, members) for bits, members in by_bits.items() if members]
+        self._left = tuple(i for i in sorted(refreshed) if bits_of[i] not in _TOLERANCE)
 
     def step(
         self, chosen: tuple[tuple[int, frozenset[int]], ...], addresses: AddressTable, norms: Tensor
@@ -115,8 +117,8 @@ class KernelProducts:
         kind = addresses.aligned, addresses.all_bf16, addresses.channels_last
         if (chosen, kind) != self._last[0]:
             keys = [
-                (self._precision(way, addresses), members, members & addresses.channels_last)
-                for way, members in chosen
+                (self._precision(bits, addresses), members, members & addresses.channels_last)
+                for bits, members in chosen
             ]
             self._last = (chosen, kind), [self._tables(key) for key in keys]
         tables = self._last[1]
@@ -138,14 +140,13 @@ class KernelProducts:
         self._replay((chosen, kind), launch_all)
 
     def choose(self, measured: Measured, candidates: Collection[int], new: Collection[int]) -> None:
-        """Choose the way of refreshed members' products. Waits for the device.
+        """Choose the bits of refreshed members' products. Waits for the device.
 
         Args:
             measured: The members' gradients, on which errors are measured.
             candidates: Members that have just been refreshed.
-            new: Members that were refreshed for the first time. Others switch to a
-                cheaper way only if its error is at most half of the tolerance, because each change
-                makes new tables.
+            new: Members that were refreshed for the first time. Others switch to fewer bits only if
+                the error is at most half of the tolerance, because each change makes new tables.
         """
         chosen = dict.fromkeys(candidates, FLOAT32)
         addresses = measured.addresses
@@ -157,16 +158,16 @@ class KernelProducts:
             sums = comparison.compare(addresses, measured.norms, half)
             cosines = (sums[:, 0] / (sums[:, 1].sqrt() * sums[:, 2].sqrt())).tolist()
             for i in refreshed:
-                chosen[i] = _way(cosines[i], HALF if i in new else self.ways[i])
-        self.ways.update(chosen)
+                chosen[i] = _least_bits(cosines[i], HALF if i in new else self.bits[i])
+        self.bits.update(chosen)
 
     def graph_refused(self) -> str | None:
         """Return why the ordinary step could not be captured as a graph; ``None`` if it could."""
         return self._replay.refused
 
-    def _precision(self, way: int, addresses: AddressTable) -> Precision:
-        """Return the precision of a way for these gradients. In bf16, G R̂ can read G directly."""
-        half, first = way == HALF, self._stacks.rule[0]
+    def _precision(self, bits: int, addresses: AddressTable) -> Precision:
+        """Return the precision for these bits and gradients. In bf16, G R̂ can read G directly."""
+        half, first = bits == HALF, self._stacks.rule[0]
         direct = half and addresses.all_bf16 and addresses.aligned and not first.left
         return Precision(precise=not half, direct=direct)
 
@@ -181,10 +182,10 @@ class KernelProducts:
         return self._grouped.obtain(key, lambda: self._make(key))
 
 
-def _way(cosine: float, before: int) -> int:
-    """Return the cheapest way within tolerance; half the tolerance if cheaper than before."""
-    for way, tolerance in _TOLERANCE.items():
-        degrees = tolerance / (2 if way < before else 1)
+def _least_bits(cosine: float, before: int) -> int:
+    """Return the least bits within tolerance, which is halved for fewer bits than before."""
+    for bits, tolerance in _TOLERANCE.items():
+        degrees = tolerance / (2 if bits < before else 1)
         if cosine >= math.cos(math.radians(degrees)):  # False for NaN, where there is no gradient
-            return way
+            return bits
     return FLOAT32

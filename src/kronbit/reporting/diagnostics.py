@@ -40,7 +40,7 @@ def diagnostics(
     products: Counter[int] = Counter()
     refused: dict[str, str] = {}
     for device, preconditioner in preconditioners.items():
-        precisions = preconditioner.products.ways
+        precisions = preconditioner.products.bits
         products.update(precisions[i] for i in preconditioner.stacks.refreshed)
         reason = preconditioner.graph_refused()
         if device in guards:

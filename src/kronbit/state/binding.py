@@ -123,7 +123,7 @@ class Binding:
             bits = state[p].setdefault("product_bits", 0)
             if bits:
                 preconditioner.stacks.refreshed.add(location.index)
-                preconditioner.products.ways[location.index] = bits
+                preconditioner.products.bits[location.index] = bits
         return unknown
 
 

@@ -23,7 +23,7 @@ from kronbit.config import (
     Format,
 )
 from kronbit.factors import Leaves, is_root, make_method
-from kronbit.gpu.product_precision import WAYS
+from kronbit.gpu.product_precision import PRODUCT_BITS
 from kronbit.linalg.precision import full_precision
 from kronbit.state.binding import blocks_of
 from kronbit.state.migration import up_to_date
@@ -171,8 +171,10 @@ def _read_entry(key: Any, value: Mapping[str, Any], config: Config) -> Entry:
     if not isinstance(value["base"], Mapping):
         raise ValueError(f"{label}['base'] is {type(value['base']).__name__}; expected a dict")
     product = plain(value.get("product_bits"))
-    if not isinstance(product, (int, float, type(None))) or product not in (None, 0, *WAYS):
-        raise ValueError(f"{label}['product_bits'] must be one of {(0, *WAYS)}; got {product!r}")
+    if not isinstance(product, (int, float, type(None))) or product not in (None, 0, *PRODUCT_BITS):
+        raise ValueError(
+            f"{label}['product_bits'] must be one of {(0, *PRODUCT_BITS)}; got {product!r}"
+        )
     product = None if product is None else int(product)
     return Entry(key, int(step), product, value["base"], blocks_of(value), config)
 

@@ -169,11 +169,11 @@ class DevicePlan:
         The state records in how many bits products are computed from now on; 0 if undecided.
         """
         self.preconditioner.refresh(self.measured, self.refreshes)
-        refreshed, ways = self.stacks.refreshed, self.preconditioner.products.ways
+        refreshed, bits = self.stacks.refreshed, self.preconditioner.products.bits
         for i in self.refreshes:
             number = self._numbers[i]
             if number is not None:
-                self._entries[number]["product_bits"] = ways[i] if i in refreshed else 0
+                self._entries[number]["product_bits"] = bits[i] if i in refreshed else 0
 
     def precondition(self) -> None:
         """Compute Ĝ = L̂ G R̂, and write G̃ = Ĝ ‖G‖ / ‖Ĝ‖ over G. While L̂ = R̂ = I, G̃ is G."""

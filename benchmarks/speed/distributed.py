@@ -1,15 +1,15 @@
-r"""Measure what ranks send and how much work each does, on gloo ranks of one machine.
+r"""Measure the traffic and the work of each rank, with gloo on one machine.
 
 Usage::
 
     python benchmarks/speed/distributed.py --output result.json [--ranks 1 2 4] \
         [--layers 8] [--width 512]
 
-The model is a stack of linear layers with random gradients, on CPUs. Ranks share it in four
-layouts: replicas (as under DistributedDataParallel), ``shard_state=True``, sharded by rows (FSDP2),
-and each rank with its rows alone (``blocks="local"``). Ranks share the cores of the machine, so
-seconds of updates and refreshes are processor time (``time.process_time``) of one thread per rank,
-compared with a single process that does all of the work.
+The model is a sequence of linear layers with random gradients, on CPUs. There are four layouts:
+replicas (as under DistributedDataParallel), replicas with ``shard_state=True``, parameters sharded
+by rows (FSDP2), and FSDP2 with ``blocks="local"``. Ranks share the cores of the machine. Updates
+and refreshes are therefore measured in processor time (``time.process_time``) with one thread per
+rank, and compared with a single process that does all of the work.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "fsdp2": {},
     "fsdp2, blocks='local'": {"blocks": "local"},
 }
-CYCLES, EVERY = 3, 4  # refreshes, and steps between them; an update comes two steps before
+CYCLES, EVERY = 3, 4  # number of refreshes, and their interval; updates come twice as often
 
 
 def sent(optimizer: Shampoo) -> dict[str, int]:

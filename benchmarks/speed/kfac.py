@@ -1,8 +1,8 @@
 """Measure what K-FAC and AdaBK cost on a GPU: time by kind of step, hooks, and memory.
 
-Statistics are collected before every tenth step and roots are refreshed at every twentieth; the
-medians do not depend on the interval. "Hooks" compares the passes of steps without statistics with
-those of a model without an optimizer; the two take turns.
+Statistics are collected before every tenth step, and roots are refreshed at every twentieth. The
+medians do not depend on these intervals. "Hooks" is the time that passes without statistics take
+relative to those of a model without an optimizer. The two models take turns.
 """
 
 from __future__ import annotations
@@ -70,12 +70,11 @@ def measure(case: Case, make: Make) -> dict[str, Any]:
             peaks[kind] = max(peaks[kind], torch.cuda.max_memory_allocated() / 2**20)
     optimizer.zero_grad()
     rest = torch.cuda.memory_allocated() / 2**20
-    twin = prepare(case)  # has no optimizer
+    twin = prepare(case)  # without an optimizer
     ratios = []
     for number in range(STEPS - SETTLED):
-        order = (
-            (model, twin) if number % 2 else (twin, model)
-        )  # the second one may have an advantage
+        # The second model may have an advantage.
+        order = (model, twin) if number % 2 else (twin, model)
         spent = {network: backward(case, network) for network in order}
         ratios.append(spent[model] / spent[twin])
     assert isinstance(optimizer, KFAC)

@@ -36,7 +36,7 @@ WAYS: dict[str, Config | None] = {
     "naive, paper": kept(method="naive", storage="paper"),
     "naive, compact": kept(method="naive", storage="compact"),
     # One QR iteration per update only approaches the eigenvectors, and a single Björck step leaves
-    # them too short. The first has only the former error, and the third has neither.
+    # them too short. The first configuration has only the former error. The third has neither.
     "eigen, 32 bits": kept(bits=32, method="eigen"),
     "eigen, paper": kept(method="eigen", storage="paper"),
     "eigen, paper, converged": kept(
@@ -110,7 +110,7 @@ class Side:
             good, replaced = batch.update(X.float().unsqueeze(0), finite, config, Attempt(number))
             if bool(good):
                 break
-        assert bool(replaced)  # or the matrix would be that of the previous round
+        assert bool(replaced)  # otherwise the matrix is that of the previous round
         A = self._factors.method.matrix(self._factors.leaves(rows))[0].double()
         # The proofs need a symmetric matrix. Quantising row by row breaks the symmetry slightly;
         # the symmetric part is closer to J.

@@ -31,7 +31,7 @@ def all_trusted(factors: Factors) -> Tensor:
 def update(
     factors: Factors, M: Tensor, trusted: Tensor, config: Config, rows: slice | None = None
 ) -> int:
-    """Update rows as the preconditioner does: rows that fail are repeated by the last repair.
+    """Update rows as the preconditioner does. Rows that fail are updated again by the last repair.
 
     Returns:
         The number of refused rows.
@@ -50,7 +50,7 @@ def update(
 
 
 def refresh(factors: Factors, config: Config, rows: slice | None = None) -> list[bool]:
-    """Refresh roots and return for each row if it was replaced."""
+    """Refresh roots. Return a list with True for each row whose root was replaced."""
     replaced = Batch([(factors, everything(factors) if rows is None else rows)]).refresh(config)
     return list(replaced.tolist())
 

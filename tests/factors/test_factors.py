@@ -25,16 +25,16 @@ def test_updates_and_roots_match_the_oracle(
     ours, references = run_both(n, device, torch.float64, method=method, bits=bits, damping=0.1)
     A, roots = ours.method.matrix(ours.tensors), ours.roots(everything(ours))
     for row, factor in enumerate(references):
-        # Björck to the end, as `matrix` does; the oracle uses t1 steps
+        # `matrix` takes all of Björck's steps, and the oracle takes t1
         factor.o.update_rectify = 4
-        # one code that rounding moved over a threshold weighs up to a few 1e-4
+        # a code that rounding moves across a threshold adds an error of up to a few 1e-4
         tolerance = 1e-5 if bits == 32 or n < 64 else 1e-3
         assert relative_error(A[row], factor.matrix()) < tolerance
         assert relative_error(roots[row], factor.inverse_root()) < tolerance
         if "codes" in ours.tensors:
             actual = torch.tensor(codes(ours, "codes", row, bits))
             expected = torch.tensor([row_codes for row_codes, _ in factor.kept.rows])
-            # near zero, 8-bit codes are as close together as float32's rounding is
+            # near zero, values of neighbouring 8-bit codes differ by as little as rounding does
             assert (actual - expected).abs().max() <= 2
             assert (actual != expected).float().mean() < 0.02
 
@@ -92,7 +92,7 @@ def test_trace_scaling_of_a_zero_statistic_gives_the_identity() -> None:
 @pytest.mark.parametrize("bits", [3, 4, 6, 8])
 @pytest.mark.parametrize("n", [64, 67])
 def test_codes_are_equal_to_the_bit_where_arithmetic_is_exact(bits: int, n: int) -> None:
-    """Integers and β = 1/2: float32 sums are exact, so not one code may differ."""
+    """M holds integers and β is 1/2, so float32 sums are exact and all codes must be equal."""
     options: dict[str, Any] = {"bits": bits, "beta": 0.5, "damping": 0.5}
     config = Config(method="naive", storage="paper", **options)
     ours = stack(n, 2, config)
@@ -113,7 +113,7 @@ def test_codes_are_equal_to_the_bit_where_arithmetic_is_exact(bits: int, n: int)
 
 @pytest.mark.parametrize("bits", [3, 4, 6, 8])
 def test_eigen_codes_are_equal_to_the_bit_for_exact_eigenvectors(bits: int) -> None:
-    """A diagonal A keeps U = I: 1 and 0 are codes of every mapping."""
+    """If A is diagonal, U remains I, and every mapping has codes for 1 and 0."""
     config = Config(bits=bits, **PAPER)
     ours = stack(66, 1, config)
     before = {name: tensor.clone() for name, tensor in ours.tensors.items()}
@@ -127,7 +127,7 @@ def test_eigen_codes_are_equal_to_the_bit_for_exact_eigenvectors(bits: int) -> N
 
 @pytest.mark.parametrize(("method", "bits"), METHODS)
 @pytest.mark.parametrize("n", [1, 63, 64, 65])
-def test_starts_at_damping_times_identity_exactly(
+def test_statistics_start_exactly_at_damping_times_identity(
     method: str, bits: int, n: int, device: torch.device
 ) -> None:
     factors = stack(n, 2, Config(method=method, bits=bits, damping=1e-3), device)
@@ -144,9 +144,9 @@ def test_starts_at_damping_times_identity_exactly(
 
 @pytest.mark.parametrize(("method", "bits"), METHODS)
 def test_rows_are_independent_of_each_other_and_of_the_chunk(method: str, bits: int) -> None:
-    """Bits do not depend on how the batch is cut.
+    """Results are bit-identical however the batch is cut.
 
-    Rows of this order are aligned. LAPACK's triangular solve and QR round differently at odd
+    Rows of this order are aligned. LAPACK's triangular solve and QR round differently at unaligned
     addresses.
     """
     config = Config(method=method, bits=bits)
@@ -268,8 +268,8 @@ def test_mixed_orders_in_one_batch_match_separate_ones(
 def test_kernels_take_orders_in_one_batch(
     method: Any, quantized: bool, kernels: torch.device
 ) -> None:
-    """Results do not depend on the other matrices of the batch, to the bit."""
-    large = 130 if kernels.type == "cuda" else 70  # one tile: interpreted, two take a minute
+    """Results are bit-identical whatever other matrices are in the batch."""
+    large = 130 if kernels.type == "cuda" else 70  # interpreted, two tiles take a minute
     assert_mixed_matches_separate(
         method, (12, large), True, quantized, kernels, updates=1, exact=True
     )
@@ -329,5 +329,5 @@ def assert_mixed_matches_separate(
             (factors.method.matrix(factors.tensors), other.method.matrix(other.tensors)),
             (factors.roots(everything(factors)), other.roots(everything(other))),
         ):
-            # One code that rounding moves over a threshold weighs a few 1e-3 at such orders.
+            # A code that rounding moves across a threshold adds an error of a few 1e-3 here.
             assert relative_error(batched, separate) < (1e-2 if quantized else 1e-4)

@@ -1,4 +1,4 @@
-"""Other parts of a training loop: scalers, averages, other optimizers, threads, workers."""
+"""The optimizer works with other parts of a training loop: scalers, averages, threads, workers."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_a_step_that_the_scaler_skips_does_not_count() -> None:
             continue
         backward(twin, x)
         plain.step()
-    # Scales are powers of two, so that dividing by them is exact.
+    # Scales are powers of two, so division by a scale is exact.
     assert_equal(list(model.parameters()), list(twin.parameters()))
     assert_same_state(optimizer.state_dict()["state"], plain.state_dict()["state"])
 
@@ -110,7 +110,7 @@ def test_two_optimizers_of_one_model_equal_one_optimizer(make: Any) -> None:
 @pytest.mark.filterwarnings("ignore:.*duplicate parameters")
 @pytest.mark.parametrize("keep", [False, True])
 def test_a_parameter_listed_twice_has_one_state(keep: bool) -> None:
-    """For tied weights, torch only warns, and F takes two steps with the same G̃."""
+    """Torch only warns of duplicate parameters, and F takes two steps with the same G̃."""
     tied, twin = network(), network()
     first, bias, *rest = tied.parameters()
     plain_sgd: Any = {"base": torch.optim.SGD, "lr": 1e-2, **EVERY}

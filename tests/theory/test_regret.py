@@ -1,4 +1,4 @@
-"""The paper's convergence appendix: regret of Shampoo with perturbations that kronbit makes."""
+"""The paper's convergence appendix: regret of Shampoo under kronbit's perturbations."""
 
 from __future__ import annotations
 
@@ -247,7 +247,7 @@ def test_regret_is_bounded_for_other_rates(times: float) -> None:
 
 
 @EVERY_SCHEME
-def test_the_first_link_is_an_equation_for_linear_losses(scheme: str) -> None:
+def test_the_first_link_is_an_equality_for_linear_losses(scheme: str) -> None:
     """For linear losses, the link is exact up to the term that the proof drops."""
     outcome = run("linear", scheme)
     exact = outcome.first_link - outcome.left_over / (2 * outcome.eta)
@@ -292,7 +292,7 @@ def test_the_bound_is_loose_for_many_weights(scheme: str) -> None:
             assert 1 < side.error_trace() / side.exact_trace() < 10
 
 
-# ---------------------------------------------------------------- what is printed about η and D
+# ------------------------------------------------------------------------- the printed η and D
 
 
 def test_the_printed_rate_is_right_where_the_start_is_farthest() -> None:
@@ -307,7 +307,7 @@ def test_the_printed_rate_is_right_where_the_start_is_farthest() -> None:
 
 
 def test_the_printed_rate_need_not_exist() -> None:
-    """D is the largest distance of a run, which depends on η: η = D / √(2r) is an equation.
+    """D is the largest distance of a run, which depends on η, so η = D / √(2r) is an equation.
 
     Gradients of linear losses do not depend on W, so that W_t = η S_t, and D / η is the largest
     ‖S_t - W* / η‖: a convex function of 1 / η. Its minimum is above √(2r), so no η solves it.

@@ -208,7 +208,7 @@ def test_memory_before_the_first_step_is_zero() -> None:
     ids=str,
 )
 def test_the_peak_stays_within_the_workspace(make: Any, options: dict[str, Any]) -> None:
-    """The limit holds for every kind of step, although stacks are much larger than the workspace."""
+    """Every kind of step stays within it, although stacks are much larger than this limit."""
     workspace = 2 * 2**20
     shapes = [(64, 64)] * 90 + [(64, 192)] * 30 + [(151, 100)] * 30 + [(300, 300)]
     params = [nn.Parameter(torch.randn(shape)) for shape in shapes]

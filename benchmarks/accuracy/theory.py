@@ -29,7 +29,7 @@ from kronbit.quantization import Quantizer
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 from support.perturbed_shampoo import (
     EPSILON,
-    WAYS,
+    SCHEMES,
     Outcome,
     Problem,
     classification,
@@ -91,7 +91,7 @@ def regrets(problem: Problem, rates: list[float]) -> dict[str, Any]:
     print(f"{problem.name}, {problem.rounds} rounds, rank {problem.rank}")
     by_scheme: dict[str, list[dict[str, float]]] = {}
     single = problem.best.numel() == 1  # a single number is not quantised
-    for scheme, config in [("exact", None)] if single else WAYS.items():
+    for scheme, config in [("exact", None)] if single else SCHEMES.items():
         for times in rates:
             figures = summary(perturbed_shampoo(problem, config, times * problem.natural_rate()))
             by_scheme.setdefault(scheme, []).append({"rate": times} | figures)

@@ -32,7 +32,7 @@ from kronbit import Shampoo
 from kronbit.base import resolve
 
 LIMIT_MIB, LENGTH, VOCABULARY = 81_920, 256, 32_000
-EVERY = {"update_every": 3, "refresh_every": 3, "max_order": 2048}
+OPTIONS = {"update_every": 3, "refresh_every": 3, "max_order": 2048}
 COMPACT: dict[str, Any] = {"bits": 4, "storage": "compact"}
 OPTIMIZERS: dict[str, dict[str, Any] | None] = {
     "8-bit adamw": None,
@@ -58,7 +58,7 @@ def make_optimizer(model: torch.nn.Module, name: str) -> torch.optim.Optimizer:
     options = OPTIMIZERS[name]
     if options is None:
         return resolve(model.parameters(), "adamw8bit", {"lr": 1e-5})
-    return Shampoo(model.parameters(), base="adamw8bit", lr=1e-5, **EVERY, **options)
+    return Shampoo(model.parameters(), base="adamw8bit", lr=1e-5, **OPTIONS, **options)
 
 
 def four_steps(model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: int) -> Any:

@@ -38,7 +38,7 @@ BATCH, CLASSES, SEED = 64, 100, 0
 # Laps that end with a load: the first ones (memory is compared from then on), and some later ones.
 FIRST_LOADS, LOAD_EVERY = 5, 20
 INTERVAL = 40
-OFTEN = {"update_every": 10, "refresh_every": INTERVAL}
+SCHEDULE = {"update_every": 10, "refresh_every": INTERVAL}
 PAPER = {"method": "eigen", "storage": "paper"}
 
 
@@ -62,17 +62,17 @@ def network(width: int) -> nn.Sequential:
 
 def shampoo(model: nn.Module) -> torch.optim.Optimizer:
     base = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-    return Shampoo(base, **OFTEN)
+    return Shampoo(base, **SCHEDULE)
 
 
 def caspr(model: nn.Module) -> torch.optim.Optimizer:
     base = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True)
-    return CASPR(base, **PAPER, **OFTEN, stagger=True, first_refresh=5)
+    return CASPR(base, **PAPER, **SCHEDULE, stagger=True, first_refresh=5)
 
 
 def kfac(model: nn.Module) -> torch.optim.Optimizer:
     base = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
-    return KFAC(base, model=model, **OFTEN)
+    return KFAC(base, model=model, **SCHEDULE)
 
 
 # By name: the constructor of the optimizer, and True if the passes may be a CUDA graph. Hooks

@@ -44,7 +44,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "fsdp2": {},
     "fsdp2, blocks='local'": {"blocks": "local"},
 }
-CYCLES, EVERY = 3, 4  # number of refreshes, and their interval; updates come twice as often
+CYCLES, INTERVAL = 3, 4  # number of refreshes, and their interval; updates come twice as often
 
 
 def sent(optimizer: Shampoo) -> dict[str, int]:
@@ -61,7 +61,7 @@ def measure(rank: int, layout: str, layers: int, width: int) -> dict[str, Any]:
             fully_shard(layer, mesh=mesh)
         fully_shard(model, mesh=mesh)
     group = {} if layout.startswith("fsdp2") else {"process_group": dist.group.WORLD}
-    schedule = {"update_every": EVERY // 2, "refresh_every": EVERY}
+    schedule = {"update_every": INTERVAL // 2, "refresh_every": INTERVAL}
     optimizer = Shampoo(model.parameters(), lr=1e-3, **LAYOUTS[layout], **group, **schedule)
     spent: dict[str, list[float]] = {"_update_assigned": [], "_refresh_assigned": []}
     for name, times in spent.items():
@@ -75,7 +75,7 @@ def measure(rank: int, layout: str, layers: int, width: int) -> dict[str, Any]:
         setattr(Preconditioner, name, timed)
     by_step: list[dict[str, int]] = []
     before = sent(optimizer)
-    for t in range(1, CYCLES * EVERY + 1):
+    for t in range(1, CYCLES * INTERVAL + 1):
         for p in model.parameters():
             grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(t))
             if isinstance(p, DTensor):
@@ -86,7 +86,7 @@ def measure(rank: int, layout: str, layers: int, width: int) -> dict[str, Any]:
         after = sent(optimizer)
         by_step.append({name: after[name] - before[name] for name in after})
         before = after
-    last = by_step[-EVERY:]
+    last = by_step[-INTERVAL:]
     memory = optimizer.memory()
     return {
         "update_s": statistics.median(spent["_update_assigned"][1:] or [0.0]),

@@ -22,14 +22,14 @@ from step_time import milliseconds, prepare
 import kronbit
 from kronbit import KFAC, AdaBK
 
-EVERY = {"update_every": 10, "refresh_every": 20}
+SCHEDULE = {"update_every": 10, "refresh_every": 20}
 STEPS, SETTLED = 120, 40
 SGD: dict[str, Any] = {"lr": 1e-3, "momentum": 0.9, "fused": True}
 Make = Callable[[torch.nn.Module], torch.optim.Optimizer]
 
 OPTIMIZERS: dict[str, Make] = {
     f"{kind.__name__} {label}": lambda m, kind=kind, options=options: kind(
-        torch.optim.SGD(m.parameters(), **SGD), model=m, **EVERY, **options
+        torch.optim.SGD(m.parameters(), **SGD), model=m, **SCHEDULE, **options
     )
     for kind in (KFAC, AdaBK)
     for label, options in (
@@ -41,9 +41,9 @@ OPTIMIZERS: dict[str, Make] = {
 
 
 def kind_of(t: int) -> str:
-    if t % EVERY["refresh_every"] == 0:
+    if t % SCHEDULE["refresh_every"] == 0:
         return "refresh"
-    return "update" if t % EVERY["update_every"] == 0 else "ordinary"
+    return "update" if t % SCHEDULE["update_every"] == 0 else "ordinary"
 
 
 def backward(case: Case, model: torch.nn.Module) -> float:
@@ -103,7 +103,7 @@ def main() -> None:
             "triton": triton.__version__,
             "kronbit": kronbit.__version__,
         },
-        "measured_with": EVERY,
+        "measured_with": SCHEDULE,
         "models": {},
     }
     for name in arguments.models:

@@ -43,7 +43,7 @@ from kronbit.linalg.precision import full_precision
 from kronbit.linalg.products import multiply, operand
 from kronbit.linalg.roots import steps_of
 
-EVERY = {"update_every": 10, "refresh_every": 20}
+SCHEDULE = {"update_every": 10, "refresh_every": 20}
 # The first and the last step that count. Until the first one, kernels are compiled and statistics
 # see more than a few gradients.
 SECOND_ORDER, FIRST_ORDER = (81, 160), (21, 80)
@@ -78,7 +78,7 @@ def distributed_shampoo(model: nn.Module) -> torch.optim.Optimizer:
         model.parameters(),
         lr=1e-4,
         max_preconditioner_dim=1200,
-        precondition_frequency=EVERY["refresh_every"],
+        precondition_frequency=SCHEDULE["refresh_every"],
         grafting_config=AdamGraftingConfig(beta2=0.999, epsilon=1e-8),
     )
 
@@ -92,11 +92,11 @@ def heavyball_soap(model: nn.Module) -> torch.optim.Optimizer:
 def soap(model: nn.Module) -> torch.optim.Optimizer:
     from soap import SOAP
 
-    return SOAP(model.parameters(), lr=1e-4, precondition_frequency=EVERY["refresh_every"])
+    return SOAP(model.parameters(), lr=1e-4, precondition_frequency=SCHEDULE["refresh_every"])
 
 
 def shampoo(**options: Any) -> Callable[[nn.Module], torch.optim.Optimizer]:
-    return lambda m: Shampoo(m.parameters(), **options, **ADAMW, **EVERY)
+    return lambda m: Shampoo(m.parameters(), **options, **ADAMW, **SCHEDULE)
 
 
 OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
@@ -107,7 +107,7 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     "eigen 4-bit compact": shampoo(bits=4, method="eigen", storage="compact"),
     "cholesky 4-bit compact": shampoo(bits=4, method="cholesky", storage="compact"),
     "cholesky 8-bit compact": shampoo(bits=8, method="cholesky", storage="compact"),
-    "caspr 4-bit": lambda m: CASPR(m.parameters(), bits=4, **PAPER, **ADAMW, **EVERY),
+    "caspr 4-bit": lambda m: CASPR(m.parameters(), bits=4, **PAPER, **ADAMW, **SCHEDULE),
     "muon + adamw": muon,
     "meta distributed shampoo": distributed_shampoo,
     "heavyball soap": heavyball_soap,
@@ -116,9 +116,9 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
 
 
 def kind(t: int) -> str:
-    if t % EVERY["refresh_every"] == 0:
+    if t % SCHEDULE["refresh_every"] == 0:
         return "refresh"
-    return "update" if t % EVERY["update_every"] == 0 else "ordinary"
+    return "update" if t % SCHEDULE["update_every"] == 0 else "ordinary"
 
 
 def prepare(case: Case) -> nn.Module:
@@ -184,7 +184,7 @@ def run(case: Case, make: Callable[[nn.Module], torch.optim.Optimizer]) -> dict[
         if t >= settled:
             times[kind(t)].append(spent)
             above[kind(t)] = max(above[kind(t)], peak)
-        elif t <= 2 * EVERY["refresh_every"]:
+        elif t <= 2 * SCHEDULE["refresh_every"]:
             warm_up += spent / 1e3
     model.zero_grad()
     del adamw
@@ -360,7 +360,7 @@ def main() -> None:
             module.__name__: module.__version__ for module in (torch, triton, transformers, kronbit)
         },
         "bandwidth_gb_per_s": bandwidth() / 1e9,
-        "measured_with": EVERY,
+        "measured_with": SCHEDULE,
         "models": {},
     }
     for name in arguments.models:

@@ -9,7 +9,7 @@ import torch
 from support import oracle
 from support.networks import assert_same_state
 from support.numerics import METHODS, PAPER, relative_error, slow
-from support.stacks import all_trusted, codes, everything, gram, refresh, run_both, stack, update
+from support.stacks import all_rows, all_trusted, codes, gram, refresh, run_both, stack, update
 
 from kronbit.config import Config
 from kronbit.factors import Batch, Factors
@@ -23,7 +23,7 @@ def test_updates_and_roots_match_the_oracle(
     method: str, bits: int, n: int, device: torch.device
 ) -> None:
     ours, references = run_both(n, device, torch.float64, method=method, bits=bits, damping=0.1)
-    A, roots = ours.method.matrix(ours.tensors), ours.roots(everything(ours))
+    A, roots = ours.method.matrix(ours.tensors), ours.roots(all_rows(ours))
     for row, factor in enumerate(references):
         # `matrix` takes all of Björck's steps, and the oracle takes t1
         factor.o.update_rectify = 4
@@ -66,7 +66,7 @@ def test_every_option_matches_the_oracle(options: dict[str, Any]) -> None:
     ours, references = run_both(
         70, torch.device("cpu"), torch.float64, method="eigen", damping=0.1, **options
     )
-    for root, factor in zip(ours.roots(everything(ours)), references, strict=True):
+    for root, factor in zip(ours.roots(all_rows(ours)), references, strict=True):
         assert relative_error(root, factor.inverse_root()) < 1e-3
 
 
@@ -78,7 +78,7 @@ def test_other_exponents_match_the_oracle(
     powers = {"exponent": exponent, "trace_scaling": scaled}
     options = {"method": method, "bits": bits, "damping": 0.1, **powers}
     ours, references = run_both(70, torch.device("cpu"), torch.float64, **options)
-    for root, factor in zip(ours.roots(everything(ours)), references, strict=True):
+    for root, factor in zip(ours.roots(all_rows(ours)), references, strict=True):
         assert relative_error(root, factor.inverse_root()) < 2e-3
 
 
@@ -132,8 +132,8 @@ def test_statistics_start_exactly_at_damping_times_identity(
 ) -> None:
     factors = stack(n, 2, Config(method=method, bits=bits, damping=1e-3), device)
     eye = torch.eye(n, device=device)
-    assert torch.equal(factors.roots(everything(factors)), eye.expand(2, n, n))
-    assert factors.is_identity(everything(factors)).all()
+    assert torch.equal(factors.roots(all_rows(factors)), eye.expand(2, n, n))
+    assert factors.is_identity(all_rows(factors)).all()
     matrix = factors.method.matrix(factors.tensors)
     start = (eye * torch.tensor(1e-3)).expand(2, n, n)
     if device.type == "cpu" and method != "cholesky":
@@ -191,11 +191,11 @@ def test_a_bad_root_never_replaces_a_good_one() -> None:
     M = gram(2, 64, torch.Generator().manual_seed(0))
     update(factors, M, all_trusted(factors), config)
     refresh(factors, config)
-    before = factors.roots(everything(factors)).clone()
+    before = factors.roots(all_rows(factors)).clone()
     factors.tensors["eigenvalues"][1, 3] = 0.0  # 0^(-1/4) without damping
     factors.tensors["eigenvalues"][0] *= 2
     assert refresh(factors, config) == [True, False]
-    after = factors.roots(everything(factors))
+    after = factors.roots(all_rows(factors))
     assert torch.equal(after[1], before[1])
     assert not torch.equal(after[0], before[0])
 
@@ -206,7 +206,7 @@ def test_refresh_without_statistics_gives_the_identity(method: str, bits: int) -
     config = Config(method=method, bits=bits)
     factors = Factors(64, 1, config.format(64), 0.0, "cpu")
     refresh(factors, config)
-    assert factors.is_identity(everything(factors)).all()
+    assert factors.is_identity(all_rows(factors)).all()
 
 
 def test_eigenvalues_are_clamped_at_zero() -> None:
@@ -327,7 +327,7 @@ def assert_mixed_matches_separate(
             )
         for separate, batched in (
             (factors.method.matrix(factors.tensors), other.method.matrix(other.tensors)),
-            (factors.roots(everything(factors)), other.roots(everything(other))),
+            (factors.roots(all_rows(factors)), other.roots(all_rows(other))),
         ):
             # A code that rounding moves across a threshold adds an error of a few 1e-3 here.
             assert relative_error(batched, separate) < (1e-2 if quantized else 1e-4)

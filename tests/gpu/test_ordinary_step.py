@@ -430,10 +430,10 @@ def test_one_table_serves_parameters_that_lose_their_gradient(kernels: torch.dev
     preconditioner = make_preconditioner(kernels)
     preconditioner.products.ways = dict(enumerate((HALF, BF16X3, HALF, HALF)))
     guard = NonfiniteGuard(kernels, PASS)
-    for missing, crooked in ((None, None), (2, None), (None, 3), (0, 3)):
+    for missing, transposed in ((None, None), (2, None), (None, 3), (0, 3)):
         grads: list[Tensor | None] = list(gradients(kernels, MIXED))
-        if crooked is not None:
-            grads[crooked] = grads[crooked].t().contiguous().t()  # type: ignore[union-attr]
+        if transposed is not None:
+            grads[transposed] = grads[transposed].t().contiguous().t()  # type: ignore[union-attr]
         kept = [grad.clone() for grad in grads if grad is not None]
         gone = None
         if missing is not None:

@@ -213,8 +213,8 @@ def test_the_inverse_factor_is_choleskys(
     X = torch.randn(3, 2 * n + 20, n, dtype=torch.float64)
     S = X.mT @ X
     S[1] -= (2 * n + 20) * torch.eye(n)
-    everyone = torch.ones(3, dtype=torch.bool, device=kernels)
-    inverse = cholesky.inverse_factor_(S.float().to(kernels), 0.0, everyone)
+    all_true = torch.ones(3, dtype=torch.bool, device=kernels)
+    inverse = cholesky.inverse_factor_(S.float().to(kernels), 0.0, all_true)
     assert torch.isfinite(inverse).flatten(1).all(1).tolist() == [True, False, True]
     for i in (0, 2):
         exact = torch.linalg.inv(torch.linalg.cholesky(S[i]).mT)

@@ -37,7 +37,7 @@ from kronbit import CASPR, KFAC, AdaBK, Shampoo
 NO_BASES = {"LBFGS", "SparseAdam", "Muon"}
 INFOS = {info.optim_cls.__name__: info for info in optim_db}
 BASES = sorted(INFOS.keys() - NO_BASES)
-EVERY = {"update_every": 1, "refresh_every": 2, "min_quantized_numel": 0}
+OPTIONS = {"update_every": 1, "refresh_every": 2, "min_quantized_numel": 0}
 
 
 OTHERS = [CASPR, KFAC, AdaBK]
@@ -81,7 +81,7 @@ def make(name: str, model: Any, options: dict[str, Any], kind: Any = Shampoo) ->
     """Make an optimizer of a model, of parameters, or of groups."""
     params = model.parameters() if isinstance(model, nn.Module) else model
     arguments = {"model": model} if kind in (KFAC, AdaBK) else {}
-    return kind(params, base=INFOS[name].optim_cls, **arguments, **options, **EVERY)
+    return kind(params, base=INFOS[name].optim_cls, **arguments, **options, **OPTIONS)
 
 
 def layer(

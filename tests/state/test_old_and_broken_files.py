@@ -22,7 +22,7 @@ from kronbit.lab.errors import LabError
 from kronbit.lab.training import checkpoints
 
 ROOT = Path(__file__).parent
-EVERY = {"update_every": 2, "refresh_every": 3}
+SCHEDULE = {"update_every": 2, "refresh_every": 3}
 
 
 def gradients(params: list[nn.Parameter], t: int) -> None:
@@ -62,7 +62,7 @@ def test_runs_resume_from_files_of_every_format(number: int) -> None:
 def small_run() -> tuple[list[nn.Parameter], Shampoo]:
     torch.manual_seed(0)
     params = [nn.Parameter(torch.randn(66, 40)), nn.Parameter(torch.randn(7))]
-    optimizer = Shampoo(params, lr=1e-2, **EVERY)
+    optimizer = Shampoo(params, lr=1e-2, **SCHEDULE)
     for t in range(4):
         gradients(params, t)
         optimizer.step()

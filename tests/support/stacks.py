@@ -18,7 +18,7 @@ def stack(n: int, rows: int, config: Config, device: torch.device | str = "cpu")
     return Factors(n, rows, config.format(n), config.damping, device)
 
 
-def everything(factors: Factors) -> slice:
+def all_rows(factors: Factors) -> slice:
     return slice(0, factors.rows)
 
 
@@ -36,7 +36,7 @@ def update(
     Returns:
         The number of refused rows.
     """
-    rows = everything(factors) if rows is None else rows
+    rows = all_rows(factors) if rows is None else rows
     good, replaced = Batch([(factors, rows)]).update(M.clone(), trusted, config)
     count = int((trusted & good & ~replaced).sum())
     for i, repeat in enumerate((trusted & ~good).tolist()):
@@ -51,7 +51,7 @@ def update(
 
 def refresh(factors: Factors, config: Config, rows: slice | None = None) -> list[bool]:
     """Refresh roots. Return a list with True for each row whose root was replaced."""
-    replaced = Batch([(factors, everything(factors) if rows is None else rows)]).refresh(config)
+    replaced = Batch([(factors, all_rows(factors) if rows is None else rows)]).refresh(config)
     return list(replaced.tolist())
 
 

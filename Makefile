@@ -1,6 +1,6 @@
 PYTHON ?= python3
 BIN := .venv/bin
-# For all that is installed below, and what builds it.
+# Pin the versions of all packages that pip installs below, and of their build requirements.
 export PIP_CONSTRAINT := constraints.txt
 export PIP_BUILD_CONSTRAINT := $(PIP_CONSTRAINT)
 
@@ -11,8 +11,8 @@ help:
 	@echo "make test   set up .venv and run the tests"
 	@echo "make docs   build the documentation into build/site"
 	@echo "make lint   ruff and mypy"
-	@echo "make audit  look up known vulnerabilities of what CI installs"
-	@echo "make wheel  build the wheel, install it alone, run the README there"
+	@echo "make audit  look up known vulnerabilities of the packages that CI installs"
+	@echo "make wheel  build the wheel, install it alone, and run the README's examples"
 
 .venv/%.stamp: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv

@@ -1,4 +1,4 @@
-"""Fixtures and named tolerances."""
+"""Fixtures and command-line options of the tests."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def kernels(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> torch.devi
 
 @pytest.fixture(autouse=True)
 def _float32_products(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keep products in float32, as equivalence tests assume; bf16 products have their own tests."""
+    """Keep products in float32, as equivalence tests assume. Other tests cover bf16 products."""
     if not request.node.get_closest_marker("bf16_products"):
         monkeypatch.setattr(KernelProducts, "choose", lambda *_: None)  # never reduced precision
 

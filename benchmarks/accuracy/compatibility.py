@@ -5,8 +5,8 @@ Usage::
     pip install pytorch_optimizer heavyball torchao bitsandbytes torch_optimizer
     python benchmarks/accuracy/compatibility.py --output results/accuracy/compatibility_cpu.json
 
-Every optimizer is examined in a separate process, on the CPU. Options enable second order from the
-second step on, where the optimizer has any.
+Every optimizer is examined in a separate process, on the CPU. Where an optimizer has such options,
+they start its second-order updates at the second step.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
-"""Measure by how many degrees rounding rotates Ĝ = L̂ G R̂, emulated in float64 on the CPU.
+"""Measure by how many degrees rounding in products rotates Ĝ = L̂ G R̂.
 
 Usage::
 
     python benchmarks/accuracy/product_angles.py
 
-L and R have power-law spectra. G has their covariances and a share of white noise, in bf16.
+Rounding is emulated in float64, on the CPU. L and R have power-law spectra. G is random with these
+covariances, plus a share of white noise, and is rounded to bf16.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def power(U: Tensor, eigenvalues: Tensor, exponent: float) -> Tensor:
 
 
 def random_basis(rotation: float) -> Tensor:
-    """Return a random orthonormal basis: any (1), or one near the axes (less)."""
+    """Return a random orthonormal basis, which is close to the axes if rotation is small."""
     noise = rotation * torch.randn(ORDER, ORDER, dtype=torch.float64)
     return torch.linalg.qr(noise if rotation == 1 else noise + torch.eye(ORDER).double())[0]
 

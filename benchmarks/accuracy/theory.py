@@ -4,11 +4,12 @@ Usage::
 
     python benchmarks/accuracy/theory.py --output result.json [--order 1200] [--rounds 400]
 
-Lemma 1 comes first: the distance between exact eigenvectors of the paper's synthetic matrix and
-those that went through kronbit's quantiser and Björck's steps, the errors of the matrix's powers,
-and the lemma's bounds (``tests/support/quantised_eigenvectors.py``). The perturbed Shampoo of the
-convergence appendix (``tests/support/perturbed_shampoo.py``) follows, on online convex problems and
-in every storage: regret, bound, and their ratio, the slack.
+The first part is about Lemma 1 (``tests/support/quantised_eigenvectors.py``). It quantises the
+eigenvectors of the paper's synthetic matrix and rectifies them by Björck's steps. It measures their
+distance from the exact eigenvectors and the errors of the matrix's powers, and computes the lemma's
+bounds. The second part runs the perturbed Shampoo of the convergence appendix
+(``tests/support/perturbed_shampoo.py``) on online convex problems, in every storage. It measures
+the regret and computes its bound. The slack is the bound divided by the regret.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from kronbit.quantization import Quantizer
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 from support.perturbed_shampoo import (
     EPSILON,
-    WAYS,
+    SCHEMES,
     Outcome,
     Problem,
     classification,
@@ -66,7 +67,7 @@ def lemma_1(statistic: Statistic, quantizer: Quantizer, steps: int) -> dict[str,
 
 
 def summary(outcome: Outcome) -> dict[str, float]:
-    """Return the regret of a run, its bounds, and what they are made of."""
+    """Return the regret of a run, its bounds, and the quantities in the bounds."""
     left, right = outcome.left, outcome.right
     return {
         "eta": outcome.eta,
@@ -89,8 +90,8 @@ def regrets(problem: Problem, rates: list[float]) -> dict[str, Any]:
     """Return the regret on a problem for every storage and learning rate."""
     print(f"{problem.name}, {problem.rounds} rounds, rank {problem.rank}")
     by_scheme: dict[str, list[dict[str, float]]] = {}
-    single = problem.best.numel() == 1  # nothing can be quantised
-    for scheme, config in [("exact", None)] if single else WAYS.items():
+    single = problem.best.numel() == 1  # a single number is not quantised
+    for scheme, config in [("exact", None)] if single else SCHEMES.items():
         for times in rates:
             figures = summary(perturbed_shampoo(problem, config, times * problem.natural_rate()))
             by_scheme.setdefault(scheme, []).append({"rate": times} | figures)

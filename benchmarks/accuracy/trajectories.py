@@ -1,12 +1,12 @@
-"""Hash the weights and the state after 200 steps of every configuration; compare two versions.
+"""Hash weights and state after 200 steps of every configuration, to compare two versions.
 
-This script checks that a change does not move results: record before it, record after it, compare.
-It uses only the public interface, so any version can run it::
+The script checks that a change of kronbit does not change results: run it before and after, and
+compare the two files. It uses only the public interface, so any version can run it::
 
     PYTHONPATH=old/src python benchmarks/accuracy/trajectories.py --out old.json
     PYTHONPATH=new/src python benchmarks/accuracy/trajectories.py --out new.json --compare old.json
 
-A GPU is used if there is one, with kernels; ``--device cpu`` runs on the CPU.
+The script runs on a GPU with kernels if there is one. ``--device cpu`` runs it on the CPU.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ METHODS |= {8: METHODS[4], 32: ("dense", "eigen", "cholesky")}
 
 
 class Network(nn.Module):
-    """Convolution, norm, linear layers around the smallest quantised order, and experts."""
+    """A convolution, a norm, experts, and linear layers near the smallest quantised order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ def build(
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, part: slice = slice(None)) -> None:
-    """Take the steps; ``part`` is the share of every batch that a rank sees."""
+    """Take the steps. ``part`` is the slice of every batch that this rank gets."""
     p = next(model.parameters())
     for t in range(STEPS):
         generator = torch.Generator().manual_seed(t)

@@ -5,12 +5,15 @@ Usage::
     python benchmarks/accuracy/update_angle.py --output result.json [--cifar FOLDER] \
         [--plot angles.png]
 
-The script records gradients of a real training (a small transformer on the text of Python's
-documentation, and with ``--cifar`` a convolutional network on CIFAR-100 in its public layout), then
-replays them with every method, bit width and storage. For every layer it reports the bits of
-statistic and root per element of a side; the angle between the preconditioned gradient and the
-exact one, L^(-1/4) G R^(-1/4) in float64, and the relative error at equal norm; and the normalised
-error of the roots.
+The script records gradients of a real training and replays them with every method, bit width and
+storage. It trains a small transformer on the text of Python's documentation and, with ``--cifar``,
+a convolutional network on CIFAR-100 in its public layout. The exact preconditioned gradient is
+L^(-1/4) G R^(-1/4) in float64. For every layer, the report has
+
+- the bits of statistic and root per element of a matrix,
+- the angle between the preconditioned gradient and the exact one,
+- their relative error after both are scaled to norm 1, and
+- the relative error of the roots.
 """
 
 from __future__ import annotations
@@ -225,7 +228,7 @@ def plot(report: dict[str, Any], target: Path) -> None:
             sum(row[key] for row in rows) / len(rows)
             for key in ("bits_per_element", "angle_degrees")
         )
-        if y < 0.1:  # too small to be drawn
+        if y < 0.1:  # below the axis
             continue
         method, compact = name.split()[0], "compact" in name
         marker = "o" if compact else "s"
@@ -246,7 +249,7 @@ def plot(report: dict[str, Any], target: Path) -> None:
     axes.set_xlim(2.8, 100)
     axes.minorticks_off()
     axes.set_xlabel("bits per element, statistic and root (round marks: compact storage)")
-    axes.set_ylabel("degrees between the update and the exact one")
+    axes.set_ylabel("angle to the exact update, degrees")
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(target, dpi=120)
@@ -289,7 +292,7 @@ def main() -> None:
             entry: dict[str, Any] = {"shape": shape, "gradient_angle": sum(plain) / PROBES}
             report["layers"][layer] = entry | {"schemes": {}}
             print(
-                f"{layer} {shape}: the gradient itself {entry['gradient_angle']:.1f} degrees away"
+                f"{layer} {shape}: plain gradient {entry['gradient_angle']:.1f} degrees from exact"
             )
             for scheme in arguments.schemes:
                 figures = replay(grads, SCHEMES[scheme], L, R)

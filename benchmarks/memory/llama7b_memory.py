@@ -1,16 +1,16 @@
-r"""Find the batch sizes at which second-order states of LLaMA2-7B fit on one GPU of 80 GB.
+r"""Find the batch sizes at which LLaMA2-7B and its second-order state fit on one GPU of 80 GB.
 
 Usage::
 
     python benchmarks/memory/llama7b_memory.py --output result.json \
         [--batches 64 128 256] [--layers 32]
 
-The paper's memory table: bf16, sequences of 256, gradient checkpointing, 8-bit AdamW (bitsandbytes
-or torchao) alone and under Shampoo with blocks of order 2048. Every optimizer runs in a separate
-process, whose allocator is limited to 81,920 MiB. The process increases the batch until one does
-not fit; every batch takes ordinary steps, a step with update and refresh, and ordinary steps with
-roots. Weights and tokens are random. Needs a CUDA device, transformers, and one of the two
-packages.
+The setting is that of the paper's memory table: bf16, sequences of 256 tokens, gradient
+checkpointing, and 8-bit AdamW, alone and as the base of Shampoo with blocks of order 2048. Every
+optimizer runs in a separate process, whose allocator is limited to 81,920 MiB. The process
+increases the batch size until the model no longer fits. Every batch size takes ordinary steps, a
+step with update and refresh, and ordinary steps with roots. Weights and tokens are random. Needs a
+CUDA device, transformers, and bitsandbytes or torchao.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from kronbit import Shampoo
 from kronbit.base import resolve
 
 LIMIT_MIB, LENGTH, VOCABULARY = 81_920, 256, 32_000
-EVERY = {"update_every": 3, "refresh_every": 3, "max_order": 2048}
+OPTIONS = {"update_every": 3, "refresh_every": 3, "max_order": 2048}
 COMPACT: dict[str, Any] = {"bits": 4, "storage": "compact"}
 OPTIMIZERS: dict[str, dict[str, Any] | None] = {
     "8-bit adamw": None,
@@ -58,11 +58,11 @@ def make_optimizer(model: torch.nn.Module, name: str) -> torch.optim.Optimizer:
     options = OPTIMIZERS[name]
     if options is None:
         return resolve(model.parameters(), "adamw8bit", {"lr": 1e-5})
-    return Shampoo(model.parameters(), base="adamw8bit", lr=1e-5, **EVERY, **options)
+    return Shampoo(model.parameters(), base="adamw8bit", lr=1e-5, **OPTIONS, **options)
 
 
 def four_steps(model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: int) -> Any:
-    """Return peaks and seconds of four steps, at least one of them with update and refresh."""
+    """Return the memory peaks and seconds of four steps; at least one updates and refreshes."""
     gc.collect()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
@@ -110,7 +110,7 @@ def main() -> None:
     parser.add_argument(
         "--optimizers", nargs="+", choices=list(OPTIMIZERS), default=list(OPTIMIZERS)
     )
-    parser.add_argument("--here", action="store_true", help="one optimizer, in this process")
+    parser.add_argument("--here", action="store_true", help="run one optimizer in this process")
     arguments = parser.parse_args()
     if arguments.here:
         run(arguments.optimizers[0], arguments.batches, arguments.layers)
@@ -135,7 +135,7 @@ def main() -> None:
                 report["runs"].setdefault(name, {})[batch] = figures
                 print(f"{name}, batch {batch}: {figures}", flush=True)
         if process.returncode:
-            print(f"{name}: ended with {process.returncode}", flush=True)
+            print(f"{name}: exit code {process.returncode}", flush=True)
         if arguments.output is not None:
             arguments.output.write_text(json.dumps(report, indent=1) + "\n")
 

@@ -1,12 +1,12 @@
-"""Run many steps: memory stays flat, and a second run with the same seed is bit-identical.
+"""Check over many steps that memory stays flat and that a repeated run is bit-identical.
 
 Usage::
 
     python benchmarks/memory/soak.py [--minutes 9.2] [--output result.json]
 
-Every setup runs twice with the same seed, each run in a process, all at the same time. After each
-lap a run saves its state, sometimes loads it again, and records the memory in use and a digest of
-all weights and state. Some gradients are not finite, and some are missing.
+Every setup runs twice with the same seed. All runs are processes that run at the same time. After
+each lap of 500 steps, a run saves its state, sometimes loads it again, and records the memory in
+use and a digest of all weights and state. Some gradients are not finite, and some are missing.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ BATCH, CLASSES, SEED = 64, 100, 0
 # Laps that end with a load: the first ones (memory is compared from then on), and some later ones.
 FIRST_LOADS, LOAD_EVERY = 5, 20
 INTERVAL = 40
-OFTEN = {"update_every": 10, "refresh_every": INTERVAL}
+SCHEDULE = {"update_every": 10, "refresh_every": INTERVAL}
 PAPER = {"method": "eigen", "storage": "paper"}
 
 
@@ -62,20 +62,21 @@ def network(width: int) -> nn.Sequential:
 
 def shampoo(model: nn.Module) -> torch.optim.Optimizer:
     base = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-    return Shampoo(base, **OFTEN)
+    return Shampoo(base, **SCHEDULE)
 
 
 def caspr(model: nn.Module) -> torch.optim.Optimizer:
     base = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True)
-    return CASPR(base, **PAPER, **OFTEN, stagger=True, first_refresh=5)
+    return CASPR(base, **PAPER, **SCHEDULE, stagger=True, first_refresh=5)
 
 
 def kfac(model: nn.Module) -> torch.optim.Optimizer:
     base = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
-    return KFAC(base, model=model, **OFTEN)
+    return KFAC(base, model=model, **SCHEDULE)
 
 
-# Constructor of the optimizer by name; True if the passes may be a CUDA graph, which hooks prevent.
+# By name: the constructor of the optimizer, and True if the passes may be a CUDA graph. Hooks
+# prevent it.
 SETUPS: dict[str, tuple[Callable[[nn.Module], torch.optim.Optimizer], bool]] = {
     "Shampoo": (shampoo, True),
     "CASPR, the paper's storage, staggered": (caspr, True),
@@ -128,7 +129,7 @@ class Passes:
 
 
 def run_laps(setup: str, device: torch.device, width: int, lap: int) -> Iterator[dict[str, Any]]:
-    """Train without end, and yield a record after every lap."""
+    """Train endlessly and yield a record after every lap."""
     make, captured = SETUPS[setup]
     torch.manual_seed(SEED)
     model = network(width).to(device)
@@ -216,7 +217,7 @@ def drift(held: Sequence[int], after: int = FIRST_LOADS) -> float:
 
 
 def worker(setup: str, seconds: float, width: int, lap: int) -> None:
-    """Print a record after every lap until the time is over."""
+    """Print a record after every lap until the time is up."""
     end = time.monotonic() + seconds
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

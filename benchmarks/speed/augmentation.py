@@ -1,4 +1,4 @@
-"""Time the lab's augmentation on a GPU, next to kornia's.
+"""Time the lab's image augmentation and kornia's on a GPU.
 
 Usage::
 

@@ -4,9 +4,9 @@ Usage::
 
     python benchmarks/speed/batching.py [--output result.json]
 
-Shapes are those of Swin-Tiny, at 4 bits, with new gradients at every update. The loop is the
-transcription of the paper that the tests use (``tests/support/oracle.py``), in float32: one matrix
-of each order is timed and multiplied by its count. Both times come from one run, so the load of the
+Shapes are those of Swin-Tiny, at 4 bits, with new gradients at every update. The loop is the oracle
+of the tests (``tests/support/oracle.py``) in float32. One matrix of each order is timed, and its
+time is multiplied by the number of these matrices. Both times come from one run, so the load of the
 machine hardly affects their ratio.
 """
 

@@ -1,15 +1,15 @@
-r"""Measure what ranks send and how much work each does, on gloo ranks of one machine.
+r"""Measure the traffic and the work of each rank, with gloo on one machine.
 
 Usage::
 
     python benchmarks/speed/distributed.py --output result.json [--ranks 1 2 4] \
         [--layers 8] [--width 512]
 
-The model is a stack of linear layers with random gradients, on CPUs. Ranks share it in four
-layouts: replicas (as under DistributedDataParallel), ``shard_state=True``, sharded by rows (FSDP2),
-and each rank with its rows alone (``blocks="local"``). Ranks share the cores of the machine, so
-seconds of updates and refreshes are processor time (``time.process_time``) of one thread per rank,
-compared with a single process that does all of the work.
+The model is a sequence of linear layers with random gradients, on CPUs. There are four layouts:
+replicas (as under DistributedDataParallel), replicas with ``shard_state=True``, parameters sharded
+by rows (FSDP2), and FSDP2 with ``blocks="local"``. Ranks share the cores of the machine. Updates
+and refreshes are therefore measured in processor time (``time.process_time``) with one thread per
+rank, and compared with a single process that does all of the work.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "fsdp2": {},
     "fsdp2, blocks='local'": {"blocks": "local"},
 }
-CYCLES, EVERY = 3, 4  # refreshes, and steps between them; an update comes two steps before
+CYCLES, INTERVAL = 3, 4  # number of refreshes, and their interval; updates come twice as often
 
 
 def sent(optimizer: Shampoo) -> dict[str, int]:
@@ -61,7 +61,7 @@ def measure(rank: int, layout: str, layers: int, width: int) -> dict[str, Any]:
             fully_shard(layer, mesh=mesh)
         fully_shard(model, mesh=mesh)
     group = {} if layout.startswith("fsdp2") else {"process_group": dist.group.WORLD}
-    schedule = {"update_every": EVERY // 2, "refresh_every": EVERY}
+    schedule = {"update_every": INTERVAL // 2, "refresh_every": INTERVAL}
     optimizer = Shampoo(model.parameters(), lr=1e-3, **LAYOUTS[layout], **group, **schedule)
     spent: dict[str, list[float]] = {"_update_assigned": [], "_refresh_assigned": []}
     for name, times in spent.items():
@@ -75,7 +75,7 @@ def measure(rank: int, layout: str, layers: int, width: int) -> dict[str, Any]:
         setattr(Preconditioner, name, timed)
     by_step: list[dict[str, int]] = []
     before = sent(optimizer)
-    for t in range(1, CYCLES * EVERY + 1):
+    for t in range(1, CYCLES * INTERVAL + 1):
         for p in model.parameters():
             grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(t))
             if isinstance(p, DTensor):
@@ -86,7 +86,7 @@ def measure(rank: int, layout: str, layers: int, width: int) -> dict[str, Any]:
         after = sent(optimizer)
         by_step.append({name: after[name] - before[name] for name in after})
         before = after
-    last = by_step[-EVERY:]
+    last = by_step[-INTERVAL:]
     memory = optimizer.memory()
     return {
         "update_s": statistics.median(spent["_update_assigned"][1:] or [0.0]),

@@ -1,12 +1,12 @@
-"""Estimate what ranks would hold, send and compute for large language models.
+"""Estimate the state, traffic and time of each rank for large language models.
 
 Usage::
 
     python benchmarks/speed/distributed_model.py [--measured result_of_step_time.json]
 
-Nothing is trained. State, blocks and owners are those that kronbit would use. Seconds are those of
-LLaMA-350M on one H200 (``step_time.py``), scaled by the sum of n³ for updates and refreshes, and by
-the sum of m n (m + n) over blocks for products. Gradients are bf16.
+Nothing is trained. State, blocks and owners are those that kronbit would use. Seconds are measured
+with LLaMA-350M on one H200 (``step_time.py``) and scaled: updates and refreshes by the sum of n³
+over factors, products by the sum of m n (m + n) over blocks. Gradients are bf16.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from kronbit.reporting.memory import state_bytes
 
 # Bytes per second and GPU in each direction: 400 Gbit/s between machines, NVLink inside one.
 BETWEEN, INSIDE = 50e9, 450e9
-NODE = 8  # GPUs of a machine, the shards of HSDP
+NODE = 8  # GPUs per machine; under HSDP, also the number of shards
 BF16 = 2
 
 
@@ -80,7 +80,7 @@ def total(works: list[Work]) -> Work:
 
 
 def largest_share(works: list[Work], owners: int) -> Work:
-    """Return the largest share of a rank in each kind of work; every parameter has one owner."""
+    """Return the largest share of any rank in each kind of work, with one owner per parameter."""
     shares: list[list[Work]] = [[] for _ in range(owners)]
     for part, rank in zip(works, assign([part.cubes for part in works], owners), strict=True):
         shares[rank].append(part)

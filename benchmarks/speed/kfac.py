@@ -1,8 +1,8 @@
 """Measure what K-FAC and AdaBK cost on a GPU: time by kind of step, hooks, and memory.
 
-Statistics are collected before every tenth step and roots are refreshed at every twentieth; the
-medians do not depend on the interval. "Hooks" compares the passes of steps without statistics with
-those of a model without an optimizer; the two take turns.
+Statistics are collected before every tenth step, and roots are refreshed at every twentieth. The
+medians do not depend on these intervals. "Hooks" is the time that passes without statistics take
+relative to those of a model without an optimizer. The two models take turns.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from step_time import milliseconds, prepare
 import kronbit
 from kronbit import KFAC, AdaBK
 
-EVERY = {"update_every": 10, "refresh_every": 20}
+SCHEDULE = {"update_every": 10, "refresh_every": 20}
 STEPS, SETTLED = 120, 40
 SGD: dict[str, Any] = {"lr": 1e-3, "momentum": 0.9, "fused": True}
 Make = Callable[[torch.nn.Module], torch.optim.Optimizer]
 
 OPTIMIZERS: dict[str, Make] = {
     f"{kind.__name__} {label}": lambda m, kind=kind, options=options: kind(
-        torch.optim.SGD(m.parameters(), **SGD), model=m, **EVERY, **options
+        torch.optim.SGD(m.parameters(), **SGD), model=m, **SCHEDULE, **options
     )
     for kind in (KFAC, AdaBK)
     for label, options in (
@@ -41,9 +41,9 @@ OPTIMIZERS: dict[str, Make] = {
 
 
 def kind_of(t: int) -> str:
-    if t % EVERY["refresh_every"] == 0:
+    if t % SCHEDULE["refresh_every"] == 0:
         return "refresh"
-    return "update" if t % EVERY["update_every"] == 0 else "ordinary"
+    return "update" if t % SCHEDULE["update_every"] == 0 else "ordinary"
 
 
 def backward(case: Case, model: torch.nn.Module) -> float:
@@ -70,12 +70,11 @@ def measure(case: Case, make: Make) -> dict[str, Any]:
             peaks[kind] = max(peaks[kind], torch.cuda.max_memory_allocated() / 2**20)
     optimizer.zero_grad()
     rest = torch.cuda.memory_allocated() / 2**20
-    twin = prepare(case)  # has no optimizer
+    twin = prepare(case)  # without an optimizer
     ratios = []
     for number in range(STEPS - SETTLED):
-        order = (
-            (model, twin) if number % 2 else (twin, model)
-        )  # the second one may have an advantage
+        # The second model may have an advantage.
+        order = (model, twin) if number % 2 else (twin, model)
         spent = {network: backward(case, network) for network in order}
         ratios.append(spent[model] / spent[twin])
     assert isinstance(optimizer, KFAC)
@@ -104,7 +103,7 @@ def main() -> None:
             "triton": triton.__version__,
             "kronbit": kronbit.__version__,
         },
-        "measured_with": EVERY,
+        "measured_with": SCHEDULE,
         "models": {},
     }
     for name in arguments.models:

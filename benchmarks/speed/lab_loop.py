@@ -1,13 +1,14 @@
-r"""Compare the step time of the lab's training loop with that of a loop written by hand.
+r"""Compare the step time of the lab's training loop with that of a hand-written loop.
 
 Usage::
 
     python benchmarks/speed/lab_loop.py --output result.json \
         [--recipe cifar100-swin-tiny] [--steps 300]
 
-The script runs a recipe of CIFAR-100 as the command does, with its augmentation, on random images:
-eagerly and as a CUDA graph, with the base optimizer alone and with 4-bit Shampoo. The loop by hand
-has one batch on the device, a graph of forward and backward pass, and fused AdamW.
+The script runs a CIFAR-100 recipe as ``kronbit train`` does, with its augmentation, on random
+images: eagerly and as a CUDA graph, with the base optimizer alone and with 4-bit Shampoo. The
+hand-written loop has one batch on the device, a CUDA graph of the forward and backward pass, and
+fused AdamW.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""Measure how even training steps are on one GPU: all blocks at one step, or staggered.
+"""Measure the spread of step times on one GPU, with all blocks due at one step or staggered.
 
 Usage::
 
     python benchmarks/speed/stagger.py --output result.json [--model gpt2-124m] [--steps 1000]
 
 The script times whole training steps (forward, backward, optimizer) and synchronises with the GPU
-after each. The first three intervals, in which kernels are compiled and graphs are captured, do not
-count. Hosts cause slow steps now and then, so next to the slowest step the report has the slowest
-position in the interval, by the median over all intervals.
+after each. It ignores the first three intervals, in which kernels are compiled and graphs are
+captured. The host occasionally causes a slow step. The report therefore has not only the slowest
+step but also the slowest position in the interval, by the median over all intervals.
 """
 
 from __future__ import annotations

@@ -11,11 +11,11 @@ the backward pass is real, and gradients are set to None between steps. The sche
 and T2. The overhead is relative to a training step of forward + backward + fused AdamW.
 
 The speed of a machine changes within seconds, so every optimizer takes turns with a fused AdamW on
-the same parameters: "above adamw" of AdamW itself is noise.
+the same parameters. "above adamw" is the difference of the two; for AdamW itself, it is noise.
 
-"floor" is the time of the same batched products alone, in bf16 by torch.bmm, plus the bytes that a
-step must move, divided by the measured bandwidth: codes and scales of the roots are read once, and
-gradients are read for the norm, read again, and written.
+"floor" is a lower bound of an ordinary step: the time of its batched products in bf16 by torch.bmm,
+plus the time in which the GPU moves the step's bytes at the measured bandwidth. Codes and scales of
+the roots are read once. Gradients are read for the norm, read again, and written.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ from kronbit.linalg.precision import full_precision
 from kronbit.linalg.products import multiply, operand
 from kronbit.linalg.roots import steps_of
 
-EVERY = {"update_every": 10, "refresh_every": 20}
-# The first and the last step that count. Before them, kernels are compiled and statistics see more
-# than a few gradients.
+SCHEDULE = {"update_every": 10, "refresh_every": 20}
+# The first and the last step that count. Until the first one, kernels are compiled and statistics
+# see more than a few gradients.
 SECOND_ORDER, FIRST_ORDER = (81, 160), (21, 80)
 ADAMW_SETTLES = 5  # steps of AdamW that do not count
 PAPER: dict[str, Any] = {"method": "eigen", "storage": "paper"}
@@ -79,7 +79,7 @@ def distributed_shampoo(model: nn.Module) -> torch.optim.Optimizer:
         model.parameters(),
         lr=1e-4,
         max_preconditioner_dim=1200,
-        precondition_frequency=EVERY["refresh_every"],
+        precondition_frequency=SCHEDULE["refresh_every"],
         grafting_config=AdamGraftingConfig(beta2=0.999, epsilon=1e-8),
     )
 
@@ -93,11 +93,11 @@ def heavyball_soap(model: nn.Module) -> torch.optim.Optimizer:
 def soap(model: nn.Module) -> torch.optim.Optimizer:
     from soap import SOAP
 
-    return SOAP(model.parameters(), lr=1e-4, precondition_frequency=EVERY["refresh_every"])
+    return SOAP(model.parameters(), lr=1e-4, precondition_frequency=SCHEDULE["refresh_every"])
 
 
 def shampoo(**options: Any) -> Callable[[nn.Module], torch.optim.Optimizer]:
-    return lambda m: Shampoo(m.parameters(), **options, **ADAMW, **EVERY)
+    return lambda m: Shampoo(m.parameters(), **options, **ADAMW, **SCHEDULE)
 
 
 OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
@@ -108,7 +108,7 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     "eigen 4-bit compact": shampoo(bits=4, method="eigen", storage="compact"),
     "cholesky 4-bit compact": shampoo(bits=4, method="cholesky", storage="compact"),
     "cholesky 8-bit compact": shampoo(bits=8, method="cholesky", storage="compact"),
-    "caspr 4-bit": lambda m: CASPR(m.parameters(), bits=4, **PAPER, **ADAMW, **EVERY),
+    "caspr 4-bit": lambda m: CASPR(m.parameters(), bits=4, **PAPER, **ADAMW, **SCHEDULE),
     "muon + adamw": muon,
     "meta distributed shampoo": distributed_shampoo,
     "heavyball soap": heavyball_soap,
@@ -117,9 +117,9 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
 
 
 def kind(t: int) -> str:
-    if t % EVERY["refresh_every"] == 0:
+    if t % SCHEDULE["refresh_every"] == 0:
         return "refresh"
-    return "update" if t % EVERY["update_every"] == 0 else "ordinary"
+    return "update" if t % SCHEDULE["update_every"] == 0 else "ordinary"
 
 
 def prepare(case: Case) -> nn.Module:
@@ -137,7 +137,7 @@ def milliseconds(call: Callable[[], object]) -> float:
 
 
 def as_graph(case: Case) -> float | None:
-    """Return milliseconds of forward and backward as one graph, or None if they have none."""
+    """Return milliseconds of forward and backward as one graph, or None if capture fails."""
     model, batch = prepare(case), case.batch()
     try:
         side = torch.cuda.Stream()
@@ -158,7 +158,7 @@ def as_graph(case: Case) -> float | None:
 
 
 def run(case: Case, make: Callable[[nn.Module], torch.optim.Optimizer]) -> dict[str, Any]:
-    """Return times by kind of step and memory, with those of AdamW and of the passes."""
+    """Return memory and times by kind of step, and the times of AdamW and of the passes."""
     model = prepare(case)
     optimizer, adamw = make(model), OPTIMIZERS["adamw"](model)
     adamw_steps: list[tuple[float, float, float]] = []
@@ -185,7 +185,7 @@ def run(case: Case, make: Callable[[nn.Module], torch.optim.Optimizer]) -> dict[
         if t >= settled:
             times[kind(t)].append(spent)
             above[kind(t)] = max(above[kind(t)], peak)
-        elif t <= 2 * EVERY["refresh_every"]:
+        elif t <= 2 * SCHEDULE["refresh_every"]:
             warm_up += spent / 1e3
     model.zero_grad()
     del adamw
@@ -282,7 +282,7 @@ def roots(optimizer: kronbit.Shampoo | kronbit.CASPR) -> dict[str, float]:
 
 
 def products_of_a_root(order: int, damping: float = 1e-6) -> float:
-    """Count products: 1/3 for C Cᵀ of triangles, 5 per step, 4 at the first and 2 at the last."""
+    """Count the products: 5 per step, but 4 at the first and 2 at the last, and 1/3 for C Cᵀ."""
     return 1 / 3 + 5 * len(steps_of(order, 4, damping)) - 4
 
 
@@ -363,7 +363,7 @@ def main() -> None:
             module.__name__: module.__version__ for module in (torch, triton, transformers, kronbit)
         },
         "bandwidth_gb_per_s": bandwidth() / 1e9,
-        "measured_with": EVERY,
+        "measured_with": SCHEDULE,
         "models": {},
     }
     for name in arguments.models:

@@ -59,7 +59,7 @@ def errors(run: Run) -> dict[str, Any]:
 
 
 def collect(run: Run, side_by_side: int) -> dict[str, Any]:
-    """Return the row of a run: its summary, without what is common to the file, and its curves."""
+    """Return the row of a run: its summary without values common to the file, and its curves."""
     left_out = ("format", "errors", "hardware", "versions", *(_TIMES if side_by_side > 1 else ()))
     kept = {name: value for name, value in run.summary.items() if name not in left_out}
     kept["command"] = _without_data(run.command)
@@ -94,7 +94,7 @@ def common_value(values: Sequence[Any], what: str) -> Any:
     """Return the value that is common to all runs.
 
     Raises:
-        ValueError: If they differ.
+        ValueError: If the values differ.
     """
     if any(value != values[0] for value in values):
         raise ValueError(f"runs cannot share a file: {what} differs")

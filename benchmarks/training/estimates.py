@@ -17,8 +17,8 @@ ROOT = Path(__file__).parents[2]
 _START = 25.0  # seconds of imports, data, kernels and the capture of graphs
 _EVALUATION = 0.6  # seconds
 _WATCHED = 0.8  # seconds for the exact roots of a block, at every refresh
-# Share of the GPU's time that a training takes. Processes take turns, so ten at a time are hardly
-# faster than one after the other, unless the host is the bottleneck.
+# Share of the GPU's time that a training takes. Processes take turns on the GPU, so ten at a time
+# are hardly faster than ten in sequence, unless the host is the bottleneck.
 _BUSY_WITH_GRAPH, _BUSY_WITHOUT = 0.9, 0.3
 _FLOAT32 = 2.5  # slowdown without bf16 autocast
 _EXAMPLES = {"cifar100": 50_000, "tiny-imagenet": 100_000, "digits": 1_400}
@@ -41,7 +41,7 @@ _PER_THOUSAND: dict[str, dict[str, float]] = {
     "digits-cnn": {"base": 5, "shampoo": 10},  # on a CPU
 }
 _UNKNOWN = {"base": 50.0, "shampoo": 60.0}
-_MARGIN = 1.05  # a run that is cut off before its end is lost with its machine
+_MARGIN = 1.05  # a run that does not end in time is lost with its machine
 _FOREIGN = 3  # slowdown by an optimizer that loops over parameters in Python
 
 
@@ -120,7 +120,7 @@ def _milliseconds(run: PlannedRun, recipe: Recipe, graph: bool) -> float:
 
 @cache
 def _measured(recipe: str) -> dict[str, float]:
-    """Return milliseconds of a step by optimizer, of runs that had the GPU to themselves."""
+    """Return milliseconds per step, by optimizer, from runs that had the GPU to themselves."""
     path = ROOT / "results" / f"{recipe}-times" / "summary.json"
     if not path.is_file():
         return {}

@@ -34,7 +34,7 @@ from kronbit.lab.training.measures import hardware
 
 LENGTH, BATCH, STEPS, FIRST_STEPS = 64, 32, 300, 600
 RATES = (1e-3, 3e-3, 1e-2, 3e-2)
-OFTEN = {"first_refresh": 10, "update_every": 10, "refresh_every": 50}
+SCHEDULE = {"first_refresh": 10, "update_every": 10, "refresh_every": 50}
 # Options of Shampoo (None: AdamW alone), and the text in the names of preconditioned parameters.
 ROWS: dict[str, tuple[dict[str, Any] | None, str]] = {
     "AdamW": (None, ""),
@@ -99,7 +99,7 @@ def adapt(model: nn.Module, row: str, lr: float, seed: int) -> dict[str, float]:
         {"params": [p for name, p in named if (preconditioned in name) == inside], **more}
         for inside, more in ((True, {}), (False, {"precondition": False}))
     ]
-    optimizer = Shampoo([g for g in groups if g["params"]], lr=lr, **options, **OFTEN)
+    optimizer = Shampoo([g for g in groups if g["params"]], lr=lr, **options, **SCHEDULE)
     loss = train(adapter, optimizer, source(setting), STEPS)
     memory = optimizer.memory()
     return {"loss": loss, "second_order_bytes": memory["statistics"] + memory["roots"]}

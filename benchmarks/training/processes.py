@@ -18,7 +18,7 @@ from trainings import PlannedRun
 _OUTCOMES = {0: "finished", 130: "stopped"}  # by exit code
 _TAIL = 2000  # characters of a failed run's log
 
-# Return the runs to start now, given those that are running and the seconds left.
+# A function that returns the runs to start now, given the running ones and the seconds left.
 Choice: TypeAlias = Callable[[Sequence[PlannedRun], float], Sequence[PlannedRun]]
 
 

@@ -25,7 +25,7 @@ class ResultFiles:
     others: tuple[Path, ...] = ()
 
     def is_done(self, run: PlannedRun) -> bool:
-        """True if there are results of a run, in its file or in that of its table."""
+        """True if a run has results, in its file or in its table's file."""
         return self.part(run) is not None or (run.variant, run.seed) in _rows(self.whole(run.table))
 
     def part(self, run: PlannedRun) -> Path | None:
@@ -34,7 +34,7 @@ class ResultFiles:
         return next((path for path in paths if path.is_file()), None)
 
     def whole(self, table: str) -> dict[str, Any]:
-        """Return the content of a table's file; it has no runs if there is no file."""
+        """Return the content of a table's file, or a table without runs if there is no file."""
         for folder in self._folders():
             path = folder / table / "summary.json"
             if path.is_file():

@@ -152,7 +152,7 @@ def grid(network: str) -> str:
 
 
 def front() -> str:
-    """Make a table of the longer trainings; rows of the networks differ in the base's name."""
+    """Make a table of the longer trainings of both networks, whose rows match by position."""
     networks = [by_optimizer(name) for name in LONG.values()]
     rows = []
     for labels in zip(*networks, strict=True):

@@ -16,8 +16,8 @@ within ``--later`` more seconds in which the machine and RUNS remain available. 
 all running trainings save and stop, and the same command resumes them. With names, ``--next`` is
 limited to them. Names without ``--next`` run to the end, whatever time that takes.
 
-Every run is a process. ``--together`` of them run at a time, which changes no results but times;
-times are therefore left out. Runs that are timed have the GPU to themselves.
+Every run is a process. Up to ``--together`` of them run at a time. Only times depend on that, and
+the results of such runs leave them out. Runs that are timed have the GPU to themselves.
 
 A finished run is written to RESULTS/NAME/runs/RUN.json at once. Runs with results there or in the
 repository's ``results`` are not trained again, so a machine needs only the repository and DATA, and
@@ -25,8 +25,8 @@ only RESULTS must be kept. ``PYTHONPATH=src`` finds kronbit if it is not install
 complete table are merged into RESULTS/NAME/summary.json. After RESULTS is copied to ``results``,
 ``--merge`` does the same there.
 
-``--status`` prints the number of runs that are done, running, stopped and open, and the minutes
-that the rest takes one after the other on one H200; with names, it prints a line for every run.
+``--status`` prints the number of runs that are done, running, stopped and open, and the estimated
+minutes of the rest in sequence on one H200. With names, it prints a line for every run.
 """
 
 from __future__ import annotations
@@ -186,7 +186,7 @@ def show_status(queue: Queue, every_run: bool) -> None:
         for run in runs:
             if every_run or states[run] in ("running", "stopped"):
                 _show_run(queue, run, states[run])
-    print(f"{'':5}  {'all, one after the other':38}{'':30}{total:9.1f}")
+    print(f"{'':5}  {'all, in sequence':38}{'':30}{total:9.1f}")
 
 
 def _show_run(queue: Queue, run: PlannedRun, state: str) -> None:

@@ -5,10 +5,10 @@ Usage::
     OMP_NUM_THREADS=1 python benchmarks/training/whitened_momentum.py --seeds 2 --processes 2 \
         --output result.json
 
-The recipe is pydoc-gpt (a small GPT on Python's reference, minutes on a CPU). Hidden matrices get
-the optimizer of a row, all other parameters AdamW, at the same learning rate, as with Muon. "peak"
-measures how far a step is from orthogonal: its largest singular value, divided by their root mean
-square.
+The recipe is pydoc-gpt (a small GPT on Python's reference, minutes on a CPU). Each row names the
+optimizer of the hidden matrices. AdamW with the same learning rate trains all other parameters, as
+is usual with Muon. "peak" measures how far a step is from orthogonal: its largest singular value,
+divided by the root mean square of all its singular values.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ LOOK_EVERY = 20
 
 
 class Momentum:
-    """Replaces gradients by their Nesterov average, which is all that later stages see."""
+    """Replaces gradients by their Nesterov average, so that later stages see only the average."""
 
     def __init__(self, params: Iterable[Tensor]) -> None:
         self.buffers = {p: torch.zeros_like(p) for p in params}

@@ -1,4 +1,4 @@
-"""EVA and M-FAC: compared with dense inverses in float64, and tested as optimizers with hooks."""
+"""EVA and M-FAC match dense inverses in float64, and work as optimizers with hooks."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def grafted(G: Tensor, Ghat: Tensor) -> Tensor:
 
 @pytest.fixture(params=["grafted", "plain"])
 def finished(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Return grafting, or the identity on Ĝ, whose scale grafting would hide."""
+    """Return grafting, or the identity, because grafting would hide a wrong scale of Ĝ."""
     if request.param == "grafted":
         return grafted
     for module in ("eva", "mfac"):
@@ -121,13 +121,13 @@ def _exact_convolutions() -> Iterator[None]:
         (lambda: nn.Conv2d(4, 4, 2, groups=4, dilation=2), (2, 4, 5, 5)),
     ],
 )
-def test_eva_has_the_dense_inverse_of_explicit_means(
+def test_eva_matches_the_dense_inverse_of_explicit_means(
     layer: Callable[[], nn.Module],
     shape: tuple[int, ...],
     finished: Callable[[Tensor, Tensor], Tensor],
     device: torch.device,
 ) -> None:
-    """Running averages are bias-corrected, over three steps."""
+    """Running averages over three steps are bias-corrected."""
     beta, damping = 0.8, 0.05
     model = nn.Sequential(layer(), nn.Softplus()).to(device)
     optimizer = eva(model, sgd(model, lr=1e-3), beta=beta, damping=damping)
@@ -241,7 +241,7 @@ def test_only_passes_that_made_the_gradient_count(passes: Callable[..., None]) -
 
 
 def test_several_backward_passes_are_one_batch() -> None:
-    """Means are weighted by rows; an empty batch weighs nothing."""
+    """Means are weighted by the number of rows, so an empty batch has no weight."""
 
     def at_once(model: nn.Module, optimizer: EVA, x: Tensor) -> None:
         model(x).square().sum().backward()
@@ -361,7 +361,7 @@ def test_several_processes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     ("dtype", "tolerance"),
     [(torch.float64, 1e-10), (torch.float32, 1e-4), (torch.bfloat16, 1e-2), (torch.float16, 2e-3)],
 )
-def test_mfac_has_the_dense_inverse(
+def test_mfac_matches_the_dense_inverse(
     dtype: torch.dtype,
     tolerance: float,
     finished: Callable[[Tensor, Tensor], Tensor],
@@ -630,7 +630,7 @@ def test_steps_that_are_not_finite_leave_no_trace(
     assert_same_state(actual, expected)
 
 
-def test_means_that_are_not_finite_do_not_enter() -> None:
+def test_means_that_are_not_finite_are_discarded() -> None:
     """The mean input overflows while the gradient is zero."""
     model = nn.Linear(6, 5)
     optimizer = eva(model)

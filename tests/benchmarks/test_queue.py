@@ -206,7 +206,7 @@ def test_the_queue_stops_resumes_and_keeps_finished_runs(
         assert queue("one", "--status", "small") == 0
         return capsys.readouterr().out
 
-    assert queue("one", "--next", "--seconds", "20") == 0  # no run ends in so little time
+    assert queue("one", "--next", "--seconds", "20") == 0  # too short for any run
     assert "started" not in capsys.readouterr().out
     assert "base lr=0.02, seed 0: open" in status()
 
@@ -215,7 +215,7 @@ def test_the_queue_stops_resumes_and_keeps_finished_runs(
     assert f"{first.path}: stopped" in capsys.readouterr().out
     assert "base lr=0.02, seed 0: stopped, step" in status()
 
-    with until(part.is_file):  # before the second one starts
+    with until(part.is_file):  # before the second run starts
         assert queue("one", "--next", "--seconds", "60") == 0
     assert f"{first.path}: finished" in capsys.readouterr().out
     assert [row["curve"]["step"] for row in rows_of(part)] == [[40, 80]]

@@ -1,3 +1,5 @@
+"""Parameters become matrices, and matrices are cut into blocks."""
+
 from __future__ import annotations
 
 import math

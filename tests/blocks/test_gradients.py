@@ -1,4 +1,4 @@
-"""Gradients: preconditioned in place or kept, in every layout, dtype and kind."""
+"""Gradients of every layout and dtype are preconditioned, in place or with the originals kept."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_every_parameter_dtype(dtype: torch.dtype, device: torch.device) -> None
 
 
 def test_grafting_is_per_parameter_over_all_blocks() -> None:
-    """Blocks of very different size: per-block grafting would keep their ratio."""
+    """Two blocks have gradients of very different norm. Grafting per block would keep the ratio."""
     p = nn.Parameter(torch.zeros(20, 40))
     optimizer = Shampoo(
         torch.optim.SGD([p], lr=1.0), max_order=20, update_every=1, refresh_every=1, damping=1e-4
@@ -202,7 +202,7 @@ def test_errors_for_sparse_and_complex_gradients_name_a_remedy() -> None:
 
 
 def test_parameters_without_gradient_do_not_advance() -> None:
-    """A parameter that misses steps ends where it would end alone, without these steps."""
+    """A parameter without gradients at some steps trains as if these steps did not exist."""
     missing, always = nn.Parameter(torch.ones(70, 66)), nn.Parameter(torch.ones(70, 66))
     alone = nn.Parameter(torch.ones(70, 66))
     together = Shampoo([missing, always], base="sgd", lr=0.1, **FAST)
@@ -221,7 +221,7 @@ def test_parameters_without_gradient_do_not_advance() -> None:
 
 
 def test_zero_grad_to_none_and_to_zero_agree() -> None:
-    """Zeroed gradients hold G̃ before, which does not change the run."""
+    """Gradients that are zeroed in place hold G̃ until then. That does not affect the run."""
     results = []
     for set_to_none in (True, False):
         model = network()

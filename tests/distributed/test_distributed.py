@@ -38,7 +38,7 @@ def network() -> nn.Module:
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, world: int) -> None:
-    """Take ten steps, each with one unsynchronised pass; a rank sees its share of every batch."""
+    """Take ten steps, each with one unsynchronised pass. A rank sees its share of every batch."""
     generator = torch.Generator().manual_seed(1)
     for _ in range(10):
         for last in (False, True):
@@ -51,7 +51,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, world: 
 
 
 def train_on_rank(rank: int, name: str, options: dict[str, Any], equal: bool) -> list[Any]:
-    """Return weights and state after training; with ``equal``, all ranks see whole batches."""
+    """Return weights and state after training. With ``equal``, every rank sees whole batches."""
     model = network()
     optimizer = OPTIMIZERS[name](model.parameters(), **options)
     part = (0, 1) if equal else (rank, dist.get_world_size())
@@ -180,7 +180,7 @@ def fail_to_update(rank: int) -> str:
 
 
 def time_out(rank: int) -> str:
-    """Return the error if one rank misses the step; the other one continues alone."""
+    """Return the error of rank 0 if rank 1 misses the step. Rank 0 then continues alone."""
     group = dist.new_group(timeout=timedelta(seconds=2))
     model = nn.Linear(70, 66)
     optimizer = Shampoo(model.parameters(), process_group=group, **OPTIONS)
@@ -312,7 +312,7 @@ def test_the_fsdp_example_resumes_on_another_number_of_ranks(tmp_path: Path) -> 
 
 
 def save_and_load_sharded(rank: int, folder: str, dies: bool) -> Any:
-    """Save twice, while a rank dies in the second save; or load the result and return its step."""
+    """Save twice, with a rank that dies in the second save, or load and return the step."""
     spec = importlib.util.spec_from_file_location("fsdp2", EXAMPLES / "fsdp2.py")
     assert spec is not None
     example = importlib.util.module_from_spec(spec)

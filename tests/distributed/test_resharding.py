@@ -29,8 +29,8 @@ from kronbit import Shampoo
 from kronbit.distributed.sharding import local
 
 SAVED, ALL = 5, 9  # steps
-# The ranks of each layout: every rank holds some rows ("twice": two replicas of each shard); in
-# the layout "plain", every rank holds everything.
+# The ranks of each layout. Every rank holds some rows; in the layout "twice", each shard has two
+# replicas. In the layout "plain", every rank holds everything.
 LAYOUTS = {
     "four": [0, 1, 2, 3],
     "three": [0, 1, 2],

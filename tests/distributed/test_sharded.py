@@ -159,7 +159,7 @@ def test_loading_a_full_state_dict_warns_about_lost_roots() -> None:
 
 
 def add_group_by_wrapper(rank: int) -> None:
-    """Add a group by Lightning's wrapper, which passes itself as ``self`` to our methods."""
+    """Add a group through Lightning's wrapper, which passes itself as ``self`` to our methods."""
     wrapper = pytest.importorskip("lightning.pytorch.core.optimizer").LightningOptimizer
     results = []
     for wrap in (lambda optimizer: optimizer, wrapper):
@@ -213,7 +213,7 @@ class Tied(nn.Module):
 def train(
     model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, world: int, words: bool
 ) -> None:
-    """Take steps of two passes, the first one unsynchronised; a rank sees its share of a batch."""
+    """Take steps of two passes, the first unsynchronised. A rank sees its share of every batch."""
     generator = torch.Generator().manual_seed(1)
     for _ in range(STEPS):
         for last in (False, True):
@@ -334,7 +334,7 @@ def states(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]
 
 
 def keep_local_rows(rank: int, folder: str) -> None:
-    """Treat the rows of each rank as a matrix; the same number of ranks resumes a checkpoint."""
+    """Treat the rows of each rank as a matrix, and resume a checkpoint on as many ranks."""
     mesh = mesh_of([0, 1, 2])
     model, resumed = sharded(mesh), sharded(mesh)
     first, second = (

@@ -107,7 +107,7 @@ def docstring_examples() -> list[Any]:
 
 @pytest.mark.parametrize(("module", "code"), docstring_examples())
 def test_examples_of_docstrings_run(module: str, code: str) -> None:
-    """Examples see a model and the names of their module."""
+    """Examples can use a model and the names of their module."""
     parts = {"embedding": nn.Embedding(9, 8), "hidden": nn.Linear(8, 8), "lm_head": nn.Linear(8, 9)}
     names = {"model": nn.Sequential(OrderedDict(parts)), "kronbit": kronbit, "torch": torch}
     namespace = vars(kronbit) | vars(importlib.import_module(module)) | names

@@ -8,7 +8,7 @@ import pytest
 import torch
 from support import oracle
 from support.numerics import PAPER, relative_error, slow
-from support.stacks import all_trusted, everything, gram, run_both, stack, update
+from support.stacks import all_rows, all_trusted, gram, run_both, stack, update
 from torch import nn
 
 from kronbit import Shampoo, estimate_memory
@@ -40,11 +40,12 @@ def test_updates_and_roots_match_the_oracle(
     ours, references = run_both(
         n, device, torch.float64, method=method, bits=bits, storage="compact", damping=0.1
     )
-    A, roots = ours.method.matrix(ours.tensors), ours.roots(everything(ours))
+    A, roots = ours.method.matrix(ours.tensors), ours.roots(all_rows(ours))
     assert torch.equal(roots, roots.mT)
     for row, factor in enumerate(references):
         factor.o.update_rectify = 4
-        # A code that rounding moved over a threshold; at 3 bits that weighs a third of a scale.
+        # Rounding may move a code across a threshold. At 3 bits, the value changes by a third of
+        # its scale.
         tolerance = 1e-2 if bits == 3 else 1e-3
         assert relative_error(A[row], factor.matrix()) < tolerance
         assert relative_error(roots[row], factor.inverse_root()) < tolerance
@@ -55,7 +56,7 @@ def test_updates_and_roots_match_the_oracle(
 def test_codes_are_equal_to_the_bit_where_arithmetic_is_exact(
     bits: int, n: int, device: torch.device
 ) -> None:
-    """Integers and β = 1/2: float32 sums are exact, so not one code may differ."""
+    """M holds integers and β is 1/2, so float32 sums are exact and all codes must be equal."""
     options: dict[str, Any] = {"bits": bits, "beta": 0.5, "damping": 0.5, "storage": "compact"}
     config = Config(method="naive", **options)
     ours = stack(n, 2, config, device)
@@ -153,7 +154,7 @@ def test_ratio_to_32_bits(
 
 
 def test_a_singular_statistic_is_factorised_with_jitter_that_is_not_kept() -> None:
-    """The statistic is one vector's outer product, plus rounding."""
+    """The statistic is the outer product of a vector with itself, plus rounding errors."""
     config = Config(method="cholesky", bits=32, beta=0.0)
     factors = stack(40, 2, config)
     x = torch.randn(2, 40, 1, generator=torch.Generator().manual_seed(0))
@@ -166,7 +167,7 @@ def test_a_singular_statistic_is_factorised_with_jitter_that_is_not_kept() -> No
     assert relative_error(diagonal, expected) < 1e-5
 
 
-def test_a_zero_statistic_is_zero() -> None:
+def test_a_zero_statistic_stays_zero() -> None:
     config = Config(method="cholesky", bits=4, beta=0.0)
     factors = stack(64, 2, config)
     M = gram(2, 64, torch.Generator().manual_seed(0))
@@ -176,7 +177,7 @@ def test_a_zero_statistic_is_zero() -> None:
     assert factors.method.matrix(factors.tensors)[0].any()
 
 
-def test_statistics_that_jitter_cannot_repair_stay() -> None:
+def test_updates_that_jitter_cannot_repair_are_discarded() -> None:
     config = Config(method="cholesky", bits=8)
     factors = stack(64, 2, config)
     before = {name: tensor.clone() for name, tensor in factors.tensors.items()}
@@ -188,15 +189,15 @@ def test_statistics_that_jitter_cannot_repair_stay() -> None:
     assert not torch.equal(factors.tensors["codes"][0], before["codes"][0])
 
 
-def test_scales_may_be_rounded_down_and_values_still_find_their_codes() -> None:
-    """The nearest code is taken with the scale that is kept, not with the exact one."""
+def test_codes_are_the_nearest_for_rounded_scales() -> None:
+    """Codes are chosen with the stored scale, which is rounded, not with the exact one."""
     storage = CompactStorage(Quantizer(8), "", "symmetric")
     X = gram(1, 130, torch.Generator().manual_seed(5))
     lower = X.tril(-1)
     error = (storage.decode(storage.encode(X.clone())).tril(-1) - lower).abs()
     row_maxima = torch.stack([part.abs().amax(-1) for part in lower.split(64, -1)], -1)
     bound = row_maxima.repeat_interleave(64, -1)[..., :130]
-    # Half of linear2's widest gap, plus the width of one code of a scale.
+    # Half of linear2's widest gap between codes, plus one step of a quantised scale.
     assert (error <= bound * (0.5 * 2 * 2 / 255 + 2 / 255) + 1e-6 * X.abs().max()).all()
 
 
@@ -248,7 +249,7 @@ def test_kernels_agree_with_torch_to_the_bit(
 def test_a_run_with_kernels_equals_a_run_with_torch(
     method: str, kernels: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Three steps with updates and a refresh; products are in float32, as in all these tests."""
+    """Three steps include updates and a refresh. Products are in float32, as in all these tests."""
     results = []
     for off in (None, "a test"):
         if off or kernels.type == "cpu":

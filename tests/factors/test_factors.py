@@ -9,7 +9,7 @@ import torch
 from support import oracle
 from support.networks import assert_same_state
 from support.numerics import METHODS, PAPER, relative_error, slow
-from support.stacks import all_trusted, codes, everything, gram, refresh, run_both, stack, update
+from support.stacks import all_rows, all_trusted, codes, gram, refresh, run_both, stack, update
 
 from kronbit.config import Config
 from kronbit.factors import Batch, Factors
@@ -23,18 +23,18 @@ def test_updates_and_roots_match_the_oracle(
     method: str, bits: int, n: int, device: torch.device
 ) -> None:
     ours, references = run_both(n, device, torch.float64, method=method, bits=bits, damping=0.1)
-    A, roots = ours.method.matrix(ours.tensors), ours.roots(everything(ours))
+    A, roots = ours.method.matrix(ours.tensors), ours.roots(all_rows(ours))
     for row, factor in enumerate(references):
-        # Björck to the end, as `matrix` does; the oracle uses t1 steps
+        # `matrix` takes all of Björck's steps, and the oracle takes t1
         factor.o.update_rectify = 4
-        # one code that rounding moved over a threshold weighs up to a few 1e-4
+        # a code that rounding moves across a threshold adds an error of up to a few 1e-4
         tolerance = 1e-5 if bits == 32 or n < 64 else 1e-3
         assert relative_error(A[row], factor.matrix()) < tolerance
         assert relative_error(roots[row], factor.inverse_root()) < tolerance
         if "codes" in ours.tensors:
             actual = torch.tensor(codes(ours, "codes", row, bits))
             expected = torch.tensor([row_codes for row_codes, _ in factor.kept.rows])
-            # near zero, 8-bit codes are as close together as float32's rounding is
+            # near zero, values of neighbouring 8-bit codes differ by as little as rounding does
             assert (actual - expected).abs().max() <= 2
             assert (actual != expected).float().mean() < 0.02
 
@@ -66,7 +66,7 @@ def test_every_option_matches_the_oracle(options: dict[str, Any]) -> None:
     ours, references = run_both(
         70, torch.device("cpu"), torch.float64, method="eigen", damping=0.1, **options
     )
-    for root, factor in zip(ours.roots(everything(ours)), references, strict=True):
+    for root, factor in zip(ours.roots(all_rows(ours)), references, strict=True):
         assert relative_error(root, factor.inverse_root()) < 1e-3
 
 
@@ -78,7 +78,7 @@ def test_other_exponents_match_the_oracle(
     powers = {"exponent": exponent, "trace_scaling": scaled}
     options = {"method": method, "bits": bits, "damping": 0.1, **powers}
     ours, references = run_both(70, torch.device("cpu"), torch.float64, **options)
-    for root, factor in zip(ours.roots(everything(ours)), references, strict=True):
+    for root, factor in zip(ours.roots(all_rows(ours)), references, strict=True):
         assert relative_error(root, factor.inverse_root()) < 2e-3
 
 
@@ -92,7 +92,7 @@ def test_trace_scaling_of_a_zero_statistic_gives_the_identity() -> None:
 @pytest.mark.parametrize("bits", [3, 4, 6, 8])
 @pytest.mark.parametrize("n", [64, 67])
 def test_codes_are_equal_to_the_bit_where_arithmetic_is_exact(bits: int, n: int) -> None:
-    """Integers and β = 1/2: float32 sums are exact, so not one code may differ."""
+    """M holds integers and β is 1/2, so float32 sums are exact and all codes must be equal."""
     options: dict[str, Any] = {"bits": bits, "beta": 0.5, "damping": 0.5}
     config = Config(method="naive", storage="paper", **options)
     ours = stack(n, 2, config)
@@ -113,7 +113,7 @@ def test_codes_are_equal_to_the_bit_where_arithmetic_is_exact(bits: int, n: int)
 
 @pytest.mark.parametrize("bits", [3, 4, 6, 8])
 def test_eigen_codes_are_equal_to_the_bit_for_exact_eigenvectors(bits: int) -> None:
-    """A diagonal A keeps U = I: 1 and 0 are codes of every mapping."""
+    """If A is diagonal, U remains I, and every mapping has codes for 1 and 0."""
     config = Config(bits=bits, **PAPER)
     ours = stack(66, 1, config)
     before = {name: tensor.clone() for name, tensor in ours.tensors.items()}
@@ -127,13 +127,13 @@ def test_eigen_codes_are_equal_to_the_bit_for_exact_eigenvectors(bits: int) -> N
 
 @pytest.mark.parametrize(("method", "bits"), METHODS)
 @pytest.mark.parametrize("n", [1, 63, 64, 65])
-def test_starts_at_damping_times_identity_exactly(
+def test_statistics_start_exactly_at_damping_times_identity(
     method: str, bits: int, n: int, device: torch.device
 ) -> None:
     factors = stack(n, 2, Config(method=method, bits=bits, damping=1e-3), device)
     eye = torch.eye(n, device=device)
-    assert torch.equal(factors.roots(everything(factors)), eye.expand(2, n, n))
-    assert factors.is_identity(everything(factors)).all()
+    assert torch.equal(factors.roots(all_rows(factors)), eye.expand(2, n, n))
+    assert factors.is_identity(all_rows(factors)).all()
     matrix = factors.method.matrix(factors.tensors)
     start = (eye * torch.tensor(1e-3)).expand(2, n, n)
     if device.type == "cpu" and method != "cholesky":
@@ -144,9 +144,9 @@ def test_starts_at_damping_times_identity_exactly(
 
 @pytest.mark.parametrize(("method", "bits"), METHODS)
 def test_rows_are_independent_of_each_other_and_of_the_chunk(method: str, bits: int) -> None:
-    """Bits do not depend on how the batch is cut.
+    """Results are bit-identical however the batch is cut.
 
-    Rows of this order are aligned. LAPACK's triangular solve and QR round differently at odd
+    Rows of this order are aligned. LAPACK's triangular solve and QR round differently at unaligned
     addresses.
     """
     config = Config(method=method, bits=bits)
@@ -191,11 +191,11 @@ def test_a_bad_root_never_replaces_a_good_one() -> None:
     M = gram(2, 64, torch.Generator().manual_seed(0))
     update(factors, M, all_trusted(factors), config)
     refresh(factors, config)
-    before = factors.roots(everything(factors)).clone()
+    before = factors.roots(all_rows(factors)).clone()
     factors.tensors["eigenvalues"][1, 3] = 0.0  # 0^(-1/4) without damping
     factors.tensors["eigenvalues"][0] *= 2
     assert refresh(factors, config) == [True, False]
-    after = factors.roots(everything(factors))
+    after = factors.roots(all_rows(factors))
     assert torch.equal(after[1], before[1])
     assert not torch.equal(after[0], before[0])
 
@@ -206,7 +206,7 @@ def test_refresh_without_statistics_gives_the_identity(method: str, bits: int) -
     config = Config(method=method, bits=bits)
     factors = Factors(64, 1, config.format(64), 0.0, "cpu")
     refresh(factors, config)
-    assert factors.is_identity(everything(factors)).all()
+    assert factors.is_identity(all_rows(factors)).all()
 
 
 def test_eigenvalues_are_clamped_at_zero() -> None:
@@ -268,8 +268,8 @@ def test_mixed_orders_in_one_batch_match_separate_ones(
 def test_kernels_take_orders_in_one_batch(
     method: Any, quantized: bool, kernels: torch.device
 ) -> None:
-    """Results do not depend on the other matrices of the batch, to the bit."""
-    large = 130 if kernels.type == "cuda" else 70  # one tile: interpreted, two take a minute
+    """Results are bit-identical whatever other matrices are in the batch."""
+    large = 130 if kernels.type == "cuda" else 70  # interpreted, two tiles take a minute
     assert_mixed_matches_separate(
         method, (12, large), True, quantized, kernels, updates=1, exact=True
     )
@@ -327,7 +327,7 @@ def assert_mixed_matches_separate(
             )
         for separate, batched in (
             (factors.method.matrix(factors.tensors), other.method.matrix(other.tensors)),
-            (factors.roots(everything(factors)), other.roots(everything(other))),
+            (factors.roots(all_rows(factors)), other.roots(all_rows(other))),
         ):
-            # One code that rounding moves over a threshold weighs a few 1e-3 at such orders.
+            # A code that rounding moves across a threshold adds an error of a few 1e-3 here.
             assert relative_error(batched, separate) < (1e-2 if quantized else 1e-4)

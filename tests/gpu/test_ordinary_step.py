@@ -113,7 +113,7 @@ def test_preconditioned_gradients_match_the_reference(
     nonfinite: str,
     kernels: torch.device,
 ) -> None:
-    """Angle and norm of Ĝ match; one gradient is missing, one not finite."""
+    """Angle and norm of Ĝ match, although one gradient is missing and one is not finite."""
     preconditioner = make_preconditioner(kernels, algorithm, **options)
     grads: list[Tensor | None] = list(gradients(kernels, dtypes))
     grads[2][0, 0, 0] = torch.nan  # type: ignore[index]
@@ -178,7 +178,7 @@ def test_roots_in_tiles_and_in_rows(
 def test_precisions_are_chosen_by_the_angle(
     gain: float, precision: int, kernels: torch.device
 ) -> None:
-    """Random gradients permit float16. One along the smallest gain of dense roots may not."""
+    """Random gradients permit float16. Gradients along the smallest gain of dense roots may not."""
     preconditioner = make_preconditioner(kernels, bits=32)
     grads: list[Tensor | None] = list(gradients(kernels, SINGLE))
     low = torch.linalg.qr(torch.randn(20, 20))[0][:, :2]
@@ -192,11 +192,11 @@ def test_precisions_are_chosen_by_the_angle(
     assert preconditioner.products.bits == {0: precision, 1: FLOAT32, 2: HALF, 3: HALF}
     grads[3] = grads[3].t().contiguous().t()  # type: ignore[union-attr]
     preconditioner.products.choose(measure(kernels, grads), range(4), new=())
-    assert preconditioner.products.bits[3] == FLOAT32  # the kernels take plain matrices only
+    assert preconditioner.products.bits[3] == FLOAT32  # kernels read only plain matrices
 
 
 def test_precisions_change_with_hysteresis() -> None:
-    """A cheaper precision needs half the tolerance; the present one is kept up to all of it."""
+    """A cheaper precision must meet half the tolerance, and the current one all of it."""
 
     def choices(before: int) -> list[int]:
         angles = (0.2, 0.4, 0.6, 10.0, 20.0)
@@ -208,7 +208,7 @@ def test_precisions_change_with_hysteresis() -> None:
     assert _way(math.nan, HALF) == FLOAT32
 
 
-# Some blocks of 70 are read wide, others begin and end between the taps of an input.
+# Some blocks of order 70 are read wide. Others begin and end between the taps of an input.
 CONVOLUTIONS = [(75, 8, 2, 2), (20, 9, 3, 3), (8, 6, 2, 3, 2), (16, 24), (24, 9, 1, 1)]
 
 
@@ -295,7 +295,7 @@ def test_statistics_of_channels_last_gradients_have_the_same_bits(kernels: torch
 
 
 def test_channels_last_gradients_of_grouped_convolutions(kernels: torch.device) -> None:
-    """K-FAC has a matrix per group, and each row of it keeps all taps."""
+    """K-FAC has a matrix per group, and each row of the matrix keeps all taps."""
     preconditioner = make_preconditioner(kernels, shapes=[(2, 12, 36)], batch_dims=1)
     (member,) = preconditioner.stacks.members
     turned_member = replace(member, blocking=replace(member.blocking, taps=9))
@@ -321,7 +321,7 @@ def test_channels_last_gradients_that_kernels_cannot_read(kernels: torch.device)
         assert actual.addresses is not None
         assert bool(actual.addresses.values[0]) == by_kernels
         assert (actual.addresses.channels_last == {0}) == by_kernels
-    # Kernels cannot read the other gradient at all.
+    # Kernels cannot read the other gradient, which is float64.
     wide = torch.randn(4, 4, device=kernels, dtype=torch.float64)
     both = {torch.float32, torch.float64}
     actual = guard.measure([last, wide], [600, 16], [20, 1], both)
@@ -391,7 +391,7 @@ def test_precisions_keep_their_tolerances(
     dtypes: list[torch.dtype],
     kernels: torch.device,
 ) -> None:
-    """Rows of 64 and of 66 codes, several blocks, gradients and roots of any size."""
+    """Rows have 64 or 66 codes, matrices have several blocks, and numbers have any scale."""
     preconditioner = make_preconditioner(kernels, algorithm, bits=bits, workspace=workspace)
     for factors in (
         factors for group in preconditioner.stacks.groups for factors in (group.left, group.right)
@@ -426,14 +426,14 @@ def test_precisions_keep_their_tolerances(
 
 @slow
 def test_one_table_serves_parameters_that_lose_their_gradient(kernels: torch.device) -> None:
-    """Kernels skip parameters without a gradient; torch takes gradients they cannot read."""
+    """Kernels skip parameters without a gradient. Torch handles gradients they cannot read."""
     preconditioner = make_preconditioner(kernels)
     preconditioner.products.bits = dict(enumerate((HALF, BF16X3, HALF, HALF)))
     guard = NonfiniteGuard(kernels, PASS)
-    for missing, crooked in ((None, None), (2, None), (None, 3), (0, 3)):
+    for missing, transposed in ((None, None), (2, None), (None, 3), (0, 3)):
         grads: list[Tensor | None] = list(gradients(kernels, MIXED))
-        if crooked is not None:
-            grads[crooked] = grads[crooked].t().contiguous().t()  # type: ignore[union-attr]
+        if transposed is not None:
+            grads[transposed] = grads[transposed].t().contiguous().t()  # type: ignore[union-attr]
         kept = [grad.clone() for grad in grads if grad is not None]
         gone = None
         if missing is not None:
@@ -453,7 +453,7 @@ def test_one_table_serves_parameters_that_lose_their_gradient(kernels: torch.dev
 
 @slow
 def test_tables_follow_common_properties_of_gradients(kernels: torch.device) -> None:
-    """Gradients in bf16 only are multiplied in place; later ones may have other dtypes."""
+    """If all gradients are bf16, they are multiplied in place. Later ones may have other dtypes."""
     preconditioner = make_preconditioner(kernels)
     preconditioner.products.bits = dict.fromkeys(range(4), HALF)
     guard = NonfiniteGuard(kernels, PASS)
@@ -519,7 +519,7 @@ def test_concurrent_work_never_shares_memory(workspace: int, precision: tuple[bo
 
 
 class Stream:
-    """The methods of a stream that lanes call. It records the work ordered before it."""
+    """A stream with the methods that lanes call. It records the work that is ordered before it."""
 
     def __init__(self) -> None:
         self.before: set[int] = set()
@@ -555,7 +555,7 @@ def test_work_that_shares_memory_is_ordered(
         for line, block in zip(lines, blocks, strict=True)
     }
     current, streams = [Stream()], [Stream() for _ in range(lanes.LANES + 1)]
-    # Work done: the work ordered before it, its scratch and its held memory.
+    # For each piece of work done: the work ordered before it, its scratch, and its held memory.
     done: list[tuple[set[int], set[int], set[int]]] = []
 
     @contextmanager
@@ -700,7 +700,7 @@ def test_kernels_and_torch_count_the_same_skipped_gradients(
 def test_orders_stay_apart_if_padding_would_change_results(
     method: str, attempt: int | None, option: dict[str, Any]
 ) -> None:
-    """A matrix with a λ of zero cannot be padded, and Newton's iteration sees the whole matrix."""
+    """A matrix with λ = 0 cannot be padded, and Newton's iteration depends on the whole matrix."""
     for options in ({}, option):
         config = Config(method=method, max_order=100, **options)
         members = [Member(route(shape, config), config) for shape in ((70, 66), (80, 90))]
@@ -733,7 +733,7 @@ def test_orders_do_not_share_a_batch_if_results_depend_on_the_whole_matrix(
 
 @pytest.mark.parametrize("mixed", [pytest.param(False, marks=slow), True])
 def test_outer_products_read_gradients_in_place(mixed: bool, kernels: torch.device) -> None:
-    """Both sides, several dtypes; M is zero where a gradient is not finite."""
+    """Both sides match in several dtypes. M is zero where a gradient is not finite."""
     preconditioner = make_preconditioner(kernels)
     grads: list[Tensor | None] = [torch.randn(shape).to(kernels) for shape in SHAPES]
     grads[1] = grads[1].bfloat16()

@@ -1,4 +1,4 @@
-"""Optimizers of kronbit train, save and resume under the trainers of other packages."""
+"""Kronbit's optimizers train, save and resume in the trainers of other packages."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ EVERY = {"update_every": 2, "refresh_every": 2, "min_quantized_numel": 0}
 
 @pytest.fixture(autouse=True)
 def _reset_accelerate() -> Iterator[None]:
-    """Accelerate keeps the settings of its first user, such as a Trainer, in the process."""
+    """Reset Accelerate, which keeps the settings of its first user in the process."""
     yield
     if "accelerate" in sys.modules:
         from accelerate.state import AcceleratorState, GradientState
@@ -159,7 +159,7 @@ def test_the_trainer_accepts_the_class_and_resumes_bit_identically(
 
 
 def test_the_trainer_matches_a_plain_loop(tmp_path: Path) -> None:
-    """The Trainer only accumulates, clips and schedules before our step."""
+    """Before our step, the Trainer only accumulates and clips gradients and sets learning rates."""
     options = {"lr": 1e-3, "weight_decay": 0.1, **EVERY}
     trained = trainer(tmp_path, (Shampoo, options))
     inputs: list[dict[str, Any]] = []
@@ -229,7 +229,7 @@ def test_steps_skipped_by_the_scaler_of_the_trainer_are_not_counted(tmp_path: Pa
 
 @pytest.mark.gpu
 def test_statistics_exclude_the_scale_of_the_trainer(tmp_path: Path) -> None:
-    """The scaler exists before the optimizer, as the docs say, and can be handed to it."""
+    """The scaler exists before the optimizer, as the docs say, and can be passed to it."""
     from kronbit.integrations.transformers import KFACFactory
 
     factors = {}
@@ -369,7 +369,7 @@ def train_with_accelerate_fsdp2(rank: int, folder: str) -> list[list[Any]]:
 
 @pytest.mark.gpu
 def test_accelerate_shards_and_resumes(tmp_path: Path) -> None:
-    """Accelerate exchanges the parameters of optimizers for FSDP2; NCCL has a single rank."""
+    """For FSDP2, Accelerate replaces the optimizer's parameters. NCCL runs with a single rank."""
     pytest.importorskip("accelerate")
     function_and_folder = train_with_accelerate_fsdp2, str(tmp_path)
     for weights, expected in run_on_ranks(1, *function_and_folder, backend="torchrun"):
@@ -711,7 +711,7 @@ def test_torchtitan_still_resolves_its_optimizers() -> None:
 
 
 def test_the_torchtitan_config_accepts_every_option() -> None:
-    """Options of groups, of the optimizer and of the base are accepted, unknown ones refused."""
+    """Options of groups, the optimizer and the base are accepted. Unknown options are refused."""
     pytest.importorskip("torchtitan")
     from kronbit.integrations.torchtitan import shampoo4bit
 

@@ -1,4 +1,4 @@
-"""Kernels against the torch reference: interpreted on the CPU, compiled on a GPU."""
+"""Kernels match the torch reference, interpreted on the CPU and compiled on a GPU."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def norms(A: Tensor) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("n", [5, pytest.param(70, marks=slow), pytest.param(270, marks=slow)])
 def test_norms_and_largest_eigenvalues(n: int, kernels: torch.device) -> None:
-    """Results do not depend on padding or other matrices of the batch, to the bit."""
+    """Results are bit-identical whatever the padding and the other matrices of the batch."""
     X = torch.randn(3, n, n, dtype=torch.float64)
     A = (X @ X.mT).float() * torch.tensor([1e-30, 1.0, 1e30])[:, None, None]
     a, factors = A.to(kernels), (torch.tensor([1e30, 2.0, 1e-30]) / n).to(kernels)
@@ -213,8 +213,8 @@ def test_the_inverse_factor_is_choleskys(
     X = torch.randn(3, 2 * n + 20, n, dtype=torch.float64)
     S = X.mT @ X
     S[1] -= (2 * n + 20) * torch.eye(n)
-    everyone = torch.ones(3, dtype=torch.bool, device=kernels)
-    inverse = cholesky.inverse_factor_(S.float().to(kernels), 0.0, everyone)
+    all_true = torch.ones(3, dtype=torch.bool, device=kernels)
+    inverse = cholesky.inverse_factor_(S.float().to(kernels), 0.0, all_true)
     assert torch.isfinite(inverse).flatten(1).all(1).tolist() == [True, False, True]
     for i in (0, 2):
         exact = torch.linalg.inv(torch.linalg.cholesky(S[i]).mT)
@@ -319,9 +319,9 @@ def test_the_environment_turns_kernels_off(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_kernels_are_compiled_and_loaded_before_they_are_launched() -> None:
-    """A kernel that cannot be loaded does not stop the others; it fails when it is launched.
+    """A kernel that cannot be loaded does not stop the others. It fails when it is launched.
 
-    One whose source CPython fails to parse, because another thread parses, is compiled again.
+    CPython may fail to parse a kernel while another thread parses. The kernel is compiled again.
     """
     from kronbit.kernels.launch import compile_together, launch
 
@@ -387,7 +387,7 @@ sys.exit(bool(failed))
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton's compiler is for Linux")
 def test_one_thread_at_a_time_builds_the_launcher_of_a_signature(tmp_path: Path) -> None:
-    """Concurrent builders would load each other's libraries, of other signatures."""
+    """Concurrent builders would load each other's libraries, which have other signatures."""
     command = [sys.executable, "-c", _TWO_BUILDERS, str(tmp_path / "building")]
     environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path / "cache")}
     both = [subprocess.Popen(command, env=environment) for _ in range(2)]
@@ -436,7 +436,7 @@ def feed(params: list[nn.Parameter], t: int) -> list[Tensor]:
 def test_a_graph_changes_nothing_if_gradients_move(
     workspace_mb: float, waves: int, dtype: torch.dtype
 ) -> None:
-    """One wave holds all parameters, or a wave is grafted while the next is multiplied."""
+    """Either one wave holds all parameters, or a wave is grafted while the next is multiplied."""
     a, with_graph = build(True, dtype, workspace_mb)
     b, without = build(False, dtype, workspace_mb)
     for t in range(30):
@@ -573,7 +573,7 @@ def test_ordinary_steps_neither_synchronise_nor_compile(method: dict[str, Any]) 
 
 @pytest.mark.gpu
 def test_kernels_and_torch_train_alike(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At 32 bits, no rounding of codes separates kernels from torch; half a degree is 0.9 %.
+    """At 32 bits, no rounding of codes separates kernels from torch. Half a degree is 0.9 %.
 
     Gradients are square, so both factors have full rank. Otherwise one factor is singular up to
     rounding, and its small eigenvalues differ between any two float32 products.

@@ -1,4 +1,4 @@
-"""Augmentation of batches, compared with PIL image by image, and with statistics of pixels."""
+"""Augmented batches match PIL image by image, and pixels have the expected statistics."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def augmented(augmentation: Augmentation, images: Tensor, labels: Tensor, **give
 
 
 def pil_operation(name: str, amount: float) -> Callable[[Any], Any]:
-    """Return PIL's operation with an amount, which is the strength times its sign."""
+    """Return PIL's operation with an amount, which is a signed strength."""
     from PIL import Image, ImageEnhance, ImageOps
 
     def affine(*matrix: float) -> Callable[[Any], Any]:

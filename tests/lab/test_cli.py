@@ -1,4 +1,4 @@
-"""The command through its real entry point: its output, its errors and the files it leaves."""
+"""The command, called as users call it: its output, its errors and the files it writes."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_torchrun_ranks_resume_bit_for_bit(tmp_path: Path) -> None:
 def test_a_clock_that_goes_back_does_not_overwrite_an_earlier_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The second run starts at the first one's time, and the clock goes back while it runs."""
+    """The second run starts when the first one did, and the clock goes back during the run."""
 
     class Clock(dt.datetime):
         years = [2026, 2026, 1999]  # noqa: RUF012

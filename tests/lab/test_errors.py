@@ -285,7 +285,7 @@ def test_the_largest_matrices_are_studied_and_the_report_can_be_printed(tmp_path
     path = tmp_path / "checkpoint.pt"
     torch.save({"model": {}, "optimizer": run(steps=7).state_dict()}, path)
     report = checkpoint_errors(path, matrices=2, bits=(4,))
-    # 0.weight is 64 x 80 and 2.weight 48 x 64: the first factor of order 64 comes first.
+    # 0.weight is 64 x 80 and 2.weight 48 x 64. Of two factors of order 64, the first is studied.
     assert [study.name for study in report.studies] == ["0.weight right", "0.weight left"]
     assert all(study.quantized_to == 4 for study in report.studies)
     for printed in (report, synthetic_errors(64)):
@@ -471,7 +471,7 @@ def test_shadow_resumes_from_its_state(tmp_path: Path) -> None:
 
 
 def test_shadow_skips_what_the_optimizer_skips() -> None:
-    """It skips non-finite gradients, parameters without a gradient, and steps not taken."""
+    """The shadow skips non-finite gradients, missing gradients, and steps that are not taken."""
     model = network()
     optimizer = Shampoo(model.named_parameters(), lr=1e-3, update_every=1, refresh_every=100)
     shadow = watched(optimizer, model)

@@ -1,4 +1,4 @@
-"""Networks of the lab against published counts, plain formulas, and timm."""
+"""Networks of the lab match published parameter counts, plain formulas, and timm."""
 
 from __future__ import annotations
 

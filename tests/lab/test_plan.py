@@ -1,3 +1,5 @@
+"""Plans match real optimizers, the memory that autograd saves, and measurements."""
+
 from __future__ import annotations
 
 import io
@@ -129,7 +131,7 @@ def test_rows_of_layers_match_kfac_and_adabk(kind: type[KFAC], bits: int) -> Non
     # --order cuts Shampoo's matrices, not layers
     row = next(row for row in make_plan(MLP, order=50).rows if row.key == f"kfac-{bits}")
     assert (row.statistics, row.roots) == (opt.memory()["statistics"], opt.memory()["roots"])
-    # Y Yᵀ and X Xᵀ of both layers, with a bias each, are collected before an update
+    # Y Yᵀ and X Xᵀ of both layers, which have biases, are collected before an update
     collected = 4 * (160**2 + 97**2 + 70**2 + 161**2)
     assert row.workspace == 256 * 2**20 + collected
 
@@ -165,7 +167,8 @@ def test_saved_activations_match_a_count_by_hand() -> None:
     with on_meta:
         model = mlp()
     traced = trace(model, Passes((96,), tokens=False), 128)
-    inputs, hidden, log_probabilities = 96, 160, 70  # of the MLP's output only softmax's is kept
+    # log_softmax keeps its result, not the output of the MLP
+    inputs, hidden, log_probabilities = 96, 160, 70
     targets, loss_and_weight = 8 * 128, 8
     assert (
         traced.saved == 4 * 128 * (inputs + hidden + log_probabilities) + targets + loss_and_weight

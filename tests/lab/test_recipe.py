@@ -323,7 +323,7 @@ def test_image_folders_are_decoded_by_workers(tmp_path: Path) -> None:
         ({"name": "pydoc", "length": 10**7}, "too few"),
     ],
 )
-def test_errors_for_missing_data_say_where_to_get_them(
+def test_errors_for_missing_data_say_where_to_get_it(
     options: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     with pytest.raises(LabError, match=message) as caught:

@@ -1,4 +1,4 @@
-"""The loop equals one written by hand, and resumes exactly after every kind of interruption."""
+"""The training loop equals a hand-written loop and resumes exactly after every interruption."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def train_losses(folder: Path) -> list[float]:
 
 
 @pytest.mark.parametrize("bits", [None, 4])
-def test_the_loop_equals_one_written_by_hand(bits: int | None, tmp_path: Path) -> None:
+def test_the_loop_equals_a_handwritten_loop(bits: int | None, tmp_path: Path) -> None:
     recipe = small(*(["optimizer=base"] if bits is None else ["bits=4"]), "clip=0.5")
     training = trained(recipe, tmp_path / "run")
 
@@ -133,7 +133,7 @@ def test_a_run_resumes_bit_for_bit(optimizer: str, tmp_path: Path) -> None:
 
 
 def test_micro_batches_sum_up_to_the_batch(tmp_path: Path) -> None:
-    # The network has no batch norm, whose statistics would be those of each part.
+    # The network has no batch norm, because its statistics would be those of each part.
     given = ["steps=5", "batch=20", "eval_every=5"]
     recipe = find_recipe("digits-vit").with_settings(parse_settings(given))
     whole = trained(recipe, tmp_path / "whole")
@@ -419,7 +419,7 @@ def test_a_run_on_a_gpu_resumes_bit_for_bit(
 
 
 @pytest.mark.gpu
-def test_a_graph_trains_as_eagerly(tmp_path: Path) -> None:
+def test_a_graph_trains_like_eager_steps(tmp_path: Path) -> None:
     eager, graph = (
         on_gpu(["optimizer=base"], tmp_path / name, graph=name == "graph").peak.bytes
         for name in ("eager", "graph")
@@ -428,8 +428,8 @@ def test_a_graph_trains_as_eagerly(tmp_path: Path) -> None:
         [line["loss"] for line in lines(tmp_path / name, "train")] for name in ("eager", "graph")
     ]
     assert losses[0] == pytest.approx(losses[1], rel=1e-3)
-    # A graph keeps its activations beside AdamW's state, a quarter of the total, which is
-    # allocated after the capture.
+    # A graph keeps its activations. AdamW's state, a quarter of the total, is allocated after the
+    # capture, and so adds to them.
     assert 0.95 * eager < graph < 1.3 * eager
 
 
@@ -485,7 +485,7 @@ def test_every_optimizer_trains_on_a_gpu(optimizer: str, tmp_path: Path) -> None
 
 
 @pytest.mark.gpu
-def test_a_compiled_network_trains_as_well(tmp_path: Path) -> None:
+def test_a_compiled_network_trains_like_an_eager_one(tmp_path: Path) -> None:
     losses = []
     for compiled in (False, True):
         world = World("none", torch.device("cuda"), compile=compiled)

@@ -1,3 +1,5 @@
+"""Orthogonalisation, power iteration and Newton's roots match float64 and the oracle."""
+
 from __future__ import annotations
 
 from collections.abc import Iterator

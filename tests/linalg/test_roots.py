@@ -1,4 +1,4 @@
-"""Converged inverse roots against float64's eigenvalues."""
+"""Converged inverse roots match eigendecompositions in float64."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_a_flat_spectrum_of_half_rank_at_the_default_damping(n: int, device: tor
 
 
 def test_power_iteration_may_miss_the_largest_eigenvalue() -> None:
-    """It starts from the largest diagonal element, which may be in another block."""
+    """The iteration starts at the largest diagonal element, which may be in another block."""
     A = torch.zeros(200, 200)
     A[0, 0], A[1:, 1:] = 1.0, 0.9  # λ = 1 and 179
     actual = converged_inverse_root(A[None].clone(), 4, 1e-6)[0]
@@ -101,7 +101,7 @@ def test_roots_scale_with_the_matrix(scale: float) -> None:
     assert relative_error(small, exact(A, 4, 1e-6) * scale**-0.25) < 1e-3
 
 
-def test_a_zero_matrix_gives_the_identity_and_order_one_the_number() -> None:
+def test_roots_of_zero_scaled_identity_and_order_one() -> None:
     A = torch.zeros(2, 5, 5)
     A[1] = torch.eye(5) * 16
     actual = converged_inverse_root(A, 4, 0.0)

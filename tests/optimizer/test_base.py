@@ -1,4 +1,4 @@
-"""F by name, class or import path, and the errors of wrong ones."""
+"""F is given by name, class or import path, and errors name what is wrong."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_an_optimizer_is_used_as_base_with_or_without_its_parameters() -> None:
         Shampoo(base="adamw")
 
 
-def test_an_option_of_the_base_with_the_name_of_an_option_of_kronbit_is_refused() -> None:
+def test_a_base_with_an_option_named_like_one_of_kronbit_is_refused() -> None:
     class Lion(torch.optim.SGD):
         def __init__(self, params: Any, lr: float = 0.1) -> None:
             super().__init__(params, lr=lr)
@@ -219,7 +219,7 @@ class Elsewhere(torch.Tensor):
 
 
 def test_counters_of_the_base_stay_on_the_host() -> None:
-    """Lightning moves all state after a resume. F would then wait for the device at every step."""
+    """Lightning moves all state to the device after a resume. F would then wait at every step."""
     p = parameter()
     optimizer = Shampoo([p], base="adamw", lr=1e-2)
     moved(optimizer, p)

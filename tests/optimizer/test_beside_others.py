@@ -1,4 +1,4 @@
-"""Other parts of a training loop: scalers, averages, other optimizers, threads, workers."""
+"""The optimizer works with other parts of a training loop: scalers, averages, threads, workers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from kronbit import CASPR, KFAC, AdaBK, Shampoo
 from kronbit.baselines import EVA
 
-EVERY = {"update_every": 1, "refresh_every": 2, "min_quantized_numel": 0}
+OPTIONS = {"update_every": 1, "refresh_every": 2, "min_quantized_numel": 0}
 
 
 def network(seed: int = 0) -> nn.Sequential:
@@ -55,7 +55,9 @@ def assert_equal(actual: list[Tensor], expected: list[Tensor]) -> None:
 def test_a_step_that_the_scaler_skips_does_not_count() -> None:
     """A skipped step changes neither the step count nor the statistics."""
     model, twin = network(), network()
-    optimizer, plain = (Shampoo(module.parameters(), lr=1e-2, **EVERY) for module in (model, twin))
+    optimizer, plain = (
+        Shampoo(module.parameters(), lr=1e-2, **OPTIONS) for module in (model, twin)
+    )
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     for t, x in enumerate(batches(6)):
         model.zero_grad()
@@ -73,7 +75,7 @@ def test_a_step_that_the_scaler_skips_does_not_count() -> None:
             continue
         backward(twin, x)
         plain.step()
-    # Scales are powers of two, so that dividing by them is exact.
+    # Scales are powers of two, so division by a scale is exact.
     assert_equal(list(model.parameters()), list(twin.parameters()))
     assert_same_state(optimizer.state_dict()["state"], plain.state_dict()["state"])
 
@@ -81,7 +83,7 @@ def test_a_step_that_the_scaler_skips_does_not_count() -> None:
 def test_averages_of_weights_do_not_affect_training() -> None:
     model, twin = network(), network()
     average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
-    optimizer = Shampoo(model.parameters(), lr=1e-2, **EVERY)
+    optimizer = Shampoo(model.parameters(), lr=1e-2, **OPTIONS)
     expected = None
     for x in batches(8):
         backward(model, x)
@@ -91,15 +93,15 @@ def test_averages_of_weights_do_not_affect_training() -> None:
         expected = weight.clone() if expected is None else 0.5 * expected + 0.5 * weight
     assert expected is not None
     torch.testing.assert_close(average.module[0].weight.detach(), expected)
-    expected_weights = trained(twin, Shampoo(twin.parameters(), lr=1e-2, **EVERY))
+    expected_weights = trained(twin, Shampoo(twin.parameters(), lr=1e-2, **OPTIONS))
     assert_equal(list(model.parameters()), expected_weights)
 
 
 @pytest.mark.parametrize("make", [Shampoo, CASPR])
 def test_two_optimizers_of_one_model_equal_one_optimizer(make: Any) -> None:
     model, twin = network(), network()
-    whole = trained(model, make(model.parameters(), lr=1e-2, **EVERY))
-    halves = [make(part.parameters(), lr=1e-2, **EVERY) for part in (twin[0], twin[2])]
+    whole = trained(model, make(model.parameters(), lr=1e-2, **OPTIONS))
+    halves = [make(part.parameters(), lr=1e-2, **OPTIONS) for part in (twin[0], twin[2])]
     for x in batches(8):
         backward(twin, x)
         for optimizer in halves:
@@ -110,10 +112,10 @@ def test_two_optimizers_of_one_model_equal_one_optimizer(make: Any) -> None:
 @pytest.mark.filterwarnings("ignore:.*duplicate parameters")
 @pytest.mark.parametrize("keep", [False, True])
 def test_a_parameter_listed_twice_has_one_state(keep: bool) -> None:
-    """For tied weights, torch only warns, and F takes two steps with the same G̃."""
+    """Torch only warns of duplicate parameters, and F takes two steps with the same G̃."""
     tied, twin = network(), network()
     first, bias, *rest = tied.parameters()
-    plain_sgd: Any = {"base": torch.optim.SGD, "lr": 1e-2, **EVERY}
+    plain_sgd: Any = {"base": torch.optim.SGD, "lr": 1e-2, **OPTIONS}
     optimizer = Shampoo([first, bias, first, *rest], keep_gradients=keep, **plain_sgd)
     plain = Shampoo(twin.parameters(), **plain_sgd)
     for x in batches(4):
@@ -168,11 +170,11 @@ def test_two_threads_step_two_optimizers(device: torch.device) -> None:
     """Concurrent runs are bitwise equal to separate runs. On a GPU, both record graphs."""
     models = [network(seed).to(device) for seed in range(2)]
     alone = [
-        trained(model, Shampoo(model.parameters(), lr=1e-2, **EVERY), seed, steps=20)
+        trained(model, Shampoo(model.parameters(), lr=1e-2, **OPTIONS), seed, steps=20)
         for seed, model in enumerate(models)
     ]
     twins = [network(seed).to(device) for seed in range(2)]
-    optimizers = [Shampoo(twin.parameters(), lr=1e-2, **EVERY) for twin in twins]
+    optimizers = [Shampoo(twin.parameters(), lr=1e-2, **OPTIONS) for twin in twins]
     results: dict[int, list[Tensor]] = {}
 
     def work(number: int) -> Callable[[], None]:
@@ -192,7 +194,7 @@ def test_workers_of_a_loader_may_start_between_steps(context: str) -> None:
     results = []
     for workers in (0, 1):
         model = network()
-        optimizer = Shampoo(model.parameters(), lr=1e-2, **EVERY)
+        optimizer = Shampoo(model.parameters(), lr=1e-2, **OPTIONS)
         arguments: dict[str, Any] = {"multiprocessing_context": context} if workers else {}
         loader = DataLoader(TensorDataset(x), batch_size=8, num_workers=workers, **arguments)
         for _ in range(2):
@@ -228,8 +230,8 @@ def test_a_step_does_not_change_global_state(device: torch.device) -> None:
             backward(model, x)
         before = global_state()
         factories: list[Callable[[], Any]] = [
-            lambda: Shampoo(model.parameters(), lr=1e-2, **EVERY),
-            lambda: KFAC(model.parameters(), model=model, lr=1e-2, **EVERY),
+            lambda: Shampoo(model.parameters(), lr=1e-2, **OPTIONS),
+            lambda: KFAC(model.parameters(), model=model, lr=1e-2, **OPTIONS),
         ]
         for make in factories:
             optimizer, twin = make(), make()
@@ -246,19 +248,19 @@ def test_a_step_does_not_change_global_state(device: torch.device) -> None:
 
 
 def make_shampoo(model: nn.Module) -> torch.optim.Optimizer:
-    return Shampoo(model.parameters(), "sgd", lr=1e-2, **EVERY)
+    return Shampoo(model.parameters(), "sgd", lr=1e-2, **OPTIONS)
 
 
 def make_caspr(model: nn.Module) -> torch.optim.Optimizer:
-    return CASPR(model.parameters(), "sgd", lr=1e-2, **PAPER, **EVERY)
+    return CASPR(model.parameters(), "sgd", lr=1e-2, **PAPER, **OPTIONS)
 
 
 def make_kfac(model: nn.Module) -> torch.optim.Optimizer:
-    return KFAC(model.parameters(), base="sgd", model=model, lr=1e-2, **EVERY)
+    return KFAC(model.parameters(), base="sgd", model=model, lr=1e-2, **OPTIONS)
 
 
 def make_adabk(model: nn.Module) -> torch.optim.Optimizer:
-    return AdaBK(model.parameters(), base="sgd", model=model, lr=1e-2, **EVERY)
+    return AdaBK(model.parameters(), base="sgd", model=model, lr=1e-2, **OPTIONS)
 
 
 def with_default(dtype: torch.dtype, make: Any, device: torch.device) -> tuple[Any, Any]:
@@ -338,7 +340,9 @@ def test_the_base_rounds_bf16_weights(stochastic: bool) -> None:
 
 def test_a_compiled_model_trains_like_an_eager_one() -> None:
     model, twin = network(), network()
-    optimizer, plain = (Shampoo(module.parameters(), lr=1e-2, **EVERY) for module in (model, twin))
+    optimizer, plain = (
+        Shampoo(module.parameters(), lr=1e-2, **OPTIONS) for module in (model, twin)
+    )
     compiled = trained(torch.compile(model, backend="aot_eager"), optimizer)
     for p, q in zip(compiled, trained(twin, plain), strict=True):
         assert torch.allclose(p, q, rtol=1e-4, atol=1e-6)
@@ -348,7 +352,7 @@ def test_a_compiled_model_trains_like_an_eager_one() -> None:
 def test_a_compiled_loop_steps_eagerly(base: str) -> None:
     model, twin = network(), network()
     optimizer, plain = (
-        Shampoo(module.parameters(), base, lr=1e-2, **EVERY) for module in (model, twin)
+        Shampoo(module.parameters(), base, lr=1e-2, **OPTIONS) for module in (model, twin)
     )
     graphs = CompileCounter()
 
@@ -370,7 +374,9 @@ def test_a_compiled_loop_steps_eagerly(base: str) -> None:
 
 def test_a_closure_may_be_compiled() -> None:
     model, twin = network(), network()
-    optimizer, plain = (Shampoo(module.parameters(), lr=1e-2, **EVERY) for module in (model, twin))
+    optimizer, plain = (
+        Shampoo(module.parameters(), lr=1e-2, **OPTIONS) for module in (model, twin)
+    )
     graphs = CompileCounter()
     compiled = torch.compile(model, backend=graphs)
     for x in batches(4):
@@ -391,7 +397,7 @@ def test_warnings_point_to_the_users_line() -> None:
     vectors = nn.ParameterList([torch.randn(2**21)])
     cases: list[Callable[[], Any]] = [
         lambda: step_with_ones(Shampoo(vectors.parameters(), lr=1e-2), vectors),
-        lambda: step_with_ones(KFAC(model.parameters(), model=model, lr=1e-2, **EVERY), model),
+        lambda: step_with_ones(KFAC(model.parameters(), model=model, lr=1e-2, **OPTIONS), model),
         lambda: load_partial_state(model),
     ]
     for case, words in zip(cases, ("are preconditioned", "not called", "start fresh"), strict=True):
@@ -408,7 +414,7 @@ def step_with_ones(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
 
 
 def load_partial_state(model: nn.Module) -> None:
-    optimizer = Shampoo(model.parameters(), lr=1e-2, **EVERY)
+    optimizer = Shampoo(model.parameters(), lr=1e-2, **OPTIONS)
     backward(model, next(batches(1)))
     optimizer.step()
     state = copy.deepcopy(optimizer.state_dict())

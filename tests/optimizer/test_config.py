@@ -1,3 +1,5 @@
+"""Options: their checks, their defaults, and the schedule that they give."""
+
 from __future__ import annotations
 
 from typing import Any

@@ -1,4 +1,4 @@
-"""The optimizer around the algorithm: first steps, state, closures, copies, devices."""
+"""Properties of the whole optimizer: first steps, state, closures, copies, devices."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_before_the_first_refresh_a_run_is_bitwise_equal_to_the_base(
 
 
 def test_32_bit_eigen_with_many_qr_iterations_converges_to_dense() -> None:
-    """For this, `dense` needs more than the paper's ten Newton steps."""
+    """To be exact enough, `dense` needs more than the paper's ten Newton steps."""
     preconditioned = {}
     for name, options in {
         "eigen": {"method": "eigen", "qr_iterations": 300},
@@ -143,7 +143,7 @@ def test_mixed_devices_in_one_optimizer() -> None:
 
 @pytest.mark.parametrize("kind", ["clear", "clear entries", "replace"])
 def test_a_reset_state_is_a_fresh_start(kind: str) -> None:
-    """After clearing or replacing the state, F's moments and step counts start anew as well."""
+    """After the state is cleared or replaced, F's moments and step counts also start at zero."""
     model, twin = network(), network()
     optimizer = Shampoo(model.parameters(), lr=1e-2, **FAST)
     run(model, optimizer, 5)
@@ -163,7 +163,7 @@ def test_a_reset_state_is_a_fresh_start(kind: str) -> None:
 
 
 def test_a_checkpoint_taken_by_a_hook_of_the_base_resumes_exactly() -> None:
-    """A hook of F sees state and step counts of the same step."""
+    """When a hook of F runs, state and step counts belong to the same step."""
     model, twin = network(), network()
     base = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
     optimizer = Shampoo(base, **FAST)
@@ -184,7 +184,7 @@ def test_a_checkpoint_taken_by_a_hook_of_the_base_resumes_exactly() -> None:
 
 
 def test_tables_do_not_depend_on_missing_gradients() -> None:
-    """The tables of sizes for kernels that measure gradients are made once."""
+    """The sizes of gradients, which kernels read to measure norms, are listed once."""
     params = [nn.Parameter(torch.randn(shape)) for shape in ((70, 66), (3, 1, 20, 30), (5,))]
     optimizer = Shampoo(params, lr=1e-2, **FAST)
     for missing in (None, 0, 1):
@@ -381,7 +381,7 @@ def test_step_hooks_run_and_nothing_warns() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("fused", [True, False])
 def test_grad_scaler_and_fused_bases(fused: bool) -> None:
-    """The scaler unscales gradients before the step. On overflow it skips the step; t stays."""
+    """The scaler unscales gradients before the step. On overflow, it skips the step and t stays."""
     model = network("cuda")
     optimizer = Shampoo(torch.optim.AdamW(model.parameters(), lr=1e-3, fused=fused), **FAST)
     scaler = torch.amp.GradScaler("cuda", init_scale=2.0**40, growth_interval=2)
@@ -417,7 +417,7 @@ def test_earlier_state_of_the_base_is_part_of_the_checkpoint() -> None:
 
 
 def test_a_step_that_fails_in_the_base_does_not_count() -> None:
-    """The next step is step 1."""
+    """After the failure, the next step is step 1."""
 
     class Failing(torch.optim.SGD):
         fails = True
@@ -479,7 +479,7 @@ def test_configs_of_scheduled_options_do_not_accumulate() -> None:
 
 
 def test_identity_roots_do_not_change_the_gradient() -> None:
-    """Zero statistics have no root, so that a refresh keeps the identity."""
+    """Zero statistics have no root, so a refresh keeps the identity."""
     p = nn.Parameter(torch.zeros(64, 64))
     optimizer = Shampoo([p], base="sgd", lr=1.0, update_every=1, refresh_every=1, damping=0.0)
     p.grad = torch.zeros(64, 64)
@@ -510,7 +510,7 @@ def test_an_ordinary_step_never_waits_for_the_device(dtype: torch.dtype) -> None
 
 
 def test_state_that_the_base_creates_late_is_shared() -> None:
-    """The base's dicts stay the same objects; the only sign is that they are no longer empty."""
+    """The base fills its dicts in place, so the only sign is that they are no longer empty."""
 
     class Late(torch.optim.SGD):
         steps = 0
@@ -535,8 +535,8 @@ def test_state_that_the_base_creates_late_is_shared() -> None:
     assert all(base.state[p] for p in params)
 
 
-def test_former_stacks_are_freed_without_a_garbage_collection() -> None:
-    """Loading a checkpoint, or a new plan, does not keep the stacks of the former plan."""
+def test_old_stacks_are_freed_without_a_garbage_collection() -> None:
+    """After a checkpoint is loaded or a new plan is made, the stacks of the old plan are freed."""
     model = network()
     optimizer = Shampoo(model.parameters(), lr=1e-3, **FAST)
 

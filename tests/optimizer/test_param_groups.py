@@ -75,7 +75,7 @@ def test_precondition_may_be_switched_on_later_but_not_off() -> None:
         optimizer.step()
 
 
-def test_group_numbers_are_read_at_every_step() -> None:
+def test_numeric_options_of_groups_are_read_at_every_step() -> None:
     p = nn.Parameter(torch.ones(64, 66))
     optimizer = Shampoo([p], base="sgd", lr=0.1, update_every=100)
     for t in range(4):
@@ -139,7 +139,7 @@ def test_experts_and_fused_projections_are_preconditioned_one_by_one() -> None:
     for grad in grads:
         stacked.grad, fused.grad = grad.clone(), grad.reshape(60, 30).clone()
         optimizer.step()
-    # Expected: each matrix has its own L and R, and all share one grafting factor.
+    # Each matrix has separate L and R, and all matrices share one grafting factor.
     roots = []
     for e in range(3):
         pair = [oracle.Factor(n, oracle.Options(bits=32), torch.float64) for n in (20, 30)]

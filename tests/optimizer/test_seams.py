@@ -25,7 +25,7 @@ class Orthogonal(Shampoo):
 
 
 class Sign(Shampoo):
-    """Steps matrices by the sign of G̃; F steps the other parameters and does not see these."""
+    """Steps matrices by the sign of G̃. F sees and steps only the other parameters."""
 
     def _step_base(self) -> None:
         hidden: dict[Tensor, Tensor | None] = {}

@@ -1,4 +1,7 @@
-"""Runs with one seed are bitwise equal, and memory stays constant; see also ``soak.py``."""
+"""Two runs with one seed are bitwise equal, and memory stays constant.
+
+``benchmarks/memory/soak.py`` checks the same over longer runs.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +62,7 @@ def test_the_digest_depends_on_every_bit() -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads memory from Linux")
 def test_saving_and_loading_leaks_no_memory() -> None:
-    """Memory is compared after malloc has returned free pages; a leak would be 30 checkpoints."""
+    """Memory is compared after malloc returns free pages. A leak would be 30 checkpoints large."""
     libc = ctypes.CDLL(None)
     if not hasattr(libc, "malloc_trim"):
         pytest.skip("needs malloc_trim")

@@ -1,8 +1,8 @@
 """Random sequences of user actions, compared with the oracle and an undisturbed optimizer.
 
-At 32 bits, an oracle in float64 follows every parameter. At 4 bits, where rounding of a code may
-separate two runs, a second optimizer takes the same steps, but is never saved, copied, inspected or
-given other tensors: the two must be bitwise equal.
+At 32 bits, an oracle in float64 follows every parameter. At 4 bits, rounding of a code may separate
+a run from the oracle. There, a second optimizer takes the same steps, but is never saved, copied,
+inspected or given other tensors. The two optimizers must be bitwise equal.
 """
 
 from __future__ import annotations
@@ -194,7 +194,7 @@ class Machine(RuleBasedStateMachine):
         for optimizer in self.optimizers:
             set_grads(optimizer)
             if optimizer is not self.undisturbed:
-                # Fail before the base begins at the latest: its step could not be repeated.
+                # Fail at the latest before the base's step, which cannot be repeated.
                 handle = optimizer.base.register_step_pre_hook(_run_out_of_memory)
                 with pytest.raises(torch.OutOfMemoryError), NthOperation(nth):
                     optimizer.step()

@@ -1,4 +1,4 @@
-"""Properties that torch's tests check for every optimizer, for kronbit around torch's bases.
+"""Kronbit around torch's optimizers has the properties that torch's tests check.
 
 Options and bad inputs are those of ``torch.testing._internal.common_optimizers``.
 """
@@ -37,7 +37,7 @@ from kronbit import CASPR, KFAC, AdaBK, Shampoo
 NO_BASES = {"LBFGS", "SparseAdam", "Muon"}
 INFOS = {info.optim_cls.__name__: info for info in optim_db}
 BASES = sorted(INFOS.keys() - NO_BASES)
-EVERY = {"update_every": 1, "refresh_every": 2, "min_quantized_numel": 0}
+OPTIONS = {"update_every": 1, "refresh_every": 2, "min_quantized_numel": 0}
 
 
 OTHERS = [CASPR, KFAC, AdaBK]
@@ -81,7 +81,7 @@ def make(name: str, model: Any, options: dict[str, Any], kind: Any = Shampoo) ->
     """Make an optimizer of a model, of parameters, or of groups."""
     params = model.parameters() if isinstance(model, nn.Module) else model
     arguments = {"model": model} if kind in (KFAC, AdaBK) else {}
-    return kind(params, base=INFOS[name].optim_cls, **arguments, **options, **EVERY)
+    return kind(params, base=INFOS[name].optim_cls, **arguments, **options, **OPTIONS)
 
 
 def layer(
@@ -110,7 +110,7 @@ def weights(model: nn.Module) -> list[Tensor]:
 
 @pytest.mark.parametrize("noncontiguous", [False, True])
 @pytest.mark.parametrize(("device", "name", "options", "kind"), cases())
-def test_the_loss_goes_into_the_right_direction(
+def test_the_loss_goes_in_the_right_direction(
     device: str, name: str, options: dict[str, Any], kind: Any, noncontiguous: bool
 ) -> None:
     model, x = layer(noncontiguous, device)
@@ -158,7 +158,7 @@ def test_a_learning_rate_may_be_a_tensor(name: str) -> None:
     results = []
     for lr in (torch.tensor(0.01), 0.01):
         model, x = layer()
-        # The two round differently, which may change a code.
+        # A tensor and a float round differently, which may change a code.
         optimizer = make(name, model, {"lr": lr, "foreach": False, "bits": 32})
         for _ in range(4):
             backward(model, x)
@@ -232,7 +232,7 @@ def test_parameters_without_gradients_do_not_change(
     optimizer.step()
     for p, q in zip(model.parameters(), before, strict=True):
         assert torch.equal(p, q)
-    # The state is allocated, as torch.distributed.checkpoint requires, and no step has counted.
+    # The state is allocated, as torch.distributed.checkpoint requires, and no step is counted.
     assert all(entry["step"] == 0 for entry in optimizer.state.values())
 
 

@@ -1,4 +1,4 @@
-"""Side effects that a library must not have: no network, no files, no processes."""
+"""The library has no side effects: no network access, no files, no processes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-# Audit hooks see everything that leaves the process. They cannot be removed: run a new process.
+# Audit hooks see everything that leaves the process. They cannot be removed, so the script runs in
+# a new process.
 SCRIPT = """
 import sys
 
@@ -60,7 +61,7 @@ assert len(events) == expected + 1  # the hook works
 
 
 def test_nothing_leaves_the_process(tmp_path: Path) -> None:
-    """Imports and steps need no Triton, and cause no audit events beyond those of AdamW."""
+    """Imports and steps need no Triton and cause no audit events beyond those of AdamW."""
     result = subprocess.run(
         [sys.executable, "-c", SCRIPT],
         cwd=tmp_path,

@@ -1,4 +1,4 @@
-"""Quantisation errors: the paper's printed numbers, and its orderings on our matrices."""
+"""Quantisation errors match the paper's numbers, and rank methods as the paper does."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kronbit.lab.quantisation.tables import PRINTED
 
 
 def trained() -> list[Statistic]:
-    """Return preconditioners of a 32-bit run on digits, with conditions as in the paper."""
+    """Return preconditioners of a 32-bit run on digits, with condition numbers as in the paper."""
     torch.manual_seed(0)
     images, labels = load_digits(return_X_y=True)
     x, y = torch.tensor(images).float() / 16, torch.tensor(labels)

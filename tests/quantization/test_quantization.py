@@ -1,3 +1,5 @@
+"""The quantiser matches the printed codebooks and the oracle, code by code."""
+
 from __future__ import annotations
 
 import math
@@ -78,10 +80,10 @@ def test_codes_and_scales_are_the_nearest(
 
 @WIDTHS
 @EVERY_MAPPING
-def test_ties_take_the_lower_index_and_neighbours_do_not(
+def test_ties_take_the_lower_index_and_their_neighbours_the_nearest(
     bits: int, mapping: str, device: torch.device
 ) -> None:
-    """Values are each midpoint and one float32 to either side; the leading 1.0 is the scale."""
+    """Values are all midpoints and the next float32 on either side. The leading 1 is the scale."""
     middle = thresholds(mapping, bits)
     around = [middle, *(torch.nextafter(middle, torch.full_like(middle, x)) for x in (-2.0, 2.0))]
     x = torch.cat([torch.ones(1), *around]).to(device)
@@ -154,7 +156,7 @@ def test_error_is_at_most_half_the_widest_gap(bits: int, mapping: str) -> None:
     x = torch.randn(100, 64)
     quantizer = Quantizer(bits, mapping, 64)
     error = (quantizer.dequantize(quantizer.quantize(x), 64) - x).abs()
-    # the dynamic tree has no code below -0.8875 (4 bits): its lower end is a gap, too
+    # at 4 bits, the dynamic tree has no code below -0.8875, so there is a gap down to -1
     values = torch.cat([torch.tensor([-1.0]), codebook(mapping, bits)])
     half_gap = torch.maximum(values.diff()[1:].max() / 2, values.diff()[0])
     assert (error <= (half_gap + 1e-6) * x.abs().amax(-1, keepdim=True)).all()
@@ -259,7 +261,7 @@ def test_tables_made_under_a_fake_tensor_mode_are_not_kept(
     quantizer.quantize(torch.zeros(3, 32))
 
 
-def test_bad_input_is_refused_with_its_place() -> None:
+def test_bad_input_is_refused_with_its_index() -> None:
     quantizer = Quantizer(4)
     x = torch.zeros(2, 3)
     x[1, 2] = torch.nan

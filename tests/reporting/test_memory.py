@@ -1,4 +1,4 @@
-"""Memory of the state, estimates of it, and the peak during steps."""
+"""Memory of the state, its estimates, and the peak during steps."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_kernels_use_as_many_matrices_as_the_cost_of_a_row(
     cost: Cost,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Launches do nothing here, so that only the tensors around them are counted."""
+    """Launches do nothing here, so the test counts only the tensors around them."""
     pytest.importorskip("triton")
     from kronbit.kernels import cholesky, compact, evaluation, matmul, power, split
     from kronbit.kernels import quantization as quantiser
@@ -189,7 +189,7 @@ def test_a_base_that_cannot_run_on_the_meta_device_is_refused() -> None:
         estimate_memory([(64, 64)], base="torch.optim.Adafactor")
 
 
-def test_memory_before_the_first_step_is_nothing() -> None:
+def test_memory_before_the_first_step_is_zero() -> None:
     optimizer = Shampoo(network().parameters(), lr=1e-2)
     assert optimizer.memory() == {"statistics": 0, "roots": 0, "base": 0, "total": 0}
 
@@ -208,7 +208,7 @@ def test_memory_before_the_first_step_is_nothing() -> None:
     ids=str,
 )
 def test_the_peak_stays_within_the_workspace(make: Any, options: dict[str, Any]) -> None:
-    """This holds for every kind of step, with stacks much larger than the workspace."""
+    """Every kind of step stays within it, although stacks are much larger than this limit."""
     workspace = 2 * 2**20
     shapes = [(64, 64)] * 90 + [(64, 192)] * 30 + [(151, 100)] * 30 + [(300, 300)]
     params = [nn.Parameter(torch.randn(shape)) for shape in shapes]
@@ -235,7 +235,7 @@ def test_the_peak_stays_within_the_workspace(make: Any, options: dict[str, Any])
 
 @slow
 def test_the_peak_stays_within_the_workspace_for_channels_last_convolutions() -> None:
-    """Their gradients are copied to matrices a few at a time."""
+    """Gradients of these convolutions are copied to matrices, a few at a time."""
     workspace = 2 * 2**20
     params = [
         nn.Parameter(torch.randn(32, 32, 3, 3).to(memory_format=torch.channels_last))

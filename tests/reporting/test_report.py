@@ -110,7 +110,7 @@ def test_diagnostics_before_and_after_steps() -> None:
     )
 
 
-def test_a_graph_that_the_guard_was_refused_is_reported() -> None:
+def test_a_failed_capture_of_a_graph_is_reported() -> None:
     model, optimizer = build(update_every=1, refresh_every=2)
     run(model, optimizer, 1)
     assert optimizer.diagnostics()["cuda_graph"] == {"cpu": "not refused"}
@@ -119,7 +119,7 @@ def test_a_graph_that_the_guard_was_refused_is_reported() -> None:
     assert optimizer.diagnostics()["cuda_graph"] == {"cpu": "no room"}
 
 
-def test_the_graft_ratio_is_of_the_last_step() -> None:
+def test_the_graft_ratio_is_that_of_the_last_step() -> None:
     p = nn.Parameter(torch.zeros(64, 66))
     optimizer = Shampoo(torch.optim.SGD([p], lr=0.0), update_every=1, refresh_every=1)
     G = torch.randn(64, 66)

@@ -1,3 +1,5 @@
+"""Checkpoints resume exactly, convert between formats, and are refused if they are damaged."""
+
 from __future__ import annotations
 
 import copy
@@ -63,7 +65,7 @@ def run(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, first: i
 
 
 def saved(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return the state dict after a round trip through a file, without trusted pickles."""
+    """Return the state dict after a round trip through a file, read with ``weights_only``."""
     buffer = io.BytesIO()
     torch.save(optimizer.state_dict(), buffer)
     buffer.seek(0)
@@ -73,7 +75,7 @@ def saved(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 def resume(
     build: Any, model: nn.Module, optimizer: Any, steps: int, first: int
 ) -> tuple[nn.Module, Any]:
-    """Resume as a new process does: the same weights, a new optimizer, the checkpoint."""
+    """Resume as a new process does: with the weights, a new optimizer and the checkpoint."""
     twin = copy.deepcopy(model)
     other = build(twin)
     other.load_state_dict(saved(optimizer))
@@ -126,7 +128,7 @@ def test_resume_is_exact_for_every_base(
 
 
 def test_resume_before_the_first_refresh_is_exact() -> None:
-    """No root has been refreshed yet, and the resumed optimizer knows it."""
+    """The resumed optimizer knows that no root has been refreshed."""
     assert_resumes(
         lambda m: Shampoo(m.parameters(), lr=1e-2, update_every=2, refresh_every=7),
         "cpu",
@@ -540,7 +542,7 @@ def test_too_few_parameter_names_are_refused_and_nothing_changes(names: Any) -> 
 
 @pytest.mark.parametrize("name", ["exp_avg_sq", "max_exp_avg_sq"])
 def test_negative_second_moments_are_refused(name: str) -> None:
-    """A flipped bit in a file can cause one, and the next step would turn weights into NaN."""
+    """A flipped bit in a file can change a sign. The next step would turn weights into NaN."""
     p = nn.Parameter(torch.randn(66, 40))
     optimizer = Shampoo([p], lr=1e-2, amsgrad=True, **FAST)
     p.grad = torch.randn(66, 40)
@@ -584,7 +586,7 @@ def test_only_a_dict_is_a_state_dict(state: Any) -> None:
 
 @pytest.mark.parametrize("stepped", [False, True])
 def test_a_checkpoint_of_a_plain_base_loads_into_the_base(stepped: bool) -> None:
-    """A run changes from AdamW to Shampoo: F's state continues, and statistics start fresh."""
+    """If a run changes from AdamW to Shampoo, F keeps its state, and statistics start fresh."""
     model = network()
     base = torch.optim.AdamW(model.parameters(), lr=1e-2)
     run(model, base, 2)
@@ -734,9 +736,9 @@ def test_load_hooks_run() -> None:
 
 @pytest.mark.parametrize("flat", [False, True])
 def test_distributed_checkpoint_round_trip(flat: bool, tmp_path: Path) -> None:
-    """The zero-gradient, zero-lr step by which torch creates the state does not change weights."""
+    """Torch creates the state by a step without gradient and lr, which does not change weights."""
     options = StateDictOptions(flatten_optimizer_state_dict=flat)
-    # A layer without gradients has no state in torch's optimizers, but gets one by that step.
+    # A layer without gradients has no state in torch's optimizers until that step.
     model = network()
     del model.dead
     optimizer = Shampoo(model.parameters(), lr=1e-2, **FAST)
@@ -760,7 +762,7 @@ def test_distributed_checkpoint_round_trip(flat: bool, tmp_path: Path) -> None:
 def test_preconditioning_continues_after_a_change_of_the_schedule(
     device: torch.device,
 ) -> None:
-    """The state, not the current intervals, says which parameters are preconditioned."""
+    """The state, not the current intervals, decides which parameters are preconditioned."""
     p, q = (nn.Parameter(torch.ones(64, 66, device=device)) for _ in range(2))
     optimizer = Shampoo([p], base="sgd", lr=0.1, update_every=1, refresh_every=3)
     for t in range(5):
@@ -779,7 +781,7 @@ def test_preconditioning_continues_after_a_change_of_the_schedule(
     assert torch.equal(p.grad, q.grad)
 
 
-def test_without_product_bits_the_roots_say_which_parameters_are_preconditioned() -> None:
+def test_without_product_bits_the_roots_decide_which_parameters_are_preconditioned() -> None:
     p, q = (nn.Parameter(torch.ones(64, 66)) for _ in range(2))
     optimizer = Shampoo([p], base="sgd", lr=0.1, update_every=1, refresh_every=2)
     for steps, preconditioned in ((1, 0), (2, 24)):

@@ -22,7 +22,7 @@ from kronbit.lab.errors import LabError
 from kronbit.lab.training import checkpoints
 
 ROOT = Path(__file__).parent
-EVERY = {"update_every": 2, "refresh_every": 3}
+SCHEDULE = {"update_every": 2, "refresh_every": 3}
 
 
 def gradients(params: list[nn.Parameter], t: int) -> None:
@@ -32,7 +32,7 @@ def gradients(params: list[nn.Parameter], t: int) -> None:
 
 @pytest.mark.parametrize("number", [1, 2])
 def test_runs_resume_from_files_of_every_format(number: int) -> None:
-    """Files of earlier versions also hold the weights that those versions reached afterwards."""
+    """The files also hold the weights that the earlier versions reached after more steps."""
     saved = torch.load(ROOT / "checkpoints" / f"format{number}.pt", weights_only=True)
     groups = saved["optimizer"]["param_groups"]
     assert groups[0]["kronbit_format"] == number
@@ -62,7 +62,7 @@ def test_runs_resume_from_files_of_every_format(number: int) -> None:
 def small_run() -> tuple[list[nn.Parameter], Shampoo]:
     torch.manual_seed(0)
     params = [nn.Parameter(torch.randn(66, 40)), nn.Parameter(torch.randn(7))]
-    optimizer = Shampoo(params, lr=1e-2, **EVERY)
+    optimizer = Shampoo(params, lr=1e-2, **SCHEDULE)
     for t in range(4):
         gradients(params, t)
         optimizer.step()
@@ -80,7 +80,7 @@ def loads(path: Path, checked: bool) -> bool:
         return False
     try:
         optimizer.load_state_dict(content["optimizer"])
-    except ValueError:  # and nothing else
+    except ValueError:  # other errors fail the test
         assert_same_state(optimizer.state_dict()["state"], state["state"])
         assert optimizer.state_dict()["param_groups"] == state["param_groups"]
         return False
@@ -104,8 +104,8 @@ def test_damaged_files_load_completely_or_not_at_all(
 ) -> None:
     """Files have a flipped bit or are truncated, in all regions of the file.
 
-    The lab verifies checksums, so that it detects every changed number. Without checksums, a number
-    may be wrong, but it is never non-finite, and a checkpoint is never loaded in part.
+    The lab verifies checksums, so it detects every changed number. Without checksums, a number may
+    be wrong, but it is always finite, and a checkpoint is never loaded in part.
     """
     _, optimizer = small_run()
     path = checkpoints.save(tmp_path, 4, {"optimizer": optimizer.state_dict()}, keep=1)
@@ -129,7 +129,7 @@ class Malicious:
 
 
 @pytest.mark.parametrize("format", ["torch", "pickle"])
-def test_loading_a_checkpoint_runs_no_code_of_it(
+def test_loading_a_checkpoint_runs_none_of_its_code(
     format: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -147,7 +147,7 @@ def test_loading_a_checkpoint_runs_no_code_of_it(
 
 
 def test_no_source_unpickles_untrusted_files() -> None:
-    """Sources read files that could hold code only with functions that do not run it."""
+    """The library reads files that could hold code only with functions that do not run it."""
     sources = [
         *(ROOT.parents[1] / "src").rglob("*.py"),
         *(ROOT.parents[1] / "examples").glob("*.py"),
@@ -158,7 +158,7 @@ def test_no_source_unpickles_untrusted_files() -> None:
         for call in text.split("torch.load(")[1:]:
             calls += 1
             assert "weights_only=True" in call[:200].split("\n\n")[0], path
-        if path.name != "battery.py":  # it pickles an optimizer and reads that content
+        if path.name != "battery.py":  # it unpickles only what it has pickled
             assert "pickle.load" not in text, path
         assert "allow_pickle=True" not in text, path
     assert calls >= 3
@@ -167,7 +167,7 @@ def test_no_source_unpickles_untrusted_files() -> None:
 def test_the_error_for_a_read_only_folder_names_the_last_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The error of the file system is simulated, because root may write to any folder."""
+    """The test simulates the error of the file system, because root may write to any folder."""
     checkpoints.save(tmp_path, 1, {"model": {}}, keep=2)
     real = Path.open
 
@@ -193,7 +193,7 @@ def test_ctrl_c_while_saving_leaves_a_complete_checkpoint(tmp_path: Path) -> Non
             checkpoints.save(folder, 2, {"x": torch.ones(3)}, keep=2)
         last = checkpoints.load_last(folder)
         assert torch.equal(last["x"], torch.full((3,), float(last["step"] - 1)))
-        # The next save removes remains of the interrupted one.
+        # The next save removes what the interrupted one left behind.
         checkpoints.save(folder, 3, {"x": torch.ones(3)}, keep=1)
         assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step-00000003.pt"]
 
@@ -210,7 +210,7 @@ def test_ctrl_c_in_state_dict_changes_nothing() -> None:
 
 
 def test_loading_can_be_repeated_after_ctrl_c() -> None:
-    """After Ctrl-C at any line, loading content gives the state of the checkpoint."""
+    """After Ctrl-C at any line, loading again gives the state of the checkpoint."""
     params, source = small_run()
     saved = copy.deepcopy(source.state_dict())
     gradients(params, 4)

@@ -36,7 +36,7 @@ from torch.utils.checkpoint import checkpoint
 import kronbit
 from kronbit import KFAC, AdaBK
 
-# A = M of the last update, in float32.
+# With these options, A is the M of the last update, in float32.
 EXACT: dict[str, Any] = {"bits": 32, "beta": 0.0, "update_every": 1, "refresh_every": 100}
 
 
@@ -194,7 +194,7 @@ def squared_error(target: Tensor, out: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("kind", "method", "bits", "storage"),
     [
-        # AdaBK differs by its options alone.
+        # AdaBK differs only in its options.
         pytest.param(kind, *case, marks=slow if kind is AdaBK and case[1] != 4 else ())
         for case in METHODS
         for kind in (KFAC, AdaBK)
@@ -203,10 +203,10 @@ def squared_error(target: Tensor, out: Tensor) -> Tensor:
 def test_training_matches_the_oracle(
     kind: type[KFAC], method: str, bits: int, storage: str, device: torch.device
 ) -> None:
-    """Training matches with updates at steps 2, 4, 6, 8, refreshes at 4 and 8, orders around 64.
+    """Updates are at steps 2, 4, 6 and 8, refreshes at 4 and 8. Orders are around 64.
 
     Rounding may move a code across a threshold, and a code near a small eigenvalue changes a step
-    by 5 %. Which seed has such a code depends on the CPU, so one of three may.
+    by 5 %. It depends on the CPU for which seed this happens, so one of three seeds may deviate.
     """
     tolerance = {32: 1e-3, 8: 1e-2, 4: 1e-2, 3: 3e-2}[bits]
     errors = (deviation(kind, method, bits, storage, device, seed) for seed in (1, 2, 3))
@@ -293,7 +293,7 @@ def test_only_passes_that_made_the_gradient_count(
 
 
 def test_several_backward_passes_are_one_batch() -> None:
-    """Statistics are those of one batch, but y is scaled: each loss is a mean over half of it."""
+    """Each loss is a mean over half of the batch, so y is scaled. All else is as for one batch."""
     (L, R), (L2, R2) = after_one_update(plainly), after_one_update(in_two_passes)
     assert relative_error(R2, R) < 1e-6
     assert relative_error(L2, 4 * L) < 1e-6
@@ -329,7 +329,7 @@ def test_a_layer_in_two_checkpoints_has_the_rows_of_both() -> None:
 
 
 def test_inputs_are_saved_like_tensors_of_autograd() -> None:
-    """Saved-tensor hooks (checkpointing, offloading) apply to the inputs that kronbit keeps."""
+    """Saved-tensor hooks (checkpointing, offloading) also apply to the inputs kronbit keeps."""
     model = nn.Linear(6, 5)
     x = torch.randn(8, 6)
     packed: list[Tensor] = []
@@ -593,7 +593,7 @@ def test_hooks_do_not_keep_an_optimizer_alive() -> None:
 
 @pytest.mark.parametrize("method", ["dense", "eigen", "naive", "cholesky"])
 def test_fewer_rows_than_columns_still_give_roots(method: str) -> None:
-    """With statistics of low rank at 8 bits, the update is nearer to the exact one than G is."""
+    """With low-rank statistics at 8 bits, the update is closer to the exact update than G is."""
     torch.manual_seed(6)
     model = nn.Linear(99, 90)
     bits = 32 if method == "dense" else 8
@@ -774,7 +774,7 @@ def test_memory_equals_the_estimate(options: dict[str, Any]) -> None:
 
 
 def test_4_bits_take_a_seventh_or_a_fourteenth_of_32_bits() -> None:
-    """Layers have the widths of the stages of Swin-Tiny; their number hardly matters."""
+    """Layers have the widths of Swin-Tiny's stages. The number of layers hardly matters."""
     layers = []
     for width in (96, 192, 384, 768):
         layers += [nn.Linear(width, 3 * width), nn.Linear(width, width)]
@@ -809,7 +809,7 @@ def test_ranks_average_their_statistics() -> None:
     for _ in range(5):
         step(model, optimizer, lambda out: out.square().mean(), torch.randn(32, 70))
     results = [torch.from_numpy(p) for p in run_on_ranks(2, train_on_rank)[0]]
-    # The loss of a rank is a mean over half of the examples, so y (and only y) is twice as large.
+    # The loss of a rank is a mean over half of the examples, so y is twice as large; x is not.
     for p, q, w in zip(model.parameters(), results, start, strict=True):
         assert relative_error(q - w, p.detach() - w) < 1e-3
 

@@ -1,4 +1,4 @@
-"""Hard gradients, as in failing trainings: all state stays finite, and other parameters agree."""
+"""Hard gradients, as in failing trainings, keep all state finite and affect no other parameter."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def test_any_gradient_many_examples(
 
 @pytest.mark.parametrize("bits", [4, 32])
 def test_exploding_and_vanishing_gradients_are_forgotten(bits: int) -> None:
-    """Gradients scale from 1 to 1e15, to 1e-25 and back; later steps match a normal run."""
+    """Gradients are scaled by 1, 1e15, 1e-25 and 1 again. Later steps match a normal run."""
     params, optimizer = build(bits=bits, beta=0.2, refresh_every=6)
     others, reference = build(bits=bits, beta=0.2, refresh_every=6)
     for t in range(72):  # 0.2⁶⁰ (1e15)² is 1e-12
@@ -174,7 +174,7 @@ def test_exploding_and_vanishing_gradients_are_forgotten(bits: int) -> None:
         if bits == 32:
             assert p.grad is not None
             assert q.grad is not None
-            assert angle(p.grad, q.grad) < 0.01  # between the G̃
+            assert angle(p.grad, q.grad) < 0.01  # gradients now hold G̃
         elif "block_0" in optimizer.state[p]:  # codes differ, so compare the size of L
             actual, expected = (
                 owner.state[r]["block_0"]["left"]["diagonal"].norm()

@@ -121,9 +121,9 @@ def interruptions(
     [*((configuration, Shampoo) for configuration in CONFIGURATIONS), ("default", CASPR)],
 )
 def test_an_interrupted_step_can_be_repeated(configuration: str, make: Any, count: int) -> None:
-    """State stays consistent; unless F has begun, the repeated step gives the uninterrupted result.
+    """State stays consistent, and the repeated step gives the uninterrupted result.
 
-    kronbit cannot undo a partial step of F. In that case, weights must only stay finite.
+    kronbit cannot undo a partial step of F. If F has begun, weights must only stay finite.
     """
     options = {"keep_gradients": True}
     _, reference = start(configuration, make, **options)
@@ -152,8 +152,8 @@ def test_an_interrupted_step_can_be_repeated(configuration: str, make: Any, coun
 
 @pytest.mark.parametrize("keep", [False, True])
 def test_the_note_says_if_the_step_counts(keep: bool) -> None:
-    """Ctrl-C at every line from F on: the note is right, and the run continues correctly."""
-    for _ in range(2):  # the first run also does the work that is done once per process
+    """After Ctrl-C at any line from F on, the note is right and the run continues correctly."""
+    for _ in range(2):  # the first run also does work that a process does only once
         model, reference = start("default", keep_gradients=keep)
         with interrupted_at(0) as lines:
             reference.step()
@@ -194,7 +194,7 @@ def test_the_note_says_if_the_step_counts(keep: bool) -> None:
 def test_the_step_count_is_right_if_context_managers_are_interrupted(keep: bool) -> None:
     """Ctrl-C arrives in contextlib, outside of kronbit's code.
 
-    State is read while the error is handled: the step must not change it afterwards.
+    The test reads the state while the error is handled. The step must not change it afterwards.
     """
     model, reference = start("default", keep_gradients=keep)
     with interrupted_at(0, contextlib.__file__) as lines:
@@ -236,7 +236,7 @@ def test_kept_gradients_are_restored_if_the_base_replaces_them() -> None:
 
 @pytest.mark.parametrize("configuration", CONFIGURATIONS)
 def test_rows_are_written_completely_or_not_at_all(configuration: str) -> None:
-    """The tensors of a row are written one after the other; an error leaves no partial row."""
+    """The tensors of a row are written in sequence. An error leaves no partial row."""
     _, reference = start(configuration)
     before = copy.deepcopy(reference.state_dict()["state"])
     with NthOperation(name="where.self_out") as writes:
@@ -349,12 +349,12 @@ def test_failing_closures_and_hooks_change_nothing() -> None:
     state = copy.deepcopy(optimizer.state_dict()["state"])
 
     def fail(*_: Any) -> Any:
-        raise RuntimeError("of the user")
+        raise RuntimeError("error in user code")
 
-    with pytest.raises(RuntimeError, match="of the user"):
+    with pytest.raises(RuntimeError, match="error in user code"):
         optimizer.step(fail)
     handle = optimizer.register_step_pre_hook(fail)
-    with pytest.raises(RuntimeError, match="of the user"):
+    with pytest.raises(RuntimeError, match="error in user code"):
         optimizer.step()
     handle.remove()
     assert all(map(torch.equal, [*weights(model), *grads(model)], [*old, *old_grads]))
@@ -363,14 +363,14 @@ def test_failing_closures_and_hooks_change_nothing() -> None:
     twin, reference = start("default", steps=5)
     reference.step()
     optimizer.register_step_post_hook(fail)
-    with pytest.raises(RuntimeError, match="of the user"):
+    with pytest.raises(RuntimeError, match="error in user code"):
         optimizer.step()
     assert all(map(torch.equal, weights(model), weights(twin)))
     assert_same_state(optimizer.state_dict()["state"], reference.state_dict()["state"])
 
 
 def test_interrupted_planning_is_repeated() -> None:
-    """Planning happens at the first step and after the state was replaced from outside."""
+    """A step makes a plan if it is the first one or if the state was replaced from outside."""
     for steps in (0, 3):
         _, reference = start("default", steps=steps)
         reference.step()
@@ -390,7 +390,7 @@ def test_interrupted_planning_is_repeated() -> None:
         assert repeated > 4
 
 
-def test_an_incomplete_plan_is_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_incomplete_plan_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """After tensors were replaced, planning fails between its last two steps."""
     _, reference = start("default")
     reference.step()
@@ -409,7 +409,7 @@ def test_an_incomplete_plan_is_made_anew(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_complete_step_is_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C arrives while a complete step is settled: the next step updates all that is due."""
+    """Ctrl-C arrives while a complete step resets its progress. The next step does all its work."""
     twin, reference = start("default")
     model, optimizer = start("default")
     settle = Progress.settle

@@ -1,3 +1,5 @@
+"""Gradients that are not finite: each value of the option, warnings, and extreme numbers."""
+
 from __future__ import annotations
 
 import copy
@@ -41,7 +43,7 @@ def blocks(optimizer: Any, p: Tensor) -> dict[str, Any]:
 def test_zero_discards_one_bad_gradient(
     bad: float, when: int, which: int, device: torch.device
 ) -> None:
-    """Its G̃ is zero and its statistics do not change; other parameters are not affected."""
+    """G̃ becomes zero and the statistics do not change. Other parameters are not affected."""
     params, optimizer = build(device)
     twins, reference = build(device)
     for t in range(5):

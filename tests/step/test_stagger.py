@@ -1,3 +1,5 @@
+"""With ``stagger``, blocks are updated and refreshed at different steps."""
+
 from __future__ import annotations
 
 import copy
@@ -25,7 +27,7 @@ def test_every_block_runs_the_papers_schedule_with_a_delay(update: int, refresh:
     longest = max(update, refresh)
     delays = [delay(config, turn) for turn in TURNS]
     assert delays[::2] == sorted(set(delays[::2]))
-    assert delays[1::2] == [first + 2 for first in delays[::2]]  # L's refresh comes before R
+    assert delays[1::2] == [first + 2 for first in delays[::2]]  # L is refreshed before R
     assert delays[0] == 0
     assert delays[-2] < longest
     for turn, lag in zip(TURNS, delays, strict=True):
@@ -55,7 +57,8 @@ def test_blocks_of_a_turn_have_similar_orders_unless_there_are_few(
     groups = grouping.make_groups(members, torch.device("cpu"))
     phases = {s.member: s.phase for group in groups for s in group.spans}
     numbers = [round(phases[i] * len(set(phases.values()))) for i in range(len(orders))]
-    # Four of 96 fill a batch; 70 is close to the fifth. 20 and 8 differ from 40, but all are small.
+    # Four blocks of order 96 fill a batch. The fifth joins those of order 70, which is close. 20
+    # and 8 are not close to 40, but these blocks are too small for a second batch.
     assert numbers == [0] * 4 + [1] * 3 + [2] * 4
 
 
@@ -85,9 +88,9 @@ def feed(params: list[Tensor], t: int, only: set[int] | None = None) -> None:
 
 @pytest.mark.usefixtures("small_batches")
 def test_statistics_match_a_run_that_starts_later() -> None:
-    """A block with delay d has the state that an unstaggered block has d steps earlier.
+    """A block with delay d has the state that an unstaggered block had d steps earlier.
 
-    The states are bitwise equal on the CPU; on a GPU, sums may round differently in another batch.
+    The states are bitwise equal on the CPU. On a GPU, sums may round differently in another batch.
     """
     device = torch.device("cpu")
     params, optimizer = build(True, device)

@@ -1,4 +1,4 @@
-"""Synthetic CIFAR-100 files."""
+"""Write synthetic CIFAR-100 files."""
 
 from __future__ import annotations
 

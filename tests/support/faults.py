@@ -1,4 +1,4 @@
-"""Injected faults: running out of memory, and Ctrl-C."""
+"""Inject faults: out-of-memory errors and Ctrl-C."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def interrupted_at(nth: int, where: str = SOURCES) -> Iterator[list[int]]:
         where: Path prefix of the sources; by default kronbit.
 
     Yields:
-        A list whose one element is the number of lines executed so far.
+        A list with one element, the number of lines executed so far.
     """
     count = [0]
 

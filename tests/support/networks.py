@@ -46,7 +46,7 @@ def backward(model: nn.Module, seed: int) -> Tensor:
 
 
 def run(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, first: int = 0) -> None:
-    """Run steps ``first`` to ``first + steps``. Data depends only on the number of the step."""
+    """Run ``steps`` steps, numbered from ``first``. The data of a step depends on its number."""
     for t in range(first, first + steps):
         optimizer.zero_grad()
         backward(model, t)

@@ -30,8 +30,8 @@ METHODS = [
 ]
 
 
-# Marks tests that are slow on a CPU, mostly because Triton interprets kernels there, and whose
-# property a faster test covers. A GPU runs all of them.
+# Marks tests that are slow on a CPU, mostly because Triton interprets kernels there. For each of
+# them, a faster test covers the same property. On a GPU, all of them run.
 slow = pytest.mark.slow
 
 

@@ -85,7 +85,7 @@ def packed_bytes(count: int, bits: int) -> int:
 def triangle_blocks(n: int, bits: int) -> tuple[int, list[tuple[int, range]]]:
     """Choose the smallest layout of a triangle: tiles of 32, tiles of 64, or rows.
 
-    Tiles of 64 must save one percent.
+    Tiles of 64 are chosen only if they save one percent.
 
     Returns:
         The length of a block, and (row, columns) of each block in order. Parts of a block may lie

@@ -24,29 +24,29 @@ from kronbit.linalg.orthogonal import Attempt
 EPSILON = 1e-4  # ε of the algorithm; absolute, unlike kronbit's damping
 
 
-def kept(**options: Any) -> Config:
+def side_config(**options: Any) -> Config:
     """Return options for the appendix's preconditioner: a plain sum that starts from zero."""
     return Config(beta=1.0, start=0.0, min_quantized_numel=0, **options)
 
 
 # Methods and storages of L and R. ``None`` is the unperturbed algorithm in float64.
-WAYS: dict[str, Config | None] = {
+SCHEMES: dict[str, Config | None] = {
     "exact": None,
-    "dense, 32 bits": kept(bits=32),
-    "naive, paper": kept(method="naive", storage="paper"),
-    "naive, compact": kept(method="naive", storage="compact"),
+    "dense, 32 bits": side_config(bits=32),
+    "naive, paper": side_config(method="naive", storage="paper"),
+    "naive, compact": side_config(method="naive", storage="compact"),
     # One QR iteration per update only approaches the eigenvectors, and a single Björck step leaves
-    # them too short. The first has only the former error, and the third has neither.
-    "eigen, 32 bits": kept(bits=32, method="eigen"),
-    "eigen, paper": kept(method="eigen", storage="paper"),
-    "eigen, paper, converged": kept(
+    # them too short. The first configuration has only the former error. The third has neither.
+    "eigen, 32 bits": side_config(bits=32, method="eigen"),
+    "eigen, paper": side_config(method="eigen", storage="paper"),
+    "eigen, paper, converged": side_config(
         method="eigen", storage="paper", update_rectify=4, qr_iterations=30
     ),
-    "eigen, compact": kept(method="eigen", storage="compact"),
-    "cholesky, paper": kept(method="cholesky", storage="paper"),
-    "cholesky, compact": kept(method="cholesky", storage="compact"),
-    "cholesky, compact, 3 bits": kept(bits=3, method="cholesky", storage="compact"),
-    "cholesky, compact, 8 bits": kept(bits=8, method="cholesky", storage="compact"),
+    "eigen, compact": side_config(method="eigen", storage="compact"),
+    "cholesky, paper": side_config(method="cholesky", storage="paper"),
+    "cholesky, compact": side_config(method="cholesky", storage="compact"),
+    "cholesky, compact, 3 bits": side_config(bits=3, method="cholesky", storage="compact"),
+    "cholesky, compact, 8 bits": side_config(bits=8, method="cholesky", storage="compact"),
 }
 
 
@@ -110,7 +110,7 @@ class Side:
             good, replaced = batch.update(X.float().unsqueeze(0), finite, config, Attempt(number))
             if bool(good):
                 break
-        assert bool(replaced)  # or the matrix would be that of the previous round
+        assert bool(replaced)  # otherwise the matrix is that of the previous round
         A = self._factors.method.matrix(self._factors.leaves(rows))[0].double()
         # The proofs need a symmetric matrix. Quantising row by row breaks the symmetry slightly;
         # the symmetric part is closer to J.

@@ -42,8 +42,8 @@ def sharp(alpha: float) -> float:
     """Return the bound on NRE that Lemma 1 (2) implies, for α ≤ √2. It is sharper than (1).
 
     For orthogonal V, ‖Δu‖² = 2 (1 - ⟨u, v⟩), so that β = α²/2; and ‖B + ΔB‖ = ‖B‖, so that
-    NRE² = 2 (1 - cos) ≤ 2 (1 - (1 - β)²) = 2 α² (1 - α²/4). The printed 2 α is √2 too large. (2)
-    needs 1 - β ≥ 0, which is α ≤ √2.
+    NRE² = 2 (1 - cos) ≤ 2 (1 - (1 - β)²) = 2 α² (1 - α²/4). The printed 2 α is √2 too large. Bound
+    (2) requires 1 - β ≥ 0, that is, α ≤ √2.
     """
     return math.sqrt(2) * alpha * math.sqrt(1 - alpha**2 / 4)
 
@@ -56,7 +56,7 @@ class Restored:
         alpha: α.
         beta: β.
         length: The mean of ‖v‖² over the columns.
-        skew: The largest |Vᵀ V - I|: zero if V is orthogonal, which the lemma asks for.
+        skew: The largest |Vᵀ V - I|. It is zero if V is orthogonal, as the lemma assumes.
         errors: By power s, (NRE, cosine) of (V Λ Vᵀ)^s.
     """
 

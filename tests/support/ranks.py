@@ -1,4 +1,4 @@
-"""Runs functions on several ranks, each of which is a process, for distributed tests."""
+"""Run functions on several ranks, each in a process, for distributed tests."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 SECONDS = 120  # time limit; ranks are slow on few cores
-# Ranks are forked from a process that has imported these modules, as torch takes seconds.
+# Ranks are forked from a process that has imported these modules, as importing torch takes seconds.
 _IMPORTED = [
     "torch.distributed.checkpoint",
     "torch.distributed.fsdp",
@@ -47,7 +47,8 @@ def run_on_ranks(
         The results of all ranks, in order.
 
     Raises:
-        AssertionError: If a rank fails or the time limit is exceeded; with the tracebacks of ranks.
+        AssertionError: If a rank fails or the time limit is exceeded. The message has the
+            tracebacks of all ranks.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -81,7 +82,7 @@ def run_on_ranks(
                     break
                 continue
             (results if good else failed)[rank] = answer
-            if failed:  # the others may wait for it
+            if failed:  # other ranks may wait for the failed one
                 end = min(end, time.monotonic() + 5)
     finally:
         for process in processes:
@@ -97,7 +98,7 @@ def run_on_ranks(
 
 
 def _files_of(*values: Any) -> dict[str, str]:
-    """Return the files of test modules by name, as they are not on the ``sys.path`` of ranks."""
+    """Return the files of test modules by name. Ranks do not have them on their ``sys.path``."""
     names = {value.__module__ for value in values if isinstance(value, FunctionType)}
     return {name: sys.modules[name].__file__ for name in names if name.startswith("tests.")}
 
@@ -138,7 +139,7 @@ def _script(rank: int, script: str, arguments: tuple[str, ...]) -> str:
 
 
 def in_turn(rank: int, *functions: Callable[[int], Any]) -> list[Any]:
-    """Call several functions on the same ranks, as starting processes takes longer than most."""
+    """Call several functions on the same ranks, because starting ranks takes longer than most."""
     return [function(rank) for function in functions]
 
 

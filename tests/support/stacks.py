@@ -18,7 +18,7 @@ def stack(n: int, rows: int, config: Config, device: torch.device | str = "cpu")
     return Factors(n, rows, config.format(n), config.damping, device)
 
 
-def everything(factors: Factors) -> slice:
+def all_rows(factors: Factors) -> slice:
     return slice(0, factors.rows)
 
 
@@ -31,12 +31,12 @@ def all_trusted(factors: Factors) -> Tensor:
 def update(
     factors: Factors, M: Tensor, trusted: Tensor, config: Config, rows: slice | None = None
 ) -> int:
-    """Update rows as the preconditioner does: rows that fail are repeated by the last repair.
+    """Update rows as the preconditioner does. Rows that fail are updated again by the last repair.
 
     Returns:
         The number of refused rows.
     """
-    rows = everything(factors) if rows is None else rows
+    rows = all_rows(factors) if rows is None else rows
     good, replaced = Batch([(factors, rows)]).update(M.clone(), trusted, config)
     count = int((trusted & good & ~replaced).sum())
     for i, repeat in enumerate((trusted & ~good).tolist()):
@@ -50,8 +50,8 @@ def update(
 
 
 def refresh(factors: Factors, config: Config, rows: slice | None = None) -> list[bool]:
-    """Refresh roots and return for each row if it was replaced."""
-    replaced = Batch([(factors, everything(factors) if rows is None else rows)]).refresh(config)
+    """Refresh roots. Return a list with True for each row whose root was replaced."""
+    replaced = Batch([(factors, all_rows(factors) if rows is None else rows)]).refresh(config)
     return list(replaced.tolist())
 
 

@@ -1,4 +1,4 @@
-"""The paper's convergence appendix: regret of Shampoo with perturbations that kronbit makes."""
+"""The paper's convergence appendix: regret of Shampoo under kronbit's perturbations."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from support.numerics import slow
 from support.perturbed_shampoo import (
     EPSILON,
-    WAYS,
+    SCHEMES,
     Outcome,
     Problem,
     Side,
@@ -45,7 +45,7 @@ def problem(name: str) -> Problem:
 @cache
 def run(name: str, scheme: str) -> Outcome:
     case = problem(name)
-    return perturbed_shampoo(case, WAYS[scheme], case.natural_rate())
+    return perturbed_shampoo(case, SCHEMES[scheme], case.natural_rate())
 
 
 EVERY_PROBLEM = pytest.mark.parametrize("name", MAKERS)
@@ -70,10 +70,10 @@ LARGEST_ERROR = {
 }
 
 
-@pytest.mark.parametrize("scheme", [scheme for scheme in WAYS if scheme != "exact"])
+@pytest.mark.parametrize("scheme", [scheme for scheme in SCHEMES if scheme != "exact"])
 def test_the_perturbation_is_small_and_adds_up_to_rho(scheme: str) -> None:
     """L_t = g(J_t) is near J_t, and ρ_t is the sum of distances: a large ρ would hide errors."""
-    side = Side(64, WAYS[scheme])
+    side = Side(64, SCHEMES[scheme])
     rho, worst = 0.0, 0.0
     torch.manual_seed(0)
     for _ in range(30):
@@ -90,7 +90,7 @@ def test_the_perturbation_is_small_and_adds_up_to_rho(scheme: str) -> None:
 @slow
 def test_most_of_the_eigen_methods_perturbation_is_not_quantisation() -> None:
     """One QR iteration cannot follow the eigenvectors of gradients that change this much."""
-    rho = {scheme: run("linear", scheme).left.rho for scheme in WAYS if "eigen" in scheme}
+    rho = {scheme: run("linear", scheme).left.rho for scheme in SCHEMES if "eigen" in scheme}
     assert rho["eigen, 32 bits"] > 0.7 * rho["eigen, paper"]
     assert rho["eigen, paper, converged"] < 0.7 * rho["eigen, paper"]
 
@@ -106,7 +106,7 @@ class Shifted(Side):
 
 def test_the_printed_error_term_is_nearly_attained() -> None:
     """B_t = 2 ρ_t I + Σ X_t if errors only add; without gradients, tr(L̂^¼) = m (ε + 2 ρ)^¼."""
-    side = Shifted(8, WAYS["dense, 32 bits"])
+    side = Shifted(8, SCHEMES["dense, 32 bits"])
     for _ in range(1000):
         side.add(torch.zeros(8, 8, dtype=torch.float64))
     assert side.rho == pytest.approx(10.0)
@@ -125,7 +125,7 @@ def least_eigenvalue(A: Tensor) -> float:
 @pytest.mark.parametrize("scheme", PERTURBED)
 def test_accumulated_errors_keep_preconditioners_in_order(scheme: str) -> None:
     """B_t = ρ_t I + L_t: B_{t-1} + X_t ⪯ B_t, and Σ X ⪯ B_t ⪯ 2 ρ_t I + Σ X."""
-    side = Side(64, WAYS[scheme])
+    side = Side(64, SCHEMES[scheme])
     before, without, negative = side.perturbed, 0.0, 0.0
     eye = torch.eye(64, dtype=torch.float64)
     torch.manual_seed(0)
@@ -242,12 +242,12 @@ def test_regret_is_bounded(name: str, scheme: str) -> None:
 @pytest.mark.parametrize("times", [0.1, 4.0])
 def test_regret_is_bounded_for_other_rates(times: float) -> None:
     case = problem("logistic")
-    outcome = perturbed_shampoo(case, WAYS["cholesky, compact"], times * case.natural_rate())
+    outcome = perturbed_shampoo(case, SCHEMES["cholesky, compact"], times * case.natural_rate())
     assert 0 < outcome.regret <= outcome.first_link <= outcome.bound
 
 
 @EVERY_SCHEME
-def test_the_first_link_is_an_equation_for_linear_losses(scheme: str) -> None:
+def test_the_first_link_is_an_equality_for_linear_losses(scheme: str) -> None:
     """For linear losses, the link is exact up to the term that the proof drops."""
     outcome = run("linear", scheme)
     exact = outcome.first_link - outcome.left_over / (2 * outcome.eta)
@@ -265,7 +265,7 @@ def test_the_bound_is_tight_for_one_weight() -> None:
 def test_the_bound_is_fairly_tight_for_a_few_quantised_weights(scheme: str) -> None:
     """The bound is tight enough that a missing factor (r, the gradients' term) breaks the test."""
     case = linear_losses(4, 4, 2, 20)
-    outcome = perturbed_shampoo(case, WAYS[scheme], case.natural_rate())
+    outcome = perturbed_shampoo(case, SCHEMES[scheme], case.natural_rate())
     assert min(outcome.left.rho, outcome.right.rho) > 0.1
     assert outcome.regret <= outcome.bound < 30 * outcome.regret
     assert outcome.moved > 0.04 * outcome.farthest**2 * outcome.trace
@@ -292,7 +292,7 @@ def test_the_bound_is_loose_for_many_weights(scheme: str) -> None:
             assert 1 < side.error_trace() / side.exact_trace() < 10
 
 
-# ---------------------------------------------------------------- what is printed about η and D
+# ------------------------------------------------------------------------- the printed η and D
 
 
 def test_the_printed_rate_is_right_where_the_start_is_farthest() -> None:
@@ -307,7 +307,7 @@ def test_the_printed_rate_is_right_where_the_start_is_farthest() -> None:
 
 
 def test_the_printed_rate_need_not_exist() -> None:
-    """D is the largest distance of a run, which depends on η: η = D / √(2r) is an equation.
+    """D is the largest distance of a run, which depends on η, so η = D / √(2r) is an equation.
 
     Gradients of linear losses do not depend on W, so that W_t = η S_t, and D / η is the largest
     ‖S_t - W* / η‖: a convex function of 1 / η. Its minimum is above √(2r), so no η solves it.

@@ -1,6 +1,6 @@
 """The paper's lemmas and proposition on quantised preconditioners, tested on float64 matrices.
 
-Lemma 1 is also tested on eigenvectors that went through kronbit's quantiser and Björck's steps.
+Lemma 1 is also tested on eigenvectors that kronbit quantises and rectifies.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def test_lemma_1_is_tight_up_to_a_factor(angle: float) -> None:
 
 
 def test_the_sharp_bound_is_for_small_alpha() -> None:
-    """Vectors of opposite sign make the same matrix, and have a negative 1 - β."""
+    """Vectors of opposite sign give the same matrix, although 1 - β is negative."""
     U, lam = torch.eye(3).double(), torch.tensor([1.0, 2.0, 5.0]).double()
     V = torch.stack([-U[0], U[2], U[1]], 1)
     alpha, beta = alpha_beta(V, U)
@@ -85,7 +85,7 @@ def test_the_sharp_bound_is_for_small_alpha() -> None:
 
 
 def test_errors_depend_on_the_spectrum_though_the_bounds_do_not() -> None:
-    """The paper calls the errors independent of Λ and s; its lemma proves it of the bounds only."""
+    """The paper calls errors independent of Λ and s. Its lemma proves this only for the bounds."""
     statistic = synthetic_matrix(64)
     V = restored_vectors(statistic, Quantizer(), 4)
     errors = []
@@ -111,7 +111,7 @@ def test_lemma_1_on_quantised_eigenvectors(mapping: str, bits: int) -> None:
         assert error <= sharp(full.alpha) < full.nre_bound
         assert cos >= full.cosine_bound
     assert full.beta == pytest.approx(full.alpha**2 / 2, abs=1e-5)
-    # The lemma does not apply if V is not orthogonal: the power acts on its lengths and angles too.
+    # The lemma does not apply if V is not orthogonal, as powers change its lengths and angles too.
     for result in (plain, once):
         assert not result.orthogonal
         assert result.errors[-0.25][0] < result.nre_bound

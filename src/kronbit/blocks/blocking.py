@@ -29,41 +29,33 @@ class Block:
     n: int
 
 
-@dataclass(frozen=True)
-class Run:
-    """``count`` neighbouring pieces of one size along a side, from piece number ``piece`` on."""
-
-    piece: int
-    start: int
-    size: int
-    count: int
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # ranges of different steps may be equal
 class Grid:
-    """A grid of ``matrices`` x ``rows.count`` x ``columns.count`` blocks of one shape.
+    """A grid of ``matrices`` x ``len(rows)`` x ``len(columns)`` blocks of one shape.
 
     Attributes:
         matrices: E, the number of stacked matrices.
-        rows: The pieces of the rows.
-        columns: The pieces of the columns.
-        pieces: Number of pieces of all rows and of all columns of the matrix.
+        rows: The first row of each block row; its step is m.
+        columns: The first column of each block column; its step is n.
+        first: Numbers of the first block row and of the first block column in a matrix.
+        total: Numbers of block rows and block columns of a matrix, in all of its grids.
     """
 
     matrices: int
-    rows: Run
-    columns: Run
-    pieces: tuple[int, int]
+    rows: range
+    columns: range
+    first: tuple[int, int]
+    total: tuple[int, int]
 
     @property
     def shape(self) -> tuple[int, int]:
         """(m, n) of each block."""
-        return self.rows.size, self.columns.size
+        return self.rows.step, self.columns.step
 
     @property
     def dims(self) -> tuple[int, int, int]:
         """Numbers of matrices, block rows and block columns."""
-        return self.matrices, self.rows.count, self.columns.count
+        return self.matrices, len(self.rows), len(self.columns)
 
     def __len__(self) -> int:
         return math.prod(self.dims)
@@ -72,11 +64,9 @@ class Grid:
         """Yield the blocks in the order of ``view_blocks``."""
         m, n = self.shape
         for e in range(self.matrices):
-            for i in range(self.rows.count):
-                for j in range(self.columns.count):
-                    block_row = e * self.pieces[0] + self.rows.piece + i
-                    index = block_row * self.pieces[1] + self.columns.piece + j
-                    row, column = self.rows.start + i * m, self.columns.start + j * n
+            for i, row in enumerate(self.rows, self.first[0]):
+                for j, column in enumerate(self.columns, self.first[1]):
+                    index = (e * self.total[0] + i) * self.total[1] + j
                     yield Block(index, e, row, column, m, n)
 
 
@@ -115,13 +105,13 @@ def cut(length: int, max_order: int, split: str) -> list[int]:
     return [size] * whole + ([rest] if rest else [])
 
 
-def _runs(sizes: Sequence[int]) -> list[Run]:
-    runs, piece, start = [], 0, 0
-    for size, group in groupby(sizes):
-        count = len(list(group))
-        runs.append(Run(piece, start, size, count))
-        piece, start = piece + count, start + count * size
-    return runs
+def _runs(sizes: Sequence[int]) -> Iterator[tuple[int, range]]:
+    """Yield runs of equal pieces: the number of the first piece, and where each piece starts."""
+    number = start = 0
+    for size, run in groupby(sizes):
+        count = len(list(run))
+        yield number, range(start, start + count * size, size)
+        number, start = number + count, start + count * size
 
 
 @lru_cache(maxsize=4096)
@@ -152,21 +142,21 @@ def route(shape: tuple[int, ...], config: Config) -> Blocking | str:
     M, N = sides[0], math.prod(sides[1:])
     parts = {"rows": [M], "columns": [N]}
     if config.split_sizes is not None:
-        total = sum(config.split_sizes)
-        if total not in (M, N):
+        size = sum(config.split_sizes)
+        if size not in (M, N):
             raise ValueError(
-                f"split_sizes {config.split_sizes} sums up to {total}, but a parameter of shape "
+                f"split_sizes {config.split_sizes} sums up to {size}, but a parameter of shape "
                 f"{shape} is a matrix of {M} rows and {N} columns: put parameters that are not "
                 "stacked into another param group"
             )
-        parts["rows" if total == M else "columns"] = list(config.split_sizes)
+        parts["rows" if size == M else "columns"] = list(config.split_sizes)
     rows, columns = (
         [size for part in side for size in cut(part, config.max_order, config.split)]
         for side in parts.values()
     )
-    pieces = len(rows), len(columns)
+    total = len(rows), len(columns)
     return Blocking(
         (E, M, N),
-        tuple(Grid(E, r, c, pieces) for r in _runs(rows) for c in _runs(columns)),
+        tuple(Grid(E, r, c, (i, j), total) for i, r in _runs(rows) for j, c in _runs(columns)),
         math.prod(shape[2:]) if config.batch_dims == 0 and shape[0] == M else 1,
     )

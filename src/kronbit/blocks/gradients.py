@@ -7,7 +7,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import compress
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -17,6 +17,10 @@ from kronbit.blocks.groups import Group, Member, Span
 from kronbit.config import Config
 
 _REAL = {torch.float32, torch.bfloat16, torch.float16, torch.float64}
+# Rows of a group that are one strided view of a gradient: the member, the grid, the blocks as
+# slices of the grid, and the same blocks as a slice of a stack of the requested rows.
+Piece: TypeAlias = tuple[int, Grid, tuple[slice, ...], slice]
+
 _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}  # by the number of axes
 
 
@@ -70,29 +74,10 @@ def overlaps_itself(grad: Tensor) -> bool:
 def view_blocks(grid: Grid, matrices: Tensor) -> Tensor:
     """Return a view (*dims, m, n) of the blocks of a tensor (E, M, N)."""
     rows, columns = grid.rows, grid.columns
-    piece = matrices[:, rows.start : rows.start + rows.count * rows.size]
-    piece = piece[:, :, columns.start : columns.start + columns.count * columns.size]
-    piece = piece.unflatten(2, (columns.count, columns.size))
-    view: Tensor = piece.unflatten(1, (rows.count, rows.size)).transpose(2, 3)
+    part = matrices[:, rows.start : rows.stop, columns.start : columns.stop]
+    part = part.unflatten(2, (len(columns), columns.step))
+    view: Tensor = part.unflatten(1, (len(rows), rows.step)).transpose(2, 3)
     return view
-
-
-class Piece(NamedTuple):
-    """Rows of a group that are one strided view of a gradient.
-
-    Attributes:
-        member: The member that has the gradient.
-        grid: The grid of the blocks.
-        box: The blocks, as slices of the grid.
-        target: The blocks, as a slice of a stack of the requested rows.
-        dims: Number of blocks along each axis of the grid.
-    """
-
-    member: int
-    grid: Grid
-    box: tuple[slice, ...]
-    target: slice
-    dims: list[int]
 
 
 class GradientBlocks:
@@ -114,16 +99,16 @@ class GradientBlocks:
         """Return G, the blocks of some rows, as a new float32 stack (rows, m, n)."""
         shape = (rows.stop - rows.start, *group.shape)
         stack = torch.empty(shape, dtype=torch.float32, device=group.owner.device)
-        for member, grid, box, target, dims in _pieces(group, rows):
+        for member, grid, box, target in _pieces(group, rows):
             view = view_blocks(grid, self._matrices(member))[box]
-            stack[target].view(*dims, *group.shape).copy_(view)
+            stack[target].view(view.shape).copy_(view)
         return stack
 
     def scatter(self, group: Group, rows: slice, stack: Tensor) -> None:
         """Write a stack into the gradients, in their dtype."""
-        for member, grid, box, target, dims in _pieces(group, rows):
+        for member, grid, box, target in _pieces(group, rows):
             view = view_blocks(grid, self._matrices(member, to_write=True))[box]
-            values = stack[target].view(*dims, *group.shape)
+            values = stack[target].view(view.shape)
             if view.dtype == torch.float16:
                 # G̃ has the norm of G, but one of its elements may exceed float16's range: saturate.
                 values = values.clamp(-65504.0, 65504.0)
@@ -156,7 +141,7 @@ class GradientBlocks:
 
 
 def _pieces(group: Group, rows: slice) -> tuple[Piece, ...]:
-    """Return the strided views of gradients that hold some rows; computed once."""
+    """Return the pieces of gradients that hold some rows; computed once."""
     key = rows.start, rows.stop
     if key not in group.pieces:
         group.pieces[key] = tuple(_cut(group.spans, *key))
@@ -172,9 +157,8 @@ def _cut(spans: Sequence[Span], first: int, last: int) -> Iterator[Piece]:
         offset = span.first - span.start
         start, stop = max(first, span.start) + offset, min(last, span.stop) + offset
         for box in boxes(span.grid.dims, start, stop):
-            dims = [side.stop - side.start for side in box]
-            count = math.prod(dims)
-            yield Piece(span.member, span.grid, box, slice(row, row + count), dims)
+            count = math.prod(side.stop - side.start for side in box)
+            yield span.member, span.grid, box, slice(row, row + count)
             row += count
 
 

@@ -24,7 +24,7 @@ from kronbit.blocks.groups import Due, Member
 from kronbit.config import Config
 from kronbit.factors import Factors
 from kronbit.gpu.measured import Measured
-from kronbit.gpu.product_precision import BF16X3, FLOAT32, HALF, _way
+from kronbit.gpu.product_precision import BF16X3, FLOAT32, HALF, _least_bits
 from kronbit.kernels import guard
 from kronbit.statistics import GradientStatistics
 from kronbit.statistics.gradients import _by_torch as gradients_by_torch
@@ -200,12 +200,12 @@ def test_precisions_change_with_hysteresis() -> None:
 
     def choices(before: int) -> list[int]:
         angles = (0.2, 0.4, 0.6, 10.0, 20.0)
-        return [_way(math.cos(math.radians(angle)), before) for angle in angles]
+        return [_least_bits(math.cos(math.radians(angle)), before) for angle in angles]
 
     assert choices(HALF) == [HALF, HALF, BF16X3, BF16X3, FLOAT32]
     assert choices(BF16X3) == [HALF, BF16X3, BF16X3, BF16X3, FLOAT32]
     assert choices(FLOAT32) == [HALF, BF16X3, BF16X3, FLOAT32, FLOAT32]
-    assert _way(math.nan, HALF) == FLOAT32
+    assert _least_bits(math.nan, HALF) == FLOAT32
 
 
 # Some blocks of order 70 are read wide. Others begin and end between the taps of an input.

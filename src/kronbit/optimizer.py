@@ -217,9 +217,12 @@ class SecondOrder(Around):
             with self._statistics.matrices(plan.params, planned, whole.grads) as matrices:
                 dtypes = whole.dtypes if matrices is whole.grads else plain_dtypes(matrices)
                 plan.measure(matrices, dtypes, self._guards, self.config)
-                if self.config.nonfinite == "raise":
-                    refuse_nonfinite(plan.devices, self._ranks.any_rank, self._groups.name)
-                yield plan
+                try:
+                    if self.config.nonfinite == "raise":
+                        refuse_nonfinite(plan.devices, self._ranks.any_rank, self._groups.name)
+                    yield plan
+                finally:
+                    plan.release_gradients()
 
     def _replanned(self, present: Collection[Tensor]) -> StatePlan:
         """Lay out all state anew: values that the state holds are copied, the rest starts fresh."""

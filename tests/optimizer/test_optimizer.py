@@ -8,16 +8,18 @@ import pickle
 import warnings
 import weakref
 from collections import defaultdict
+from contextlib import nullcontext
 from copy import deepcopy
 from typing import Any
 
 import pytest
 import torch
+from support.layers import sgd
 from support.networks import FAST, assert_same_state, backward, network, run, same, weights
 from support.numerics import no_host_sync, relative_error
 from torch import Tensor, nn
 
-from kronbit import Shampoo
+from kronbit import KFAC, Shampoo
 from kronbit.factors import Factors
 from kronbit.state.binding import blocks_of
 
@@ -561,3 +563,26 @@ def test_old_stacks_are_freed_without_a_garbage_collection() -> None:
         assert former() is None
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("algorithm", [Shampoo, KFAC])
+@pytest.mark.parametrize("nonfinite", ["zero", "raise"])
+def test_no_gradient_outlives_its_step(
+    algorithm: Any, nonfinite: str, device: torch.device
+) -> None:
+    """Gradients that the optimizer holds on to would add their size to the next backward pass."""
+    model = network(device)
+    base, extra = sgd(model, lr=1e-3), {"model": model} if algorithm is KFAC else {}
+    optimizer = algorithm(base, nonfinite=nonfinite, **FAST, **extra)
+    for t in range(6):
+        backward(model, t)
+        grads = [p.grad for p in model.parameters() if p.grad is not None]
+        if t == 5:
+            grads[0].fill_(torch.nan)
+        references = [weakref.ref(grad) for grad in grads]
+        del grads
+        refused = nonfinite == "raise" and t == 5
+        with pytest.raises(FloatingPointError) if refused else nullcontext():
+            optimizer.step()
+        optimizer.zero_grad()
+        assert not any(reference() is not None for reference in references), t

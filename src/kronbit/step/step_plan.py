@@ -269,7 +269,17 @@ class StepPlan:
             device = part.stacks.device
             if device not in guards:
                 guards[device] = NonfiniteGuard(device, config)
-            part.measured = guards[device].measure(part.pick(grads), part.sizes, part.taps, dtypes)
+        measured = [
+            guards[part.stacks.device].measure(part.pick(grads), part.sizes, part.taps, dtypes)
+            for part in self.devices
+        ]
+        for part, gradients in zip(self.devices, measured, strict=True):
+            part.measured = gradients
+
+    def release_gradients(self) -> None:
+        """Drop the gradients: the plan outlives the step, and ``zero_grad`` must free them."""
+        for device in self.devices:
+            del device.measured
 
     def settle(self) -> None:
         """Forget the progress of the step, which counts now."""

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor
 
-from kronbit.linalg.torch_backend import multiply
+from kronbit.linalg.backend import Backend
 
 _GRAFT_FLOOR = 1e-12
 
@@ -45,7 +45,8 @@ def combine(rule: Rule, L: Tensor, G: Tensor, R: Tensor) -> Tensor:
     """Return Ĝ for stacks L̂ (k, m, m), G (k, m, n), R̂ (k, n, n), by torch."""
     X = G
     for step in rule:
-        X = multiply(X, R, multiply(L, X) if step.left else None) if step.right else multiply(L, X)
+        left = Backend.multiply(L, X) if step.left else None
+        X = Backend.multiply(X, R, left) if left is None or step.right else left
     return X
 
 

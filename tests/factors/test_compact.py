@@ -16,7 +16,7 @@ from kronbit.config import Config
 from kronbit.factors import make_method
 from kronbit.factors.storage import CompactStorage
 from kronbit.kernels import guard
-from kronbit.linalg.torch_backend import from_lower_tiles, lower_tiles
+from kronbit.linalg.backend import from_lower_tiles, lower_tiles
 from kronbit.quantization import Quantizer
 from kronbit.quantization.reference import unpack
 

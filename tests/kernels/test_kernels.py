@@ -21,11 +21,10 @@ from torch.nn import functional
 from kronbit import Shampoo
 from kronbit.gpu.product_precision import HALF
 from kronbit.kernels import guard
-from kronbit.linalg.backend import backend
+from kronbit.linalg.backend import backend, padded_by_identity
 from kronbit.linalg.orthogonal import orthogonality_error, shifted_cholesky_qr
 from kronbit.linalg.products import multiply, operand
 from kronbit.linalg.roots import power_iteration
-from kronbit.linalg.torch_backend import padded_by_identity
 from kronbit.quantization import Quantizer
 
 pytest.importorskip("triton")

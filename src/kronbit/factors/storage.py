@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from kronbit.config import Format
-from kronbit.linalg.backend import Operand, backend
-from kronbit.linalg.torch_backend import joined, tile_count
+from kronbit.linalg.backend import Operand, backend, joined, tile_count
 from kronbit.quantization import Quantizer, reference
 
 # The tensors of a stack by name. Every one has the rows of the stack as its first axis.

@@ -45,11 +45,6 @@ def _trial(device: torch.device) -> str | None:
     return None
 
 
-def has_kernels(device: torch.device) -> bool:
-    """True if kernels are used for tensors on a device."""
-    return why_not(device) is None
-
-
 @cache
 def processors(device: torch.device) -> int:
     """Return the number of multiprocessors: programs that run side by side."""

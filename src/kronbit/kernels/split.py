@@ -267,12 +267,12 @@ def _launch_split(
     launch(_split_kernel, (-(-sides[0] // _ROWS), len(X)), *tensors, *numbers, **constants)
 
 
-def scale_rows(x: Split, factors: Tensor, largest: Tensor) -> Split:
+def scale_rows(X: Split, factors: Tensor, largest: Tensor) -> Split:
     """Return diag(factors) X for non-negative factors (k, rows), and a nearly orthogonal X."""
-    out = empty_split(len(x.hi), x.rows, x.columns, x.hi.device)
-    sides = x.hi.shape[1:]
-    tensors = *x[:3], factors.contiguous(), largest, *out[:3]
-    launch(_scale_kernel, (-(-sides[0] // _ROWS), len(x.hi)), *tensors, x.rows, *sides, ROWS=_ROWS)
+    out = empty_split(len(X.hi), X.rows, X.columns, X.hi.device)
+    sides = X.hi.shape[1:]
+    tensors = *X[:3], factors.contiguous(), largest, *out[:3]
+    launch(_scale_kernel, (-(-sides[0] // _ROWS), len(X.hi)), *tensors, X.rows, *sides, ROWS=_ROWS)
     return out
 
 

@@ -1,20 +1,21 @@
-"""The choice between torch and kernels for the math on factors, made only here.
+"""The backends of the math on factors: torch, and Triton kernels that compute the same.
 
-``torch_backend`` is the contract, on every device. ``triton_backend`` computes the same with Triton
-kernels. Both are modules with the functions of ``Backend``.
+``Backend`` is the contract, in pure torch, on every device. Only this module chooses between the
+two.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from collections.abc import Iterator, Sequence
+from functools import cache
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 import torch
 from torch import Tensor
 
-from kronbit.kernels.guard import has_kernels
+from kronbit.kernels import guard
 from kronbit.kernels.polynomial import Polynomial
-from kronbit.linalg import torch_backend
+from kronbit.quantization import reference
 
 if TYPE_CHECKING:
     from kronbit.kernels.cholesky import Chain
@@ -24,30 +25,50 @@ if TYPE_CHECKING:
 # kernels, its two float16 parts. Transposed by ``.mT``; in float32 by ``.float()``.
 Operand: TypeAlias = "Tensor | Split"
 
+_TINY = 16
 
-class Backend(Protocol):
-    """Functions on stacks of float32 matrices on one device.
 
-    Q and D quantise and restore; R is the mapping of the quantiser, b its bits.
+class Backend:
+    """Functions on stacks of float32 matrices on one device, in torch.
+
+    Q and D quantise and restore, with the ``bits`` (below 32), ``mapping`` and ``block_size`` of the
+    quantiser.
 
     Attributes:
         by_kernels: True if kernels do the work. Then operands are copies of the matrices, which may
             be overwritten, and rows of different orders may share a launch.
     """
 
-    by_kernels: bool
+    by_kernels: ClassVar[bool] = False
 
-    def operand(self, X: Tensor, bound: Tensor | float | None = None) -> Operand:
+    @staticmethod
+    def operand(X: Tensor, bound: Tensor | float | None = None) -> Operand:
         """See ``products.operand``."""
+        return X
 
+    @staticmethod
     def multiply(
-        self, A: Any, B: Any, C: Tensor | None = None, alpha: float = 1.0, beta: float = 1.0, *,
+        A: Any, B: Any, C: Tensor | None = None, alpha: float = 1.0, beta: float = 1.0, *,
         symmetric: bool = False, triangular: bool = False, out: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """See ``products.multiply``."""
+        if A.dtype == torch.float32 and max(*A.shape[1:], B.shape[-1]) < _TINY:
+            # On CPUs, products of tiny matrices depend on their position in memory, and so on the
+            # batch. In float64, the difference is below float32's last bit.
+            wide = Backend.multiply(
+                A.double(), B.double(), None if C is None else C.double(), alpha, beta
+            )
+            return wide.float() if out is None else out.copy_(wide)
+        if C is None:
+            product = torch.bmm(A, B) if out is None else torch.bmm(A, B, out=out)
+            return product if alpha == 1 else product.mul_(alpha)
+        if out is None:
+            return torch.baddbmm(C, A, B, beta=beta, alpha=alpha)
+        return torch.baddbmm(C, A, B, beta=beta, alpha=alpha, out=out)
 
+    @staticmethod
     def compose(
-        self, A: Any, B: Any, C: Any = None, alpha: float = 1.0, beta: float = 1.0, *,
+        A: Any, B: Any, C: Any = None, alpha: float = 1.0, beta: float = 1.0, *,
         symmetric: bool = False, bound: Tensor | None = None,
     ) -> Operand:  # fmt: skip
         """Multiply and add as ``multiply`` does; the result is an operand of the next product.
@@ -55,69 +76,102 @@ class Backend(Protocol):
         C may be an operand stored by rows. No element of the result is much larger than ``bound``:
         (k,), or 1 for all matrices.
         """
+        return Backend.multiply(A, B, C, alpha, beta)
 
-    def scale_rows(self, X: Any, factors: Tensor, largest: Tensor) -> Operand:
-        """Return diag(factors) X.
+    @staticmethod
+    def scale_rows(X: Any, factors: Tensor, largest: Tensor) -> Operand:
+        """Return diag(factors) X for X (k, n, n), nearly orthogonal, by rows.
 
-        Args:
-            X: (k, n, n), nearly orthogonal, by rows.
-            factors: (k, n), not negative.
-            largest: (k,), the largest factor of each matrix.
+        ``factors``, (k, n), are not negative; ``largest``, (k,), is the largest of each matrix.
         """
+        scaled: Tensor = X * factors.unsqueeze(-1)
+        return scaled
 
-    def correction(self, Q: Any) -> tuple[Operand, Tensor]:
+    @staticmethod
+    def correction(Q: Any) -> tuple[Operand, Tensor]:
         """Return the factor that squares the error of a nearly orthonormal Q: Q ← Q (I - U).
 
         With QᵀQ = I + E and U + Uᵀ = E, the Gram matrix of Q (I - U) is I + O(E²). U is the upper
         triangle of E with its diagonal halved, so Q (I - U) still comes from a QR decomposition.
-
-        Args:
-            Q: (k, m, n), by rows.
+        Q is (k, m, n), by rows.
 
         Returns:
             I - U, and (k, parts) that add up to the squared elements of E on and above its
             diagonal.
         """
+        E = torch.bmm(Q.mT, Q)
+        E.diagonal(dim1=-2, dim2=-1).sub_(1)
+        U = E.triu_()
+        error = torch.linalg.vector_norm(U, dim=-1).square()
+        U.neg_().diagonal(dim1=-2, dim2=-1).mul_(0.5).add_(1)
+        return U, error
 
-    def normalise_columns(self, X: Tensor) -> Operand:
+    @staticmethod
+    def normalise_columns(X: Tensor) -> Operand:
         """Divide the columns of a contiguous stack by their lengths. Zero stays zero.
 
         The stack may be overwritten.
         """
+        return X.div_(nonzero(torch.linalg.vector_norm(X, dim=-2, keepdim=True)))
 
-    def column_dots(self, X: Tensor, Y: Tensor) -> Tensor:
+    @staticmethod
+    def column_dots(X: Tensor, Y: Tensor) -> Tensor:
         """Return the dot products of the columns of X and Y, (k, n). Y may be overwritten."""
+        return Y.mul_(X).sum(-2)
 
-    def norms(self, A: Tensor, least: int) -> tuple[Tensor, Tensor]:
+    @staticmethod
+    def norms(A: Tensor, least: int) -> tuple[Tensor, Tensor]:
         """Return ‖A‖_F of each matrix of a contiguous stack, and the next power of two; (k,).
 
         That power is 2 for a zero matrix, and no smaller than 2^least.
         """
+        # In float32, squares would overflow.
+        norm = torch.linalg.vector_norm(A, dim=(-2, -1), dtype=torch.float64)
+        exponent = torch.frexp(nonzero(norm)).exponent
+        return norm.float(), torch.exp2(exponent.clamp_(min=least).double()).float()
 
+    @staticmethod
     def add_ridge_(
-        self, A: Tensor, largest: Tensor, norm: Tensor, s: Tensor, ridge: float, least: float,
+        A: Tensor, largest: Tensor, norm: Tensor, s: Tensor, ridge: float, least: float,
         orders: Tensor | None = None,
     ) -> None:  # fmt: skip
         """Add a ridge to the diagonals of a contiguous stack (k, n, n); 1 for zero matrices.
 
         Args:
             A: The stack.
-            largest: (k,), eigenvalues of A / s.
+            largest: (k,), the largest eigenvalues of A / s.
             norm: (k,), of A.
-            s: (k,).
+            s: (k,), powers of two.
             ridge: The ridge, relative to the largest eigenvalue of A.
             least: The least ridge, relative to the norm.
             orders: int32 (k,), the orders before padding. Padding need not be touched.
         """
+        added = torch.maximum(largest * s * ridge, norm * least)
+        A.diagonal(dim1=-2, dim2=-1).add_(torch.where(norm == 0, 1.0, added).unsqueeze(-1))
 
-    def power_iteration(self, A: Tensor, factors: Tensor, steps: int, unscaled: int) -> Tensor:
+    @staticmethod
+    def power_iteration(A: Tensor, factors: Tensor, steps: int, unscaled: int) -> Tensor:
         """See ``roots.power_iteration``. ``unscaled`` steps run between two normalisations."""
+        start = A.diagonal(dim1=-2, dim2=-1).argmax(-1, keepdim=True)
+        # Use two equal vectors. Torch multiplies one matrix by a vector differently than several,
+        # but a result must not depend on the matrices that share the batch.
+        x = A.new_zeros(*A.shape[:-1], 2).scatter_(-2, start.unsqueeze(-1).expand(-1, 1, 2), 1.0)
+        for step in range(1, steps + 1):
+            x = torch.bmm(A, x) * factors[:, None, None]
+            if step % unscaled == 0:
+                x /= nonzero(torch.linalg.vector_norm(x, dim=-2, keepdim=True))
+        y = torch.bmm(A, x) * factors[:, None, None]
+        x, y = x[..., 0], y[..., 0]
+        return (x * y).sum(-1).abs_() / nonzero((x * x).sum(-1))
 
-    def room(self, k: int, n: int, device: torch.device) -> Tensor:
+    @staticmethod
+    def room(k: int, n: int, device: torch.device) -> Tensor:
         """Allocate float32 matrices (k, n, n) with enough storage for ``evaluate`` to work in."""
+        return torch.empty(k, n, n, dtype=torch.float32, device=device)
 
+    @staticmethod
     def evaluate(
-        self, polynomial: Polynomial, A: Tensor, s: Tensor, scale: Tensor,
+        polynomial: Polynomial, A: Tensor, s: Tensor, scale: Tensor,
         orders: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """Evaluate a polynomial of A / s.
@@ -133,11 +187,35 @@ class Backend(Protocol):
         Returns:
             (k, n, n); NaN where the check has failed; undefined beyond the orders.
         """
+        last_uses = polynomial.last_uses()
+        held = {0: A.div_(s[:, None, None])}
+        del A
+        good = torch.ones_like(scale, dtype=torch.bool)
+        for number, line in enumerate(polynomial.products, 1):
+            C = None if line.C is None else held[line.C]
+            result = Backend.multiply(held[line.A], held[line.B], C, line.alpha, line.beta)
+            result.diagonal(dim1=-2, dim2=-1).add_(line.diagonal)
+            held[number] = result
+            if number == polynomial.checked and C is not None:
+                C.diagonal(dim1=-2, dim2=-1).sub_(1)  # its last use
+                # A comparison with NaN is False.
+                good = (
+                    torch.linalg.vector_norm(C, ord=torch.inf, dim=(-2, -1)) < polynomial.tolerance
+                )
+            for operand in line.operands():
+                if last_uses[operand] == number:
+                    del held[operand]
+            del C
+        (result,) = held.values()
+        return result.mul_(scale.masked_fill(~good, torch.nan)[:, None, None])
 
-    def chain(self, device: torch.device, graphs: bool) -> Chain | None:
+    @staticmethod
+    def chain(device: torch.device, graphs: bool) -> Chain | None:
         """Return an object that launches repeated factorisations, as CUDA graphs if allowed."""
+        return None
 
-    def cholesky_(self, A: Tensor, chain: Chain | None = None) -> tuple[Tensor, Tensor]:
+    @staticmethod
+    def cholesky_(A: Tensor, chain: Chain | None = None) -> tuple[Tensor, Tensor]:
         """Return the lower triangular C with A = C Cᵀ.
 
         Args:
@@ -145,12 +223,15 @@ class Backend(Protocol):
             chain: Launches factorisations that are repeated, if kernels do them.
 
         Returns:
-            C: (k, n, n), zero above the diagonal.
-            good: bool (k,): False where a pivot was not positive. C is not usable there.
+            C, zero above the diagonal; and bool (k,), False where a pivot was not positive. C is
+            not usable there.
         """
+        C, info = torch.linalg.cholesky_ex(A)
+        return C, info == 0
 
+    @staticmethod
     def whitened(
-        self, X: Tensor, room: Tensor | None, least: float, limit: float, chain: Chain | None
+        X: Tensor, room: Tensor | None, least: float, limit: float, chain: Chain | None
     ) -> Operand:
         """Return X R⁻¹ with Rᵀ R = Xᵀ X, for X with columns of length 1; NaN where this fails.
 
@@ -166,46 +247,77 @@ class Backend(Protocol):
             limit: The largest element of R⁻¹ up to which one pass is enough.
             chain: Launches factorisations, if given.
         """
+        largest = _whiten_once_(X, least)
+        for row, enough in enumerate((largest <= limit).tolist()):  # False for NaN
+            if not enough:
+                alone = X[row : row + 1].clone()
+                _whiten_once_(alone, least)
+                X[row : row + 1] = alone
+        return X
 
-    def shifted(self, X: Tensor, room: Tensor | None, shift: float) -> Tensor:
+    @staticmethod
+    def shifted(X: Tensor, room: Tensor | None, shift: float) -> Tensor:
         """Whiten in one pass, with Rᵀ R = Xᵀ X + shift I."""
+        _whiten_once_(X, shift, always=True)
+        return X
 
+    @staticmethod
     def encode_rows(
-        self, X: Tensor, diagonal: bool, bits: int, mapping: str, block_size: int
+        X: Tensor, diagonal: bool, bits: int, mapping: str, block_size: int
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Q by rows: return codes, scales and diagonal of a stack, which may be overwritten.
 
         If ``diagonal`` is true, the diagonal is taken out, and zeros are quantised in its place.
         """
+        apart = X.diagonal(dim1=-2, dim2=-1).clone() if diagonal else None
+        if diagonal:
+            X.diagonal(dim1=-2, dim2=-1).zero_()
+        return *reference.quantize(X, bits, mapping, block_size), apart
 
+    @staticmethod
     def decode_rows(
-        self, codes: Tensor, scales: Tensor, diagonal: Tensor | None, bits: int, mapping: str,
+        codes: Tensor, scales: Tensor, diagonal: Tensor | None, bits: int, mapping: str,
         block_size: int,
     ) -> Tensor:  # fmt: skip
         """D by rows: return a new stack (k, n, n), with the given diagonal, if any."""
+        X = reference.dequantize(codes, scales, bits, mapping, block_size, codes.shape[-2])
+        if diagonal is not None:
+            X.diagonal(dim1=-2, dim2=-1).copy_(diagonal)
+        return X
 
+    @staticmethod
     def operand_of_rows(
-        self, stacks: Sequence[tuple[Tensor, Tensor]], order: int, bits: int, mapping: str,
+        stacks: Sequence[tuple[Tensor, Tensor]], order: int, bits: int, mapping: str,
         block_size: int,
     ) -> Operand:  # fmt: skip
-        """D by rows: return stacks as one operand, joined as by ``torch_backend.joined``."""
+        """D by rows: return stacks as one operand, joined as by ``joined``."""
+        return joined(
+            [Backend.decode_rows(*stack, None, bits, mapping, block_size) for stack in stacks],
+            order,
+        )
 
+    @staticmethod
     def encode_triangle(
-        self, X: Tensor, triangle: bool, bits: int, mapping: str, block_size: int, tiled: bool
+        X: Tensor, triangle: bool, bits: int, mapping: str, block_size: int, tiled: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Q: return codes, codes of the scales (k, blocks), and scales of the scales.
 
         Args:
             X: (k, n, n), which may be transposed.
             triangle: True if only elements below the diagonal count.
-            bits: b, below 32.
-            mapping: R.
-            block_size: Elements of a block.
             tiled: True if blocks are rows of square tiles; else of the matrix.
         """
+        if triangle:
+            X = lower_tiles(X, block_size) if tiled else X.tril(-1)
+        exact = reference.block_scales(X, block_size)
+        scales, tops = reference.quantize_scales(exact.flatten(1))
+        # The codes are nearest for the stored scales, not for the exact ones.
+        kept = reference.dequantize_scales(scales, tops).view_as(exact)
+        return reference.nearest_codes(X, kept, bits, mapping, block_size), scales, tops
 
+    @staticmethod
     def decode_triangle(
-        self, codes: Tensor, scales: Tensor, tops: Tensor, diagonal: Tensor | None, mirrored: bool,
+        codes: Tensor, scales: Tensor, tops: Tensor, diagonal: Tensor | None, mirrored: bool,
         bits: int, mapping: str, block_size: int, out: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """D: restore the result of ``encode_triangle``.
@@ -216,27 +328,172 @@ class Backend(Protocol):
             tops: Scales of the scales.
             diagonal: (k, n) of a triangle; ``None`` for a square matrix.
             mirrored: True if the upper triangle is the mirrored lower one; else it is zero.
-            bits: b, below 32.
-            mapping: R.
-            block_size: Elements of a block.
             out: Receives the result (k, n, n), if given; its rows need not be contiguous.
         """
+        tiled = codes.dim() == 4
+        order = codes.shape[1] if diagonal is None else diagonal.shape[1]
+        scales = reference.dequantize_scales(scales, tops).view(*codes.shape[:-1], -1)
+        length = block_size if tiled else order
+        X = reference.dequantize(codes, scales, bits, mapping, block_size, length)
+        if diagonal is not None:
+            X = from_lower_tiles(X, order) if tiled else X
+            if mirrored:
+                X = X + X.mT  # strictly lower, and strictly upper
+            X.diagonal(dim1=-2, dim2=-1).copy_(diagonal)
+        return X if out is None else out.copy_(X)
 
-    def replace_rows_(self, old: Sequence[Tensor], new: Sequence[Tensor], accepted: Tensor) -> None:
+    @staticmethod
+    def replace_rows_(old: Sequence[Tensor], new: Sequence[Tensor], accepted: Tensor) -> None:
         """Copy accepted rows of new tensors over old ones. Allocates nothing.
 
         Kernels also refuse rows that are not finite, and set ``accepted``, bool (rows,), to False
         for these.
         """
+        for target, leaf in zip(old, new, strict=True):
+            torch.where(accepted.view(-1, *[1] * (leaf.dim() - 1)), leaf, target, out=target)
 
 
-def backend(where: torch.device | Operand) -> Backend:
+def backend(where: torch.device | Operand) -> type[Backend]:
     """Return the backend that a device uses now, or the one that made an operand.
 
     Call this at each use, because kernels may be turned off in between.
     """
-    if isinstance(where, Tensor) or (isinstance(where, torch.device) and not has_kernels(where)):
-        return torch_backend
-    from kronbit.linalg import triton_backend
+    if isinstance(where, Tensor) or (
+        isinstance(where, torch.device) and guard.why_not(where) is not None
+    ):
+        return Backend
+    return _backend_by_kernels()
 
-    return triton_backend
+
+@cache
+def _backend_by_kernels() -> type[Backend]:
+    """Return the backend of Triton kernels, which may not be installed."""
+    from kronbit.kernels import (
+        cholesky,
+        compact,
+        evaluation,
+        keeping,
+        matmul,
+        power,
+        quantization,
+        split,
+    )
+
+    class TritonBackend(Backend):
+        """Functions on stacks of float32 matrices on one GPU, by kernels."""
+
+        by_kernels = True
+
+        add_ridge_ = staticmethod(power.add_ridge_)
+        chain = staticmethod(cholesky.Chain)
+        column_dots = staticmethod(split.column_dots)
+        compose = staticmethod(matmul.compose)
+        correction = staticmethod(matmul.correction)
+        decode_rows = staticmethod(quantization.decode)
+        decode_triangle = staticmethod(compact.decode)
+        encode_rows = staticmethod(quantization.encode)
+        encode_triangle = staticmethod(compact.encode)
+        evaluate = staticmethod(evaluation.evaluate)
+        multiply = staticmethod(matmul.multiply)
+        normalise_columns = staticmethod(split.normalise_columns)
+        norms = staticmethod(power.norms)
+        operand = staticmethod(split.split)
+        operand_of_rows = staticmethod(quantization.decode_operand)
+        power_iteration = staticmethod(power.power_iteration)
+        replace_rows_ = staticmethod(keeping.replace_rows_)
+        room = staticmethod(evaluation.room)
+        scale_rows = staticmethod(split.scale_rows)
+        shifted = staticmethod(cholesky.shifted)
+        whitened = staticmethod(cholesky.whitened)
+
+        @staticmethod
+        def cholesky_(A: Tensor, chain: Chain | None = None) -> tuple[Tensor, Tensor]:
+            """Overwrite A by its lower triangular factors."""
+            return A, cholesky.factor_(A, chain)
+
+    return TritonBackend
+
+
+def nonzero(divisor: Tensor) -> Tensor:
+    """Replace 0 by 1: zero divided by it stays zero, and NaN and infinity stay visible."""
+    return torch.where(divisor == 0, 1.0, divisor)
+
+
+def _whiten_once_(X: Tensor, shift: float, always: bool = False) -> Tensor:
+    """Take one pass; return the largest elements of R⁻¹, infinity where the diagonal was shifted.
+
+    Unless ``always``, the diagonal is shifted only where torch finds a pivot that is not positive:
+    torch cannot postpone single columns.
+    """
+    Backend.normalise_columns(X)
+    S = Backend.multiply(X.mT, X)
+    lower, info = torch.linalg.cholesky_ex(S)
+    failed = torch.ones_like(info, dtype=torch.bool) if always else info != 0
+    for row, bad in enumerate(failed.tolist()):
+        if bad:
+            again = S[row].clone()
+            again.diagonal().add_(shift)
+            lower[row], info = torch.linalg.cholesky_ex(again)
+            lower[row].masked_fill_(info != 0, torch.nan)
+    del S
+    eye = torch.eye(X.shape[-1], dtype=X.dtype, device=X.device)
+    W = torch.linalg.solve_triangular(lower.mT, eye.expand_as(lower), upper=True)
+    del lower
+    X.copy_(Backend.multiply(X, W))
+    largest: Tensor = torch.linalg.vector_norm(W, ord=torch.inf, dim=(-2, -1))
+    return largest.masked_fill_(failed, torch.inf)
+
+
+def joined(stacks: Sequence[Tensor], order: int) -> Tensor:
+    """Pad stacks (k, n, n) to an order, and concatenate them."""
+    padded = [padded_by_identity(X, order) for X in stacks]
+    return padded[0] if len(padded) == 1 else torch.cat(padded)
+
+
+def padded_by_identity(X: Tensor, order: int) -> Tensor:
+    """Pad a stack (k, n, n) to an order; the rest of each matrix is the identity."""
+    k, n, _ = X.shape
+    if n == order:
+        return X
+    padded = torch.eye(order, dtype=X.dtype, device=X.device).repeat(k, 1, 1)
+    padded[:, :n, :n] = X
+    return padded
+
+
+def tile_count(order: int, tile: int) -> int:
+    """Return the number of tiles on and below the diagonal."""
+    side = -(-order // tile)
+    return side * (side + 1) // 2
+
+
+def lower_tiles(X: Tensor, tile: int) -> Tensor:
+    """Cut the strictly lower triangles of (k, n, n) into zero-padded (k, tiles, tile, tile)."""
+    tiles = X.new_zeros(len(X), tile_count(X.shape[-1], tile), tile, tile)
+    for in_tiles, in_matrix in _tile_rows(tiles, X):
+        in_tiles.copy_(in_matrix)
+    side = -(-X.shape[-1] // tile)
+    for i in range(side):
+        on_diagonal = tiles[:, tile_count((i + 1) * tile, tile) - 1]
+        on_diagonal.copy_(on_diagonal.tril(-1))
+    return tiles
+
+
+def from_lower_tiles(tiles: Tensor, order: int) -> Tensor:
+    """Restore the lower triangles (k, n, n) from tiles."""
+    X = tiles.new_zeros(len(tiles), order, order)
+    for in_tiles, in_matrix in _tile_rows(tiles, X):
+        in_matrix.copy_(in_tiles)
+    return X
+
+
+def _tile_rows(tiles: Tensor, X: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield views (k, rows, tiles, columns) of the same elements in the tiles and in X."""
+    k, order = X.shape[:2]
+    tile = tiles.shape[-1]
+    for i, start in enumerate(range(0, order, tile)):
+        stop = min(start + tile, order)
+        in_tiles = tiles[:, i * (i + 1) // 2 : (i + 1) * (i + 2) // 2].transpose(1, 2)
+        if i:
+            yield in_tiles[:, : stop - start, :i], X[:, start:stop, :start].view(k, -1, i, tile)
+        on = slice(0, stop - start)
+        yield in_tiles[:, on, i, on], X[:, start:stop, start:stop]

@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from kronbit.linalg.backend import Operand, backend
+from kronbit.linalg.backend import Operand, backend, nonzero
 from kronbit.linalg.precision import full_precision
 from kronbit.linalg.products import multiply, operand
-from kronbit.linalg.torch_backend import nonzero
 
 if TYPE_CHECKING:
     from kronbit.kernels.cholesky import Chain

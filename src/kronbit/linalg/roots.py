@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 
 from kronbit.kernels.polynomial import Polynomial, Product
-from kronbit.linalg.backend import backend
+from kronbit.linalg.backend import backend, nonzero
 from kronbit.linalg.orthogonal import thousands
 from kronbit.linalg.precision import full_precision
 from kronbit.linalg.products import multiply, operand
-from kronbit.linalg.torch_backend import nonzero
 
 # Smaller ridges, relative to λmax and ‖A‖_F, leave float32 matrices indefinite by rounding.
 LEAST_RIDGE, _LEAST_OF_NORM = 5e-7, 1.5e-7

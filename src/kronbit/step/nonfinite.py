@@ -12,7 +12,7 @@ from kronbit.blocks.gradients import elements
 from kronbit.config import Config
 from kronbit.gpu.measured import Measured
 from kronbit.kernels.graphs import Replay
-from kronbit.kernels.guard import has_kernels
+from kronbit.linalg.backend import backend
 from kronbit.messages import warn
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ class NonfiniteGuard:
             dtypes: The dtypes of the gradients, as returned by ``plain_dtypes``.
         """
         device = self.skipped.device
-        if not has_kernels(device):
+        if not backend(device).by_kernels:
             return self._by_torch(grads, None)
         from kronbit.gpu.addresses import AddressTable, channels_last, takable, takes
 

@@ -16,7 +16,7 @@ from kronbit.distributed.exchange import Exchange
 from kronbit.distributed.sharding import first_rows
 from kronbit.factors import Factors
 from kronbit.gpu.product_precision import FLOAT32
-from kronbit.kernels.guard import has_kernels
+from kronbit.linalg.backend import backend
 from kronbit.rules import Algorithm
 from kronbit.step.preconditioner import Preconditioner
 
@@ -87,7 +87,7 @@ class StatePlan:
                 self.locations[p] = Location(p.device, len(on_device), p.shape, config)
                 on_device.append(Member(blocking, config))
         for device, on_device in members.items():
-            if has_kernels(device) and device.type == "cuda":
+            if backend(device).by_kernels and device.type == "cuda":
                 from kronbit.step.warm_up import warm_up
 
                 all_bf16 = dtypes[device] == {torch.bfloat16}

@@ -31,8 +31,8 @@ _TINY = 16
 class Backend:
     """Functions on stacks of float32 matrices on one device, in torch.
 
-    Q and D quantise and restore, with the ``bits`` (below 32), ``mapping`` and ``block_size`` of the
-    quantiser.
+    Q and D quantise and restore, with a quantiser's ``bits`` (below 32), ``mapping`` and
+    ``block_size``.
 
     Attributes:
         by_kernels: True if kernels do the work. Then operands are copies of the matrices, which may
@@ -302,10 +302,8 @@ class Backend:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Q: return codes, codes of the scales (k, blocks), and scales of the scales.
 
-        Args:
-            X: (k, n, n), which may be transposed.
-            triangle: True if only elements below the diagonal count.
-            tiled: True if blocks are rows of square tiles; else of the matrix.
+        X is (k, n, n), and may be transposed. If ``triangle`` is true, only elements below the
+        diagonal count. If ``tiled``, blocks are rows of square tiles, else of the matrix.
         """
         if triangle:
             X = lower_tiles(X, block_size) if tiled else X.tril(-1)
@@ -320,15 +318,11 @@ class Backend:
         codes: Tensor, scales: Tensor, tops: Tensor, diagonal: Tensor | None, mirrored: bool,
         bits: int, mapping: str, block_size: int, out: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """D: restore the result of ``encode_triangle``.
+        """D: restore the result of ``encode_triangle``: ``codes``, ``scales`` and ``tops``.
 
-        Args:
-            codes: (k, tiles, block, bytes), or (k, n, bytes) by rows.
-            scales: Codes of the scales, (k, blocks).
-            tops: Scales of the scales.
-            diagonal: (k, n) of a triangle; ``None`` for a square matrix.
-            mirrored: True if the upper triangle is the mirrored lower one; else it is zero.
-            out: Receives the result (k, n, n), if given; its rows need not be contiguous.
+        Codes are (k, tiles, block, bytes), or (k, n, bytes) by rows. The diagonal, (k, n), is None
+        for a square matrix. If ``mirrored``, the upper triangle mirrors the lower one, else it is
+        zero. ``out`` receives the result (k, n, n); its rows need not be contiguous.
         """
         tiled = codes.dim() == 4
         order = codes.shape[1] if diagonal is None else diagonal.shape[1]

@@ -45,7 +45,7 @@ def prepare() -> tuple[Preconditioner, list[torch.Tensor | None], Any]:
     plan = optimizer._keeper.plan
     assert plan is not None
     (preconditioner,) = plan.preconditioners.values()
-    by_index = {location.index: p for p, location in plan.locations.items()}
+    by_index = {index: p for p, (_, index) in plan.locations.items()}
     return preconditioner, [by_index[i].grad for i in range(len(by_index))], optimizer.config
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, overload
 
 import torch
@@ -14,7 +15,7 @@ from torch.optim import Optimizer
 
 from kronbit.base import Around, BaseFactory, resolve
 from kronbit.blocks.blocking import Blocking
-from kronbit.blocks.gradients import StepGradients, inspect, plain_dtypes
+from kronbit.blocks.gradients import StepGradients, collect, plain_dtypes
 from kronbit.config import Config, take_options
 from kronbit.distributed.ranks import Ranks, agreement_lines, find_ranks
 from kronbit.interruptions import run_then
@@ -191,12 +192,14 @@ class SecondOrder(Around):
 
     def _gradients(self) -> StepGradients:
         """Collect parameters with a gradient; at the first step, agree with the other ranks."""
-        self._groups.complete()
-        groups = self._groups
-        gradients = StepGradients.of(self.base.param_groups, groups.config_of)
-        if gradients.dtypes is None:  # a gradient needs a closer look
-            inspect(gradients, self._statistics.route, groups.name)
-            gradients = StepGradients.of(self.base.param_groups, groups.config_of)
+        groups, route = self._groups, self._statistics.route
+        groups.complete()
+        gradients = collect(self.base.param_groups, groups.config_of, route, groups.name)
+        if not (self._agreed and self._ranks.agreed):
+            self._agree()
+        return gradients
+
+    def _agree(self) -> None:
         if self._keeper.plan is None and not self._agreed:
             # Accelerate shards parameters after it has loaded an empty state.
             self._groups.check()
@@ -204,18 +207,20 @@ class SecondOrder(Around):
             self._known_ranks = None
         self._ranks.agree(lambda: agreement_lines(self, self.base, self.config, self.state))
         self._agreed = True
-        return gradients
 
     @contextmanager
     def _matrices(self, gradients: StepGradients) -> Iterator[StepPlan]:
         """Provide the step's plan with whole, measured matrices; at the end, write these back."""
-        with self._ranks.whole(gradients, lambda: is_due(gradients, self.state)) as whole:
+        ranks, statistics = self._ranks, self._statistics
+        due = partial(is_due, gradients, self.state)
+        with nullcontext(gradients) if ranks.alone else ranks.whole(gradients, due) as whole:
             plan, whole = self._keeper.step_plan(
                 whole, self.state, self.base.state, self._groups.name, self._replanned
             )
-            planned = plan.state_plan.locations
-            with self._statistics.matrices(plan.params, planned, whole.grads) as matrices:
-                dtypes = whole.dtypes if matrices is whole.grads else plain_dtypes(matrices)
+            grads, planned = whole.grads, plan.state_plan.locations
+            collected = statistics.collects and statistics.matrices(plan.params, planned, grads)
+            with collected or nullcontext(grads) as matrices:
+                dtypes = whole.dtypes if matrices is grads else plain_dtypes(matrices)
                 plan.measure(matrices, dtypes, self._guards, self.config)
                 try:
                     if self.config.nonfinite == "raise":
@@ -260,8 +265,8 @@ class SecondOrder(Around):
         return self._known_ranks
 
     def _find_ranks(self) -> Ranks:
-        parameters = [(p, config) for _, p, config in self._groups.rows()]
-        return find_ranks(parameters, self.config, self._process_group, self._statistics.route)
+        rows, route = self._groups.rows(), self._statistics.route
+        return find_ranks(rows, self.config, self._process_group, route)
 
     def _expect_statistics(self) -> None:
         """Tell the statistics which parameters the next step updates."""
@@ -318,11 +323,8 @@ class SecondOrder(Around):
         base.load()  # the first change
         self.state = defaultdict(dict, checkpoint.new_state())
         self._start_unplanned()
-        for p in checkpoint.entries:
-            self._keeper.base_link.start(p, self.state, self.base.state)
-        self._keeper.base_link.join(self.state, self.base.state)
-        if checkpoint.entries:
-            self._keeper.bind(plan, self.state, checkpoint.of_unknown_products())
+        unknown = checkpoint.of_unknown_products()
+        self._keeper.load(plan, checkpoint.entries, self.state, self.base.state, unknown)
         warn_after_loading(checkpoint.entries, self._groups.rows(), self._statistics.route)
         self._expect_statistics()
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():

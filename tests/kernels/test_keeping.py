@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kronbit.factors.stack import Replacement
+from kronbit.factors.stack import replacement
 
 LENGTHS = {"codes": (9000,), "scales": (17, 4), "diagonal": (5000,), "tops": (3,)}
 
@@ -48,7 +48,7 @@ def test_rows_that_are_not_finite_stay(
     part = {name: tensor[:5] for name, tensor in actual.items()}
     part["another"] = torch.zeros(5, device=device)
     given = {name: leaf[:5] for name, leaf in fresh.items()}
-    Replacement.prepare(part, given, accepted[:5]).write()
+    replacement(part, given, accepted[:5])()
     assert torch.equal(accepted.cpu(), expected)
     for name, tensor in actual.items():
         assert torch.equal(tensor.cpu(), wanted[name]), name

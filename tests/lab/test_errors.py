@@ -81,10 +81,9 @@ def held(optimizer: SecondOrder) -> list[Held]:
 def stored_roots(optimizer: SecondOrder) -> Iterator[tuple[str, str, Tensor]]:
     names = dict(zip(*_params_and_names(optimizer), strict=True))
     assert optimizer._keeper.plan is not None
-    for block in optimizer._keeper.plan.blocks():
-        for side, factors in block.sides.items():
-            root = factors.roots(slice(block.row, block.row + 1))[0]
-            yield f"{names[block.p]} {block.key}", side, root
+    for p, key, row, sides in optimizer._keeper.plan.blocks():
+        for side, factors in sides.items():
+            yield f"{names[p]} {key}", side, factors.roots(slice(row, row + 1))[0]
 
 
 def _params_and_names(optimizer: SecondOrder) -> tuple[list[Tensor], list[str]]:

@@ -15,7 +15,6 @@ from kronbit.blocks.batches import CONVERGED_ROOT, ROBUST_UPDATE, UPDATE, Cost
 from kronbit.config import Config
 from kronbit.factors import Batch, Factors
 from kronbit.kernels import guard
-from kronbit.linalg.orthogonal import Attempt
 from kronbit.reporting.memory import state_bytes
 
 METHODS = [
@@ -63,16 +62,16 @@ def sum_of_tensors(value: Any) -> int:
 @pytest.mark.parametrize(
     ("options", "attempt", "cost"),
     [
-        (PAPER, Attempt(), UPDATE),
-        (PAPER, Attempt(1), ROBUST_UPDATE),
-        ({"method": "eigen"}, Attempt(), UPDATE),
+        (PAPER, 0, UPDATE),
+        (PAPER, 1, ROBUST_UPDATE),
+        ({"method": "eigen"}, 0, UPDATE),
         ({"storage": "paper"}, None, CONVERGED_ROOT),
         ({}, None, CONVERGED_ROOT),
     ],
 )
 def test_kernels_use_as_many_matrices_as_the_cost_of_a_row(
     options: dict[str, Any],
-    attempt: Attempt | None,
+    attempt: int | None,
     cost: Cost,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

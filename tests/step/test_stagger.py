@@ -13,11 +13,10 @@ from torch import Tensor, nn
 from kronbit import Shampoo
 from kronbit.blocks import groups as grouping
 from kronbit.blocks.blocking import route
-from kronbit.blocks.groups import Turn
 from kronbit.config import Config
 from kronbit.step.schedule import delay, first_preconditioned_step, refreshes_at, updates_at
 
-TURNS = [Turn(i / 7, right) for i in range(7) for right in (False, True)]
+TURNS = [(i / 7, right) for i in range(7) for right in (False, True)]
 
 
 @pytest.mark.parametrize(("update", "refresh"), [(10, 50), (20, 20), (30, 10)])
@@ -113,11 +112,11 @@ def test_statistics_match_a_run_that_starts_later() -> None:
                 f"block_{block.index}"
                 for group in preconditioner.stacks.groups
                 for span in group.spans
-                if span.member == number and span.phase == turn.phase
+                if span.member == number and span.phase == turn[0]
                 for block in span.blocks()
             }
             assert keys
-            side = "right" if turn.right else "left"
+            side = "right" if turn[1] else "left"
             for key in keys:
                 staggered, plain = optimizer.state[params[i]][key], reference.state[alone[i]][key]
                 assert_same_state({0: staggered[side]}, {0: plain[side]})
@@ -199,7 +198,7 @@ def test_each_step_handles_at_most_one_batch() -> None:
     optimizer.step()
     (preconditioner,) = optimizer._keeper.plan.preconditioners.values()
     delays = [
-        delay(optimizer.config, Turn(span.phase, right)) + refresh
+        delay(optimizer.config, (span.phase, right)) + refresh
         for group in preconditioner.stacks.groups
         for span in group.spans
         for right in (False, True)

@@ -19,7 +19,6 @@ from torch.nn import functional
 
 from kronbit.config import Config
 from kronbit.factors import Batch, Factors
-from kronbit.linalg.orthogonal import Attempt
 
 EPSILON = 1e-4  # ε of the algorithm; absolute, unlike kronbit's damping
 
@@ -105,9 +104,9 @@ class Side:
         """Update with kronbit, including its repairs, and return the stored matrix."""
         rows = slice(0, 1)
         batch = Batch([(self._factors, rows)])
-        for number in range(1 + len(self._factors.method.repairs)):
+        for attempt in range(1 + len(self._factors.method.repairs)):
             finite = torch.ones(1, dtype=torch.bool)
-            good, replaced = batch.update(X.float().unsqueeze(0), finite, config, Attempt(number))
+            good, replaced = batch.update(X.float().unsqueeze(0), finite, config, attempt)
             if bool(good):
                 break
         assert bool(replaced)  # otherwise the matrix is that of the previous round

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from kronbit.config import Config
 from kronbit.factors import Batch, Factors
-from kronbit.linalg.orthogonal import Attempt
 from kronbit.quantization.reference import unpack
 
 
@@ -43,7 +42,7 @@ def update(
         if repeat:
             one = Batch([(factors, slice(rows.start + i, rows.start + i + 1))])
             index = slice(i, i + 1)
-            last = Attempt(len(factors.method.repairs))
+            last = len(factors.method.repairs)
             _, replaced = one.update(M[index].clone(), trusted[index], config, last)
             count += int(~replaced)
     return count

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import chain, groupby
-from typing import NamedTuple
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -81,25 +81,16 @@ class Part:
         return replace(self, config=replace(self.config, damping=damping))
 
 
-class Portion(NamedTuple):
-    """A batch of rows that are updated or refreshed together.
+# Rows of one format and with equal options that are updated or refreshed together, their factors,
+# and the member of each row, on the device.
+Portion: TypeAlias = tuple[Sequence[Part], Batch, Tensor]
 
-    Attributes:
-        parts: The rows, of one format and with equal options.
-        batch: The factors of the rows.
-        owners: The member of each row, on the device.
-    """
 
-    parts: Sequence[Part]
-    batch: Batch
-    owners: Tensor
-
-    @classmethod
-    def of(cls, parts: Sequence[Part]) -> Portion:
-        """Return the portion of some parts."""
-        batch = Batch([(part.factors, part.rows) for part in parts])
-        owners = [part.group.owner[part.rows] for part in parts]
-        return cls(parts, batch, owners[0] if len(owners) == 1 else torch.cat(owners))
+def portion_of(parts: Sequence[Part]) -> Portion:
+    """Return the factors and the members of some rows."""
+    batch = Batch([(part.factors, part.rows) for part in parts])
+    owners = [part.group.owner[part.rows] for part in parts]
+    return parts, batch, owners[0] if len(owners) == 1 else torch.cat(owners)
 
 
 def due_parts(groups: Sequence[Group], due: Mapping[int, Due]) -> Iterator[Part]:

@@ -197,26 +197,6 @@ def elements(grad: Tensor) -> Tensor:
     return torch.view_as_real(grad) if grad.is_complex() else grad
 
 
-def inspect(
-    gradients: StepGradients,
-    route: Callable[[Tensor, Config], Blocking | str],
-    name: Callable[[Tensor], str],
-) -> None:
-    """Refuse gradients that cannot be preconditioned; copy those that cannot be written to.
-
-    Args:
-        gradients: The parameters with their gradients.
-        route: Returns how a parameter is cut, or why it is left to F.
-        name: Returns a parameter's name for error messages.
-    """
-    for p, config, grad in zip(gradients.params, gradients.configs, gradients.grads, strict=True):
-        fault = problem(grad)
-        if fault is None and overlaps_itself(grad):
-            p.grad = grad.clone(memory_format=torch.contiguous_format)
-        elif fault is not None and isinstance(route(p, config), Blocking):
-            raise RuntimeError(f"the gradient of {name(p)} {fault}")
-
-
 class StepGradients(NamedTuple):
     """The parameters that have a gradient at a step.
 
@@ -264,3 +244,32 @@ class StepGradients(NamedTuple):
         rows = {id(row[0]): row for row in zip(self.params, self.configs, self.grads, strict=True)}
         params, configs, grads = zip(*rows.values(), strict=True)
         return StepGradients(list(params), list(configs), list(grads), self.dtypes)
+
+
+def collect(
+    groups: Iterable[Mapping[str, Any]],
+    config_of: Callable[[Mapping[str, Any]], Config],
+    route: Callable[[Tensor, Config], Blocking | str],
+    name: Callable[[Tensor], str],
+) -> StepGradients:
+    """Collect a step's gradients. Those that cannot be written to are replaced by copies.
+
+    Args:
+        groups: Param groups.
+        config_of: Returns the options of a group.
+        route: Returns how a parameter is cut, or why it is left to F.
+        name: Returns a parameter's name for error messages.
+
+    Raises:
+        RuntimeError: If a gradient cannot be preconditioned.
+    """
+    gradients = StepGradients.of(groups, config_of)
+    if gradients.dtypes is not None:  # nothing needs a closer look
+        return gradients
+    for p, config, grad in zip(gradients.params, gradients.configs, gradients.grads, strict=True):
+        fault = problem(grad)
+        if fault is None and overlaps_itself(grad):
+            p.grad = grad.clone(memory_format=torch.contiguous_format)
+        elif fault is not None and isinstance(route(p, config), Blocking):
+            raise RuntimeError(f"the gradient of {name(p)} {fault}")
+    return StepGradients.of(groups, config_of)

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, groupby, islice
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -22,6 +22,10 @@ from kronbit.rules import Rule
 
 # Shape, format of the left side, format of the right side, start value of a group.
 _Key: TypeAlias = tuple[tuple[int, int], Format, Format, float]
+
+# The point in an interval at which a statistic and its root are due, under ``stagger``: the block's
+# phase, its position in the interval, in [0, 1); and True for R, which comes after L.
+Turn: TypeAlias = tuple[float, bool]
 
 _BATCH = 2**23  # largest number of elements in the larger factors of one turn
 _SIMILAR, _FEW = 2 / 3, 1 / 8  # fractions of the largest order of a turn, and of _BATCH
@@ -66,18 +70,6 @@ class Span:
         return islice(self.grid.blocks(), self.first, self.first + self.stop - self.start)
 
 
-class Turn(NamedTuple):
-    """The point in an interval at which a statistic and its root are due, under ``stagger``.
-
-    Attributes:
-        phase: Position of the block in the interval, in [0, 1).
-        right: True for R, which comes after L.
-    """
-
-    phase: float
-    right: bool
-
-
 @dataclass(frozen=True)
 class Due:
     """The blocks of a member that are updated or refreshed at a step.
@@ -119,8 +111,7 @@ class Group:
         start, current = 0, None
         for span in self.spans:
             due = wanted.get(span.member)
-            turn = Turn(span.phase, right)
-            here = due is not None and (due.turns is None or turn in due.turns)
+            here = due is not None and (due.turns is None or (span.phase, right) in due.turns)
             config = due.config if due is not None and here else None
             if config == current:
                 continue

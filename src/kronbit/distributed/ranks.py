@@ -35,6 +35,10 @@ class Ranks:
         owners: Owners of parameters whose state is on one rank each, if there are any.
         link: All ranks that take steps together, if there are several.
         localises: True if there are DTensors, of which this rank uses its local part.
+
+    Attributes:
+        alone: True if this rank preconditions its gradients as they are.
+        agreed: True if the ranks have compared their parameters and options.
     """
 
     def __init__(
@@ -46,7 +50,8 @@ class Ranks:
     ) -> None:
         self.exchange, self.owners = exchange or Exchange(), owners
         self._link, self.localises = link, localises
-        self._agreed = link is None
+        self.alone = owners is None and not localises
+        self.agreed = link is None
 
     def owns(self, p: Tensor) -> bool:
         """True if this rank has the state of a parameter."""
@@ -121,7 +126,7 @@ class Ranks:
         Raises:
             RuntimeError: On every rank, if they differ.
         """
-        if self._agreed or self._link is None:
+        if self.agreed or self._link is None:
             return
         ranks: list[list[str]] = self._link.objects(agreement_lines())
         for rank, lines in enumerate(ranks):
@@ -132,7 +137,7 @@ class Ranks:
                         "ranks must have the same parameters and options. Set process_group "
                         "to the ranks that do, or to False to let every rank work alone"
                     )
-        self._agreed = True
+        self.agreed = True
 
 
 def agreement_lines(
@@ -153,12 +158,12 @@ def agreement_lines(
 
 
 def find_ranks(
-    parameters: Sequence[tuple[Tensor, Config]],
+    parameters: Sequence[tuple[str, Tensor, Config]],
     config: Config,
     process_group: ProcessGroup | Literal[False] | None,
     route: Callable[[Tensor, Config], Blocking | str],
 ) -> Ranks:
-    """Find the other ranks.
+    """Find the other ranks, from the names, parameters and options of all groups.
 
     ``process_group`` is as given to the optimizer. ``route`` returns how a parameter is cut, or why
     it is left to F.
@@ -166,9 +171,9 @@ def find_ranks(
     Raises:
         ValueError: If ranks cannot communicate, or options do not suit them.
     """
-    alone = Ranks(localises=any(is_distributed(p) for p, _ in parameters))
+    alone = Ranks(localises=any(is_distributed(p) for _, p, _ in parameters))
     blockings, placements = {}, {}
-    for p, options in parameters:
+    for _, p, options in parameters:
         blocking, placement = route(p, options), placement_of(p)
         if isinstance(blocking, Blocking):
             blockings[p] = blocking
@@ -177,7 +182,7 @@ def find_ranks(
             placements[p] = placement
     if not (blockings or placements) or not (dist.is_available() and dist.is_initialized()):
         return alone
-    device, exchange = parameters[0][0].device, None
+    device, exchange = parameters[0][1].device, None
     placement = next(iter(placements.values()), None)  # all are on one mesh
     if placement is None:
         link = _link(process_group, device)
@@ -193,7 +198,7 @@ def find_ranks(
         if config.blocks == "local":
             return Ranks(exchange, link=link, localises=True)
         blockings = {p: blockings[p] for p in blockings if p in placements}
-    if any(options.stagger for _, options in parameters):
+    if any(options.stagger for _, _, options in parameters):
         raise ValueError(
             "stagger=True spreads the blocks of all parameters over steps, but if parameters have "
             "owners (FSDP2, shard_state=True), no rank has all of them: leave it out"

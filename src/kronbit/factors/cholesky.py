@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,9 +12,11 @@ from kronbit.config import Config, Format
 from kronbit.factors.dense import condition, decay_weights
 from kronbit.factors.storage import Layout, Leaves, root_storage, statistic_storage
 from kronbit.linalg.backend import backend
-from kronbit.linalg.orthogonal import Attempt
 from kronbit.linalg.products import multiply, operand
 from kronbit.linalg.roots import converged_inverse_root
+
+if TYPE_CHECKING:
+    from kronbit.kernels.cholesky import Chain
 
 # Jitter relative to the mean of A's diagonal, tried in this order if A is singular up to rounding.
 _JITTERS = tuple(10.0**exponent for exponent in range(-7, -1))
@@ -112,7 +114,7 @@ class Cholesky:
         return Triangle(C, tuple(smaller))
 
     def update(
-        self, statistic: Triangle, M: Tensor, config: Config, attempt: Attempt
+        self, statistic: Triangle, M: Tensor, config: Config, attempt: int, chain: Chain | None
     ) -> tuple[Triangle, Tensor]:
         """PU: return the factor of β C Cᵀ + (1 - β) M. The second attempt adds jitter as needed."""
         decay, weight = decay_weights(config.beta)
@@ -121,8 +123,8 @@ class Cholesky:
         for rows, n in statistic.smaller:  # a zero block has no Cholesky factor
             A[rows].diagonal(dim1=-2, dim2=-1)[:, n:].fill_(1.0)
         del c, statistic
-        if attempt.number == 0:
-            C, good = backend(A.device).cholesky_(A, attempt.chain)
+        if attempt == 0:
+            C, good = backend(A.device).cholesky_(A, chain)
             return Triangle(C), good
         return _jittered(A)
 

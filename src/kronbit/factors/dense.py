@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from kronbit.config import Config, Format
 from kronbit.factors.storage import Layout, Leaves, root_storage, statistic_storage
-from kronbit.linalg.orthogonal import Attempt
 from kronbit.linalg.roots import inverse_root
+
+if TYPE_CHECKING:
+    from kronbit.kernels.cholesky import Chain
 
 
 class Square(NamedTuple):
@@ -61,7 +63,7 @@ class Dense:
         return Square(stacks[0] if len(stacks) == 1 else torch.cat(stacks))
 
     def update(
-        self, statistic: Square, M: Tensor, config: Config, attempt: Attempt
+        self, statistic: Square, M: Tensor, config: Config, attempt: int, chain: Chain | None
     ) -> tuple[Square, Tensor]:
         """PU: return the statistic with M averaged in."""
         decay, weight = decay_weights(config.beta)

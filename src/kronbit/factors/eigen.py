@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,14 +13,17 @@ from kronbit.factors.dense import condition, decay_weights
 from kronbit.factors.storage import Layout, Leaves, root_storage, statistic_storage
 from kronbit.linalg.backend import Operand, backend
 from kronbit.linalg.orthogonal import (
-    Attempt,
     bjorck,
     orthogonality_error,
+    qr_of,
     rectified,
     subspace_iteration,
 )
 from kronbit.linalg.products import multiply, operand
 from kronbit.linalg.roots import inverse_root
+
+if TYPE_CHECKING:
+    from kronbit.kernels.cholesky import Chain
 
 _TO_THE_END = 4  # Björck steps after which 4-bit eigenvectors are orthogonal up to float32 rounding
 
@@ -90,7 +93,7 @@ class Eigen:
         return Spectrum(together, self.vectors.operand(slices, order))
 
     def update(
-        self, statistic: Spectrum, M: Tensor, config: Config, attempt: Attempt
+        self, statistic: Spectrum, M: Tensor, config: Config, attempt: int, chain: Chain | None
     ) -> tuple[Spectrum, Tensor]:
         """PU: rectify, average M in, run one or more QR iterations."""
         lam, Vt = statistic.lam, self._rectified(statistic, config.update_rectify)
@@ -106,7 +109,7 @@ class Eigen:
         del scaled
         AV = multiply(A, Vt.mT, out=M)
         del Vt
-        P, good = subspace_iteration(A, AV, config.qr_iterations, attempt.qr())
+        P, good = subspace_iteration(A, AV, config.qr_iterations, qr_of(attempt, chain))
         # λ = diag(Pᵀ A P)
         lam = by.column_dots(P, multiply(A, operand(P, bound=1.0)))
         return Spectrum(lam, P.mT), good

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass
-from functools import reduce
-from typing import Any, Protocol
+from functools import partial, reduce
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -18,7 +17,9 @@ from kronbit.factors.eigen import Eigen
 from kronbit.factors.storage import Layout, Leaves, MatrixStorage, is_root
 from kronbit.interruptions import to_the_end
 from kronbit.linalg.backend import backend
-from kronbit.linalg.orthogonal import FIRST_ATTEMPT, Attempt
+
+if TYPE_CHECKING:
+    from kronbit.kernels.cholesky import Chain
 
 
 class Method(Protocol):
@@ -54,9 +55,13 @@ class Method(Protocol):
         """D: return the statistic of all stacks, concatenated, and padded to this order."""
 
     def update(
-        self, statistic: Any, M: Tensor, config: Config, attempt: Attempt
+        self, statistic: Any, M: Tensor, config: Config, attempt: int, chain: Chain | None
     ) -> tuple[Any, Tensor]:
-        """PU: return the new statistic, and bool (k,), True if trusted. M may be overwritten."""
+        """PU: return the new statistic, and bool (k,), True if trusted. M may be overwritten.
+
+        Attempts count from 0; later ones are more robust. ``chain`` launches the factorisations of
+        the first, if kernels do them.
+        """
 
     def encode(self, statistic: Any) -> Leaves:
         """Q: return the tensors of a new statistic, which may be overwritten."""
@@ -209,7 +214,12 @@ class Batch:
             first = place.stop
 
     def update(
-        self, M: Tensor, finite: Tensor, config: Config, attempt: Attempt = FIRST_ATTEMPT
+        self,
+        M: Tensor,
+        finite: Tensor,
+        config: Config,
+        attempt: int = 0,
+        chain: Chain | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Run PU. A row whose factorisation fails stays as it is.
 
@@ -217,13 +227,14 @@ class Batch:
             M: The new G Gᵀ or Gᵀ G, (rows, n, n), finite; may be overwritten.
             finite: bool (rows,): a row stays as it is where this is False.
             config: β, t1 and the number of QR iterations.
-            attempt: The first attempt, or a more robust one for rows where it has failed.
+            attempt: 0, or the number of a more robust attempt, for rows where it has failed.
+            chain: See ``Method.update``.
 
         Returns:
             Two tensors, bool (rows,). The first is True if the factorisation can be trusted. The
             second is True if the statistic was replaced, because the new one is also finite.
         """
-        new, good = self.method.update(self.restored(), M, config, attempt)
+        new, good = self.method.update(self.restored(), M, config, attempt, chain)
         encode = self.method.encode
         return good, self._keep(lambda rows, n: encode(new.part(rows, n)), finite & good)
 
@@ -278,61 +289,50 @@ class Batch:
             bool (rows,): True if a row has new tensors.
         """
         replacements = [
-            Replacement.prepare(leaves, encoded(rows, order), accepted[rows])
+            replacement(leaves, encoded(rows, order), accepted[rows])
             for leaves, rows, order in self._slices
         ]
 
         def write() -> None:
-            for replacement in replacements:
-                replacement.write()
+            for replace in replacements:
+                replace()
             self.replaced = accepted
 
         to_the_end(write)
         return accepted
 
 
-@dataclass(frozen=True)
-class Replacement:
-    """New tensors that will replace old ones, except in rows that are not finite.
+def replacement(old: Mapping[str, Tensor], new: Leaves, accepted: Tensor) -> Callable[[], object]:
+    """Return a function that overwrites old tensors, except in rows that are not finite.
 
-    Attributes:
-        old: Tensors that are overwritten. They may be in the host's memory.
+    All memory is allocated here. The function allocates nothing, and may be called again.
+
+    Args:
+        old: Tensors by name, perhaps in the host's memory; those of other names stay.
         new: The new tensors, on the device.
-        accepted: bool (rows,), contiguous: True for rows that are replaced. After ``write``, it is
-            False for rows that are not finite.
-        away: True if the old tensors are in the host's memory.
+        accepted: bool (rows,), contiguous: True for rows that are replaced. Once the function has
+            been called, it is False for rows that are not finite.
     """
-
-    old: Sequence[Tensor]
-    new: Sequence[Tensor]
-    accepted: Tensor
-    away: bool
-
-    @classmethod
-    def prepare(cls, old: Mapping[str, Tensor], new: Leaves, accepted: Tensor) -> Replacement:
-        """Allocate all memory that ``write`` needs. ``old`` may hold tensors of other names."""
-        kept, leaves = [old[name] for name in new], list(new.values())
-        away = kept[0].device != accepted.device
-        if backend(accepted.device).by_kernels and not away:
-            return cls(kept, [leaf.contiguous() for leaf in leaves], accepted, away)
+    kept, leaves = [old[name] for name in new], list(new.values())
+    away = kept[0].device != accepted.device
+    by = backend(accepted.device)
+    if by.by_kernels and not away:
+        leaves = [leaf.contiguous() for leaf in leaves]
+    else:
         accepted &= _finite_rows(leaves)
-        if away:
-            leaves = [
-                torch.where(
-                    _per_row(accepted, leaf), leaf, old_leaf.to(leaf.device, non_blocking=True)
-                )
-                for old_leaf, leaf in zip(kept, leaves, strict=True)
-            ]
-        return cls(kept, leaves, accepted, away)
+    if not away:
+        return partial(by.replace_rows_, kept, leaves, accepted)
+    merged = [
+        torch.where(_per_row(accepted, leaf), leaf, row.to(leaf.device, non_blocking=True))
+        for row, leaf in zip(kept, leaves, strict=True)
+    ]
+    return partial(_copy_all, kept, merged)
 
-    def write(self) -> None:
-        """Overwrite the old tensors. Allocates nothing, and may be called again."""
-        if not self.away:
-            backend(self.accepted.device).replace_rows_(self.old, self.new, self.accepted)
-            return
-        for target, leaf in zip(self.old, self.new, strict=True):
-            # Readers on the host wait for the device first, as all updates do.
-            target.copy_(leaf, non_blocking=True)
+
+def _copy_all(old: Sequence[Tensor], new: Sequence[Tensor]) -> None:
+    for target, leaf in zip(old, new, strict=True):
+        # Readers on the host wait for the device first, as all updates do.
+        target.copy_(leaf, non_blocking=True)
 
 
 def _per_row(values: Tensor, leaf: Tensor) -> Tensor:

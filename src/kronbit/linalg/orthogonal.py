@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch import Tensor
@@ -20,26 +20,6 @@ if TYPE_CHECKING:
 # X -> an orthonormal basis of its columns, and bool (k,): False where it cannot be trusted.
 QR: TypeAlias = Callable[[Tensor], tuple[Tensor, Tensor]]
 
-
-class Attempt(NamedTuple):
-    """An attempt at an update: the first one is the fastest, later ones are more robust.
-
-    Attributes:
-        number: Counts from 0.
-        chain: Launches the factorisations of the first attempt, if kernels do them.
-    """
-
-    number: int = 0
-    chain: Chain | None = None
-
-    def qr(self) -> QR:
-        """Return the QR of this attempt."""
-        if self.number == 0:
-            return partial(cholesky_qr, chain=self.chain)
-        return (shifted_cholesky_qr, householder_qr)[self.number - 1]
-
-
-FIRST_ATTEMPT = Attempt()
 
 # The largest ‖QᵀQ - I‖ that is corrected: a correction squares it.
 _CORRECTABLE = 5e-3
@@ -161,6 +141,16 @@ def householder_qr(X: Tensor) -> tuple[Tensor, Tensor]:
 
 def _signed_q(Q: Tensor, R: Tensor) -> Tensor:
     return Q * torch.where(R.diagonal() < 0, -1.0, 1.0).to(Q.dtype)
+
+
+def qr_of(attempt: int, chain: Chain | None) -> QR:
+    """Return the QR of an attempt at an update: the first is the fastest, later ones more robust.
+
+    ``chain`` launches the factorisations of the first attempt, if kernels do them.
+    """
+    if attempt == 0:
+        return partial(cholesky_qr, chain=chain)
+    return (shifted_cholesky_qr, householder_qr)[attempt - 1]
 
 
 def subspace_iteration(A: Operand, AV: Tensor, steps: int, qr: QR) -> tuple[Tensor, Tensor]:

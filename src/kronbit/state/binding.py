@@ -89,41 +89,41 @@ class Binding:
         """
         blocks = list(plan.blocks())
         held = []
-        for block in blocks:
-            values = state.get(block.p, {}).get(block.key)
-            where = f"state of a parameter of shape {tuple(block.p.shape)}: {block.key}"
+        for p, key, _, sides in blocks:
+            values = state.get(p, {}).get(key)
+            where = f"state of a parameter of shape {tuple(p.shape)}: {key}"
             if values is not None:
                 values = {
                     side: checked_leaves(values.get(side), factors.layout, f"{where}[{side!r}]")
-                    for side, factors in block.sides.items()
+                    for side, factors in sides.items()
                 }
             held.append(values)
         self._state = None  # not intact until everything is bound
         self._entries = [(p, state[p]) for p in plan.locations]
         self._holders, self._keys, self._views, self._dicts = [], [], [], []
-        for block, values in zip(blocks, held, strict=True):
-            views = {side: factors.slot(block.row) for side, factors in block.sides.items()}
+        for (p, key, row, sides), values in zip(blocks, held, strict=True):
+            views = {side: factors.slot(row) for side, factors in sides.items()}
             for side, leaves in (values or {}).items():
                 for name, value in leaves.items():
                     views[side][name].copy_(value)
-            state[block.p][block.key] = views
-            self._holders.append(state[block.p])
-            self._keys.append(block.key)
+            state[p][key] = views
+            self._holders.append(state[p])
+            self._keys.append(key)
             self._views.append(views)
             self._dicts += [views.values(), *(leaves.values() for leaves in views.values())]
         self._dicts.append(_END.values())
         self._values = [value for values in self._dicts for value in values]
         self._state = state
-        unknown = {block.p for block, values in zip(blocks, held, strict=True) if values}
-        unknown = {p for p in unknown if "product_bits" not in state[p]}
-        for p, location in plan.locations.items():
-            preconditioner = plan.preconditioners[location.device]
+        restored = {p for (p, *_), values in zip(blocks, held, strict=True) if values}
+        unknown = {p for p in restored if "product_bits" not in state[p]}
+        for p in plan.locations:
             if p in unknown:
                 continue
             bits = state[p].setdefault("product_bits", 0)
             if bits:
-                preconditioner.stacks.refreshed.add(location.index)
-                preconditioner.products.bits[location.index] = bits
+                preconditioner, index = plan.of(p)
+                preconditioner.stacks.refreshed.add(index)
+                preconditioner.products.bits[index] = bits
         return unknown
 
 
@@ -276,6 +276,24 @@ class StateKeeper:
         self._tensors_intact = True
         plan.find_refreshed([*lacking, *unknown], state)
         self.plan = plan
+
+    def load(
+        self,
+        plan: StatePlan,
+        params: Collection[Tensor],
+        state: State,
+        base_state: BaseState,
+        unknown: Iterable[Tensor],
+    ) -> None:
+        """Bind a plan that holds the state of these parameters, after F has loaded its state.
+
+        For ``unknown``, see ``bind``.
+        """
+        for p in params:
+            self.base_link.start(p, state, base_state)
+        self.base_link.join(state, base_state)
+        if params:
+            self.bind(plan, state, unknown)
 
     def after_step(self, plan: StepPlan, state: State, base_state: BaseState) -> None:
         """Compare the tensors of blocks and show F's new dicts in the state."""

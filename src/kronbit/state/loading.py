@@ -199,23 +199,23 @@ def fill(plan: StatePlan, entries: Mapping[Tensor, Entry]) -> None:
     """
     left_over = {parameter: set(entry.blocks) for parameter, entry in entries.items()}
     copies = []
-    for block in plan.blocks():
-        entry = entries.get(block.p)
+    for p, key, row, sides in plan.blocks():
+        entry = entries.get(p)
         if entry is None or not (entry.blocks or (entry.step and entry.config.precondition)):
             continue  # not preconditioned in the checkpoint: statistics start fresh
-        if block.key not in entry.blocks:
-            raise ValueError(f"{entry.path(block.key)} is missing: {_OTHER_BLOCKS}")
-        left_over[block.p].discard(block.key)
-        held = entry.blocks[block.key]
+        if key not in entry.blocks:
+            raise ValueError(f"{entry.path(key)} is missing: {_OTHER_BLOCKS}")
+        left_over[p].discard(key)
+        held = entry.blocks[key]
         if not isinstance(held, Mapping):
-            raise ValueError(f"{entry.path(block.key)} is {type(held).__name__}; expected a dict")
-        for side in held.keys() - block.sides.keys():
-            raise ValueError(f"{entry.path(block.key, side)} is unknown")
-        for side, factors in block.sides.items():
+            raise ValueError(f"{entry.path(key)} is {type(held).__name__}; expected a dict")
+        for side in held.keys() - sides.keys():
+            raise ValueError(f"{entry.path(key, side)} is unknown")
+        for side, factors in sides.items():
             source = entry.config.format(factors.order)
             layout = make_method(source).layout(factors.order)
-            leaves = checked_leaves(held.get(side), layout, entry.path(block.key, side))
-            copies.append((factors, block.row, leaves, source))
+            leaves = checked_leaves(held.get(side), layout, entry.path(key, side))
+            copies.append((factors, row, leaves, source))
     for parameter, keys in left_over.items():
         if keys:
             raise ValueError(

@@ -29,7 +29,7 @@ from kronbit.distributed.collectives import copy_all
 from kronbit.linalg.precision import full_precision
 from kronbit.linalg.products import multiply, operand
 from kronbit.messages import warn
-from kronbit.statistics.base import MatrixOf, rows_in_batch, zeros_for
+from kronbit.statistics.base import MatrixOf, Statistics, rows_in_batch, zeros_for
 from kronbit.statistics.hooks import Kept, given_up, hooked
 from kronbit.statistics.layers import Layer, find_layers, pieces_of
 
@@ -69,7 +69,7 @@ class Collected:
         return left, right, self.rows
 
 
-class ActivationStatistics:
+class ActivationStatistics(Statistics):
     """Collects the statistics of a model's layers.
 
     Args:

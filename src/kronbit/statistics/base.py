@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch import Tensor
@@ -23,19 +23,26 @@ if TYPE_CHECKING:
 MatrixOf: TypeAlias = "Callable[[Sequence[Part]], Tensor]"
 
 
-class Statistics(Protocol):
-    """Defines the matrices of each parameter, and the M of each update."""
+class Statistics:
+    """Defines the matrices of each parameter, and the M of each update.
 
-    # Name of the statistics in checkpoints.
+    Attributes:
+        name: Name of the statistics in checkpoints.
+        takes_shards: True if gradients may be assembled from rows on several ranks.
+        collects: True if data must be collected before the step that needs them. Only then are
+            ``matrices`` and ``expect`` called.
+    """
+
     name: str
-    # True if gradients may be assembled from rows on several ranks.
     takes_shards: bool
+    collects: bool = False
 
     def adopt(self, params: Collection[Tensor]) -> None:
         """Register the parameters that are optimized and may be preconditioned."""
 
     def route(self, p: Tensor, config: Config) -> Blocking | str:
         """Return how a parameter is cut, or why it is left to the base optimizer."""
+        raise NotImplementedError
 
     def matrices(
         self, params: Sequence[Tensor], planned: Container[Tensor], grads: list[Tensor]
@@ -47,6 +54,7 @@ class Statistics(Protocol):
             planned: The parameters that are preconditioned.
             grads: The gradient of each parameter.
         """
+        return nullcontext(grads)
 
     def source(
         self,
@@ -63,16 +71,14 @@ class Statistics(Protocol):
             due: Members to update, with their options and blocks.
             param: Returns the parameter of a member that has a gradient.
         """
-
-    @property
-    def collects(self) -> bool:
-        """True if data must be collected before the step that needs them."""
+        raise NotImplementedError
 
     def expect(self, params: Iterable[Tensor]) -> None:
         """Drop collected data, and collect for these parameters, which the next step updates."""
 
     def counts(self) -> dict[str, int]:
         """Return counters of failures, for ``diagnostics``."""
+        return {}
 
 
 def zeros_for(parts: Sequence[Part], device: torch.device) -> Tensor:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -18,17 +17,16 @@ from kronbit.config import Config
 from kronbit.distributed.sharding import local
 from kronbit.gpu.measured import Measured
 from kronbit.linalg.products import multiply, operand
-from kronbit.statistics.base import MatrixOf, rows_in_batch, zeros_for
+from kronbit.statistics.base import MatrixOf, Statistics, rows_in_batch, zeros_for
 
 if TYPE_CHECKING:
     from kronbit.gpu.outer_products import OuterProducts
 
 
-class GradientStatistics:
+class GradientStatistics(Statistics):
     """Cuts each parameter into blocks; M is computed from the gradient of the step."""
 
     name = "gradients"
-    collects = False
     takes_shards = True
 
     def __init__(self) -> None:
@@ -43,18 +41,9 @@ class GradientStatistics:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _tables=weakref.WeakKeyDictionary())
 
-    def adopt(self, params: Collection[Tensor]) -> None:
-        """Do nothing: shapes suffice."""
-
     def route(self, p: Tensor, config: Config) -> Blocking | str:
         """Return how a parameter is cut, or why it is left to the base optimizer."""
         return route(tuple(local(p).shape if config.blocks == "local" else p.shape), config)
-
-    def matrices(
-        self, params: Sequence[Tensor], planned: Container[Tensor], grads: list[Tensor]
-    ) -> AbstractContextManager[list[Tensor]]:
-        """Provide the gradients themselves."""
-        return nullcontext(grads)
 
     def source(
         self,
@@ -81,13 +70,6 @@ class GradientStatistics:
                 self._tables[stacks] = OuterProducts(members, stacks.device)
             return partial(self._tables[stacks].of, addresses.tensor, measured.finite)
         return partial(_by_torch, GradientBlocks(members, measured.grads), measured.finite)
-
-    def expect(self, params: Iterable[Tensor]) -> None:
-        """Do nothing: every step has its gradients."""
-
-    def counts(self) -> dict[str, int]:
-        """Return no counters: nothing can fail."""
-        return {}
 
 
 def _by_torch(blocks: GradientBlocks, finite: Tensor, parts: Sequence[Part]) -> Tensor:

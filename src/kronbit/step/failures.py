@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 
-from kronbit.blocks.batches import Part, Portion, rows_of
+from kronbit.blocks.batches import Part, rows_of
 from kronbit.blocks.gradients import StepGradients
 from kronbit.config import Config
-from kronbit.factors import Factors
+from kronbit.factors import Batch, Factors
 from kronbit.interruptions import ending
 
 _AGAIN = (
@@ -122,13 +122,13 @@ class Progress:
 
     def __init__(self) -> None:
         self.new: set[int] = set()
-        self._begun: list[Portion] = []
+        self._begun: list[tuple[Sequence[Part], Batch]] = []
         self._updated: set[tuple[Factors, int]] = set()
 
-    def begin(self, portion: Portion) -> None:
+    def begin(self, parts: Sequence[Part], batch: Batch) -> None:
         """Note that a batch is about to be updated; it records which of its rows were."""
-        portion.batch.replaced = None
-        self._begun.append(portion)
+        batch.replaced = None
+        self._begun.append((parts, batch))
 
     def failed(self) -> bool:
         """True if, when a step begins, the one before it is not complete."""
@@ -136,7 +136,7 @@ class Progress:
 
     def left(self, parts: Iterable[Part]) -> Iterator[Part]:
         """Yield the rows that are not updated yet. Waits for the device."""
-        for begun, batch, _ in self._begun:
+        for begun, batch in self._begun:
             if batch.replaced is not None:
                 done = zip(rows_of(begun), batch.replaced.tolist(), strict=True)
                 self._updated |= {(part.factors, row) for (part, row), new in done if new}

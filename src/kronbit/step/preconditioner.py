@@ -24,6 +24,7 @@ from kronbit.blocks.batches import (
     Portion,
     batches,
     due_parts,
+    portion_of,
     refresh_cost,
     rows_of,
 )
@@ -35,7 +36,6 @@ from kronbit.gpu.measured import Measured
 from kronbit.gpu.product_precision import KernelProducts
 from kronbit.kernels.cache import BoundedCache
 from kronbit.linalg.backend import backend
-from kronbit.linalg.orthogonal import Attempt
 from kronbit.linalg.precision import full_precision
 from kronbit.rules import Algorithm, combine, graft_scale
 from kronbit.step.failures import Progress
@@ -117,7 +117,7 @@ class Preconditioner:
         turns: list[set[Turn]] = [set() for _ in self.stacks.members]
         for group in self.stacks.groups:
             for span in group.spans:
-                turns[span.member] |= {Turn(span.phase, right) for right in (False, True)}
+                turns[span.member] |= {(span.phase, right) for right in (False, True)}
         return [tuple(sorted(of_member)) for of_member in turns]
 
     def graph_refused(self) -> str | None:
@@ -143,11 +143,10 @@ class Preconditioner:
         """Run PU on the rows of this rank; retry rows where a factorisation failed."""
         if self._chain is None:
             self._chain = backend(self.stacks.device).chain(self.stacks.device, self._graphs)
-        attempt = Attempt(chain=self._chain)
-        failed = self._update(self._first_updates(due), M_of, finite, attempt)
-        while failed := _repairable(failed, attempt.number, roots=False):
-            attempt = Attempt(attempt.number + 1)
-            mixed = partial(self._may_share, attempt=attempt.number)
+        attempt, failed = 0, self._update(self._first_updates(due), M_of, finite)
+        while failed := _repairable(failed, attempt, roots=False):
+            attempt += 1
+            mixed = partial(self._may_share, attempt=attempt)
             failed = self._update(self._cut(failed, ROBUST_UPDATE, mixed), M_of, finite, attempt)
 
     def _update(
@@ -155,17 +154,16 @@ class Preconditioner:
         portions: Iterable[Portion],
         M_of: MatrixOf,
         finite: Tensor,
-        attempt: Attempt,
+        attempt: int = 0,
     ) -> list[Part]:
         """Run PU on some rows; return the rows where a factorisation failed, left unchanged."""
         done: list[Part] = []
         flags: list[Tensor] = []
-        for portion in portions:
-            parts, batch, owners = portion
-            self.progress.begin(portion)
+        for parts, batch, owners in portions:
+            self.progress.begin(parts, batch)
             M = M_of(parts)
             trusted = finite[owners]
-            good, replaced = batch.update(M, trusted, parts[0].config, attempt)
+            good, replaced = batch.update(M, trusted, parts[0].config, attempt, self._chain)
             flags.append(torch.stack((trusted, good, replaced)))
             done += parts
         if not flags:
@@ -194,7 +192,7 @@ class Preconditioner:
         mixed: Callable[[Part], bool],
     ) -> Iterator[Portion]:
         """Cut rows into batches that fit into the workspace."""
-        return map(Portion.of, batches(wanted, self.stacks.workspace, cost, mixed))
+        return map(portion_of, batches(wanted, self.stacks.workspace, cost, mixed))
 
     def _first_updates(self, due: Mapping[int, Due]) -> Iterable[Portion]:
         mixed = partial(self._may_share, attempt=0)

@@ -11,7 +11,8 @@ from typing import TypeAlias
 from kronbit.blocks.groups import Due, Turn
 from kronbit.config import Config
 
-FIRST_TURN, LAST_TURN = Turn(0.0, right=False), Turn(0.0, right=True)
+FIRST_TURN: Turn = (0.0, False)
+LAST_TURN: Turn = (0.0, True)
 _SHARED_TURN = (FIRST_TURN,)
 
 # Either ``updates_at`` or ``refreshes_at``.
@@ -48,7 +49,8 @@ def delay(config: Config, turn: Turn) -> int:
     """
     if not config.stagger:
         return 0
-    return int(turn.phase * max(config.update_every, config.refresh_every)) + 2 * turn.right
+    phase, right = turn
+    return int(phase * max(config.update_every, config.refresh_every)) + 2 * right
 
 
 def first_preconditioned_step(config: Config, last: Turn = LAST_TURN) -> int:

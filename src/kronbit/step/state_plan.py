@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from kronbit.blocks.blocking import Blocking
-from kronbit.blocks.groups import Member
+from kronbit.blocks.groups import Member, Turn
 from kronbit.config import CUT_OPTIONS, FORMAT_OPTIONS, Config
 from kronbit.distributed.exchange import Exchange
 from kronbit.distributed.sharding import first_rows
@@ -20,32 +19,8 @@ from kronbit.linalg.backend import backend
 from kronbit.rules import Algorithm
 from kronbit.step.preconditioner import Preconditioner
 
-
-@dataclass(frozen=True)
-class Location:
-    """The location of a parameter's state.
-
-    Attributes:
-        device: The preconditioner's device.
-        index: The parameter's number among the preconditioner's members.
-        shape: The parameter's shape when the state was made.
-        config: The parameter's options when the state was made.
-    """
-
-    device: torch.device
-    index: int
-    shape: torch.Size
-    config: Config
-
-
-@dataclass(frozen=True)
-class PlannedBlock:
-    """A block with its parameter, its key in the state, its row, and the factors of each side."""
-
-    p: Tensor
-    key: str
-    row: int
-    sides: dict[str, Factors]
+# A block: its parameter, its key in the state, its row, and the factors of each side.
+PlannedBlock: TypeAlias = tuple[Tensor, str, int, dict[str, Factors]]
 
 
 class StatePlan:
@@ -60,7 +35,7 @@ class StatePlan:
         exchange: Divides work among ranks that hold the same state.
 
     Attributes:
-        locations: Parameter -> its location.
+        locations: Parameter -> the preconditioner's device, and the number among its members.
         preconditioners: Device -> its preconditioner.
     """
 
@@ -74,7 +49,8 @@ class StatePlan:
     ) -> None:
         members: dict[torch.device, list[Member]] = {}
         dtypes: dict[torch.device, set[torch.dtype]] = {}
-        self.locations: dict[Tensor, Location] = {}
+        self.locations: dict[Tensor, tuple[torch.device, int]] = {}
+        self._shapes: dict[Tensor, torch.Size] = {}
         self._rows = first_rows if options.blocks == "local" else lambda p: ""
         self._route = route
         for p, config in params:
@@ -84,7 +60,7 @@ class StatePlan:
             dtypes.setdefault(p.device, set()).add(p.dtype)
             blocking = route(p, config)
             if isinstance(blocking, Blocking):
-                self.locations[p] = Location(p.device, len(on_device), p.shape, config)
+                self.locations[p], self._shapes[p] = (p.device, len(on_device)), p.shape
                 on_device.append(Member(blocking, config))
         for device, on_device in members.items():
             if backend(device).by_kernels and device.type == "cuda":
@@ -124,29 +100,41 @@ class StatePlan:
     def _lacks(self, p: Tensor, config: Config, name: Callable[[Tensor], str]) -> bool:
         if p.device not in self.preconditioners:
             return True
-        location = self.locations.get(p)
-        if location is None:
+        if p not in self.locations:
             return isinstance(self._route(p, config), Blocking)
-        if location.shape != p.shape:
+        if self._shapes[p] != p.shape:
             raise ValueError(
-                f"the shape of {name(p)} has changed from {tuple(location.shape)} to "
+                f"the shape of {name(p)} has changed from {tuple(self._shapes[p])} to "
                 f"{tuple(p.shape)} and its state does not fit: build a new optimizer"
             )
-        change = _forbidden_change(location.config, config)
+        preconditioner, index = self.of(p)
+        change = _forbidden_change(preconditioner.stacks.members[index].config, config)
         if change:
             raise ValueError(f"group of {name(p)}: {change}")
-        return location.device != p.device
+        return preconditioner.stacks.device != p.device
+
+    def of(self, p: Tensor) -> tuple[Preconditioner, int]:
+        """Return the preconditioner of a parameter, and its number among the members."""
+        device, index = self.locations[p]
+        return self.preconditioners[device], index
+
+    def turns(self, p: Tensor) -> tuple[Turn, ...] | None:
+        """Return the turns of a parameter under ``stagger``; None if it has no location."""
+        if p not in self.locations:
+            return None
+        preconditioner, index = self.of(p)
+        return preconditioner.turns[index]
 
     def blocks(self) -> Iterator[PlannedBlock]:
         """Yield every block of every parameter."""
-        params = {(location.device, location.index): p for p, location in self.locations.items()}
+        params = {location: p for p, location in self.locations.items()}
         for device, preconditioner in self.preconditioners.items():
             for group in preconditioner.stacks.groups:
                 sides = {"left": group.left, "right": group.right}
                 for span in group.spans:
                     p = params[device, span.member]
                     for row, block in enumerate(span.blocks(), span.start):
-                        yield PlannedBlock(p, f"{self._rows(p)}block_{block.index}", row, sides)
+                        yield p, f"{self._rows(p)}block_{block.index}", row, sides
 
     def find_refreshed(
         self, params: Iterable[Tensor], state: Mapping[Tensor, dict[str, Any]]
@@ -157,11 +145,10 @@ class StatePlan:
         """
         for p in params:
             if p in self.locations:
-                location = self.locations[p]
-                preconditioner = self.preconditioners[location.device]
-                preconditioner.find_refreshed([location.index], whole=location.config.stagger)
-                refreshed = location.index in preconditioner.stacks.refreshed
-                state[p]["product_bits"] = FLOAT32 if refreshed else 0
+                preconditioner, index = self.of(p)
+                stacks = preconditioner.stacks
+                preconditioner.find_refreshed([index], whole=stacks.members[index].config.stagger)
+                state[p]["product_bits"] = FLOAT32 if index in stacks.refreshed else 0
 
 
 def _forbidden_change(old: Config, new: Config) -> str | None:

@@ -213,11 +213,10 @@ class StepPlan:
             if p.device not in numbers:
                 members = state_plan.preconditioners[p.device].stacks.members
                 numbers[p.device], rest[p.device] = [None] * len(members), []
-            location = state_plan.locations.get(p)
-            if location is None:
-                rest[p.device].append(number)
+            if p in state_plan.locations:
+                numbers[p.device][state_plan.of(p)[1]] = number
             else:
-                numbers[p.device][location.index] = number
+                rest[p.device].append(number)
         entries = [state[p] for p in gradients.params]
         preconditioners = state_plan.preconditioners
         return cls(
@@ -320,15 +319,13 @@ def expected_updates(
         config = config_of(group)
         known: dict[tuple[int, int], bool] = {}  # nearly always a single step, and nothing is due
         for p in group["params"]:
-            location = plan.locations.get(p) if config.stagger and plan is not None else None
-            turns: tuple[Turn, ...] = ()
-            if plan is not None and location is not None:
-                turns = plan.preconditioners[location.device].turns[location.index]
+            turns: tuple[Turn, ...] | None = ()
+            if config.stagger:
+                turns = None if plan is None else plan.turns(p)
             step = state[p].get("step", 0) if p in state else 0
             key = step, id(turns)
             if key not in known:
-                any_turn = config.stagger and location is None
-                known[key] = any_turn or bool(turns_at(updates_at, config, step + 1, turns))
+                known[key] = turns is None or bool(turns_at(updates_at, config, step + 1, turns))
             if known[key] and isinstance(route(p, config), Blocking):
                 yield p
 

@@ -12,7 +12,6 @@ from kronbit.blocks.groups import Due, Member
 from kronbit.config import FORMAT_OPTIONS, Config
 from kronbit.gpu.product_precision import BF16X3, HALF
 from kronbit.kernels.launch import compile_together
-from kronbit.linalg.orthogonal import FIRST_ATTEMPT
 from kronbit.rules import Algorithm
 from kronbit.statistics import GradientStatistics
 from kronbit.step.nonfinite import NonfiniteGuard
@@ -57,7 +56,7 @@ def _warm_up(
         assert measured.addresses is not None
         M_of = GradientStatistics().outer_products(preconditioner.stacks, measured, due)
         updates = preconditioner._first_updates(due)
-        preconditioner._update(updates, M_of, measured.finite, FIRST_ATTEMPT)
+        preconditioner._update(updates, M_of, measured.finite)
         preconditioner.stacks.refreshed.update(due)
         preconditioner.refresh(measured, due)
         for precision, indices in ((HALF, (0, 1)), (HALF, (2,)), (BF16X3, (0, 1, 2))):

@@ -146,12 +146,14 @@ class Shadow:
     def _errors(self, refreshed: list[_Watch]) -> dict[str, tuple[Deviation, Deviation]]:
         assert isinstance(self._optimizer, SecondOrder)
         assert self._optimizer._keeper.plan is not None, "a step has been taken"
-        planned = {(block.p, block.key): block for block in self._optimizer._keeper.plan.blocks()}
+        planned = {
+            (p, key): (row, sides) for p, key, row, sides in self._optimizer._keeper.plan.blocks()
+        }
         errors = {}
         for watch in refreshed:
-            block = planned[watch.p, f"block_{watch.block.index}"]
-            for side, factors in block.sides.items():
-                root = factors.roots(slice(block.row, block.row + 1))[0]
+            row, sides = planned[watch.p, f"block_{watch.block.index}"]
+            for side, factors in sides.items():
+                root = factors.roots(slice(row, row + 1))[0]
                 A = watch.exact[side].to(root.device)
                 exact = Statistic.of(A, watch.config).root()
                 errors[f"{watch.name} {side}"] = deviations(root, exact)

@@ -14,7 +14,6 @@ from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
 from kronbit.base import Around, BaseFactory, resolve
-from kronbit.blocks.blocking import Blocking
 from kronbit.blocks.gradients import StepGradients, collect, plain_dtypes
 from kronbit.config import Config, take_options
 from kronbit.distributed.ranks import Ranks, agreement_lines, find_ranks
@@ -33,13 +32,7 @@ from kronbit.statistics import GradientStatistics, Statistics
 from kronbit.step.failures import Stage, refuse_capture, report_failure, writable
 from kronbit.step.nonfinite import NonfiniteGuard
 from kronbit.step.state_plan import StatePlan
-from kronbit.step.step_plan import (
-    DevicePlan,
-    StepPlan,
-    expected_updates,
-    is_due,
-    refuse_nonfinite,
-)
+from kronbit.step.step_plan import DevicePlan, StepPlan, expected_updates, is_due, refuse_nonfinite
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -68,7 +61,6 @@ class SecondOrder(Around):
         self.config = take_options(options, self.algorithm.options)
         self._process_group = process_group
         self._known_ranks: Ranks | None = None
-        self._agreed = False
         self.base = resolve(params, base, options)
         self._statistics = self._make_statistics()
         self._groups = Groups(self.base, self.config, self._statistics)
@@ -76,7 +68,6 @@ class SecondOrder(Around):
         self._groups.check()  # before anything is changed
         super().__init__(self.base.param_groups, {**self.base.defaults, **self._groups.defaults})
         self._start_unplanned()
-        self._keeper.base_link.join(self.state, self.base.state)
         self._expect_statistics()
 
     def _make_statistics(self) -> Statistics:
@@ -85,6 +76,7 @@ class SecondOrder(Around):
     def _start_unplanned(self) -> None:
         """Drop all derived data: the next step plans from ``param_groups`` and ``state``."""
         self._keeper = StateKeeper()
+        self._keeper.base_link.join(self.state, self.base.state)
         self._guards: dict[torch.device, NonfiniteGuard] = {}
         self._past_counts: Counter[str] = Counter()
         self._past_counts.subtract(self._statistics.counts())  # these restart as well
@@ -118,10 +110,7 @@ class SecondOrder(Around):
         Unless ``keep_gradients`` is set, ``p.grad`` holds G̃ afterwards, not G.
 
         Args:
-            closure: Evaluates the model and returns the loss; called once.
-
-        Returns:
-            The closure's loss, or ``None``.
+            closure: Evaluates the model and returns the loss, as ``step`` does; called once.
         """
         refuse_capture()
         loss = None
@@ -147,18 +136,11 @@ class SecondOrder(Around):
             return loss  # inside, so that an error on this line says that the step counts
 
     def _rewrite(self, device: DevicePlan) -> None:
-        """Replace the gradients of a device by directions.
-
-        An algorithm with another direction overrides this method.
-        """
+        """Replace the gradients of a device by directions. A seam: algorithms may override it."""
         device.precondition()
 
     def _step_base(self) -> None:
-        """Take F's step: W, s ← F(W, s, G̃).
-
-        An algorithm that steps some parameters itself overrides this method, and lets F step the
-        others.
-        """
+        """Take F's step: W, s ← F(W, s, G̃). A seam: algorithms may step some parameters."""
         self.base.step()
 
     def _count_and_step(self, plan: StepPlan, stage: Stage) -> None:
@@ -166,17 +148,15 @@ class SecondOrder(Around):
         steps = [entry["step"] for entry in plan.entries]
 
         def count_and_step() -> None:
-            for entry in plan.entries:  # before F's step, as hooks of F expect
-                entry["step"] += 1
+            plan.set_steps(t + 1 for t in steps)  # before F's step, as hooks of F expect
             self._step_base()
             stage.complete = True
 
         def settle_or_undo() -> None:
             if stage.complete:
                 plan.settle()
-                return
-            for entry, step in zip(plan.entries, steps, strict=True):
-                entry["step"] = step
+            else:
+                plan.set_steps(steps)
 
         stage.in_base = True
         run_then(count_and_step, settle_or_undo)
@@ -195,18 +175,16 @@ class SecondOrder(Around):
         groups, route = self._groups, self._statistics.route
         groups.complete()
         gradients = collect(self.base.param_groups, groups.config_of, route, groups.name)
-        if not (self._agreed and self._ranks.agreed):
+        if not self._ranks.agreed:
             self._agree()
         return gradients
 
     def _agree(self) -> None:
-        if self._keeper.plan is None and not self._agreed:
-            # Accelerate shards parameters after it has loaded an empty state.
+        if self._keeper.plan is None:  # Accelerate shards parameters after loading an empty state
             self._groups.check()
             self._groups.adopt()
             self._known_ranks = None
         self._ranks.agree(lambda: agreement_lines(self, self.base, self.config, self.state))
-        self._agreed = True
 
     @contextmanager
     def _matrices(self, gradients: StepGradients) -> Iterator[StepPlan]:
@@ -221,41 +199,31 @@ class SecondOrder(Around):
             collected = statistics.collects and statistics.matrices(plan.params, planned, grads)
             with collected or nullcontext(grads) as matrices:
                 dtypes = whole.dtypes if matrices is grads else plain_dtypes(matrices)
-                plan.measure(matrices, dtypes, self._guards, self.config)
-                try:
+                with plan.measured(matrices, dtypes, self._guards, self.config):
                     if self.config.nonfinite == "raise":
-                        refuse_nonfinite(plan.devices, self._ranks.any_rank, self._groups.name)
+                        refuse_nonfinite(plan.devices, ranks.any_rank, self._groups.name)
                     yield plan
-                finally:
-                    plan.release_gradients()
 
     def _replanned(self, present: Collection[Tensor]) -> StatePlan:
         """Lay out all state anew: values that the state holds are copied, the rest starts fresh."""
-        present, old, rows = set(present), self._keeper.plan, self._groups.rows()
-        self._past_counts.update(fallback_counts(old))
-        self._keeper.plan = None  # until the new one is bound
+        old, rows, owns = self._keeper.plan, self._groups.rows(), self._ranks.owns
+        present, params = set(present), [p for _, p, _ in rows]
         plan = self._make_plan(
             (p, config)
             for _, p, config in rows
             if p.requires_grad or p in present or blocks_of(self.state.get(p, {}))
         )
-        for _, p, _ in rows:
-            if p in plan.locations or (p.requires_grad and not self._ranks.owns(p)):
-                self._keeper.base_link.start(
-                    p, self.state, self.base.state
-                )  # on all ranks, or on none
-        self._keeper.bind(plan, self.state)
+        # F's state begins on all ranks, or on none.
+        started = [p for p in params if p in plan.locations or (p.requires_grad and not owns(p))]
+        self._past_counts.update(fallback_counts(old))
+        self._keeper.bind(plan, started, self.state, self.base.state)
         if old is None:
             warn_of_few(rows, self._statistics.route, self.summary)
         return plan
 
     def _make_plan(self, params: Iterable[tuple[Tensor, Config]]) -> StatePlan:
-        ranks = self._ranks
-
-        def route(p: Tensor, config: Config) -> Blocking | str:
-            return self._statistics.route(p, config) if ranks.owns(p) else "another rank has it"
-
-        return StatePlan(params, self.algorithm, self.config, route, ranks.exchange)
+        route = partial(self._ranks.route, self._statistics.route)
+        return StatePlan(params, self.algorithm, self.config, route, self._ranks.exchange)
 
     @property
     def _ranks(self) -> Ranks:
@@ -279,9 +247,8 @@ class SecondOrder(Around):
     def state_dict(self) -> dict[str, Any]:
         """Return the state: plain tensors by parameter and block, and F's state under ``"base"``.
 
-        For sharded parameters, it holds the blocks that this rank owns, which is the form that
-        ``torch.distributed.checkpoint`` expects. For a single file, see
-        ``kronbit.consolidate_state_dict``.
+        For sharded parameters, it holds the blocks that this rank owns, as
+        ``torch.distributed.checkpoint`` expects. ``kronbit.consolidate_state_dict`` collects all.
         """
         if self.config.shard_state:
             self._ranks.refuse_partial_state()
@@ -300,9 +267,6 @@ class SecondOrder(Around):
         Numbers of the param groups (``lr``, ``beta``, ``damping``, intervals, ...) come from the
         checkpoint, as in every torch optimizer; the storage format is that of this optimizer.
         A checkpoint of F alone loads as well: the second-order state then starts fresh.
-
-        Args:
-            state_dict: A dict returned by ``state_dict()``.
 
         Raises:
             ValueError: If the checkpoint does not fit. The message names the key, and the
@@ -323,8 +287,9 @@ class SecondOrder(Around):
         base.load()  # the first change
         self.state = defaultdict(dict, checkpoint.new_state())
         self._start_unplanned()
-        unknown = checkpoint.of_unknown_products()
-        self._keeper.load(plan, checkpoint.entries, self.state, self.base.state, unknown)
+        if checkpoint.entries:
+            unknown = checkpoint.of_unknown_products()
+            self._keeper.bind(plan, checkpoint.entries, self.state, self.base.state, unknown)
         warn_after_loading(checkpoint.entries, self._groups.rows(), self._statistics.route)
         self._expect_statistics()
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
@@ -338,7 +303,7 @@ class SecondOrder(Around):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._known_ranks, self._agreed = None, False
+        self._known_ranks = None
         self._groups = Groups(self.base, self.config, self._statistics)
         self._start_unplanned()
         self._expect_statistics()

@@ -14,6 +14,7 @@ from torch._subclasses import FakeTensorMode
 
 from kronbit import Quantized, Quantizer
 from kronbit.quantization import BITS, MAPPINGS, codebook, thresholds
+from kronbit.quantization.mappings import CODEBOOKS, THRESHOLDS
 from kronbit.quantization.reference import pack, unpack
 
 LOW_BITS = [bits for bits in BITS if bits < 32]
@@ -251,10 +252,9 @@ def test_gradients_do_not_flow_through_codes(length: int) -> None:
     assert not quantizer.dequantize(Quantized(quantized.codes, scales), length).requires_grad
 
 
-def test_tables_made_under_a_fake_tensor_mode_are_not_kept(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("kronbit.quantization.mappings._CACHE", {})
+def test_tables_made_under_a_fake_tensor_mode_are_not_kept() -> None:
+    CODEBOOKS.clear()
+    THRESHOLDS.clear()
     quantizer = Quantizer(6, "dt", 32)
     with FakeTensorMode():
         quantizer.encode(torch.zeros(3, 32))

@@ -38,7 +38,7 @@ class Ranks:
 
     Attributes:
         alone: True if this rank preconditions its gradients as they are.
-        agreed: True if the ranks have compared their parameters and options.
+        agreed: True after ``agree``.
     """
 
     def __init__(
@@ -51,11 +51,17 @@ class Ranks:
         self.exchange, self.owners = exchange or Exchange(), owners
         self._link, self.localises = link, localises
         self.alone = owners is None and not localises
-        self.agreed = link is None
+        self.agreed = False
 
     def owns(self, p: Tensor) -> bool:
         """True if this rank has the state of a parameter."""
         return self.owners is None or self.owners.owns(p)
+
+    def route(
+        self, route: Callable[[Tensor, Config], Blocking | str], p: Tensor, config: Config
+    ) -> Blocking | str:
+        """Return how this rank cuts a parameter, or why it does not precondition it."""
+        return route(p, config) if self.owns(p) else "another rank has it"
 
     @property
     def first(self) -> bool:
@@ -126,9 +132,7 @@ class Ranks:
         Raises:
             RuntimeError: On every rank, if they differ.
         """
-        if self.agreed or self._link is None:
-            return
-        ranks: list[list[str]] = self._link.objects(agreement_lines())
+        ranks = [] if self._link is None else self._link.objects(agreement_lines())
         for rank, lines in enumerate(ranks):
             for expected, line in zip_longest(ranks[0], lines, fillvalue="nothing more"):
                 if line != expected:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -54,19 +53,21 @@ def _borders(mapping: str, bits: int) -> Tensor:
     return torch.where(rounded.double() > middle, down, rounded)
 
 
-_Make: TypeAlias = Callable[[str, int], Tensor]
-_CACHE: dict[tuple[_Make, str, int, torch.device], Tensor] = {}
+class _Tables(dict[tuple[str, int, torch.device], Tensor]):
+    """Tables by mapping, bits and device: a copy from the host at every use would synchronise."""
+
+    def __init__(self, make: Callable[[str, int], Tensor]) -> None:
+        self._make = make
+
+    def __missing__(self, key: tuple[str, int, torch.device]) -> Tensor:
+        mapping, bits, device = key
+        table = self._make(mapping, bits).to(device)
+        if type(table) is Tensor:  # not under a tracing or fake-tensor mode
+            self[key] = table
+        return table
 
 
-def _cached(make: _Make, mapping: str, bits: int, device: torch.device | str) -> Tensor:
-    """Return a device's cached table: a copy from the host at every use would synchronise."""
-    key = (make, mapping, bits, torch.device(device))
-    if key not in _CACHE:
-        table = make(mapping, bits).to(device)
-        if type(table) is not Tensor:  # under a tracing or fake-tensor mode
-            return table
-        _CACHE[key] = table
-    return _CACHE[key]
+CODEBOOKS, THRESHOLDS = _Tables(_values), _Tables(_borders)
 
 
 def codebook(mapping: str, bits: int, device: torch.device | str = "cpu") -> Tensor:
@@ -80,7 +81,7 @@ def codebook(mapping: str, bits: int, device: torch.device | str = "cpu") -> Ten
     Returns:
         A tensor of shape (2^bits,). It is shared: do not write to it.
     """
-    return _cached(_values, mapping, bits, device)
+    return CODEBOOKS[mapping, bits, torch.device(device)]
 
 
 def thresholds(mapping: str, bits: int, device: torch.device | str = "cpu") -> Tensor:
@@ -91,4 +92,4 @@ def thresholds(mapping: str, bits: int, device: torch.device | str = "cpu") -> T
     *down* keeps the rule exact: a float32 lies above the midpoint if and only if it lies above
     the largest float32 that is not above the midpoint.
     """
-    return _cached(_borders, mapping, bits, device)
+    return THRESHOLDS[mapping, bits, torch.device(device)]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kronbit.quantization.mappings import codebook, thresholds
+from kronbit.quantization.mappings import CODEBOOKS, THRESHOLDS
 
 # Codes are packed as a little-endian bit stream. A word is the shortest run of codes that fills
 # whole bytes: bits -> (codes in a word, bytes in a word).
@@ -114,7 +114,7 @@ def nearest_codes(x: Tensor, scales: Tensor, bits: int, mapping: str, block_size
     x = x.clone(memory_format=torch.contiguous_format)
     for block, scale in _with_scales(x, scales, block_size):
         block.div_(torch.where(scale == 0, 1.0, scale))
-    return pack(torch.bucketize(x, thresholds(mapping, bits, x.device), out_int32=True), bits)
+    return pack(torch.bucketize(x, THRESHOLDS[mapping, bits, x.device], out_int32=True), bits)
 
 
 def quantize_scales(scales: Tensor) -> tuple[Tensor, Tensor]:
@@ -132,7 +132,7 @@ def dequantize(
 ) -> Tensor:
     """D: look the codes up and multiply each block by its scale; float32 (..., length)."""
     index = unpack(codes, bits, length)
-    table = codebook(mapping, bits, codes.device)
+    table = CODEBOOKS[mapping, bits, codes.device]
     values = table.index_select(0, index.reshape(-1)).view(index.shape)
     for block, scale in _with_scales(values, scales, block_size):
         block.mul_(scale)

@@ -263,37 +263,30 @@ class StateKeeper:
             and self.base_link.holds(known.entries, base_state)
         )
 
-    def bind(self, plan: StatePlan, state: State, unknown: Iterable[Tensor] = ()) -> None:
+    def bind(
+        self,
+        plan: StatePlan,
+        params: Iterable[Tensor],
+        state: State,
+        base_state: BaseState,
+        unknown: Iterable[Tensor] = (),
+    ) -> None:
         """Make the state's tensors views into a plan's stacks; see ``Binding.bind``.
 
         Args:
             plan: The plan.
+            params: Parameters whose state begins now, if they have none.
             state: The optimizer's state.
+            base_state: F's state.
             unknown: More parameters whose ``product_bits`` must be derived from the roots.
         """
         self.plan = None  # until the new one is bound
+        for p in params:
+            self.base_link.start(p, state, base_state)
         lacking = self._binding.bind(plan, state)
         self._tensors_intact = True
         plan.find_refreshed([*lacking, *unknown], state)
         self.plan = plan
-
-    def load(
-        self,
-        plan: StatePlan,
-        params: Collection[Tensor],
-        state: State,
-        base_state: BaseState,
-        unknown: Iterable[Tensor],
-    ) -> None:
-        """Bind a plan that holds the state of these parameters, after F has loaded its state.
-
-        For ``unknown``, see ``bind``.
-        """
-        for p in params:
-            self.base_link.start(p, state, base_state)
-        self.base_link.join(state, base_state)
-        if params:
-            self.bind(plan, state, unknown)
 
     def after_step(self, plan: StepPlan, state: State, base_state: BaseState) -> None:
         """Compare the tensors of blocks and show F's new dicts in the state."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import attrgetter, is_, itemgetter
 from typing import Any
@@ -249,14 +250,17 @@ class StepPlan:
             device.schedule()
         return any(device.updates or device.refreshes for device in self.devices)
 
-    def measure(
+    @contextmanager
+    def measured(
         self,
         grads: list[Tensor],
         dtypes: set[torch.dtype] | None,
         guards: dict[torch.device, NonfiniteGuard],
         config: Config,
-    ) -> None:
-        """Measure the gradients, device by device.
+    ) -> Iterator[None]:
+        """Measure the gradients, device by device; drop them at the end.
+
+        The plan outlives the step, and ``zero_grad`` must free them.
 
         Args:
             grads: The gradients of the parameters.
@@ -274,11 +278,16 @@ class StepPlan:
         ]
         for part, gradients in zip(self.devices, measured, strict=True):
             part.measured = gradients
+        try:
+            yield
+        finally:
+            for part in self.devices:
+                del part.measured
 
-    def release_gradients(self) -> None:
-        """Drop the gradients: the plan outlives the step, and ``zero_grad`` must free them."""
-        for device in self.devices:
-            del device.measured
+    def set_steps(self, steps: Iterable[int]) -> None:
+        """Set t of every parameter."""
+        for entry, step in zip(self.entries, steps, strict=True):
+            entry["step"] = step
 
     def settle(self) -> None:
         """Forget the progress of the step, which counts now."""

@@ -112,6 +112,7 @@ class Config:
             for the device at every step.
     """
 
+    # Up to ``exponent``: FORMAT_OPTIONS.
     bits: int = 4
     root_bits: int | None = None
     method: str | None = None
@@ -138,6 +139,7 @@ class Config:
     batch_dims: int = 0
     split_sizes: tuple[int, ...] | None = None
     precondition: bool = True
+    # From here on: GLOBAL_OPTIONS.
     workspace_mb: float = 256
     offload_statistics: bool = False
     shard_state: bool = False
@@ -162,14 +164,14 @@ class Config:
         Quantizer(self.bits, self.mapping, self.block_size)
         if self.exponent not in EXPONENTS:
             raise ValueError(f"exponent must be one of {EXPONENTS}; got {self.exponent!r}")
-        if self.split_sizes is not None:
-            if not _is_sequence(self.split_sizes) or not self.split_sizes:
-                raise TypeError(
-                    f"split_sizes must be a tuple of positive integers; got {self.split_sizes!r}"
-                )
-            for size in self.split_sizes:
+        sizes = self.split_sizes
+        if sizes is not None:
+            # Any sequence, such as a list of OmegaConf.
+            if not isinstance(sizes, Sequence) or isinstance(sizes, str) or not sizes:
+                raise TypeError(f"split_sizes must be a tuple of positive integers; got {sizes!r}")
+            for size in sizes:
                 _integer("each of split_sizes", size, 1)
-            object.__setattr__(self, "split_sizes", tuple(self.split_sizes))
+            object.__setattr__(self, "split_sizes", tuple(sizes))
         self._check_combinations()
 
     def _check_combinations(self) -> None:
@@ -270,40 +272,16 @@ _LEAST |= {"newton_steps": 1, "max_order": 1}
 _INTERVALS: dict[str, tuple[float, float]] = {"exponent": (-1, 0), "beta": (0, 1)}
 _INTERVALS |= dict.fromkeys(("damping", "start", "workspace_mb"), (0, math.inf))
 
-GLOBAL_OPTIONS = frozenset(
-    {
-        "workspace_mb",
-        "offload_statistics",
-        "shard_state",
-        "blocks",
-        "keep_gradients",
-        "cuda_graph",
-        "nonfinite",
-    }
-)
 OPTIONS = tuple(field.name for field in fields(Config))
-GROUP_OPTIONS = tuple(name for name in OPTIONS if name not in GLOBAL_OPTIONS)
+_first_global = OPTIONS.index("workspace_mb")
+GROUP_OPTIONS, GLOBAL_OPTIONS = OPTIONS[:_first_global], frozenset(OPTIONS[_first_global:])
 # Options that only ``method="eigen"`` uses.
 EIGEN_OPTIONS = ("update_rectify", "refresh_rectify", "qr_iterations", "root")
 # Storage of matrices. Fixed once there is state, but checkpoints are converted.
-FORMAT_OPTIONS = (
-    "bits",
-    "root_bits",
-    "method",
-    "mapping",
-    "block_size",
-    "min_quantized_numel",
-    "storage",
-    "exponent",
-)
+FORMAT_OPTIONS = OPTIONS[: OPTIONS.index("exponent") + 1]
 # Cut into blocks. Fixed once there is state, and checkpoints must agree.
 CUT_OPTIONS = ("max_order", "split", "batch_dims", "split_sizes", "precondition")
 STRUCTURAL_OPTIONS = FORMAT_OPTIONS + CUT_OPTIONS
-
-
-def _is_sequence(value: object) -> bool:
-    """True if a value is a list, a tuple or similar, such as a list of OmegaConf."""
-    return isinstance(value, Sequence) and not isinstance(value, str)
 
 
 def _choice(name: str, value: object, allowed: Collection[object]) -> None:

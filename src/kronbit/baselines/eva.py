@@ -148,7 +148,7 @@ class EVA(Rewriter):
 
     @torch.no_grad()
     def _collect(self, layer: Layer, x: Tensor, y: Tensor) -> None:
-        rows = layer.kind.outputs(layer.module, y)
+        rows = layer.outputs(y)
         count = rows.shape[1] * rows.shape[2]
         if layer.bias is not None:
             x = functional.pad(x, (0, 1), value=count)
@@ -208,7 +208,7 @@ class EVA(Rewriter):
         a, b = (
             state[name] / (1 - self.beta ** t.double()) for name in ("input_mean", "output_mean")
         )
-        left, right = (a, b) if layer.kind.inputs_are_rows else (b, a)
+        left, right = (a, b) if layer.inputs_are_rows else (b, a)
         G = grad if layer.bias is None else layer.join(grad)
         G = G.reshape(layer.matrices).to(a.dtype)
         Ghat = inverse_times(G, left, right, self.damping)
@@ -265,5 +265,5 @@ def _sum_of_inputs(layer: Layer, x: Tensor) -> Tensor:
     if isinstance(layer.module, nn.Conv2d) and x.dim() == 4:
         # Patches are linear in the image, so the images can be summed first.
         x = x.sum(0, keepdim=True, dtype=dtype)
-    (rows,) = layer.kind.inputs(layer.module, x.detach(), _ALL_AT_ONCE)
+    (rows,) = layer.inputs(x.detach(), _ALL_AT_ONCE)
     return rows.sum((1, 2), dtype=dtype)

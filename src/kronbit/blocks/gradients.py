@@ -214,9 +214,7 @@ class StepGradients(NamedTuple):
 
     @classmethod
     def of(
-        cls,
-        groups: Iterable[Mapping[str, Any]],
-        config_of: Callable[[Mapping[str, Any]], Config],
+        cls, groups: Iterable[Mapping[str, Any]], config_of: Callable[[Mapping[str, Any]], Config]
     ) -> StepGradients:
         """Collect the parameters of param groups that have a gradient."""
         params: list[Tensor] = []

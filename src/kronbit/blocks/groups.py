@@ -192,10 +192,7 @@ def _allocate(
         return stacks[key].window(used[key] - count, count)
 
     return {
-        key: (
-            window(key[0][0], key[1], key[3], count),
-            window(key[0][1], key[2], key[3], count),
-        )
+        key: (window(key[0][0], key[1], key[3], count), window(key[0][1], key[2], key[3], count))
         for key, count in rows.items()
     }
 

@@ -14,14 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kronbit.config import (
-    FORMAT,
-    FORMAT_KEY,
-    STATISTICS_KEY,
-    STRUCTURAL_OPTIONS,
-    Config,
-    Format,
-)
+from kronbit.config import FORMAT, FORMAT_KEY, STATISTICS_KEY, STRUCTURAL_OPTIONS, Config, Format
 from kronbit.factors import Leaves, is_root, make_method
 from kronbit.gpu.product_precision import PRODUCT_BITS
 from kronbit.linalg.precision import full_precision

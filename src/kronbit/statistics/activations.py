@@ -31,7 +31,7 @@ from kronbit.linalg.products import multiply, operand
 from kronbit.messages import warn
 from kronbit.statistics.base import MatrixOf, Statistics, rows_in_batch, zeros_for
 from kronbit.statistics.hooks import Kept, given_up, hooked
-from kronbit.statistics.layers import Layer, find_layers, pieces_of
+from kronbit.statistics.layers import Layer, find_layers
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -65,7 +65,7 @@ class Collected:
 
     def sides(self, layer: Layer) -> tuple[Tensor, Tensor, int]:
         """Return the sums for L and for R, and the number of rows."""
-        left, right = (self.X, self.Y) if layer.kind.inputs_are_rows else (self.Y, self.X)
+        left, right = (self.X, self.Y) if layer.inputs_are_rows else (self.Y, self.X)
         return left, right, self.rows
 
 
@@ -216,10 +216,10 @@ class ActivationStatistics(Statistics):
             self._collected[layer] = Collected.zeros(layer, y.device)
         sums = self._collected[layer]
         scale = 1.0 if self.grad_scaler is None else 1 / self.grad_scaler.get_scale()
-        for rows in self._rows(layer.kind.outputs(layer.module, y), torch.sum):
+        for rows in self._rows(layer.outputs(y), torch.sum):
             sums.rows += rows.shape[1]
             _add_square(sums.Y, rows * scale)
-        for piece in layer.kind.inputs(layer.module, x, self.workspace):
+        for piece in layer.inputs(x, self.workspace):
             for rows in self._rows(piece, torch.mean):
                 if layer.bias is not None:
                     rows = functional.pad(rows, (0, 1), value=1.0)
@@ -230,7 +230,8 @@ class ActivationStatistics(Statistics):
         if self.shared == "reduce":
             yield reduced(rows, 2, dtype=torch.float32)
             return
-        count = pieces_of(rows[:, :1, :1], self.workspace)
+        row_bytes = 8 * rows[:, :1, :1].numel()  # in float32 and copied once
+        count = max(1, self.workspace // max(1, row_bytes))
         for piece in rows.flatten(1, 2).split(count, 1):
             yield piece.float()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -91,17 +92,9 @@ class _Hook:
             x = args[0] if args else next(iter(kwargs.values()))
             watch(self._layer, x, output)
 
-    def __deepcopy__(self, memo: Mapping[int, Any]) -> Callable[..., None]:
-        return _ignore
-
-    def __reduce__(self) -> tuple[Callable[[], Callable[..., None]], tuple[()]]:
-        return _no_hook, ()
+    def __reduce__(self) -> tuple[Any, ...]:
+        return partial, (_ignore,)  # in a copied or pickled model
 
 
 def _ignore(*_: Any) -> None:
     """Do nothing, in place of a hook."""
-
-
-def _no_hook() -> Callable[..., None]:
-    """Return the stand-in for a hook in a pickled model."""
-    return _ignore

@@ -9,74 +9,81 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 
-class Kind(Protocol):
-    """A kind of layer."""
+class Layer:
+    """A module with a matrix [W | b]: ``nn.Linear``, or a subclass for another kind of layer.
+
+    Args:
+        name: Name of the module in the model.
+        module: The module.
+        weight: W.
+        bias: b, or None if it is not trained.
+
+    Attributes:
+        sides: (E, outputs, inputs), including the bias.
+        matrices: (E, M, N), the shape of the stored matrices.
+    """
 
     # True if the rows of the stored matrix are inputs. Then x belongs to L, and y to R.
-    inputs_are_rows: bool
-
-    def matrices(self, module: nn.Module) -> tuple[int, int, int]:
-        """Return (E, outputs, inputs) without the bias."""
-
-    def inputs(self, module: nn.Module, x: Tensor, size: int) -> Iterator[Tensor]:
-        """Yield rows of the input, (E, examples, positions, inputs), ``size`` bytes at a time."""
-
-    def outputs(self, module: nn.Module, y: Tensor) -> Tensor:
-        """Return rows of the gradient at the output, (E, examples, positions, outputs)."""
-
-
-class Linear:
-    """``nn.Linear``: axes are examples, then any number of positions, then features."""
-
     inputs_are_rows = False
 
-    def matrices(self, module: nn.Module) -> tuple[int, int, int]:
-        """Return (1, outputs, inputs)."""
-        assert isinstance(module, nn.Linear)
-        return 1, module.out_features, module.in_features
+    def __init__(self, name: str, module: nn.Module, weight: Tensor, bias: Tensor | None) -> None:
+        self.name, self.module, self.weight, self.bias = name, module, weight, bias
+        E = module.groups if isinstance(module, nn.Conv2d) else 1
+        M, N, column = weight.shape[0] // E, math.prod(weight.shape[1:]), bias is not None
+        self.matrices = (E, M + column, N) if self.inputs_are_rows else (E, M, N + column)
+        E, M, N = self.matrices
+        self.sides = (E, N, M) if self.inputs_are_rows else (E, M, N)
 
-    def inputs(self, module: nn.Module, x: Tensor, size: int) -> Iterator[Tensor]:
-        """Yield the rows of the input at once, without a copy."""
+    def inputs(self, x: Tensor, size: int) -> Iterator[Tensor]:
+        """Yield rows of the input, (E, examples, positions, inputs), ``size`` bytes at a time.
+
+        Those of a linear layer come at once, without a copy.
+        """
         yield _by_position(x)
 
-    def outputs(self, module: nn.Module, y: Tensor) -> Tensor:
-        """Return the rows of the gradient at the output."""
+    def outputs(self, y: Tensor) -> Tensor:
+        """Return rows of the gradient at the output, (E, examples, positions, outputs)."""
         return _by_position(y)
 
+    def join(self, grad: Tensor) -> Tensor:
+        """Return the gradient of [W | b], (E, M, N), given the gradient of W."""
+        assert self.bias is not None
+        E, M, N = self.matrices
+        bias = self.bias.grad if self.bias.grad is not None else torch.zeros_like(self.bias)
+        if self.inputs_are_rows:
+            return torch.cat([grad, bias.unsqueeze(0)]).unsqueeze(0)
+        return torch.cat([grad.reshape(E, M, N - 1), bias.view(E, M, 1)], -1)
 
-class TransposedLinear(Linear):
+    def separated(self, joined: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the gradients of W and b, if they exist, each with its part of the joined one."""
+        assert self.bias is not None
+        if self.inputs_are_rows:
+            weight, bias = joined[0, :-1], joined[0, -1]
+        else:
+            weight, bias = joined[..., :-1], joined[..., -1]
+        for p, part in ((self.weight, weight), (self.bias, bias)):
+            if p.grad is not None:
+                yield p.grad, part.reshape(p.shape)
+
+
+class TransposedLinear(Layer):
     """``Conv1D`` of transformers: a linear layer whose weight is stored as (inputs, outputs)."""
 
     inputs_are_rows = True
 
-    def matrices(self, module: nn.Module) -> tuple[int, int, int]:
-        """Return (1, outputs, inputs)."""
-        assert isinstance(module.weight, Tensor)
-        inputs, outputs = module.weight.shape
-        return 1, outputs, inputs
 
-
-class Conv2d:
+class Conv2d(Layer):
     """``nn.Conv2d``: x is a patch of the input, and each group of channels has a matrix."""
 
-    inputs_are_rows = False
-
-    def matrices(self, module: nn.Module) -> tuple[int, int, int]:
-        """Return (groups, outputs, inputs of a patch)."""
-        assert isinstance(module, nn.Conv2d)
-        outputs = module.out_channels // module.groups
-        return module.groups, outputs, module.weight[0].numel()
-
-    def inputs(self, module: nn.Module, x: Tensor, size: int) -> Iterator[Tensor]:
+    def inputs(self, x: Tensor, size: int) -> Iterator[Tensor]:
         """Yield the patches of the input, a few images at a time."""
+        module = self.module
         assert isinstance(module, nn.Conv2d)
         x = x.unsqueeze(0) if x.dim() == 3 else x
         # Pad as the layer does, for padding modes and for padding given by name.
@@ -94,11 +101,10 @@ class Conv2d:
             patches = functional.unfold(piece.float(), *shape)
             yield patches.unflatten(1, (module.groups, -1)).permute(1, 0, 3, 2)
 
-    def outputs(self, module: nn.Module, y: Tensor) -> Tensor:
+    def outputs(self, y: Tensor) -> Tensor:
         """Return the gradient at each position of the output."""
-        assert isinstance(module, nn.Conv2d)
         y = y.unsqueeze(0) if y.dim() == 3 else y
-        rows: Tensor = y.flatten(2).unflatten(1, (module.groups, -1)).permute(1, 0, 3, 2)
+        rows: Tensor = y.flatten(2).unflatten(1, (self.sides[0], -1)).permute(1, 0, 3, 2)
         return rows
 
 
@@ -109,70 +115,15 @@ def _by_position(x: Tensor) -> Tensor:
     return x.flatten(1, -2).unsqueeze(0)
 
 
-def pieces_of(row: Tensor, size: int) -> int:
-    """Return how many rows fit into ``size`` bytes, in float32 and copied once."""
-    return max(1, size // max(1, 8 * row.numel()))
-
-
-def kind_of(module: nn.Module) -> Kind | None:
+def _kind_of(module: nn.Module) -> type[Layer] | None:
     """Return the kind of a layer, or None if a module has no statistics."""
     if isinstance(module, nn.Linear):
-        return Linear()
+        return Layer
     if isinstance(module, nn.Conv2d):
-        return Conv2d()
-    named = type(module).__name__ == "Conv1D" and hasattr(
-        module, "nf"
-    )  # of transformers, which may not be installed
-    return TransposedLinear() if named else None
-
-
-@dataclass(eq=False)
-class Layer:
-    """A module with a matrix [W | b].
-
-    Attributes:
-        name: Name of the module in the model.
-        module: The module.
-        kind: Its kind.
-        weight: W.
-        bias: b, or None if it is not trained.
-        sides: (E, outputs, inputs), including the bias.
-        matrices: (E, M, N), the shape of the stored matrices.
-    """
-
-    name: str
-    module: nn.Module
-    kind: Kind
-    weight: Tensor
-    bias: Tensor | None
-    sides: tuple[int, int, int] = field(init=False)
-    matrices: tuple[int, int, int] = field(init=False)
-
-    def __post_init__(self) -> None:
-        E, outputs, inputs = self.kind.matrices(self.module)
-        inputs += self.bias is not None
-        self.sides = E, outputs, inputs
-        self.matrices = (E, inputs, outputs) if self.kind.inputs_are_rows else self.sides
-
-    def join(self, grad: Tensor) -> Tensor:
-        """Return the gradient of [W | b], (E, M, N), given the gradient of W."""
-        assert self.bias is not None
-        E, M, N = self.matrices
-        bias = self.bias.grad if self.bias.grad is not None else torch.zeros_like(self.bias)
-        if self.kind.inputs_are_rows:
-            return torch.cat([grad, bias.unsqueeze(0)]).unsqueeze(0)
-        return torch.cat([grad.reshape(E, M, N - 1), bias.view(E, M, 1)], -1)
-
-    def separated(self, joined: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the gradients of W and b, if they exist, each with its part of the joined one."""
-        assert self.bias is not None
-        if self.kind.inputs_are_rows:
-            weight, bias = joined[0, :-1], joined[0, -1]
-        else:
-            weight, bias = joined[..., :-1], joined[..., -1]
-        for p, part in ((self.weight, weight), (self.bias, bias)):
-            if p.grad is not None:
-                yield p.grad, part.reshape(p.shape)
+        return Conv2d
+    # Compare names: transformers may not be installed.
+    named = type(module).__name__ == "Conv1D" and hasattr(module, "nf")
+    return TransposedLinear if named else None
 
 
 def find_layers(
@@ -194,11 +145,10 @@ def find_layers(
         if isinstance(module, nn.MultiheadAttention):
             uncalled.add(module.out_proj)  # attention uses its weight, but does not call it
     wanted = set(params)
-    unshared = {p for p in wanted if len(users.get(p, ())) == 1}
     layers: dict[Tensor, Layer] = {}
     reasons: dict[Tensor, str] = {}
     for name, module in model.named_modules():
-        kind, weight = kind_of(module), module._parameters.get("weight")
+        kind, weight = _kind_of(module), module._parameters.get("weight")
         if kind is None or weight is None or weight not in wanted:
             continue
         if nn.parameter.is_lazy(weight):
@@ -212,6 +162,6 @@ def find_layers(
             # A bias that is frozen alone stays frozen. If its weight is frozen too, both may be
             # trained later.
             frozen = bias is not None and weight.requires_grad and not bias.requires_grad
-            bias = None if bias not in unshared or frozen else bias
-            layers[weight] = Layer(name, module, kind, weight, bias)
+            trained = bias in wanted and len(users[bias]) == 1 and not frozen
+            layers[weight] = kind(name, module, weight, bias if trained else None)
     return layers, reasons

@@ -150,11 +150,7 @@ class Preconditioner:
             failed = self._update(self._cut(failed, ROBUST_UPDATE, mixed), M_of, finite, attempt)
 
     def _update(
-        self,
-        portions: Iterable[Portion],
-        M_of: MatrixOf,
-        finite: Tensor,
-        attempt: int = 0,
+        self, portions: Iterable[Portion], M_of: MatrixOf, finite: Tensor, attempt: int = 0
     ) -> list[Part]:
         """Run PU on some rows; return the rows where a factorisation failed, left unchanged."""
         done: list[Part] = []
@@ -308,11 +304,7 @@ class Preconditioner:
 
     @full_precision()
     def _precondition_exactly(
-        self,
-        active: tuple[int, ...],
-        grads: Sequence[Tensor | None],
-        norms: Tensor,
-        finite: Tensor,
+        self, active: tuple[int, ...], grads: Sequence[Tensor | None], norms: Tensor, finite: Tensor
     ) -> None:
         """Precondition in float32 with torch, group by group: the contract."""
         blocks = GradientBlocks(self.stacks.members, grads)

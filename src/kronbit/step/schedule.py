@@ -21,10 +21,7 @@ Event: TypeAlias = Callable[[Config, int, Turn], bool]
 
 def updates_at(config: Config, t: int, turn: Turn = FIRST_TURN) -> bool:
     """True if a statistic with this turn is updated at step t."""
-    if _is_early(config, t):
-        return _doubles_at(config, t)
-    t -= delay(config, turn)
-    return t > 0 and t % config.update_every == 0
+    return _falls_on(config, t, config.update_every, delay(config, turn))
 
 
 def refreshes_at(config: Config, t: int, turn: Turn = FIRST_TURN) -> bool:
@@ -33,10 +30,14 @@ def refreshes_at(config: Config, t: int, turn: Turn = FIRST_TURN) -> bool:
     A staggered refresh comes one step after the update, so that no step does both (except for
     early refreshes).
     """
-    if _is_early(config, t):
-        return _doubles_at(config, t)
-    t -= delay(config, turn) + config.stagger
-    return t > 0 and t % config.refresh_every == 0
+    return _falls_on(config, t, config.refresh_every, delay(config, turn) + config.stagger)
+
+
+def _falls_on(config: Config, t: int, every: int, late: int) -> bool:
+    if config.first_refresh is not None and t < config.refresh_every:  # k, 2k, 4k, ...
+        times, rest = divmod(t, config.first_refresh)
+        return rest == 0 and times > 0 and times & (times - 1) == 0
+    return t > late and (t - late) % every == 0
 
 
 EVENTS: tuple[Event, Event] = (updates_at, refreshes_at)
@@ -85,13 +86,3 @@ def due_blocks(config: Config, come: Collection[Turn], turns: tuple[Turn, ...]) 
     if not due:
         return None
     return Due(config, None if len(due) == len(of_parameter) else due)
-
-
-def _is_early(config: Config, t: int) -> bool:
-    return config.first_refresh is not None and t < config.refresh_every
-
-
-def _doubles_at(config: Config, t: int) -> bool:
-    """True if t is k, 2k, 4k, ... for k = first_refresh."""
-    times, rest = divmod(t, config.first_refresh or 1)
-    return rest == 0 and times > 0 and times & (times - 1) == 0

@@ -79,10 +79,7 @@ class StatePlan:
         }
 
     def lacks_any_of(
-        self,
-        params: Iterable[Tensor],
-        configs: Iterable[Config],
-        name: Callable[[Tensor], str],
+        self, params: Iterable[Tensor], configs: Iterable[Config], name: Callable[[Tensor], str]
     ) -> bool:
         """True if a parameter needs a location on its device and has none.
 

@@ -267,8 +267,7 @@ def roots(optimizer: kronbit.Shampoo | kronbit.CASPR) -> dict[str, float]:
             multiply(x, x, out=out)
 
     def refresh() -> None:
-        share = preconditioner._may_share
-        preconditioner._refresh(preconditioner._remembered(due, refresh_cost, share))
+        preconditioner._refresh(preconditioner._remembered(due, refresh_cost))
 
     refreshes, floors = [], []
     with torch.no_grad(), full_precision():

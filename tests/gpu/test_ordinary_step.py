@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import math
 import weakref
@@ -299,7 +300,8 @@ def test_channels_last_gradients_of_grouped_convolutions(kernels: torch.device) 
     preconditioner = make_preconditioner(kernels, shapes=[(2, 12, 36)], batch_dims=1)
     (member,) = preconditioner.stacks.members
     turned_member = replace(member, blocking=replace(member.blocking, taps=9))
-    preconditioner.products._stacks = replace(preconditioner.stacks, members=(turned_member,))
+    preconditioner.products._stacks = copy.copy(preconditioner.stacks)
+    preconditioner.products._stacks.members = (turned_member,)
     preconditioner.products.bits = {0: HALF}
     plain = torch.randn(24, 4, 3, 3).to(kernels)
     turned = plain.to(memory_format=torch.channels_last)

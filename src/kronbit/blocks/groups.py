@@ -6,7 +6,7 @@ The blocks of a group also share formats and start value, so one tensor can hold
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, groupby, islice
@@ -165,36 +165,33 @@ def make_groups(members: Sequence[Member], device: torch.device) -> list[Group]:
         blocks = [(span.member, block.index) for span in spans for block in span.blocks()]
         owner = torch.tensor([member for member, _ in blocks], device=device)
         number = torch.tensor([first_number[i] + j for i, j in blocks], device=device)
-        groups.append(Group(key[0], *sides[key], spans, owner, number))
+        L, R = sides[key]
+        groups.append(Group(key[0], L, R, spans, owner, number))
     return groups
 
 
 def _allocate(
     rows: Mapping[_Key, int], device: torch.device, offload: bool
-) -> dict[_Key, tuple[Factors, Factors]]:
+) -> dict[_Key, list[Factors]]:
     """Allocate both sides' factors of each group.
 
     Factors of one order, format and start value are windows of one stack.
     """
     totals: Counter[tuple[int, Format, float]] = Counter()
-    for (shape, *formats, start), count in rows.items():
-        for order, format in zip(shape, formats, strict=True):
-            totals[order, format, start] += count
+    windows = []
+    for key, count in rows.items():
+        (m, n), left, right, start = key
+        for stack in ((m, left, start), (n, right, start)):
+            windows.append((key, stack, totals[stack]))
+            totals[stack] += count
     stacks = {
         (order, format, start): Factors(order, total, format, start, device, offload)
         for (order, format, start), total in totals.items()
     }
-    used: Counter[tuple[int, Format, float]] = Counter()
-
-    def window(order: int, format: Format, start: float, count: int) -> Factors:
-        key = (order, format, start)
-        used[key] += count
-        return stacks[key].window(used[key] - count, count)
-
-    return {
-        key: (window(key[0][0], key[1], key[3], count), window(key[0][1], key[2], key[3], count))
-        for key, count in rows.items()
-    }
+    sides: dict[_Key, list[Factors]] = defaultdict(list)
+    for key, stack, first in windows:
+        sides[key].append(stacks[stack].window(first, rows[key]))
+    return sides
 
 
 def _phases(rows: Mapping[_Key, int]) -> dict[_Key, list[float]]:
@@ -229,46 +226,31 @@ def _spans(grids: Sequence[tuple[int, Grid]], phases: Sequence[float]) -> Iterat
             row = stop
 
 
-@dataclass(frozen=True, eq=False)
 class DeviceStacks:
     """All stacks of one device: the part of a preconditioner that kernels and ranks work on.
 
-    Attributes:
+    Args:
         members: The parameters, in order.
-        groups: Their blocks.
         rule: (L̂, G, R̂) -> Ĝ.
         workspace: Bound of transient memory in bytes.
         device: The device.
+
+    Attributes:
+        groups: The members' blocks.
         graft_ratio: ‖G‖ / ‖Ĝ‖ of each member when it was last preconditioned, on the device.
         ungrafted: Number of times that F received G because Ĝ had overflowed, on the device.
-        refreshed: Members with a root that is not the identity; updated in place.
+        refreshed: Members with a root that is not the identity.
     """
 
-    members: tuple[Member, ...]
-    groups: tuple[Group, ...]
-    rule: Rule
-    workspace: int
-    device: torch.device
-    graft_ratio: Tensor
-    ungrafted: Tensor
-    refreshed: set[int]
+    def __init__(
+        self, members: Sequence[Member], rule: Rule, workspace: int, device: torch.device
+    ) -> None:
+        self.members, self.groups = tuple(members), tuple(make_groups(members, device))
+        self.rule, self.workspace, self.device = rule, workspace, device
+        self.graft_ratio = torch.ones(len(members), dtype=torch.float32, device=device)
+        self.ungrafted = torch.zeros((), dtype=torch.int64, device=device)
+        self.refreshed: set[int] = set()
 
     def held_bytes(self, member: int) -> int:
         """Return the bytes of G and Ĝ of a member in float32."""
         return 8 * math.prod(self.members[member].blocking.matrices)
-
-
-def make_stacks(
-    members: Sequence[Member], rule: Rule, workspace: int, device: torch.device
-) -> DeviceStacks:
-    """Allocate the state of all members of a device."""
-    return DeviceStacks(
-        tuple(members),
-        tuple(make_groups(members, device)),
-        rule,
-        workspace,
-        device,
-        graft_ratio=torch.ones(len(members), dtype=torch.float32, device=device),
-        ungrafted=torch.zeros((), dtype=torch.int64, device=device),
-        refreshed=set(),
-    )

@@ -249,7 +249,7 @@ class StateKeeper:
             plan = replan(gradients.params)
         for p in gradients.params:
             self.base_link.start(p, state, base_state)
-        self._step_plan = StepPlan.make(gradients, plan, state)
+        self._step_plan = StepPlan(gradients, plan, state)
         self._step_plan.schedule()
         return self._step_plan, gradients
 

@@ -1,7 +1,7 @@
 """Update, refresh, precondition: the algorithm on groups of blocks, chunked by a workspace.
 
-A preconditioner knows matrices and gradients, but no optimizer. Of other ranks, it knows only an
-exchange, which may assign it a part of the rows.
+A preconditioner knows neither the optimizer nor other ranks. An exchange may assign it a part of
+the rows.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from itertools import chain, islice
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import torch
@@ -29,7 +29,7 @@ from kronbit.blocks.batches import (
     rows_of,
 )
 from kronbit.blocks.gradients import GradientBlocks
-from kronbit.blocks.groups import DeviceStacks, Due, Group, Member, Turn, chunks, make_stacks
+from kronbit.blocks.groups import DeviceStacks, Due, Group, Member, Turn, chunks
 from kronbit.distributed.exchange import Exchange
 from kronbit.factors import is_root, is_statistic
 from kronbit.gpu.measured import Measured
@@ -99,10 +99,13 @@ class Preconditioner:
         exchange: Exchange = _ALONE,
     ) -> None:
         self.exchange, self.progress = exchange, Progress()
-        self.stacks = make_stacks(members, algorithm.rule, workspace, device)
+        self.stacks = DeviceStacks(members, algorithm.rule, workspace, device)
         self.products = KernelProducts(self.stacks, graphs)
         self._graphs = graphs
-        self.turns = self._turns()
+        turns: list[set[Turn]] = [set() for _ in members]
+        for span in chain.from_iterable(group.spans for group in self.stacks.groups):
+            turns[span.member] |= {(span.phase, right) for right in (False, True)}
+        self.turns = [tuple(sorted(of_member)) for of_member in turns]
         self.all_turns = {turn for turns in self.turns for turn in turns}
         self._blocks = [len(member.blocking) for member in members]
         self._lengths = torch.tensor(self._blocks, dtype=torch.int64, device=device)
@@ -112,13 +115,6 @@ class Preconditioner:
         self._cuts: BoundedCache[tuple[Hashable, ...], tuple[list[Due], list[Portion]]] = (
             BoundedCache(_REMEMBERED_CUTS)
         )
-
-    def _turns(self) -> list[tuple[Turn, ...]]:
-        turns: list[set[Turn]] = [set() for _ in self.stacks.members]
-        for group in self.stacks.groups:
-            for span in group.spans:
-                turns[span.member] |= {(span.phase, right) for right in (False, True)}
-        return [tuple(sorted(of_member)) for of_member in turns]
 
     def graph_refused(self) -> str | None:
         """Return why launches could not be captured as graphs; ``None`` if none was refused."""
@@ -146,8 +142,8 @@ class Preconditioner:
         attempt, failed = 0, self._update(self._first_updates(due), M_of, finite)
         while failed := _repairable(failed, attempt, roots=False):
             attempt += 1
-            mixed = partial(self._may_share, attempt=attempt)
-            failed = self._update(self._cut(failed, ROBUST_UPDATE, mixed), M_of, finite, attempt)
+            portions = self._cut(failed, ROBUST_UPDATE, attempt)
+            failed = self._update(portions, M_of, finite, attempt)
 
     def _update(
         self, portions: Iterable[Portion], M_of: MatrixOf, finite: Tensor, attempt: int = 0
@@ -174,34 +170,32 @@ class Preconditioner:
                 part.factors.counters["discarded_statistics"] += 1
         return failed
 
-    def _may_share(self, part: Part, attempt: int | None = None) -> bool:
-        """True if orders may share a batch: one launch for several is worth the copies."""
-        # Without kernels there are no launches.
-        return backend(self.stacks.device).by_kernels and part.factors.method.allows_padding(
-            part.config, attempt
-        )
-
     def _cut(
-        self,
-        wanted: Iterable[Part],
-        cost: Cost | Callable[[Part], Cost],
-        mixed: Callable[[Part], bool],
+        self, wanted: Iterable[Part], cost: Cost | Callable[[Part], Cost], attempt: int | None
     ) -> Iterator[Portion]:
-        """Cut rows into batches that fit into the workspace."""
+        """Cut rows into batches that fit into the workspace.
+
+        ``attempt`` counts the attempts at an update; it is None for a refresh.
+        """
+        by_kernels = backend(self.stacks.device).by_kernels
+
+        def mixed(part: Part) -> bool:
+            # One launch for several orders is worth the copies. Without kernels there are none.
+            return by_kernels and part.factors.method.allows_padding(part.config, attempt)
+
         return map(portion_of, batches(wanted, self.stacks.workspace, cost, mixed))
 
     def _first_updates(self, due: Mapping[int, Due]) -> Iterable[Portion]:
-        mixed = partial(self._may_share, attempt=0)
         if not self.progress.failed():
-            return self._remembered(due, UPDATE, mixed)
+            return self._remembered(due, UPDATE, attempt=0)
         assigned = self.exchange.assigned(due_parts(self.stacks.groups, due))
-        return self._cut(self.progress.left(assigned), UPDATE, mixed)
+        return self._cut(self.progress.left(assigned), UPDATE, attempt=0)
 
     def _remembered(
         self,
         due: Mapping[int, Due],
         cost: Cost | Callable[[Part], Cost],
-        mixed: Callable[[Part], bool],
+        attempt: int | None = None,
     ) -> list[Portion]:
         """Cut all rows that are due. Recent cuts are cached: the GPU waits for the first batch."""
         # Options by identity, which is quick to hash. The cache keeps them alive with the cut.
@@ -210,7 +204,7 @@ class Preconditioner:
 
         def cut() -> tuple[list[Due], list[Portion]]:
             assigned = self.exchange.assigned(due_parts(self.stacks.groups, due))
-            return list(due.values()), list(self._cut(assigned, cost, mixed))
+            return list(due.values()), list(self._cut(assigned, cost, attempt))
 
         return self._cuts.obtain(key, cut)[1]
 
@@ -239,11 +233,11 @@ class Preconditioner:
 
     def _refresh_assigned(self, due: Mapping[int, Due]) -> None:
         """Run PIRU on the rows of this rank; retry failed rows with more damping."""
-        number, failed = 0, self._refresh(self._remembered(due, refresh_cost, self._may_share))
+        number, failed = 0, self._refresh(self._remembered(due, refresh_cost))
         while failed := _repairable(failed, number, roots=True):
             number += 1
             damped = [part.damped_by(10.0**number) for part in failed]
-            failed = self._refresh(self._cut(damped, refresh_cost, self._may_share))
+            failed = self._refresh(self._cut(damped, refresh_cost, attempt=None))
 
     def _refresh(self, portions: Iterable[Portion]) -> list[Part]:
         """Run PIRU on some rows; return rows that keep the old root: the new one is not finite."""
@@ -264,25 +258,18 @@ class Preconditioner:
             whole: True if both roots of all blocks must differ from the identity; else one is
                 enough.
         """
-        wanted = {
-            i: Due(self.stacks.members[i].config)
-            for i in candidates
-            if i not in self.stacks.refreshed
-        }
+        stacks = self.stacks
+        wanted = {i: Due(stacks.members[i].config) for i in set(candidates) - stacks.refreshed}
         if not wanted:
             return
-        changed = torch.zeros(2, sum(self._blocks), dtype=torch.bool, device=self.stacks.device)
-        for parts in batches(
-            due_parts(self.stacks.groups, wanted), self.stacks.workspace, PRECONDITION
-        ):
-            for part in parts:
-                here = part.group.number[part.rows]
-                changed[int(part.right), here] = ~part.factors.is_identity(part.rows)
-        flags = zip(*changed.tolist(), strict=True)
-        for i, blocks in enumerate(self._blocks):
-            roots = chain.from_iterable(list(islice(flags, blocks)))
-            if i in wanted and (all(roots) if whole else any(roots)):
-                self.stacks.refreshed.add(i)
+        changed = torch.zeros(2, sum(self._blocks), dtype=torch.bool, device=stacks.device)
+        parts = due_parts(stacks.groups, wanted)
+        for part in chain.from_iterable(batches(parts, stacks.workspace, PRECONDITION)):
+            here = part.group.number[part.rows]
+            changed[int(part.right), here] = ~part.factors.is_identity(part.rows)
+        for i, roots in enumerate(changed.cpu().split(self._blocks, 1)):
+            if i in wanted and (roots.all() if whole else roots.any()):
+                stacks.refreshed.add(i)
 
     # -------------------------------------------------------------------------------- gradients
 
@@ -314,12 +301,11 @@ class Preconditioner:
         for wave in self._waves(active):
             held = []
             for group, rows in wave.parts:
-                G, Ghat = self.product(blocks, group, rows)
+                G, Ghat = self._product(blocks, group, rows)
                 squares[group.number[rows]] = torch.linalg.vector_norm(Ghat, dim=(-2, -1)).square()
                 held.append((G, Ghat) if wave.fits else None)
-            Ghat_norms = torch.segment_reduce(
-                squares, "sum", lengths=self._lengths, unsafe=True
-            ).sqrt()
+            sums = torch.segment_reduce(squares, "sum", lengths=self._lengths, unsafe=True)
+            Ghat_norms = sums.sqrt()
             scale = graft_scale(norms, Ghat_norms)
             # Where Ĝ overflowed although G is finite, F gets G itself.
             usable = finite & torch.isfinite(Ghat_norms) & torch.isfinite(scale)
@@ -327,12 +313,12 @@ class Preconditioner:
             self.stacks.graft_ratio.copy_(torch.where(wave.mask, scale, self.stacks.graft_ratio))
             for (group, rows), pair in zip(wave.parts, held, strict=True):
                 owner = group.owner[rows]
-                G, Ghat = self.product(blocks, group, rows) if pair is None else pair
+                G, Ghat = self._product(blocks, group, rows) if pair is None else pair
                 Gtilde = torch.where(_per_row(usable[owner]), Ghat * _per_row(scale[owner]), G)
                 blocks.scatter(group, rows, Gtilde)
             blocks.flush()
 
-    def product(self, blocks: GradientBlocks, group: Group, rows: slice) -> tuple[Tensor, Tensor]:
+    def _product(self, blocks: GradientBlocks, group: Group, rows: slice) -> tuple[Tensor, Tensor]:
         """Return G and Ĝ of some rows."""
         G = blocks.gather(group, rows)
         return G, combine(self.stacks.rule, group.left.roots(rows), G, group.right.roots(rows))

@@ -40,9 +40,6 @@ def _falls_on(config: Config, t: int, every: int, late: int) -> bool:
     return t > late and (t - late) % every == 0
 
 
-EVENTS: tuple[Event, Event] = (updates_at, refreshes_at)
-
-
 def delay(config: Config, turn: Turn) -> int:
     """Return the number of steps by which a turn lags behind the paper's schedule.
 
@@ -83,6 +80,4 @@ def due_blocks(config: Config, come: Collection[Turn], turns: tuple[Turn, ...]) 
     """
     of_parameter = turns if config.stagger else _SHARED_TURN
     due = frozenset(come).intersection(of_parameter)
-    if not due:
-        return None
-    return Due(config, None if len(due) == len(of_parameter) else due)
+    return Due(config, None if len(due) == len(of_parameter) else due) if due else None

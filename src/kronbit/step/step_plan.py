@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from operator import attrgetter, is_, itemgetter
 from typing import Any
 
@@ -14,13 +13,13 @@ from torch import Tensor
 
 from kronbit.blocks.blocking import Blocking
 from kronbit.blocks.gradients import StepGradients
-from kronbit.blocks.groups import DeviceStacks, Due, Turn
+from kronbit.blocks.groups import Due, Turn
 from kronbit.config import Config
 from kronbit.gpu.measured import Measured
 from kronbit.statistics import Statistics
 from kronbit.step.nonfinite import NonfiniteGuard
 from kronbit.step.preconditioner import Preconditioner
-from kronbit.step.schedule import EVENTS, Event, due_blocks, refreshes_at, turns_at, updates_at
+from kronbit.step.schedule import Event, due_blocks, refreshes_at, turns_at, updates_at
 from kronbit.step.state_plan import StatePlan
 
 _STEP = itemgetter("step")
@@ -84,14 +83,15 @@ class DevicePlan:
         gradients: StepGradients,
         entries: Sequence[dict[str, Any]],
     ) -> None:
-        self.preconditioner, self._numbers, self._rest = preconditioner, numbers, rest
+        self.preconditioner, self.stacks = preconditioner, preconditioner.stacks
+        self._numbers, self._rest = numbers, rest
         self._params, self._configs, self._entries = gradients.params, gradients.configs, entries
         self._pick = _picker([-1 if number is None else number for number in (*numbers, *rest)])
         present = [number for number in numbers if number is not None]
         self._pick_members, self._pick_rest = _picker(present), _picker(rest)
         self._shapes = [gradients.grads[number].shape for number in present]
         self._rest_sizes = [gradients.grads[number].numel() for number in rest]
-        members = preconditioner.stacks.members
+        members = self.stacks.members
         self.sizes = [*(math.prod(m.blocking.matrices) for m in members), *self._rest_sizes]
         taps = [member.blocking.taps for member in members] + [0] * len(rest)
         self.taps = taps if any(len(shape) > 3 for shape in self._shapes) else []
@@ -99,11 +99,6 @@ class DevicePlan:
         self._member_entries = [entries[number] for number in present]
         self.updates: dict[int, Due] = {}
         self.refreshes: dict[int, Due] = {}
-
-    @property
-    def stacks(self) -> DeviceStacks:
-        """The members, their blocks and their state."""
-        return self.preconditioner.stacks
 
     def holds(self, grads: Sequence[Tensor]) -> bool:
         """True if gradients have the shapes that the state was made for, and the same sizes."""
@@ -115,7 +110,7 @@ class DevicePlan:
 
     def schedule(self) -> None:
         """Look up which members are due at this step."""
-        self.updates, self.refreshes = map(self._due, EVENTS)
+        self.updates, self.refreshes = self._due(updates_at), self._due(refreshes_at)
 
     def _due(self, event: Event) -> dict[int, Due]:
         """Return the members that are due for an event, with their options and blocks.
@@ -181,66 +176,54 @@ class DevicePlan:
         self.preconditioner.precondition(self.measured)
 
 
-@dataclass(frozen=True)
 class StepPlan:
     """The plan of a step, which stays valid for later steps as long as nothing changes.
 
+    Parameters are sorted by device and by whether they are preconditioned.
+
+    Args:
+        gradients: The gradients of the step.
+        state_plan: The location of the state of preconditioned parameters.
+        state: The optimizer's state.
+
     Attributes:
         params: Parameters that have a gradient.
-        configs: The options of each.
-        device_numbers: The number of each gradient's device; -1 is the CPU.
         entries: The state of each.
-        state_plan: The location of the state of preconditioned parameters.
         devices: The part of each device.
         states: Keys and values of the optimizer's state when the plan was made.
     """
 
-    params: list[Tensor]
-    configs: list[Config]
-    device_numbers: list[int]
-    entries: list[dict[str, Any]]
-    state_plan: StatePlan
-    devices: tuple[DevicePlan, ...]
-    states: Snapshot
-
-    @classmethod
-    def make(
-        cls, gradients: StepGradients, state_plan: StatePlan, state: Mapping[Tensor, dict[str, Any]]
-    ) -> StepPlan:
-        """Sort parameters by device and by whether they are preconditioned."""
+    def __init__(
+        self, gradients: StepGradients, state_plan: StatePlan, state: Mapping[Tensor, Any]
+    ) -> None:
+        self.params, self._configs = gradients.params, gradients.configs
+        self.state_plan = state_plan
+        # Devices are compared by number: torch makes a new object for each query.
+        self._device_numbers = list(map(Tensor.get_device, gradients.grads))
+        self.entries, self.states = [state[p] for p in self.params], Snapshot(state)
+        preconditioners = state_plan.preconditioners
         numbers: dict[torch.device, list[int | None]] = {}
         rest: dict[torch.device, list[int]] = {}
-        for number, p in enumerate(gradients.params):
+        for number, p in enumerate(self.params):
             if p.device not in numbers:
-                members = state_plan.preconditioners[p.device].stacks.members
+                members = preconditioners[p.device].stacks.members
                 numbers[p.device], rest[p.device] = [None] * len(members), []
             if p in state_plan.locations:
                 numbers[p.device][state_plan.of(p)[1]] = number
             else:
                 rest[p.device].append(number)
-        entries = [state[p] for p in gradients.params]
-        preconditioners = state_plan.preconditioners
-        return cls(
-            gradients.params,
-            gradients.configs,
-            device_numbers=[grad.get_device() for grad in gradients.grads],
-            entries=entries,
-            state_plan=state_plan,
-            devices=tuple(
-                DevicePlan(preconditioners[device], members, rest[device], gradients, entries)
-                for device, members in numbers.items()
-            ),
-            states=Snapshot(state),
-        )
+        self.devices = [
+            DevicePlan(preconditioners[device], of_device, rest[device], gradients, self.entries)
+            for device, of_device in numbers.items()
+        ]
 
     def holds(self, gradients: StepGradients) -> bool:
         """True if parameters, options, and the devices and shapes of gradients are unchanged."""
         return (
             len(gradients.params) == len(self.params)
             and all(map(is_, gradients.params, self.params))
-            and gradients.configs == self.configs
-            # Compare devices by number: torch makes a new object for each query.
-            and list(map(Tensor.get_device, gradients.grads)) == self.device_numbers
+            and gradients.configs == self._configs
+            and list(map(Tensor.get_device, gradients.grads)) == self._device_numbers
             and all(device.holds(gradients.grads) for device in self.devices)
         )
 
@@ -268,21 +251,17 @@ class StepPlan:
             guards: Guards by device; missing ones are added.
             config: Its ``nonfinite`` says how non-finite gradients are handled.
         """
-        for part in self.devices:
-            device = part.stacks.device
-            if device not in guards:
-                guards[device] = NonfiniteGuard(device, config)
-        measured = [
-            guards[part.stacks.device].measure(part.pick(grads), part.sizes, part.taps, dtypes)
-            for part in self.devices
-        ]
-        for part, gradients in zip(self.devices, measured, strict=True):
-            part.measured = gradients
         try:
+            for part in self.devices:
+                device = part.stacks.device
+                if device not in guards:
+                    guards[device] = NonfiniteGuard(device, config)
+                picked = part.pick(grads), part.sizes, part.taps
+                part.measured = guards[device].measure(*picked, dtypes)
             yield
         finally:
             for part in self.devices:
-                del part.measured
+                vars(part).pop("measured", None)
 
     def set_steps(self, steps: Iterable[int]) -> None:
         """Set t of every parameter."""

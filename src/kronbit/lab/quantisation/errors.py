@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kronbit.config import Config
-from kronbit.factors import Batch, Factors
+from kronbit.factors import Batch, Factors, Leaves, make_method
 from kronbit.linalg.orthogonal import bjorck
 from kronbit.quantization import Quantizer
 
@@ -27,19 +27,14 @@ _LARGE, _SMALL, _SHARE_OF_LARGE = 1000.0, 1.0, 1155 / 1200
 
 @dataclass(frozen=True)
 class Deviation:
-    """The error of a matrix X compared with the exact matrix X₀.
-
-    Attributes:
-        nre: ‖X - X₀‖ / ‖X₀‖, the paper's normwise relative error.
-        angle: Angle between X and X₀ in degrees, the paper's angle error.
-    """
+    """The paper's errors of X: NRE, ‖X - X₀‖ / ‖X₀‖, and the angle to X₀ in degrees."""
 
     nre: float
     angle: float
 
     @classmethod
     def of(cls, X: Tensor, exact: Tensor) -> Deviation:
-        """Compute the error of X in float64."""
+        """Compare X with the exact matrix X₀ in float64."""
         a, b = X.double(), exact.double()
         # The chord is accurate for small angles; the cosine is not.
         chord = float((a / a.norm() - b / b.norm()).norm())
@@ -54,12 +49,9 @@ def deviations(X: Tensor, exact: Tensor) -> tuple[Deviation, Deviation]:
 
 @dataclass(frozen=True, eq=False)
 class Statistic:
-    """A preconditioner A = U Λ Uᵀ that is known exactly.
+    """A preconditioner A = U Λ Uᵀ that is known exactly, in float64: λ ≥ 0 (n,) and U (n, n).
 
-    Attributes:
-        lam: Eigenvalues λ ≥ 0, float64 (n,).
-        U: Eigenvectors as columns, float64 (n, n).
-        config: Options; damping, exponent and trace scaling define the inverse root.
+    Damping, exponent and trace scaling of the options define the inverse root.
     """
 
     lam: Tensor
@@ -127,12 +119,9 @@ class Row:
     Attributes:
         way: Quantised quantity: the matrix ``A``, its eigenvectors ``U``, its triangular factor
             ``C``, its root ``B``, or two of them; or method and storage of this library.
-        mapping: Mapping R of the quantizer.
-        bits: Number of bits b.
-        block_size: Number of elements that share a scale.
+        mapping, bits, block_size: Options of the quantizer.
         rectified: True if the eigenvectors are orthogonalized again; ``None`` without eigenvectors.
-        whole: Errors of f(A).
-        off_diagonal: Errors of f(A) without its diagonal.
+        whole, off_diagonal: Errors of f(A), and of f(A) without its diagonal.
     """
 
     way: str
@@ -146,9 +135,8 @@ class Row:
     @classmethod
     def of(cls, key: Way, kept: Quantizer | Config, root: Tensor, exact: Tensor) -> Row:
         """Compare a root after quantisation with the exact one."""
-        way, rectified = key
-        errors = deviations(root, exact)
-        return cls(way, kept.mapping, kept.bits, kept.block_size, rectified, *errors)
+        quantizer = kept.mapping, kept.bits, kept.block_size
+        return cls(key[0], *quantizer, key[1], *deviations(root, exact))
 
     @property
     def label(self) -> str:
@@ -178,39 +166,37 @@ def static_table(
     for mapping in mappings:
         quantizer = Quantizer(bits, mapping, block_size)
         roots = {key: inverse_root(A, statistic) for key, A in _matrices(statistic, quantizer)}
-        roots["B", None] = _restored_beside_diagonal(exact, quantizer)
+        roots["B", None] = _restored_off_diagonal(exact, quantizer)
         for way, rectified in (("A", None), ("U", False), ("U", True)):
-            B = _restored_beside_diagonal(roots[way, rectified], quantizer)
-            roots[f"{way}, B", rectified] = B
+            roots[f"{way}, B", rectified] = _restored_off_diagonal(roots[way, rectified], quantizer)
         rows += [Row.of(key, quantizer, root, exact) for key, root in roots.items()]
         for method, storage in kept:
             size = block_size if storage == "paper" else 64
             stored = widths | {"method": method, "storage": storage, "mapping": mapping}
             config = replace(statistic.config, **stored, block_size=size)
-            root = kept_root(statistic, config)
-            rows.append(Row.of((f"{method}, {storage}", None), config, root, exact))
+            key = f"{method}, {storage}", None
+            rows.append(Row.of(key, config, kept_root(statistic, config), exact))
     return rows
 
 
 def _matrices(statistic: Statistic, quantizer: Quantizer) -> Iterator[tuple[Way, Tensor]]:
     """Yield each quantised quantity with the matrix that is restored from it."""
     A = statistic.matrix()
-    yield ("A", None), _restored_beside_diagonal(A, quantizer)
+    yield ("A", None), _restored_off_diagonal(A, quantizer)
     yield ("A and diagonal", None), _restored(A, quantizer)
     for rectified in (False, True):
         V = restored_vectors(statistic, quantizer, int(rectified))
         yield ("U", rectified), (V * statistic.damped) @ V.mT
     # Unlike Cholesky, QR works if A is singular to rounding.
     C = torch.linalg.qr(statistic.damped.sqrt().unsqueeze(-1) * statistic.U.mT).R.mT
-    C = _restored_beside_diagonal(C, quantizer)
+    C = _restored_off_diagonal(C, quantizer)
     yield ("C", None), C @ C.mT
 
 
 def inverse_root(A: Tensor, like: Statistic) -> Tensor:
     """Return f(A) with the options of a statistic. Only the lower triangle of A is read.
 
-    A quantised A may be indefinite. Its power is therefore taken of singular values, as the paper
-    defines A^s.
+    A quantised A may be indefinite: as in the paper, its singular values are raised to the power.
     """
     lam, U = torch.linalg.eigh(A)
     lam = lam.abs().clamp(min=torch.finfo(lam.dtype).tiny)
@@ -227,7 +213,7 @@ def _restored(X: Tensor, quantizer: Quantizer) -> Tensor:
     return quantizer.dequantize(quantizer.quantize(X), X.shape[-1]).double()
 
 
-def _restored_beside_diagonal(X: Tensor, quantizer: Quantizer) -> Tensor:
+def _restored_off_diagonal(X: Tensor, quantizer: Quantizer) -> Tensor:
     """Return D(Q(X)) with the exact diagonal of X, which is not quantised."""
     return _restored(_off(X), quantizer) + torch.diag(X.diagonal())
 
@@ -239,10 +225,16 @@ def _off(X: Tensor) -> Tensor:
 def kept_root(statistic: Statistic, config: Config) -> Tensor:
     """Return the root that an optimizer with these options would store for the statistic A."""
     A = (statistic.U * statistic.lam) @ statistic.U.mT
-    factors = Factors(len(A), 1, config.format(len(A)), config.start_value, A.device)
-    for name, leaf in factors.method.encode_matrix(A.float().unsqueeze(0)).items():
+    stored = make_method(config.format(len(A))).encode_matrix(A.float().unsqueeze(0))
+    return refreshed_root(factors_of(len(A), stored, config, A.device), config)
+
+
+def factors_of(order: int, leaves: Leaves, config: Config, device: torch.device | str) -> Factors:
+    """Return a stack of one preconditioner with the given tensors."""
+    factors = Factors(order, 1, config.format(order), config.start_value, device)
+    for name, leaf in leaves.items():
         factors.tensors[name].copy_(leaf)
-    return refreshed_root(factors, config)
+    return factors
 
 
 def refreshed_root(factors: Factors, config: Config) -> Tensor:
@@ -264,11 +256,8 @@ _QUANTIZER = Quantizer(4, "linear2")
 def contraction(statistic: Statistic) -> dict[float, list[Row]]:
     """Compute errors at 4 bits for eigenvalues that are contracted until they are almost equal.
 
-    Quantising U instead of A pays off if the condition number is large.
-
-    Returns:
-        For each factor τ of the contraction λ ↦ τ (λ - λmin) + λmin, the errors if A, the rectified
-        U, or C is quantised.
+    The keys are the factors τ of the contraction λ ↦ τ (λ - λmin) + λmin; the rows quantise A, the
+    rectified U, or C. Quantising U instead of A pays off if the condition number is large.
     """
     lam = statistic.damped
     least, undamped = lam.min(), replace(statistic.config, damping=0.0)
@@ -288,8 +277,7 @@ def contraction(statistic: Statistic) -> dict[float, list[Row]]:
 def rectification(statistic: Statistic, steps: int = 8) -> dict[int, list[float]]:
     """Compute the error of V Λ^s Vᵀ as a power of V Λ Vᵀ, for 4-bit V and t2 Björck steps.
 
-    Returns:
-        For k = -1 / s, the mean of |(V Λ^s Vᵀ)^k (V Λ Vᵀ) - I| for t2 from 0 to ``steps``.
+    It is the mean of |(V Λ^s Vᵀ)^k (V Λ Vᵀ) - I| for each k = -1 / s, for t2 from 0 to ``steps``.
     """
     lam = statistic.damped
     eye = torch.eye(statistic.order, dtype=lam.dtype, device=lam.device)

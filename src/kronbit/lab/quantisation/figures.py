@@ -36,9 +36,6 @@ def draw_errors(report: ErrorReport, folder: Path, tell: Tell = lambda text: Non
     """Draw all figures of the first matrix of a report as PNG files, and return their paths.
 
     ``tell`` is called with the name of each file before it is drawn, to show progress.
-
-    Raises:
-        LabError: If the report has no matrix, or the files cannot be written.
     """
     import matplotlib as mpl
 

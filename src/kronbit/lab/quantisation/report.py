@@ -20,6 +20,7 @@ from kronbit.lab.quantisation.errors import (
     Row,
     Statistic,
     deviations,
+    factors_of,
     refreshed_root,
     static_table,
     synthetic_matrix,
@@ -38,13 +39,9 @@ _AS_LONG_AS_ORDER = ("eigenvalues", "diagonal", "matrix", "factor")
 
 @dataclass(frozen=True)
 class Study:
-    """Errors of one matrix for every way to store it.
+    """Errors of one matrix for every way to store it, as rows of a table.
 
-    Attributes:
-        name: Name of the matrix.
-        statistic: The matrix.
-        quantized_to: Number of bits if the matrix was restored from quantised state, else ``None``.
-        rows: Rows of the table.
+    ``quantized_to`` is the number of bits if the matrix was restored from quantised state.
     """
 
     name: str
@@ -53,7 +50,7 @@ class Study:
     rows: list[Row]
 
     def to_dict(self) -> dict[str, Any]:
-        """Convert to plain numbers for JSON, without the matrix itself."""
+        """Convert to JSON, without the matrix itself."""
         return {
             "name": self.name,
             "order": self.statistic.order,
@@ -70,21 +67,17 @@ class HeldErrors:
 
     Attributes:
         parameter: Name of the parameter, or its position in the param groups.
-        block: Key of the block.
-        side: ``left`` or ``right``.
+        block, side: Key of the block, and ``left`` or ``right``.
         order: Order n of the root.
-        method: Method that stores the statistic.
-        storage: ``paper`` or ``compact``; ``None`` at 32 bits.
-        bits: Bits of the statistic.
-        root_bits: Bits of the root.
+        method, storage: Options that store the statistic; ``storage`` is ``None`` at 32 bits.
+        bits, root_bits: Bits of the statistic and of the root.
         condition: Condition number of the damped statistic; ``None`` if it is singular.
         updates_since: Updates of the statistic since the last refresh, according to the schedule;
             ``None`` if the schedule is staggered.
         whole: Errors of the stored root compared with the exact root of the stored statistic;
             ``None`` if the root was never refreshed or no exact root exists.
         off_diagonal: The same errors without diagonals.
-        refreshed: Errors that the root would have if it were refreshed now; ``None`` if the
-            statistic was not updated since the last refresh.
+        refreshed: Errors after a refresh now; ``None`` if the root is up to date.
     """
 
     parameter: str
@@ -112,11 +105,7 @@ class HeldErrors:
 class ErrorReport:
     """Errors of the roots in a checkpoint, and of every way to store some matrices.
 
-    Attributes:
-        source: Name of the checkpoint or description of the synthetic matrix.
-        synthetic: True for the paper's synthetic matrix, for which the paper prints numbers.
-        held: Errors of the roots in the checkpoint.
-        studies: Studies of single matrices.
+    ``source`` names the checkpoint, or the paper's synthetic matrix if ``synthetic`` is set.
     """
 
     source: str
@@ -125,7 +114,7 @@ class ErrorReport:
     studies: list[Study]
 
     def to_dict(self) -> dict[str, Any]:
-        """Convert to dicts, lists and numbers for JSON."""
+        """Convert to JSON."""
         return {
             "source": self.source,
             "synthetic": self.synthetic,
@@ -141,10 +130,7 @@ def synthetic_errors(
     device: torch.device | str = "cpu",
     tell: Tell = lambda text: None,
 ) -> ErrorReport:
-    """Compute the paper's table for its synthetic matrix, at each number of bits.
-
-    ``tell`` is called with the name of the matrix, to show progress.
-    """
+    """Compute the paper's table for its synthetic matrix. ``tell`` is called with its name."""
     name = f"synthetic matrix of order {order}"
     tell(name)
     statistic = synthetic_matrix(order, seed, device)
@@ -161,14 +147,7 @@ def _tables(statistic: Statistic, bits: Sequence[int]) -> list[Row]:
 
 @dataclass(frozen=True, eq=False)
 class Held:
-    """A preconditioner in a checkpoint: one side of a block.
-
-    Attributes:
-        parameter, block, side: As for ``HeldErrors``.
-        step: Number of steps of the parameter.
-        config: Options of the parameter.
-        factors: A stack with this preconditioner alone.
-    """
+    """A preconditioner in a checkpoint, as a stack of one; step and options of its parameter."""
 
     parameter: str
     block: str
@@ -187,10 +166,9 @@ class Held:
         return self.factors.roots(slice(0, 1))[0].double()
 
 
-def _read_state(source: Path | str | Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
+def _read_state(source: Any) -> tuple[str, Mapping[str, Any]]:
     """Return the name of a source for messages, and the optimizer's state dict in it."""
-    label = "the state dict"
-    content: Any = source
+    label, content = "the state dict", source
     if not isinstance(source, Mapping):
         path = Path(source)
         if path.is_dir():
@@ -221,11 +199,7 @@ def read_preconditioners(
 ) -> Iterator[Held]:
     """Yield every preconditioner of a state dict, decoded with the options saved in it.
 
-    ``label`` is the name of the state dict in messages.
-
-    Raises:
-        LabError: If the state dict holds no preconditioner, or an entry contradicts its options.
-            The message names the key.
+    An error names ``label``, and the key of an entry that contradicts its options.
     """
     groups = state_dict["param_groups"]
     try:
@@ -261,12 +235,8 @@ def _as_factors(values: Any, config: Config, where: str, device: torch.device | 
     held = values if isinstance(values, Mapping) else {}
     shown = [held[name] for name in _AS_LONG_AS_ORDER if isinstance(held.get(name), Tensor)]
     order = shown[0].shape[-1] if shown and shown[0].dim() else 0
-    format = config.format(order)
-    leaves = checked_leaves(values, make_method(format).layout(order), where)
-    factors = Factors(order, 1, format, config.start_value, device)
-    for name, leaf in leaves.items():
-        factors.tensors[name][0].copy_(leaf)
-    return factors
+    leaves = checked_leaves(values, make_method(config.format(order)).layout(order), where)
+    return factors_of(order, leaves, config, device)
 
 
 @cache
@@ -279,7 +249,6 @@ def _updates_since_refresh(config: Config, step: int) -> int | None:
 
 
 def _errors(held: Held, statistic: Statistic) -> HeldErrors:
-    """Compute the errors of a root."""
     format, root = held.factors.format, held.root()
     bits, root_bits = format.statistic.bits, format.root.bits
     regular = bool(statistic.damped.min() > 0)
@@ -325,9 +294,6 @@ def checkpoint_errors(
         bits: Numbers of bits of this comparison. Each gets a table.
         device: Device of the computation.
         tell: Called with the name of each matrix, to show progress.
-
-    Raises:
-        LabError: If the source cannot be read or holds no second-order state.
     """
     label, state_dict = _read_state(source)
     roots = []

@@ -18,14 +18,11 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from kronbit.base import BaseFactory
-from kronbit.baselines.rewriter import Rewriter, check_damping, graft, is_number, wide, zeros
+from kronbit.baselines.rewriter import Rewriter, check_damping, graft, is_number, wide
 from kronbit.factors import Layout
 from kronbit.messages import warn
 from kronbit.statistics.hooks import given_up, hooked
 from kronbit.statistics.layers import Layer, find_layers
-
-# Limit on the bytes of a piece of the inputs. They are not copied, so one piece holds all.
-_ALL_AT_ONCE = 2**62
 
 
 class EVA(Rewriter):
@@ -192,10 +189,7 @@ class EVA(Rewriter):
 
     def _update(self, layer: Layer, x: Tensor, y: Tensor, finite: Tensor) -> None:
         """Update ā, b̄ and the number of means in them."""
-        weight = layer.weight
-        if not self.state[weight]:
-            self.state[weight] = zeros(self.layout(weight), weight.device)
-        state = self.state[weight]
+        state = self._started(layer.weight)
         state["step"] += finite
         for mean, new in ((state["input_mean"], x), (state["output_mean"], y)):
             mean.copy_(torch.where(finite, torch.lerp(new, mean, self.beta), mean))
@@ -205,9 +199,8 @@ class EVA(Rewriter):
         grad, state = layer.weight.grad, self.state[layer.weight]
         assert grad is not None
         t = state["step"]
-        a, b = (
-            state[name] / (1 - self.beta ** t.double()) for name in ("input_mean", "output_mean")
-        )
+        started = 1 - self.beta ** t.double()
+        a, b = state["input_mean"] / started, state["output_mean"] / started
         left, right = (a, b) if layer.inputs_are_rows else (b, a)
         G = grad if layer.bias is None else layer.join(grad)
         G = G.reshape(layer.matrices).to(a.dtype)
@@ -245,14 +238,7 @@ class EVA(Rewriter):
 
 
 def inverse_times(G: Tensor, left: Tensor, right: Tensor, damping: float) -> Tensor:
-    """Return ((u uᵀ) ⊗ (v vᵀ) + γ I)⁻¹ G for each matrix, by the Sherman-Morrison formula.
-
-    Args:
-        G: Matrices (E, M, N).
-        left: Vectors u, (E, M).
-        right: Vectors v, (E, N).
-        damping: Damping γ.
-    """
+    """Return ((u uᵀ) ⊗ (v vᵀ) + γ I)⁻¹ G for G (E, M, N), u (E, M) and v (E, N)."""
     u, v = left.unsqueeze(-1), right.unsqueeze(-1)
     squares = (u.mT @ u) * (v.mT @ v)
     return (G - (u.mT @ G @ v) / (damping + squares) * u @ v.mT) / damping
@@ -265,5 +251,6 @@ def _sum_of_inputs(layer: Layer, x: Tensor) -> Tensor:
     if isinstance(layer.module, nn.Conv2d) and x.dim() == 4:
         # Patches are linear in the image, so the images can be summed first.
         x = x.sum(0, keepdim=True, dtype=dtype)
-    (rows,) = layer.inputs(x.detach(), _ALL_AT_ONCE)
+    # No limit on the bytes of a piece: the inputs are not copied, so one piece holds all.
+    (rows,) = layer.inputs(x.detach(), 2**62)
     return rows.sum((1, 2), dtype=dtype)

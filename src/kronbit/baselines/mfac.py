@@ -108,9 +108,7 @@ class MFAC(Rewriter):
 
     def _store(self, p: Tensor, slot: Tensor, finite: Tensor) -> Tensor:
         """Store a parameter's gradient, and return its products with all stored gradients."""
-        if not self.state[p]:
-            self.state[p] = zeros(self.layout(p), p.device)
-        G = self.state[p]["gradients"]
+        G = self._started(p)["gradients"]
         oldest = G.index_select(0, slot)
         newest = torch.zeros_like(oldest) if p.grad is None else p.grad.unsqueeze(0).to(G.dtype)
         G.index_copy_(0, slot, torch.where(finite, newest, oldest))

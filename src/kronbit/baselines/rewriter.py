@@ -6,7 +6,6 @@ import math
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar, overload
 
 import torch
@@ -32,11 +31,6 @@ class Rewriter(Around, ABC):
 
     This class provides the step, F and checkpoints. It has no blocks and factors, unlike
     ``kronbit.optimizer.SecondOrder``. A subclass defines the state and how gradients change.
-
-    Args:
-        params: An optimizer, or parameters, param groups or named parameters.
-        base: F, as for ``kronbit.Shampoo``. Default: ``"adamw"``.
-        **options: Options of F.
 
     Attributes:
         base: F. Its ``param_groups`` are those of this optimizer.
@@ -66,12 +60,7 @@ class Rewriter(Around, ABC):
         super().__init__(self.base.param_groups, dict(self.base.defaults))
 
     def check(self) -> None:
-        """Check parameters and process groups, at construction and before every step.
-
-        Raises:
-            ValueError: If the parameters are not supported.
-            RuntimeError: If the process group is not supported.
-        """
+        """Check parameters and process groups, at construction and before every step."""
 
     @abstractmethod
     def rewrite(self) -> None:
@@ -150,13 +139,17 @@ class Rewriter(Around, ABC):
             if overlaps_itself(grad):
                 p.grad = grad.clone(memory_format=torch.contiguous_format)
 
+    def _started(self, p: Tensor) -> Leaves:
+        """Return the state of a parameter, which starts with zeros."""
+        if not self.state[p]:
+            self.state[p] = zeros(self.layout(p), p.device)
+        state: Leaves = self.state[p]
+        return state
+
     def _finite(self, also: Sequence[Tensor] = ()) -> Tensor:
-        """Return a flag on the device: True if all gradients are finite. Count the step if not.
+        """Return True on the device if gradients and other tensors are finite; else count the step.
 
         The host does not wait for the flag. The caller computes both results and selects by it.
-
-        Args:
-            also: Further tensors that must be finite.
         """
         grads = [elements(p.grad) for p in self._params() if p.grad is not None]
         home = grads[0].device
@@ -218,8 +211,9 @@ class Rewriter(Around, ABC):
         base = _base_loader(self.base, state_dict["base"])
         base.check()
         base.load()
-        copies = {p: _copied(leaves, p.device) for p, leaves in state.items()}
-        self.state = defaultdict(dict, copies)
+        self.state = defaultdict(
+            dict, {p: _copied(leaves, p.device) for p, leaves in state.items()}
+        )
         self.common = _copied(common, self._params()[0].device)
         self._skipped = 0
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
@@ -231,12 +225,7 @@ class Rewriter(Around, ABC):
 
 
 def zeros(layout: Layout, device: torch.device) -> Leaves:
-    """Create a state of zeros.
-
-    Args:
-        layout: Shape and dtype of each tensor, by name.
-        device: Device of the tensors.
-    """
+    """Create a state of zeros."""
     return {
         name: torch.zeros(shape, dtype=dtype, device=device)
         for name, (shape, dtype) in layout.items()
@@ -262,23 +251,17 @@ def is_number(value: object) -> bool:
 
 
 def check_damping(damping: float) -> None:
-    """Check that a damping is positive, so that the damped matrix has an inverse.
-
-    Raises:
-        ValueError: If the damping is not a finite number above 0.
-    """
+    """Refuse a damping that is not positive: the damped matrix would have no inverse."""
     if not is_number(damping) or damping <= 0:
         raise ValueError(f"damping must be a finite number above 0; got {damping!r}")
 
 
-@dataclass(frozen=True)
 class _EntryOfBase(Entry):
     """The state of one parameter of F in a checkpoint."""
 
     def path(self, *keys: str) -> str:
-        """Return the path of a value in this entry, for messages."""
-        inner = "".join(f"[{key!r}]" for key in keys if key != "base")
-        return f"base['state'][{self.key!r}]{inner}"
+        """Return the path of F's state for messages."""
+        return f"base['state'][{self.key!r}]"
 
 
 def _base_loader(base: Optimizer, state_dict: Any) -> BaseLoader:

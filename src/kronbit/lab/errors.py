@@ -16,11 +16,7 @@ def one_line(error: BaseException) -> str:
 
 
 def refuse_unknown(what: str, given: Iterable[str], known: Iterable[str]) -> None:
-    """Refuse unknown names.
-
-    Raises:
-        LabError: For the first unknown name. The message suggests similar names, or lists all.
-    """
+    """Refuse the first unknown name. The message suggests similar names, or lists all."""
     known = list(known)
     for name in given:
         if name not in known:

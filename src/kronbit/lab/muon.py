@@ -24,23 +24,15 @@ def hidden_matrices(model: nn.Module) -> list[tuple[str, Tensor]]:
         m for m in model.modules() if isinstance(m, nn.Linear) or type(m).__name__ == "Conv1D"
     )
     weights = [m.weight for m in linear if isinstance(m.weight, Tensor)]
-    kept = [p for p in weights[:-1] if p is not weights[-1] and p.requires_grad]
-    return [(names[p], p) for p in dict.fromkeys(kept)]
+    kept = dict.fromkeys(p for p in weights[:-1] if p is not weights[-1] and p.requires_grad)
+    return [(names[p], p) for p in kept]
 
 
 class MuonBesideBase(Optimizer):
     """Muon and F as one optimizer, which owns the param groups and the state of both.
 
-    Muon's update is scaled to the usual size of AdamW's (``match_rms_adamw``), so that both share
-    learning rate, weight decay and schedule.
-
-    Args:
-        model: The network to optimize.
-        base: Name of F.
-        keywords: Options of F; Muon takes ``lr`` and ``weight_decay`` from them.
-
-    Raises:
-        LabError: If the model has no hidden matrix.
+    Muon takes ``lr`` and ``weight_decay`` from the options of F. Its update is scaled to the usual
+    size of AdamW's (``match_rms_adamw``), so that both share these and the schedule.
     """
 
     def __init__(self, model: nn.Module, base: str, keywords: Mapping[str, Any]) -> None:

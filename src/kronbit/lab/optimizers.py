@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -20,20 +20,25 @@ from kronbit.lab.muon import MuonBesideBase
 from kronbit.lab.recipe import OPTIMIZERS, Recipe, parse_settings
 from kronbit.optimizer import SecondOrder
 
-_FUSED = ("sgd", "adam", "adamw")  # their fused kernels are the fastest on a GPU
-
-_STORAGES: Mapping[str, Mapping[str, Any]] = {
-    "32": {"bits": 32},
-    "4-naive": {"bits": 4, "method": "naive", "storage": "paper"},
-    "4-paper": {"bits": 4, "method": "eigen", "storage": "paper"},
-    "4": {"bits": 4},
-    "8": {"bits": 8},
+_PAPER = {"method": "eigen", "storage": "paper"}
+# Ways to store the second-order state: key -> (label, options).
+Ways: TypeAlias = Mapping[str, tuple[str, Mapping[str, Any]]]
+WAYS: Ways = {
+    "32": ("32-bit {}", {"bits": 32}),
+    "4-naive": ("4-bit {} (naive)", {"bits": 4, "method": "naive", "storage": "paper"}),
+    "4-paper": ("4-bit {} (paper)", {"bits": 4, **_PAPER}),
+    "4-eigen": ("4-bit {} (eigen)", {"bits": 4, "method": "eigen"}),
+    "3": ("3-bit {}", {"bits": 3}),
+    "4": ("4-bit {} (default)", {"bits": 4}),
+    "6+4": ("6-bit {}, roots 4", {"bits": 6, "root_bits": 4}),
+    "8": ("8-bit {}", {"bits": 8}),
+    "8-paper": ("8-bit {} (paper)", {"bits": 8, **_PAPER}),
 }
 # Optimizers of a comparison by name, as settings of the recipe, in addition to OPTIMIZERS.
 VARIANTS: Mapping[str, Mapping[str, Any]] = {
-    f"{name}-{key}": {"optimizer": name, **options}
+    f"{name}-{key}": {"optimizer": name, **WAYS[key][1]}
     for name in ("shampoo", "caspr", "kfac", "adabk")
-    for key, options in _STORAGES.items()
+    for key in ("32", "4-naive", "4-paper", "4", "8")
     if name in ("shampoo", "caspr") or key in ("32", "4-paper", "4")
 }
 DEFAULT_VARIANTS = ("base", "shampoo-32", "shampoo-4-naive", "shampoo-4-paper", "shampoo-4")
@@ -82,9 +87,6 @@ def variant(spec: str, recipe: Recipe) -> tuple[str, str, Recipe]:
 
     Returns:
         A key for folders, a label for tables, and the recipe.
-
-    Raises:
-        LabError: If the optimizer or a setting does not exist.
     """
     name, *given = shlex.split(spec) or [""]
     refuse_unknown("an optimizer", [name], [*VARIANTS, *OPTIMIZERS])
@@ -108,27 +110,14 @@ def variant(spec: str, recipe: Recipe) -> tuple[str, str, Recipe]:
 
 
 def refuse_unused_options(recipe: Recipe, shared: Collection[str] = ()) -> None:
-    """Refuse second-order options for a first-order optimizer.
-
-    Args:
-        recipe: The recipe to run.
-        shared: Options that other optimizers of a comparison use.
-
-    Raises:
-        LabError: If an option has no effect.
-    """
-    if recipe.optimizer in ("base", "muon"):
-        for name in recipe.options:
-            if name not in shared:
-                raise LabError(f"{name} means nothing to {recipe.optimizer}: leave it out")
+    """Refuse second-order options for a first-order optimizer, unless a comparison shares them."""
+    unused = [name for name in recipe.options if name not in shared]
+    if unused and recipe.optimizer in ("base", "muon"):
+        raise LabError(f"{unused[0]} means nothing to {recipe.optimizer}: leave it out")
 
 
 def check_optimizer(recipe: Recipe) -> None:
-    """Build the optimizer on the meta device, so that a comparison refuses wrong options at once.
-
-    Raises:
-        LabError: If an option of the network or of the optimizer is wrong.
-    """
+    """Build the optimizer on the meta device, to refuse wrong options before a comparison."""
     with torch.device("meta"):  # takes neither memory nor time
         model = build(**recipe.model)
     make_optimizer(recipe, model, warmup=0)
@@ -139,19 +128,13 @@ def make_optimizer(
 ) -> Optimizer:
     """Build the optimizer of a recipe.
 
-    Args:
-        recipe: The recipe.
-        model: The network; K-FAC, AdaBK and EVA watch its layers.
-        warmup: Warm-up steps, which a schedule-free F handles itself.
-        scaler: Loss scaler of fp16 training; K-FAC divides its statistics by the scale.
-
-    Raises:
-        LabError: If an option is wrong; the message is that of the library.
+    K-FAC, AdaBK and EVA watch the layers of the model. A schedule-free F handles the warm-up steps
+    itself. K-FAC divides its statistics by the scale of the loss scaler, in fp16 training.
     """
     params = list(model.named_parameters())
     keywords: dict[str, Any] = {"lr": recipe.lr, **recipe.base_options}
-    if recipe.base in _FUSED and params[0][1].device.type == "cuda":
-        keywords.setdefault("fused", True)
+    if recipe.base in ("sgd", "adam", "adamw") and params[0][1].device.type == "cuda":
+        keywords.setdefault("fused", True)  # the fastest kernels on a GPU
     if recipe.schedule == "schedule-free":
         keywords.setdefault("warmup_steps", warmup)
     try:

@@ -8,8 +8,7 @@ import hashlib
 def seed_of(*parts: int | str) -> int:
     """Return a seed of 32 bits, the part that torch's CPU generator uses.
 
-    Args:
-        *parts: Values that identify the purpose: a name, the run's seed, the step, the rank.
+    The parts identify the purpose: a name, the run's seed, the step, the rank.
     """
     text = " ".join(map(str, parts)).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=4).digest(), "big")

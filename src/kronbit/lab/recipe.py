@@ -139,12 +139,8 @@ class Recipe:
     def with_settings(self, settings: Mapping[str, Any]) -> Recipe:
         """Return a recipe with other values.
 
-        Args:
-            settings: Values by name: a field of the recipe, ``model.NAME``, ``data.NAME``, an
-                option of kronbit's optimizers, or an option of F.
-
-        Raises:
-            LabError: If a name does not exist, or a value is invalid.
+        A name is that of a field, ``model.NAME``, ``data.NAME``, or an option of kronbit's
+        optimizers or of F.
         """
         changed: dict[str, Any] = {}
         for key, value in settings.items():
@@ -175,12 +171,8 @@ class Recipe:
 _FIELDS = {field.name: str(field.type) for field in fields(Recipe)}
 _SECTIONS = [name for name, kind in _FIELDS.items() if kind.startswith("Mapping")]
 # Two names for one thing: a setting replaces that of the other name.
-_OTHER = {
-    "steps": "epochs",
-    "epochs": "steps",
-    "warmup": "warmup_epochs",
-    "warmup_epochs": "warmup",
-}
+_OTHER = {"steps": "epochs", "warmup": "warmup_epochs"}
+_OTHER |= {second: first for first, second in _OTHER.items()}
 _POSITIVE = (
     *("epochs", "steps", "batch", "micro_batch", "lr", "clip", "log_every"),
     *("eval_every", "eval_batches", "checkpoint_every", "keep"),
@@ -211,11 +203,7 @@ def _typed(name: str, value: Any) -> Any:
 
 
 def parse_settings(given: Iterable[str]) -> dict[str, Any]:
-    """Parse settings such as ``["lr=1e-3", "betas=[0.9, 0.95]"]`` into names and values.
-
-    Raises:
-        LabError: If an item is not ``key=value``.
-    """
+    """Parse settings such as ``["lr=1e-3", "betas=[0.9, 0.95]"]`` into names and values."""
     import yaml
 
     settings: dict[str, Any] = {}
@@ -250,15 +238,7 @@ def recipe_names() -> list[str]:
 
 
 def find_recipe(name: str) -> Recipe:
-    """Return a recipe that comes with kronbit, or read one from a YAML file.
-
-    Args:
-        name: Name of the recipe, such as ``pydoc-gpt``, or a path that ends in ``.yaml`` or
-            ``.yml``.
-
-    Raises:
-        LabError: If the recipe does not exist or is wrong.
-    """
+    """Return a recipe that comes with kronbit, such as ``pydoc-gpt``, or read a YAML file."""
     import yaml
 
     path = FOLDER / f"{name}.yaml"
@@ -281,16 +261,7 @@ def find_recipe(name: str) -> Recipe:
 
 
 def recipe_from(content: Any, name: str, source: str) -> Recipe:
-    """Make a recipe from the content of a file.
-
-    Args:
-        content: The parsed file.
-        name: Name of the recipe, unless the content has one.
-        source: Name of the file, for errors.
-
-    Raises:
-        LabError: If the content is not a recipe.
-    """
+    """Make a recipe from the content of a file, which may name it. Errors name ``source``."""
     if not isinstance(content, Mapping):
         raise LabError(f"{source} is not a recipe: it has no `key: value` lines")
     refuse_unknown(f"a setting of a recipe ({source})", map(str, content), _FIELDS)

@@ -13,15 +13,8 @@ def warmup_steps(recipe: Recipe, steps: int, steps_per_epoch: float) -> int:
 
 
 def factor(schedule: str, step: int, steps: int, warmup: int) -> float:
-    """Return the learning rate divided by its maximum.
-
-    Args:
-        schedule: Name of the schedule; see ``Recipe``.
-        step: Index of the step, from 0.
-        steps: Steps of the whole run.
-        warmup: Steps of the linear warm-up. A schedule-free F handles it itself.
-    """
-    if schedule == "schedule-free":
+    """Return the learning rate divided by its maximum, at a step counted from 0."""
+    if schedule == "schedule-free":  # F handles the warm-up itself
         return 1.0
     if step < warmup:
         return (step + 1) / warmup

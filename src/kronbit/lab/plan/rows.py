@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeAlias
+from typing import Any
 
 from torch import nn
 
@@ -13,23 +13,10 @@ from kronbit.blocks.batches import NEWTON, PRECONDITION, UPDATE
 from kronbit.config import EIGEN_OPTIONS, OPTIONS, Config, take_options
 from kronbit.estimate import blockings, estimate_memory
 from kronbit.lab.errors import LabError, one_line
-from kronbit.lab.optimizers import ALGORITHMS, BASE_LABELS
+from kronbit.lab.optimizers import ALGORITHMS, BASE_LABELS, WAYS, Ways
 from kronbit.lab.plan.networks import Network
 from kronbit.optimizer import SecondOrder
 
-_PAPER = {"method": "eigen", "storage": "paper"}
-_Ways: TypeAlias = Mapping[str, tuple[str, Mapping[str, Any]]]  # key -> (label, options)
-WAYS: _Ways = {
-    "32": ("32-bit {}", {"bits": 32}),
-    "4-naive": ("4-bit {} (naive)", {"bits": 4, "method": "naive", "storage": "paper"}),
-    "4-paper": ("4-bit {} (paper)", {"bits": 4, **_PAPER}),
-    "4-eigen": ("4-bit {} (eigen)", {"bits": 4, "method": "eigen"}),
-    "3": ("3-bit {}", {"bits": 3}),
-    "4": ("4-bit {} (default)", {"bits": 4}),
-    "6+4": ("6-bit {}, roots 4", {"bits": 6, "root_bits": 4}),
-    "8": ("8-bit {}", {"bits": 8}),
-    "8-paper": ("8-bit {} (paper)", {"bits": 8, **_PAPER}),
-}
 _STORED = ("bits", "root_bits", "method", "storage", "block_size")
 # GPU memory of a process outside torch's allocator: the CUDA context and loaded kernels.
 CONTEXT = 512 * 2**20
@@ -45,10 +32,8 @@ class Row:
     beyond the size of the activations; the parts then add up to the total.
 
     Attributes:
-        key: Name of the row, such as ``shampoo-4``.
-        label: Name of the row in tables.
+        key, label: Name of the row, such as ``shampoo-4``, and its name in tables.
         parameters: Parameters and buffers.
-        gradients: Gradients of all parameters.
         base: State of the first-order optimizer.
         statistics: L and R on the GPU.
         roots: Inverse roots of L and R.
@@ -100,18 +85,13 @@ class Row:
 
 @dataclass
 class Accounts:
-    """Computes the rows of one network.
+    """Computes the rows of one network, whose model is on the meta device.
 
     Attributes:
-        network: The network, with the training settings of its source.
-        model: The network on the meta device.
         settings: Options of kronbit's optimizers or of the base.
         limit: Memory of the GPU in bytes; ``None`` for no limit.
         peak_at: Maps a batch size to the peak of both passes in bytes; ``None`` if unknown.
         notes: Rows that were left out, and why.
-
-    Raises:
-        LabError: If the base is unknown, or its memory cannot be estimated.
     """
 
     network: Network
@@ -138,12 +118,7 @@ class Accounts:
     def rows(self, algorithm: str, order: int | None) -> list[Row]:
         """Return the row of the base alone, then one row per way to store an algorithm's state.
 
-        Args:
-            algorithm: A key of ``ALGORITHMS``; Shampoo's rows are followed by K-FAC's.
-            order: ``max_order`` of the algorithm.
-
-        Raises:
-            LabError: If an option is wrong.
+        Shampoo's rows are followed by K-FAC's. ``order`` is ``max_order`` of the algorithm.
         """
         options = self._options(algorithm) | ({} if order is None else {"max_order": order})
         stored = {key: options[key] for key in _STORED if key in options}
@@ -160,11 +135,11 @@ class Accounts:
         return rows
 
     def _options(self, algorithm: str) -> dict[str, Any]:
-        of_layers = algorithm in ("kfac", "adabk")
-        source = self.network.kfac if of_layers else self.network.shampoo
+        layers = algorithm in ("kfac", "adabk")
+        source = self.network.kfac if layers else self.network.shampoo
         return {k: v for k, v in {**source, **self.settings}.items() if k in OPTIONS}
 
-    def _rows_of(self, algorithm: str, options: Mapping[str, Any], ways: _Ways) -> list[Row]:
+    def _rows_of(self, algorithm: str, options: Mapping[str, Any], ways: Ways) -> list[Row]:
         kind, name = ALGORITHMS[algorithm]
         # Storage options differ by row; options of the eigenvector updates take no memory.
         shared = {k: v for k, v in options.items() if k not in (*_STORED, *EIGEN_OPTIONS)}
@@ -178,17 +153,17 @@ class Accounts:
             given = {**shared, **way}
             held = self._estimated(kind, given)
             config = take_options(given, kind.algorithm.options)
-            statistics, offloaded = held["statistics"], config.offload_statistics
+            offloaded = held["statistics"] if config.offload_statistics else 0
             workspace = max(int(config.workspace_mb * 2**20), self._largest_block(kind, config))
             workspace += config.keep_gradients * self._gradients
             row = replace(
                 self._base,
                 key=f"{algorithm}-{key}",
                 label=f"+ {label.format(name)}",
-                statistics=0 if offloaded else statistics,
+                statistics=held["statistics"] - offloaded,
                 roots=held["roots"],
                 workspace=collected + max(0, workspace - self._base.activations),
-                host=statistics if offloaded else 0,
+                host=offloaded,
                 ratio=whole["total"] / held["total"],
             )
             rows.append(self._fitted(row, workspace))

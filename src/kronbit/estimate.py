@@ -65,14 +65,7 @@ def blockings(
 ) -> list[Blocking]:
     """Return how an optimizer cuts the parameters that it preconditions.
 
-    Args:
-        optimizer: The algorithm.
-        params: The parameters.
-        config: The options.
-        model: The module with the layers that ``KFAC`` and ``AdaBK`` watch.
-
-    Raises:
-        TypeError: If the algorithm needs a module and ``model`` is none.
+    ``KFAC`` and ``AdaBK`` need a module, whose layers they watch.
     """
     statistics: Statistics = GradientStatistics()
     if issubclass(optimizer, KFAC):

@@ -8,13 +8,10 @@ from contextlib import contextmanager
 
 @contextmanager
 def ending(cleanup: Callable[[], None]) -> Iterator[None]:
-    """Run cleanup at the end, even if Ctrl-C arrives while it runs.
+    """Run cleanup, which must be idempotent, at the end, even if Ctrl-C arrives while it runs.
 
     If Ctrl-C arrives while Python enters or leaves the context manager, cleanup may run late. Use
     ``run_then`` where that would do harm.
-
-    Args:
-        cleanup: Must be idempotent.
     """
     try:
         try:
@@ -27,12 +24,7 @@ def ending(cleanup: Callable[[], None]) -> Iterator[None]:
 
 
 def run_then(body: Callable[[], object], cleanup: Callable[[], None]) -> None:
-    """Run body, then cleanup, even if Ctrl-C arrives in between.
-
-    Args:
-        body: Runs first.
-        cleanup: Must be idempotent.
-    """
+    """Run body, then cleanup, which must be idempotent, even if Ctrl-C arrives in between."""
     try:
         try:
             body()
@@ -44,13 +36,5 @@ def run_then(body: Callable[[], object], cleanup: Callable[[], None]) -> None:
 
 
 def to_the_end(action: Callable[[], None]) -> None:
-    """Run an action that must not stay half done.
-
-    Args:
-        action: Must be idempotent.
-    """
-    try:
-        action()
-    except BaseException:
-        action()
-        raise
+    """Run an action that must not stay half done, and must be idempotent."""
+    run_then(lambda: None, action)

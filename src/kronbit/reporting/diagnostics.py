@@ -26,12 +26,7 @@ def diagnostics(
 ) -> dict[str, Any]:
     """Return the dict of ``SecondOrder.diagnostics``. Waits for the device.
 
-    Args:
-        plan: The state, if there is any.
-        guards: The guards that measure gradients.
-        ranks: The other ranks, if they are known.
-        missed: Counters of the statistics.
-        past: Counters of earlier plans.
+    ``missed`` are counters of the statistics, and ``past`` are those of earlier plans.
     """
     preconditioners = _preconditioners(plan)
     skipped = sum(int(guard.skipped) for guard in guards.values())

@@ -16,15 +16,7 @@ from kronbit.state.binding import blocks_of
 
 
 def account(state: Mapping[Tensor, Mapping[str, Any]], base: Mapping[Any, Any]) -> dict[str, int]:
-    """Return the bytes held, by kind.
-
-    Args:
-        state: The second-order optimizer's state.
-        base: F's state.
-
-    Returns:
-        ``{"statistics", "roots", "base", "total"}``.
-    """
+    """Return the bytes held by a second-order optimizer's state and F's state, by kind."""
     total = {"statistics": 0, "roots": 0, "base": held_bytes(base)}
     blocks = (block for entry in state.values() for block in blocks_of(entry).values())
     for leaves in (side for block in blocks for side in block.values()):

@@ -35,15 +35,7 @@ SETS: Mapping[str, Callable[..., Data]] = {
 
 
 def open_data(options: Mapping[str, Any], setting: Setting) -> Data:
-    """Open the data set of a recipe.
-
-    Args:
-        options: ``name``, and the options of that set.
-        setting: Options that all data sets share.
-
-    Raises:
-        LabError: If the set does not exist, or its files are missing.
-    """
+    """Open the data set of a recipe, given its ``name`` and its options."""
     given = dict(options)
     name = given.pop("name")
     refuse_unknown("data.name", [name], SETS)

@@ -68,15 +68,9 @@ class Augmentation:
         std: Tensor,
         classes: int,
     ) -> tuple[Tensor, Tensor]:
-        """Augment a batch.
+        """Augment images (b, c, h, w), from 0 to 255, bytes or floats, with labels (b,).
 
-        Args:
-            images: (b, c, h, w), from 0 to 255, bytes or floats.
-            labels: (b,), int64.
-            generator: Generator on the device of the images.
-            mean: Mean of each channel (c,), for values from 0 to 1.
-            std: Standard deviation of each channel (c,), for values from 0 to 1.
-            classes: Number of classes.
+        ``mean`` and ``std`` of each channel are for values from 0 to 1.
 
         Returns:
             Normalised images in float32, and targets: the labels, or, if images are mixed,
@@ -100,8 +94,7 @@ class Augmentation:
         """Crop and mirror images, by one lookup."""
         if not (self.crop or self.flip):
             return images
-        b, c, h, w = images.shape
-        device = images.device
+        (b, c, h, w), device = images.shape, images.device
         images = functional.pad(images, (self.crop,) * 4)
         top, left = (drawn[:2] * (2 * self.crop + 1)).long()[:, :, None]
         columns = _count(w, device)

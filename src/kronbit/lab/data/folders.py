@@ -109,17 +109,13 @@ class FolderImages(Images):
     def batch(self, step: int) -> Pair:
         """Return inputs and targets of a step. A step out of order restarts the workers."""
         if step != self._next_step:
-            self._batches = self._load(self._train, self._draws(step))
+            self._batches = self._load(self._train, map(self._draws, count(step)))
         self._next_step = step + 1
-        images, labels = next(self._batches)
-        return self._augmented(images, labels, step)
+        return self._augmented(*next(self._batches), step)
 
-    def _draws(self, first: int) -> Iterator[list[Draw]]:
-        """Yield the draws of each step from ``first`` on."""
-        setting = self._setting
-        for step in count(first):
-            chosen = setting.indices(step, self.examples, torch.device("cpu")).tolist()
-            yield [(index, f"{setting.seed} {step} {index}") for index in chosen]
+    def _draws(self, step: int) -> list[Draw]:
+        chosen = self._setting.indices(step, self.examples, torch.device("cpu")).tolist()
+        return [(index, f"{self._setting.seed} {step} {index}") for index in chosen]
 
     def held_out(self) -> Iterator[Pair]:
         """Yield inputs and targets for evaluation."""
@@ -128,8 +124,8 @@ class FolderImages(Images):
         draws: list[Draw] = [(index, None) for index in local]
         starts = range(0, len(draws), setting.share)
         batches = (draws[start : start + setting.share] for start in starts)
-        for images, labels in self._load(self._test, batches):
-            yield self._augmented(images, labels)
+        for pair in self._load(self._test, batches):
+            yield self._augmented(*pair)
 
     def _load(self, folder: _Folder, batches: Iterable[list[Draw]]) -> Iterator[Pair]:
         """Yield decoded images and their labels, on the device."""

@@ -27,17 +27,11 @@ RAND_OPERATIONS, RAND_STAGES, RAND_STRENGTH = len(NAMES) - 1, 2, 0.9
 
 
 class Choice(NamedTuple):
-    """The operation for each image of a batch; all tensors are of shape (b,).
+    """The operation for each image of a batch; all tensors are of shape (b,)."""
 
-    Attributes:
-        operation: Index into ``NAMES``.
-        strength: Strength from 0 to 1.
-        signed: The strength with a random sign.
-    """
-
-    operation: Tensor
-    strength: Tensor
-    signed: Tensor
+    operation: Tensor  # index into ``NAMES``
+    strength: Tensor  # from 0 to 1
+    signed: Tensor  # the strength with a random sign
 
 
 def rand(drawn: Tensor) -> Iterator[Choice]:
@@ -64,10 +58,7 @@ POLICIES: dict[str, Callable[[Tensor], Iterator[Choice]]] = {"rand": rand, "auto
 def apply(images: Tensor, choice: Choice, fill: Tensor) -> Tensor:
     """Apply to each image the operation that was chosen for it.
 
-    Args:
-        images: (b, c, h, w), whole numbers from 0 to 255 in float32.
-        choice: Operations and strengths.
-        fill: Colour (c,) outside of the image.
+    Images (b, c, h, w) hold whole numbers from 0 to 255 in float32; outside is the colour ``fill``.
     """
     rows = _operation_table(images.device).index_select(0, choice.operation)
     values = torch.addcmul(rows[:, 0], rows[:, 1], choice.strength[:, None])

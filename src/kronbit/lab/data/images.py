@@ -17,7 +17,7 @@ from kronbit.lab.randomness import seed_of
 
 Pair: TypeAlias = tuple[Tensor, Tensor]
 
-EVALUATED_AT_ONCE = 500  # images
+_AT_ONCE = 500  # images of an evaluation
 # Mean and standard deviation of each channel, for values from 0 to 1.
 Normal: TypeAlias = tuple[tuple[float, ...], tuple[float, ...]]
 IMAGENET: Normal = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
@@ -25,25 +25,15 @@ IMAGENET: Normal = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 
 @dataclass(frozen=True)
 class Setting:
-    """Options that all data sets share.
+    """Options that all data sets share."""
 
-    Attributes:
-        folder: Folder with downloaded sets.
-        batch: Examples per step, over all ranks.
-        seed: Seed of order and augmentation.
-        device: Device of the batches.
-        rank: Rank of this process.
-        ranks: Number of ranks.
-        holdout: Share of the training set that replaces the held-out set.
-    """
-
-    folder: Path
-    batch: int
-    seed: int
+    folder: Path  # with downloaded sets
+    batch: int  # examples per step, over all ranks
+    seed: int  # of order and augmentation
     device: torch.device
     rank: int = 0
     ranks: int = 1
-    holdout: float = 0.0
+    holdout: float = 0.0  # share of the training set that replaces the held-out set
 
     def __post_init__(self) -> None:
         if self.batch % self.ranks:
@@ -80,17 +70,10 @@ def _order(seed: int, epoch: int, examples: int, device: torch.device) -> Tensor
 
 
 def divide(labels: Tensor, share: float) -> tuple[Tensor, Tensor]:
-    """Hold out a part of a training set. The result does not depend on the recipe's seed.
-
-    Args:
-        labels: Class of each example.
-        share: Share of each class that is held out, rounded.
+    """Hold out a share of each class, rounded, independently of the recipe's seed.
 
     Returns:
         Indices of training examples and of held-out examples, both in ascending order.
-
-    Raises:
-        LabError: If one of the two parts is empty.
     """
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
     held = torch.zeros(len(labels), dtype=torch.bool)
@@ -144,11 +127,7 @@ class Images:
 
 
 class HeldImages(Images):
-    """Images of one size, stored as bytes on the device.
-
-    ``train`` and ``test`` are images, uint8 (n, c, h, w), and their labels; the other arguments are
-    those of ``Images``.
-    """
+    """Images of one size, uint8 (n, c, h, w), stored on the device with their labels."""
 
     def __init__(
         self,
@@ -174,8 +153,6 @@ class HeldImages(Images):
     def held_out(self) -> Iterator[Pair]:
         """Yield this rank's inputs and targets for evaluation, in order."""
         local = slice(self._setting.rank, None, self._setting.ranks)
-        parts = (
-            part[local].split(EVALUATED_AT_ONCE) for part in (self._test_images, self._test_labels)
-        )
-        for images, labels in zip(*parts, strict=True):
-            yield self._augmented(images, labels)
+        images, labels = self._test_images[local], self._test_labels[local]
+        for pair in zip(images.split(_AT_ONCE), labels.split(_AT_ONCE), strict=True):
+            yield self._augmented(*pair)

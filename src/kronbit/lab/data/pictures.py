@@ -19,12 +19,10 @@ if TYPE_CHECKING:
     from PIL import Image
 
 DIGITS_TRAINED = 1400  # the rest of the digits is held out
-_PICKLED = {  # a pickle of arrays needs nothing else
-    "numpy.core.multiarray._reconstruct",
-    "numpy._core.multiarray._reconstruct",
-    "numpy.ndarray",
-    "numpy.dtype",
-    "_codecs.encode",
+# A pickle of arrays needs nothing else.
+_PICKLED = {
+    *(f"numpy.{core}.multiarray._reconstruct" for core in ("core", "_core")),
+    *("numpy.ndarray", "numpy.dtype", "_codecs.encode"),
 }
 
 
@@ -38,10 +36,7 @@ def require(found: bool, path: Path, layout: str, origin: str) -> None:
 
 
 def digits(setting: Setting, **augmentation: Any) -> HeldImages:
-    """Open scikit-learn's digits: 1,797 images of 8 x 8.
-
-    397 of them are held out, the same for every seed.
-    """
+    """Open scikit-learn's 1,797 digits of 8 x 8; 397, the same for any seed, are held out."""
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:

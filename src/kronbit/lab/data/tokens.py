@@ -25,12 +25,8 @@ _LOOKED_AT = 50_000_000  # tokens whose ids are checked when data are opened
 class Tokens:
     """Windows of a long sequence of tokens. The target is the next token.
 
-    Args:
-        setting: Options that all data sets share.
-        train: The training tokens, in memory or memory-mapped.
-        test: The held-out tokens, which are evaluated in adjacent windows.
-        length: Length of a window.
-        outputs: One more than the largest token, if known.
+    The held-out tokens are evaluated in adjacent windows. ``outputs`` is one more than the largest
+    token, if known.
     """
 
     classifies = False
@@ -84,14 +80,7 @@ def _mapped(path: Path) -> Array:
 
 
 def tokens(setting: Setting, train: str, val: str, length: int = 1024) -> Tokens:
-    """Open files of uint16 tokens, memory-mapped.
-
-    Args:
-        setting: Options that all data sets share.
-        train: Training file, below the data folder.
-        val: Held-out file, below the data folder.
-        length: Tokens per window.
-    """
+    """Open two files of uint16 tokens below the data folder, memory-mapped."""
     folder = setting.folder
     return Tokens(setting, _mapped(folder / train), _mapped(folder / val), int(length))
 

@@ -21,19 +21,12 @@ from kronbit.lab.precision import AMP, autocast
 
 @dataclass(frozen=True)
 class Passes:
-    """The forward and backward passes of a step.
+    """The forward and backward passes of a step."""
 
-    Attributes:
-        shape: Shape of one example.
-        tokens: True if the inputs are integers.
-        amp: Autocast of the forward pass: ``off``, ``bf16`` or ``fp16``.
-        repeated: True if gradients of several passes are accumulated before a step.
-    """
-
-    shape: tuple[int, ...]
-    tokens: bool
+    shape: tuple[int, ...]  # of one example
+    tokens: bool  # the inputs are integers
     amp: str = "off"
-    repeated: bool = False
+    repeated: bool = False  # a step accumulates gradients of several passes
 
     def loss(self, model: nn.Module, batch: int) -> Tensor:
         """Return the cross entropy of the logits in float32, with one target per row."""
@@ -49,15 +42,10 @@ class Passes:
 
 @dataclass(frozen=True)
 class Trace:
-    """Bytes allocated besides parameters and buffers.
+    """Bytes allocated besides parameters and buffers."""
 
-    Attributes:
-        saved: Bytes that autograd holds between the forward and the backward pass.
-        curve: Bytes allocated after each operation of both passes, gradients included.
-    """
-
-    saved: int
-    curve: Tensor
+    saved: int  # held by autograd between the forward and the backward pass
+    curve: Tensor  # after each operation of both passes, gradients included
 
     @property
     def peak(self) -> int:
@@ -66,11 +54,7 @@ class Trace:
 
 
 class _AllocatedBytes(TorchDispatchMode):
-    """Counts the bytes of all live storages on the meta device.
-
-    Args:
-        known: Tensors that do not count.
-    """
+    """Counts the bytes of all live storages on the meta device, except those of known tensors."""
 
     def __init__(self, known: Iterable[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -97,15 +81,9 @@ class _AllocatedBytes(TorchDispatchMode):
 
 
 def trace(model: nn.Module, passes: Passes, batch: int) -> Trace:
-    """Count the bytes that the forward and the backward pass allocate, on the meta device.
+    """Count the bytes that both passes of a batch allocate, for a model on the meta device.
 
-    Args:
-        model: A network on the meta device.
-        passes: The passes to run.
-        batch: Examples per pass.
-
-    Raises:
-        Exception: If the model depends on values, which the meta device does not have.
+    Any error may occur if the model depends on values, which the meta device does not have.
     """
     allocated = _AllocatedBytes([*model.parameters(), *model.buffers()])
     saved = 0
@@ -125,13 +103,7 @@ def trace(model: nn.Module, passes: Passes, batch: int) -> Trace:
 
 
 class Estimate:
-    """Memory of both passes at any batch size, extrapolated from counts at a size and its double.
-
-    Args:
-        model: A network on the meta device.
-        passes: The passes to run.
-        batch: Examples per pass.
-    """
+    """Memory of both passes at any batch size, extrapolated from counts at one and its double."""
 
     def __init__(self, model: nn.Module, passes: Passes, batch: int) -> None:
         self.batch = batch
@@ -146,18 +118,9 @@ class Estimate:
 
 
 def measure(build: Callable[[], nn.Module], passes: Passes, batch: int) -> int:
-    """Run both passes on the current GPU and measure their peak memory.
+    """Run both passes on the current GPU and return the peak of allocated bytes.
 
-    Args:
-        build: Builds the network on the default device, with weights.
-        passes: The passes to run.
-        batch: Examples per pass.
-
-    Returns:
-        The peak of allocated bytes, without parameters and buffers.
-
-    Raises:
-        torch.OutOfMemoryError: If the GPU has too little memory.
+    Parameters and buffers do not count. ``build`` makes the network on the default device.
     """
     gc.collect()
     torch.cuda.empty_cache()

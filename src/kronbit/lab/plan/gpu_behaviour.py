@@ -36,8 +36,7 @@ _FLOAT32 = {
 class GPUEmulation(TorchFunctionMode):
     """Replaces attention and dropout by their memory on a GPU, and casts as autocast does.
 
-    Args:
-        lower: Low precision of autocast; ``None`` disables it.
+    ``lower`` is the low precision of autocast; ``None`` disables it.
     """
 
     def __init__(self, lower: torch.dtype | None) -> None:

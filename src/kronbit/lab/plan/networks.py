@@ -52,14 +52,9 @@ class Network:
     Attributes:
         name: Name given by the user.
         make: Builds the network on the default device.
-        dtype: Dtype of the parameters: ``fp32`` or ``bf16``.
-        length: Length of sequences.
-        image: Side of images.
+        length, image: Length of sequences, and side of images.
         batch: Examples per pass.
         repeated: True if a step takes several passes.
-        amp: Autocast: ``off``, ``bf16`` or ``fp16``.
-        base: The first-order optimizer.
-        base_options: Options of the first-order optimizer.
         shampoo: Options of Shampoo and CASPR.
         kfac: Options of K-FAC and AdaBK.
     """
@@ -78,14 +73,9 @@ class Network:
     kfac: Mapping[str, Any] = field(default_factory=dict)
 
     def build(self, device: str, checkpointing: bool = False) -> nn.Module:
-        """Build the network.
+        """Build the network; on ``meta``, its parameters take no memory.
 
-        Args:
-            device: Where the parameters are; on ``meta`` they take no memory.
-            checkpointing: True to recompute layers in the backward pass.
-
-        Raises:
-            LabError: If the network cannot be built, or does not support checkpointing.
+        With ``checkpointing``, the backward pass recomputes layers.
         """
         kept = torch.get_default_dtype()
         torch.set_default_dtype(DTYPES[self.dtype])
@@ -132,12 +122,8 @@ class Network:
 def resolve_model(name: str) -> Network:
     """Find a network by its name.
 
-    Args:
-        name: A preset, a recipe or its YAML file, a folder with a ``config.json`` of transformers,
-            or ``package.module:factory``.
-
-    Raises:
-        LabError: If no network has this name.
+    It is a preset, a recipe or its YAML file, a folder with a ``config.json`` of transformers, or
+    ``package.module:factory``.
     """
     path = Path(name)
     if name in PRESETS:
@@ -197,8 +183,6 @@ def _of_folder(folder: Path, name: str) -> Network:
     config.use_cache = False
     architecture = next(iter(config.architectures or []), "")
     # A configuration without an architecture is usually that of a language model.
-    language = transformers.AutoModelForCausalLM.from_config
-    make = getattr(transformers, architecture, language)
-    kept = getattr(config, "dtype", None)
-    dtype = "fp32" if kept in (torch.float32, "float32") else "bf16"
+    make = getattr(transformers, architecture, transformers.AutoModelForCausalLM.from_config)
+    dtype = "fp32" if getattr(config, "dtype", None) in (torch.float32, "float32") else "bf16"
     return Network(name, partial(make, config), dtype)

@@ -44,13 +44,10 @@ class Plan:
     Attributes:
         model: Name given by the user.
         algorithm: ``shampoo``, ``caspr``, ``kfac`` or ``adabk``.
-        parameters_count: Number of parameters.
         dtype: Dtype of the parameters.
         batch: Examples per pass; ``None`` if not given.
         shape: Shape of an example: (length,) for tokens, (channels, side, side) for images;
             ``None`` if unknown.
-        base: The first-order optimizer.
-        activations: Memory of the passes.
         rows: One row per optimizer; the first is the base alone.
         gpu_bytes: Memory of the GPU; ``None`` for no limit.
         notes: Further remarks for the user.
@@ -82,9 +79,6 @@ def parse_size(text: str) -> int:
     """Return the bytes of ``80GB``, ``24G``, ``80GiB`` or ``81920MiB``.
 
     GB and MB count as GiB and MiB: a card of 80 GB has 81,920 MiB.
-
-    Raises:
-        LabError: If the text is not a size.
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([MGT])(?:i?B)?\s*", text, re.IGNORECASE)
     if match is None or float(match[1]) == 0:
@@ -116,9 +110,6 @@ def make_plan(
         **changes: Other values of ``Network``: ``batch``, ``length``, ``image``, ``dtype``, ``amp``
             and ``base``; ``None`` leaves the setting of the model's source. Activations are left
             out if no batch is known.
-
-    Raises:
-        LabError: If an argument is wrong.
     """
     chosen = {"optimizer": optimizer, "order": order, **changes}
     for what, known in {"optimizer": ALGORITHMS, "dtype": DTYPES, "amp": AMP}.items():
@@ -169,15 +160,15 @@ def _activations(
     network: Network, model: nn.Module, passes: Passes | None, checkpointing: bool, measured: bool
 ) -> tuple[Activations, Callable[[int], int] | None]:
     """Return the memory of a batch, and a function for the peak at any batch size, if known."""
-    counted, how = None, "not counted: give --batch"
-    if network.batch is not None and passes is None:
+    if network.batch is None:
+        return Activations(None, None, "not counted: give --batch"), None
+    if passes is None:
         how = "not known: the model has no embedding, 2-d convolution or linear layer"
-    elif network.batch is not None and passes is not None:
-        try:
-            counted = Estimate(model, passes, network.batch)
-        except Exception as error:  # a network that depends on values can raise anything
-            how = f"not known: it does not run on meta ({one_line(error)[:160]})"
-    if passes is None or counted is None:
+        return Activations(None, None, how), None
+    try:
+        counted = Estimate(model, passes, network.batch)
+    except Exception as error:  # a network that depends on values can raise anything
+        how = f"not known: it does not run on meta ({one_line(error)[:160]})"
         return Activations(None, None, how), None
     peak, how = counted.first.peak, "estimated: counted on the meta device, with fused attention"
     if measured and not torch.cuda.is_available():

@@ -42,12 +42,7 @@ _RIGHT: _Columns = (
 
 
 def show(plan: Plan, console: Console) -> None:
-    """Print a plan over the full width of the terminal.
-
-    Args:
-        plan: The plan.
-        console: The console to print to.
-    """
+    """Print a plan over the full width of the terminal."""
     for line in _title(plan):
         console.print(Text(line))
     known = 1 if plan.gpu_bytes is None else 2 if plan.activations.peak is None else 3
@@ -63,14 +58,12 @@ def show(plan: Plan, console: Console) -> None:
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold", expand=True)
     for place, (title, _) in enumerate(left):
         table.add_column(title, justify="right" if place else "left", no_wrap=not place)
-    header = _Bar(size, plan.gpu_bytes)
-    table.add_column(header, no_wrap=True, ratio=1, min_width=_SHORTEST_BAR)
+    table.add_column(_Bar(size, plan.gpu_bytes), no_wrap=True, ratio=1, min_width=_SHORTEST_BAR)
     for title, _ in right:
         table.add_column(title, justify="right", no_wrap=True)
     for row in plan.rows:
         texts = [Text(text(row), "dim" if row.fits is False else "") for _, text in left + right]
-        bar = _Bar(size, plan.gpu_bytes, row)
-        table.add_row(*texts[: len(left)], bar, *texts[len(left) :])
+        table.add_row(*texts[: len(left)], _Bar(size, plan.gpu_bytes, row), *texts[len(left) :])
     console.print(table)
     plain = console.options.ascii_only
     legend = (Text.assemble((signs[plain], signs[2]), f" {name}") for name, signs in _SIGNS.items())
@@ -81,16 +74,10 @@ def show(plan: Plan, console: Console) -> None:
 
 @dataclass(frozen=True)
 class _Bar:
-    """The parts of a row side by side; without a row, a header that prints the limit at its mark.
+    """The parts of a row side by side; without a row, a header with the limit at its mark."""
 
-    Attributes:
-        size: Bytes at the end of the scale, which all rows share. Longer bars are cut there.
-        limit: Memory of the GPU in bytes, marked in each bar.
-        row: The row.
-    """
-
-    size: int
-    limit: int | None
+    size: int  # bytes at the end of the scale, which all rows share; longer bars are cut there
+    limit: int | None  # memory of the GPU in bytes, marked in each bar
     row: Row | None = None
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, takewhile
 from typing import Any, Literal
 
 from kronbit.lab.report.runs import Run
@@ -15,7 +15,7 @@ from kronbit.lab.report.runs import Run
 class Curve:
     """Mean, minimum and maximum of a number over runs, at the steps that all runs have.
 
-    If the number of one run is not finite, the mean is not finite either: no run is left out.
+    No run is left out: if the number of one is not finite, the mean is not finite either.
     """
 
     steps: list[float]
@@ -27,8 +27,7 @@ class Curve:
     @property
     def finite(self) -> int:
         """Number of points before the first one that is not finite."""
-        broken = (i for i, value in enumerate(self.mean) if not math.isfinite(value))
-        return next(broken, len(self.mean))
+        return len(list(takewhile(math.isfinite, self.mean)))
 
     @property
     def diverged(self) -> bool:
@@ -52,27 +51,17 @@ class Curve:
 
 
 def curve(runs: Sequence[Run], kind: Literal["train", "evals", "errors"], key: str) -> Curve:
-    """Return the curve of a number of the metrics.
-
-    Args:
-        runs: Seeds of one variant.
-        kind: Kind of the metrics lines.
-        key: Key of the number. Lines without it are skipped.
-    """
+    """Return the curve of a number over the seeds of a variant. Lines without it are skipped."""
     points: list[dict[float, Mapping[str, Any]]] = [
         {line["step"]: line for line in getattr(run, kind) if line.get(key) is not None}
         for run in runs
     ]
     steps = sorted(set.intersection(*map(set, points)))
     at_step = [[lines[step] for lines in points] for step in steps]
+    seconds = [mean([line.get("seconds", math.nan) for line in lines]) for lines in at_step]
     values = [[line[key] for line in lines] for lines in at_step]
-    return Curve(
-        steps=steps,
-        seconds=[mean([line.get("seconds", math.nan) for line in lines]) for lines in at_step],
-        mean=list(map(mean, values)),
-        low=list(map(min, values)),
-        high=list(map(max, values)),
-    )
+    average, low, high = map(mean, values), map(min, values), map(max, values)
+    return Curve(steps, seconds, list(average), list(low), list(high))
 
 
 def mean(values: Sequence[float]) -> float:

@@ -1,4 +1,4 @@
-"""Drawing with matplotlib: colors and line styles of optimizers, figures, texts in them."""
+"""Drawing with matplotlib: styles of optimizers, figures and texts in them."""
 
 from __future__ import annotations
 
@@ -54,27 +54,18 @@ _WIDTH, _HEIGHT, _DPI = 5.2, 3.3, 200
 
 @dataclass(frozen=True)
 class Drawing:
-    """A figure of a report.
+    """A figure of a report, as the content of a PNG file."""
 
-    Attributes:
-        name: File name without suffix.
-        title: Title of the figure.
-        caption: Caption of the figure.
-        alt: Alternative text: the content in words.
-        png: Content of the PNG file.
-    """
-
-    name: str
+    name: str  # file name without suffix
     title: str
     caption: str
-    alt: str
+    alt: str  # alternative text: the content in words
     png: bytes
 
     @property
     def size(self) -> tuple[int, int]:
         """Width and height in pixels, read from the header of the PNG."""
-        width, height = struct.unpack(">II", self.png[16:24])
-        return width, height
+        return struct.unpack(">II", self.png[16:24])
 
     @property
     def base64(self) -> str:
@@ -84,11 +75,10 @@ class Drawing:
 
 def with_styles(compared: Sequence[Outcome]) -> list[Outcome]:
     """Assign colors and line styles. Known variants look the same in all figures."""
-    known: dict[str, Any] = dict(KNOWN)
-    others = itertools.cycle(_OTHERS)
-    # If several outcomes have a known variant, the first one takes its color.
-    styled = []
+    known: dict[str, Any] = {**KNOWN}
+    others, styled = itertools.cycle(_OTHERS), []
     for outcome in compared:
+        # If several outcomes have a known variant, the first one takes its color.
         color, style = known.pop(outcome.variant, None) or next(others)
         styled.append(replace(outcome, color=color, style=style))
     return styled
@@ -97,10 +87,7 @@ def with_styles(compared: Sequence[Outcome]) -> list[Outcome]:
 def log_scale(axes: Axes, which: Literal["x", "y"] = "y", within: bool = True) -> None:
     """Make an axis logarithmic, with plain numbers as labels.
 
-    Args:
-        axes: Axes to change.
-        which: The horizontal or the vertical axis.
-        within: True if 2 and 5 are labelled, too, as powers of ten alone may be too few.
+    ``within`` labels 2 and 5, too, as powers of ten alone may be too few.
     """
     from matplotlib.ticker import LogLocator, NullFormatter
 
@@ -163,13 +150,10 @@ def to_png(figure: Figure) -> bytes:
 
 
 def in_words(compared: Sequence[Outcome], key: str, write: Write) -> str:
-    """List the numbers of a figure, for its alternative text.
-
-    Args:
-        compared: Outcomes in the figure.
-        key: Key of the number.
-        write: Format of the number.
-    """
-    known = [outcome for outcome in compared if outcome.number(key) is not None]
-    numbers = [f"{outcome.full_label} {outcome.text(key, write)}" for outcome in known]
+    """List the numbers of a figure, for its alternative text."""
+    numbers = [
+        f"{outcome.full_label} {outcome.text(key, write)}"
+        for outcome in compared
+        if outcome.number(key) is not None
+    ]
     return f"{', '.join(numbers) or 'unknown'}."

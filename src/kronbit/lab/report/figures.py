@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from kronbit.lab.report import drawing, numbers
 from kronbit.lab.report.curves import Curve, curve
@@ -15,9 +15,7 @@ if TYPE_CHECKING:
 
 _EARLY = 0.1  # fraction of steps that are cut off: their losses would flatten all later ones
 _LATE = 0.25  # fraction of steps before the close-up
-
-# Numbers to the right of the boxes: their distance from the axes in points, and their name.
-_TIME_COLUMNS = ((36, "median"), (68, "mean"))
+_BESIDE: Any = {"textcoords": "offset points", "va": "center", "fontsize": 8.5}  # of annotations
 # Parts of the memory of an optimizer: key in the summary, name and color.
 _PARTS = (
     ("parameters", "parameters", drawing.GREY),
@@ -39,7 +37,7 @@ class _Line(NamedTuple):
 
 
 # Sets the limits and scales of axes with lines, and returns an addition to the caption.
-_Frame = Callable[["Axes", Sequence[_Line]], str]
+_Frame = Callable[["Axes", Sequence[_Line]], str | None]
 # A bar: its label, its color, its length in bytes, and the text at its end.
 _Bar = tuple[str, str, float, str]
 
@@ -142,17 +140,8 @@ def _draw(
 ) -> drawing.Drawing | None:
     """Draw lines, or return None if they have no points.
 
-    Args:
-        name: File name without suffix.
-        title: Title of the figure.
-        caption: Caption of the figure, without explanations of bands and crosses.
-        label: Label of the vertical axis.
-        lines: The lines.
-        key: Key of the number in the summary, for the alternative text.
-        write: Format of that number.
-        frame: Function that sets limits and scales.
-        axis: Quantity on the horizontal axis.
-        words: Beginning of the alternative text. Default: the label.
+    The alternative text begins with ``words``, or with the label of the vertical axis, and lists
+    the numbers of ``key``. Explanations of bands and crosses are appended to the caption.
     """
     if not any(line.curve.steps for line in lines):
         return None
@@ -161,7 +150,7 @@ def _draw(
     close_up = not any(line.thin for line in lines)
     for line in lines:
         _plot(axes, line, axis, close_up)
-    caption += frame(axes, lines)
+    caption += frame(axes, lines) or ""
     if any(len(outcome.counted) > 1 for outcome in compared):
         caption += " Mean over the seeds, with a band from the lowest to the highest."
     if any(line.curve.diverged for line in lines):
@@ -198,10 +187,9 @@ def _plot(axes: Axes, line: _Line, axis: _Axis, close_up: bool) -> None:
 
 
 def _mark_diverged(axes: Axes, line: _Line, axis: _Axis) -> None:
-    """Draw a cross at the last finite point of a curve that diverges.
+    """Draw a cross at the last finite point of a curve that diverges, or at the edge of the axes.
 
-    The limits of the axes must be set already. The cross of a curve that left the axes is at their
-    edge; without a finite point, it is halfway up.
+    The limits of the axes must be set already. Without a finite point, the cross is halfway up.
     """
     curve = line.curve
     if not curve.diverged:
@@ -221,7 +209,7 @@ def _mark_diverged(axes: Axes, line: _Line, axis: _Axis) -> None:
     )
 
 
-def _frame_losses(axes: Axes, lines: Sequence[_Line]) -> str:
+def _frame_losses(axes: Axes, lines: Sequence[_Line]) -> None:
     """Cut off the first losses; use a logarithmic scale if the range is wide."""
     low, high = math.inf, -math.inf
     for _, losses, _ in lines:
@@ -237,14 +225,14 @@ def _frame_losses(axes: Axes, lines: Sequence[_Line]) -> str:
     elif low <= high:
         room = 0.05 * (high - low) or 0.05 * abs(high) or 1
         axes.set_ylim(low - room, high + room)
-    return ""
 
 
-def _frame_validation(axes: Axes, lines: Sequence[_Line]) -> str:
+def _frame_validation(axes: Axes, lines: Sequence[_Line]) -> str | None:
     """Show the later part of training, the base's last loss and where other optimizers reach it."""
     base = find([line.outcome for line in lines], "base")
     if len(lines) == 1 or base is None:
-        return _frame_late(axes, lines, low=True)
+        _frame_late(axes, lines)
+        return None
     final, first = base.losses.mean[-1], math.inf
     if math.isfinite(final):
         axes.axhline(final, color=drawing.INK, linewidth=0.9, linestyle=(0, (4, 3)), zorder=1.5)
@@ -263,24 +251,22 @@ def _frame_validation(axes: Axes, lines: Sequence[_Line]) -> str:
             markeredgewidth=1.4,
             zorder=4,
         )
-    _frame_late(axes, lines, low=True, start=0.8 * first)
+    _frame_late(axes, lines, start=0.8 * first)
     return f" Dashed: the last loss of {base.label}; rings: first points at which others reach it."
 
 
-def _frame_accuracy(axes: Axes, lines: Sequence[_Line]) -> str:
+def _frame_accuracy(axes: Axes, lines: Sequence[_Line]) -> None:
     """Show the later part of training, with percentages."""
     axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.4g} %")
-    return _frame_late(axes, lines, low=False)
+    _frame_late(axes, lines, low=False)
 
 
-def _frame_late(axes: Axes, lines: Sequence[_Line], low: bool, start: float = math.inf) -> str:
-    """Set limits that show the later part of curves in detail.
+def _frame_late(
+    axes: Axes, lines: Sequence[_Line], low: bool = True, start: float = math.inf
+) -> None:
+    """Show the later part of curves in detail, from ``start`` or earlier on.
 
-    Args:
-        axes: Axes of the lines.
-        lines: All lines.
-        low: True if low values are good.
-        start: Step that must be visible.
+    ``low`` is True if low values are good.
     """
     curves = [line.curve for line in lines]
     last = max(curve.steps[-1] for curve in curves)
@@ -294,7 +280,7 @@ def _frame_late(axes: Axes, lines: Sequence[_Line], low: bool, start: float = ma
         if step >= start
     ]
     if not values:
-        return ""
+        return
     # A curve that deteriorates at the end must not flatten the others.
     middle = sorted(values)[len(values) // 2]
     best, worst = (min(values), max(values)) if low else (max(values), min(values))
@@ -303,50 +289,45 @@ def _frame_late(axes: Axes, lines: Sequence[_Line], low: bool, start: float = ma
     room = 0.06 * abs(worst - best) or 0.05 * abs(best) or 1
     axes.set_ylim(min(best, worst) - room, max(best, worst) + room)
     axes.set_xlim(start, last + 0.02 * (last - start) or 1)
-    return ""
 
 
-def _frame_errors(axes: Axes, lines: Sequence[_Line]) -> str:
+def _frame_errors(axes: Axes, lines: Sequence[_Line]) -> None:
     """Start the axis at zero, or make it logarithmic if the errors differ by more than 8 times."""
     values = [value for line in lines for value in line.curve.mean if math.isfinite(value)]
     if values and max(values) > 8 * min(values) > 0:
         drawing.log_scale(axes)
     elif values:
         axes.set_ylim(0, 1.1 * max(values) or 1)
-    return ""
 
 
 def _memory(compared: Sequence[Outcome]) -> list[drawing.Drawing | None]:
     """Draw second-order state and peak memory, or all parts of the memory of a single optimizer."""
-    kind = peak_kind(compared)
-    of_kind = f": {kind}" if kind else ""
+    kind, bars = peak_kind(compared), []
     if len(compared) == 1:
-        parts = (*_PARTS, ("peak", f"peak, {kind}" if kind else "peak", drawing.INK))
-        sizes = [(name, color, compared[0].number(f"memory.{key}")) for key, name, color in parts]
-        held = [(name, color, size, _held(size)) for name, color, size in sizes if size is not None]
+        peak = f"peak, {kind}" if kind else "peak"
+        for key, name, color in (*_PARTS, ("peak", peak, drawing.INK)):
+            size = compared[0].number(f"memory.{key}")
+            if size is not None:
+                bars.append((name, color, size, numbers.bytes_text(size) if size else "none"))
         caption = "Memory held between steps, and the largest amount during training."
-        return [_bars("memory", "Memory", caption, "memory", held)]
-    states, peaks = [], []
+        return [_bars("memory", "Memory", caption, "memory", bars)]
+    peaks = []
     for outcome in compared:
         state, of_32 = outcome.number("state"), outcome.number("of_32")
-        peak = outcome.number("memory.peak")
+        most = outcome.number("memory.peak")
         if state is not None:
-            text = _held(state)
+            text = numbers.bytes_text(state) if state else "none"
             if of_32 is not None and of_32 < 1:
                 text += f", {numbers.share_text(of_32)} of 32-bit"
-            states.append((outcome.full_label, outcome.color, state, text))
-        if peak is not None:
-            peaks.append((outcome.full_label, outcome.color, peak, numbers.bytes_text(peak)))
+            bars.append((outcome.full_label, outcome.color, state, text))
+        if most is not None:
+            peaks.append((outcome.full_label, outcome.color, most, numbers.bytes_text(most)))
     caption = "Statistics and inverse roots, as stored between steps."
-    largest = f"The largest amount of memory during training{of_kind}."
+    largest = f"The largest amount of memory during training{kind and f': {kind}'}."
     return [
-        _bars("state", "Second-order state", caption, "statistics and inverse roots", states),
+        _bars("state", "Second-order state", caption, "statistics and inverse roots", bars),
         _bars("peak", "Peak memory", largest, kind or "peak memory", peaks),
     ]
-
-
-def _held(size: float) -> str:
-    return numbers.bytes_text(size) if size else "none"
 
 
 def peak_kind(compared: Sequence[Outcome]) -> str:
@@ -367,17 +348,10 @@ def _bars(
     figure, axes = drawing.row_figure([label for label, *_ in bars])
     for place, (_, color, size, text) in enumerate(bars):
         length, inside = size / 2 ** (10 * power), size > 0.55 * most
+        right, align = (-5, "right") if inside else (5, "left")
+        ink = "white" if inside and drawing.is_dark(color) else drawing.INK
         axes.barh(place, length, height=0.62, color=color)
-        axes.annotate(
-            text,
-            (length, place),
-            xytext=(-5 if inside else 5, 0),
-            textcoords="offset points",
-            va="center",
-            ha="right" if inside else "left",
-            color="white" if inside and drawing.is_dark(color) else drawing.INK,
-            fontsize=8.5,
-        )
+        axes.annotate(text, (length, place), xytext=(right, 0), ha=align, color=ink, **_BESIDE)
     unit = ("KiB", "MiB", "GiB")[power - 1]
     axes.set(xlim=(0, 1.04 * most / 2 ** (10 * power)), xlabel=f"{axis}, {unit}")
     words = ", ".join(f"{label} {text}" for label, _, _, text in bars)
@@ -388,11 +362,11 @@ def _bars(
 
 def _times(compared: Sequence[Outcome]) -> drawing.Drawing | None:
     """Draw box plots of step times, with medians and means."""
-    rows = []
-    for outcome in compared:
-        times = [time for run in outcome.counted for time in run.step_ms if time > 0]
-        if times:
-            rows.append((outcome, times))
+    measured = (
+        (outcome, [time for run in outcome.counted for time in run.step_ms if time > 0])
+        for outcome in compared
+    )
+    rows = [(outcome, times) for outcome, times in measured if times]
     if not rows:
         return None
     figure, axes = drawing.row_figure([outcome.full_label for outcome, _ in rows])
@@ -413,20 +387,13 @@ def _times(compared: Sequence[Outcome]) -> drawing.Drawing | None:
             capprops={"color": color},
             flierprops={"marker": "|", "markeredgecolor": color, "alpha": 0.55},
         )
-    for right, name in _TIME_COLUMNS:
-        means = [outcome.number(f"step_ms.{name}") for outcome, _ in rows]
-        texts = [name, *("" if mean is None else numbers.time_text(mean) for mean in means)]
-        for place, text in zip((-0.6, *range(len(rows))), texts, strict=True):
-            axes.annotate(
-                text,
-                (1, place),
-                xycoords=axes.get_yaxis_transform(),
-                xytext=(right, 0),
-                textcoords="offset points",
-                ha="right",
-                va="center",
-                fontsize=8.5,
-            )
+    beside = {**_BESIDE, "xycoords": axes.get_yaxis_transform(), "ha": "right"}
+    for right, name in ((36, "median"), (68, "mean")):  # columns at distances in points
+        axes.annotate(name, (1, -0.6), xytext=(right, 0), **beside)
+        for place, (outcome, _) in enumerate(rows):
+            time = outcome.number(f"step_ms.{name}")
+            text = "" if time is None else numbers.time_text(time)
+            axes.annotate(text, (1, place), xytext=(right, 0), **beside)
     axes.set(xlim=(low / 1.15, high * 1.15), xlabel="milliseconds per step")
     return drawing.Drawing(
         "step_time",

@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 from kronbit.lab.report import numbers
@@ -26,38 +27,30 @@ class Outcome:
     """The combined result of the runs of one variant.
 
     Attributes:
-        label: Display name of the optimizer, unique within the recipe.
-        variant: Key of the variant.
         counted: Runs that enter numbers and curves. Diverged runs count; unfinished ones count only
             if the variant has no finished run.
         losses: Validation loss over the course of training.
-        state_32: Bytes of second-order state of the 32-bit variant of the same algorithm, or None
-            if the comparison has no such variant.
+        state_32: Bytes of second-order state of the 32-bit variant of the same algorithm, if any.
         steps_to_base: Step at which the validation loss first is at most the base's last one, as a
             fraction of the base's steps. If the loss is never reached, the fraction that was
             trained.
-        reached_base: True if the base's last loss is reached.
-        color: Color in figures, as ``#rrggbb``.
-        style: Line style in figures, as of matplotlib.
     """
 
-    label: str
+    label: str  # unique within the recipe
     variant: str
     counted: list[Run]
     losses: Curve
     state_32: float | None = None
     steps_to_base: float | None = None
     reached_base: bool = False
-    color: str = ""
-    style: Any = None
+    color: str = ""  # as #rrggbb
+    style: Any = None  # line style of matplotlib
 
     def number(self, key: str) -> float | None:
         """Return the mean of a number over the counted runs, or None if a run has no such number.
 
-        Args:
-            key: Key of the number as in ``Run.number``, or one of three derived numbers:
-                ``"runs"``, ``"steps_to_base"``, and ``"of_32"``, which is the second-order state as
-                a fraction of ``state_32``.
+        Three more numbers are derived: ``"runs"``, ``"steps_to_base"``, and ``"of_32"``, the
+        second-order state as a fraction of ``state_32``.
         """
         if key == "runs":
             return len(self.counted)
@@ -70,12 +63,7 @@ class Outcome:
         return mean(values) if values else None
 
     def text(self, key: str, write: numbers.Write) -> str:
-        """Format a number, followed by the largest distance of a run from the mean.
-
-        Args:
-            key: Key of the number.
-            write: Format of the number.
-        """
+        """Format a number, followed by the largest distance of a run from the mean."""
         number, values = self.number(key), self._values(key)
         if key == "steps_to_base" and number is not None and not self.reached_base:
             return f"> {write(number)}"
@@ -86,9 +74,8 @@ class Outcome:
 
     def _values(self, key: str) -> list[float]:
         """Return a number of every counted run, or nothing if it is missing in one of them."""
-        values = [run.number(key) for run in self.counted]
-        known = [value for value in values if value is not None]
-        return known if len(known) == len(values) else []
+        known = [value for run in self.counted if (value := run.number(key)) is not None]
+        return known if len(known) == len(self.counted) else []
 
     @property
     def full_label(self) -> str:
@@ -99,19 +86,12 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Column:
-    """A column of a table of runs or outcomes.
-
-    Attributes:
-        key: Key of the column's number in a run or an outcome.
-        title: Heading, which may contain a line break.
-        write: Format of the number.
-        importance: A narrow terminal drops the columns of lowest importance first.
-    """
+    """A column of a table of runs or outcomes; ``key`` is that of the number."""
 
     key: str
     title: str
     write: numbers.Write
-    importance: int = 0
+    importance: int = 0  # a narrow terminal drops the columns of lowest importance first
 
     def text(self, row: Run | Outcome) -> str:
         """Return the displayed text of a row."""
@@ -143,9 +123,6 @@ def outcomes(runs: Sequence[Run]) -> list[Outcome]:
 
     Runs are seeds of one variant if label, variant, hardware and all settings that affect the
     result are equal. If two variants differ in settings alone, their labels name those settings.
-
-    Args:
-        runs: Runs of one recipe.
     """
     gathered: dict[tuple[str, str, str], list[Run]] = {}
     for run in runs:
@@ -174,11 +151,11 @@ def _compared(outcome: Outcome, others: Sequence[Outcome]) -> Outcome:
     losses = outcome.losses
     if base is None or not losses.steps or not any(base.losses.steps):
         return outcome
-    final, last = base.losses.mean[-1], base.losses.steps[-1]
+    final = base.losses.mean[-1]
     if not math.isfinite(final):
         return outcome
     step = losses.first_at_most(final)
-    steps = (losses.steps[-1] if step is None else step) / last
+    steps = (losses.steps[-1] if step is None else step) / base.losses.steps[-1]
     return replace(outcome, steps_to_base=steps, reached_base=step is not None)
 
 
@@ -200,10 +177,9 @@ def _settings(run: Run) -> dict[str, Any]:
 def _difference(run: Run, alike: Sequence[Run]) -> str:
     """Return the settings in which a run differs from runs of the same label, in brackets."""
     settings, others = _settings(run), [_settings(other) for other in alike]
-    names = dict.fromkeys(name for mapping in (settings, *others) for name in mapping)
     different = [
         f"{name.split('.')[-1]}={settings.get(name)}"
-        for name in names
+        for name in dict.fromkeys(chain(settings, *others))
         if any(other.get(name) != settings.get(name) for other in others)
     ]
     return f" ({', '.join(different)})" if different else ""

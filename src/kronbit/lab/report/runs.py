@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 from kronbit.lab.errors import LabError
 from kronbit.lab.optimizers import DEFAULT_VARIANTS
 
+_Lines = Sequence[Mapping[str, Any]]
 FORMAT = 1
 # The keys that each kind of metrics line must have; their values may be null.
 _KEYS: Mapping[str, tuple[str, ...]] = {
@@ -25,43 +27,23 @@ _KEYS: Mapping[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Run:
-    """One training.
-
-    Attributes:
-        folder: Folder of the run's files.
-        label: Display name of the optimizer.
-        variant: Key of the optimizer in a comparison.
-        recipe: Name of the recipe.
-        seed: Seed of weights and batches.
-        command: Command that repeats the run.
-        settings: Settings of the recipe.
-        versions: Versions of Python and of the packages that were used.
-        hardware: Description of the machine.
-        started: Start time in ISO 8601.
-        train: Training lines of the metrics, ordered by step.
-        evals: Evaluation lines, ordered by step.
-        errors: Lines about the errors of stored inverse roots, ordered by step.
-        step_ms: Time of every step in milliseconds.
-        summary: Content of ``summary.json``; for an unfinished run, the same numbers computed from
-            its metrics.
-        finished: True if the run completed.
-    """
+    """One training. Lines of the metrics are ordered by step."""
 
     folder: Path
-    label: str
-    variant: str
+    label: str  # display name of the optimizer
+    variant: str  # key of the optimizer in a comparison
     recipe: str
     seed: int
     command: str
-    settings: Mapping[str, Any]
+    settings: Mapping[str, Any]  # of the recipe
     versions: Mapping[str, Any]
     hardware: str
-    started: str
-    train: Sequence[Mapping[str, Any]]
-    evals: Sequence[Mapping[str, Any]]
-    errors: Sequence[Mapping[str, Any]]
-    step_ms: Sequence[float]
-    summary: Mapping[str, Any]
+    started: str  # in ISO 8601
+    train: _Lines
+    evals: _Lines
+    errors: _Lines  # of stored inverse roots
+    step_ms: Sequence[float]  # of every step
+    summary: Mapping[str, Any]  # computed from the metrics if the run is unfinished
     finished: bool
 
     @property
@@ -77,10 +59,8 @@ class Run:
     def number(self, key: str) -> float | None:
         """Return a number of the summary, or None if it is missing.
 
-        Args:
-            key: Key of the number; ``"memory.peak"`` is a key in a mapping. Two numbers are
-                derived: ``"seed"`` is the run's seed, ``"state"`` the bytes of statistics and roots
-                together.
+        ``"memory.peak"`` is a key in a mapping. ``"seed"`` is the run's seed, ``"state"`` the bytes
+        of statistics and roots together.
         """
         if key == "seed":
             return self.seed
@@ -94,13 +74,7 @@ class Run:
 
 
 def with_notes(label: str, diverged: bool, finished: bool) -> str:
-    """Append ``diverged`` and ``unfinished`` to a label, in brackets, where they apply.
-
-    Args:
-        label: Label of one run or of several.
-        diverged: True if one of the runs diverged.
-        finished: True if all of the runs completed.
-    """
+    """Append ``diverged`` and ``unfinished`` to a label, in brackets, where they apply."""
     notes = ["diverged"] * diverged + ["unfinished"] * (not finished)
     return f"{label} ({', '.join(notes)})" if notes else label
 
@@ -112,9 +86,6 @@ def rank(variant: str) -> int:
 
 def read_run(folder: Path) -> Run:
     """Read a run folder. The run may be unfinished.
-
-    Args:
-        folder: Folder with a ``run.json``.
 
     Raises:
         LabError: If a file is missing or broken.
@@ -129,9 +100,9 @@ def read_run(folder: Path) -> Run:
         for kind in _KEYS
     )
     step_ms = [time for line in train for time in line.get("step_ms", ())]
-    ended = (folder / "summary.json").exists()
-    if ended:
-        summary = _read_json(folder / "summary.json")
+    ended = folder / "summary.json"
+    if ended.exists():
+        summary = _read_json(ended)
     else:
         summary = _summary_so_far(train, evals, errors, step_ms)
     settings = about["recipe"]
@@ -151,15 +122,12 @@ def read_run(folder: Path) -> Run:
         errors=errors,
         step_ms=step_ms,
         summary=summary,
-        finished=ended and bool(summary.get("finished", True)),
+        finished=bool(summary.get("finished", True)),
     )
 
 
 def find_runs(paths: Sequence[Path]) -> list[Run]:
-    """Read the runs of run folders and comparison folders, each run once.
-
-    Args:
-        paths: Run folders, which have a ``run.json``, or folders that contain run folders.
+    """Read the runs of run folders, or of folders that contain run folders, each run once.
 
     Raises:
         LabError: If a folder does not exist, holds no run, or holds a broken one.
@@ -172,8 +140,8 @@ def find_runs(paths: Sequence[Path]) -> list[Run]:
         files = list(path.glob("run.json")) or list(path.glob("*/run.json"))
         if not files:
             raise LabError(f"{path} holds no run: neither it nor a folder in it has a run.json")
-        found = [read_run(file.parent) for file in files]
-        for run in sorted(found, key=lambda run: (rank(run.variant), run.variant, run.seed)):
+        members = [read_run(file.parent) for file in files]
+        for run in sorted(members, key=lambda run: (rank(run.variant), run.variant, run.seed)):
             runs.setdefault(run.folder.resolve(), run)
     return list(runs.values())
 
@@ -192,10 +160,9 @@ def _read(path: Path) -> bytes:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    try:
+    content = None
+    with suppress(ValueError):
         content = json.loads(_read(path))
-    except ValueError:
-        content = None
     if not isinstance(content, dict):
         raise LabError(f"{path} is broken, not a JSON object: restore it or train this run again")
     if content.get("format", FORMAT) > FORMAT:
@@ -227,10 +194,7 @@ def _read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def _summary_so_far(
-    train: Sequence[Mapping[str, Any]],
-    evals: Sequence[Mapping[str, Any]],
-    errors: Sequence[Mapping[str, Any]],
-    times: Sequence[float],
+    train: _Lines, evals: _Lines, errors: _Lines, times: Sequence[float]
 ) -> dict[str, Any]:
     """Compute the summary of an unfinished run from its metrics."""
     trained, evaluated = train[-1] if train else {}, evals[-1] if evals else {}

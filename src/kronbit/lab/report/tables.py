@@ -10,23 +10,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from kronbit.lab.report.outcomes import (
-    Column,
-    Outcome,
-    explain_steps,
-    outcomes,
-    shown_columns,
-)
+from kronbit.lab.report.outcomes import Column, Outcome, explain_steps, outcomes, shown_columns
 from kronbit.lab.report.runs import Run, by_recipe
 
 
 def show_table(runs: Sequence[Run], console: Console) -> None:
-    """Print a table for every recipe, with as many columns as the terminal has room for.
-
-    Args:
-        runs: Runs to compare. The seeds of one optimizer share a row.
-        console: Console to print to.
-    """
+    """Print a table for every recipe, with as many columns as the terminal has room for."""
     recipes = by_recipe(runs)
     unlimited = console.options.update(width=10**4)
     for recipe, runs_of_recipe in recipes.items():
@@ -42,11 +31,7 @@ def show_table(runs: Sequence[Run], console: Console) -> None:
 
 
 def new_table(**options: Any) -> Table:
-    """Create a table whose only line is the one below its headings.
-
-    Args:
-        **options: Further options of rich's table.
-    """
+    """Create a table whose only line is the one below its headings."""
     return Table(
         box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False, **options
     )

@@ -10,17 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from kronbit.lab.errors import LabError
-from kronbit.lab.report import numbers
+from kronbit.lab.report import numbers, outcomes
 from kronbit.lab.report.figures import draw_figures, peak_kind
-from kronbit.lab.report.outcomes import (
-    Column,
-    Outcome,
-    explain_steps,
-    find,
-    flat,
-    outcomes,
-    shown_columns,
-)
+from kronbit.lab.report.outcomes import Column, Outcome
 from kronbit.lab.report.runs import Run, by_recipe
 from kronbit.lab.training.files import make_folder, write_bytes
 
@@ -55,16 +47,7 @@ _Tile = tuple[str, str, str]
 
 
 def write_report(runs: Sequence[Run], folder: Path, title: str, command: str) -> Path:
-    """Write the figures and ``report.html``, which contains them.
-
-    Args:
-        runs: Runs of one or more comparisons. Each recipe gets a section.
-        folder: Output folder, created if it does not exist.
-        title: Title of the page.
-        command: Command shown at the top of the page.
-
-    Returns:
-        Path of the page.
+    """Write the figures and ``report.html``, which contains them; return the path of the page.
 
     Raises:
         LabError: If there are no runs, or the folder is not writable.
@@ -102,7 +85,7 @@ def _render(**content: Any) -> str:
 def _origin(runs: Sequence[Run]) -> list[str]:
     """Return the number of runs, their dates, hardware and versions as text."""
     days = sorted(run.started[:10] for run in runs if run.started)
-    versions = list(dict.fromkeys(filter(None, map(_versions, runs))))
+    versions = set(filter(None, map(_versions, runs)))
     parts = [
         f"{len(runs)} run{'s' if len(runs) > 1 else ''}",
         " to ".join(dict.fromkeys(days[:1] + days[-1:])),
@@ -114,14 +97,13 @@ def _origin(runs: Sequence[Run]) -> list[str]:
 
 def _section(recipe: str, runs: Sequence[Run]) -> dict[str, Any]:
     """Return the template variables of a recipe's section."""
-    compared = outcomes(runs)
+    compared = outcomes.outcomes(runs)
     heading, tiles = _tiles(compared)
     kind = peak_kind(compared)
     of_peak = f"; peak: {kind}" if kind else ""
-    abouts = dict.fromkeys(str(run.settings.get("about") or "") for run in runs)
     return {
         "recipe": recipe,
-        "abouts": [about for about in abouts if about],
+        "abouts": dict.fromkeys(str(about) for run in runs if (about := run.settings.get("about"))),
         "hardware": _distinct_hardware(runs),
         "tiles_heading": heading,
         "tiles": tiles,
@@ -138,9 +120,9 @@ def _tiles(compared: Sequence[Outcome]) -> tuple[str, list[_Tile]]:
 
     The variant is ``shampoo-4`` or the only one beside the base; without one there are no tiles.
     """
-    base = find(compared, "base")
+    base = outcomes.find(compared, "base")
     others = [outcome for outcome in compared if outcome.variant != "base"]
-    chosen = find(compared, "shampoo-4") or (others[0] if len(others) == 1 else None)
+    chosen = outcomes.find(compared, "shampoo-4") or (others[0] if len(others) == 1 else None)
     if base is None or chosen is None:
         return "", []
 
@@ -159,11 +141,10 @@ def _tiles(compared: Sequence[Outcome]) -> tuple[str, list[_Tile]]:
         tiles.append((share, f"of {base.label}'s steps", f"until {base.label}'s last loss"))
     elif chosen.steps_to_base is not None:
         tiles.append(("not reached", f"{base.label}'s last loss", "in all its steps"))
-    state, of_32 = chosen.number("state"), chosen.number("of_32")
+    state, of_32, full = chosen.number("state"), chosen.number("of_32"), ""
+    if of_32:
+        full = f"32-bit: {numbers.bytes_text(chosen.state_32)}, {1 / of_32:.1f} times as much"
     if state:
-        full = ""
-        if of_32:
-            full = f"32-bit: {numbers.bytes_text(chosen.state_32)}, {1 / of_32:.1f} times as much"
         tiles.append((numbers.bytes_text(state), "second-order state", full))
     tiles += pair("per step, mean", "step_ms.mean", numbers.time_text, " ms")
     return f"{chosen.full_label} compared with {base.full_label}", tiles
@@ -171,18 +152,17 @@ def _tiles(compared: Sequence[Outcome]) -> tuple[str, list[_Tile]]:
 
 def _comparison(compared: Sequence[Outcome]) -> dict[str, Any]:
     """Return the template variables of the table that compares the optimizers."""
-    columns, over = shown_columns(compared), ""
+    columns, over = outcomes.shown_columns(compared), ""
     if any(len(outcome.counted) > 1 for outcome in compared):
         columns = [Column("runs", "runs", numbers.count_text), *columns]
         over = ": mean over its runs, ± the largest distance of a run from the mean"
     best = {}
     for key, choose in (("loss", min), ("accuracy", max)):
         known = [value for row in compared if (value := row.number(key)) is not None]
-        finite = [value for value in known if math.isfinite(value)]
-        if finite and len(compared) > 1:
-            best[key] = choose(finite)
+        if len(compared) > 1:
+            best[key] = choose(filter(math.isfinite, known), default=None)
     return {
-        "caption": f"Result of each optimizer{over}. {explain_steps(compared)}".strip(),
+        "caption": f"Result of each optimizer{over}. {outcomes.explain_steps(compared)}".strip(),
         "columns": columns,
         "rows": [(outcome.variant, outcome) for outcome in compared],
         "best": best,
@@ -210,7 +190,7 @@ def _details(run: Run) -> dict[str, Any]:
         "run": run,
         "versions": _versions(run),
         "diagnostics": ", ".join(counters) or "all counters are zero" * run.finished,
-        "settings": {name: _as_text(value) for name, value in flat(run.settings).items()},
+        "settings": {name: _as_text(value) for name, value in outcomes.flat(run.settings).items()},
     }
 
 

@@ -176,15 +176,12 @@ class SecondOrder(Around):
         groups.complete()
         gradients = collect(self.base.param_groups, groups.config_of, route, groups.name)
         if not self._ranks.agreed:
-            self._agree()
+            if self._keeper.plan is None:  # Accelerate may shard parameters after loading no state
+                groups.check()
+                groups.adopt()
+                self._known_ranks = None
+            self._ranks.agree(lambda: agreement_lines(self, self.base, self.config, self.state))
         return gradients
-
-    def _agree(self) -> None:
-        if self._keeper.plan is None:  # Accelerate shards parameters after loading an empty state
-            self._groups.check()
-            self._groups.adopt()
-            self._known_ranks = None
-        self._ranks.agree(lambda: agreement_lines(self, self.base, self.config, self.state))
 
     @contextmanager
     def _matrices(self, gradients: StepGradients) -> Iterator[StepPlan]:
@@ -288,7 +285,8 @@ class SecondOrder(Around):
         self.state = defaultdict(dict, checkpoint.new_state())
         self._start_unplanned()
         if checkpoint.entries:
-            unknown = checkpoint.of_unknown_products()
+            entries = checkpoint.entries.items()
+            unknown = [p for p, entry in entries if entry.product_bits is None]
             self._keeper.bind(plan, checkpoint.entries, self.state, self.base.state, unknown)
         warn_after_loading(checkpoint.entries, self._groups.rows(), self._statistics.route)
         self._expect_statistics()

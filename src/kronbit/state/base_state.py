@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, MutableMapping
-from contextlib import contextmanager
+from collections.abc import Mapping, MutableMapping
 from typing import Any
 
 from torch import Tensor
@@ -19,10 +18,6 @@ class BaseLoader:
 
     The expected state comes from a step of F on the meta device. If F cannot step there, missing
     values, types and shapes are not checked.
-
-    Args:
-        base: F.
-        checkpoint: The checkpoint.
     """
 
     def __init__(self, base: Optimizer, checkpoint: Checkpoint) -> None:
@@ -46,33 +41,26 @@ class BaseLoader:
     def load(self) -> None:
         """Let F load its state, then undo casts to the parameter's dtype that F does not expect."""
         state = {e.key: dict(e.base) for e in self._checkpoint.entries.values() if e.base}
-        with _restored_on_error(self._base):
-            self._base.load_state_dict({"state": state, "param_groups": self._checkpoint.groups})
+        base, before = self._base, dict(self._base.__dict__)
+        try:
+            base.load_state_dict({"state": state, "param_groups": self._checkpoint.groups})
             for p, entry in self._checkpoint.entries.items():
                 if entry.base:
-                    self._undo_cast(entry, self._expected[p], self._base.state[p])
-
-    def _undo_cast(
-        self, entry: Entry, expected: Mapping[str, Any], state: MutableMapping[str, Any]
-    ) -> None:
-        for name, value in entry.base.items():
-            loaded, template = state.get(name), expected.get(name)
-            if type(value) is not Tensor or type(loaded) is not Tensor:
-                continue
-            if isinstance(template, Tensor):
-                dtype = template.dtype
-            else:  # unknown: scalars keep their dtype, moments take the parameter's
-                dtype = value.dtype if value.dim() == 0 else loaded.dtype
-            if loaded.dtype != dtype:
-                state[name] = value.to(device=loaded.device, dtype=dtype, copy=True)
+                    _undo_casts(entry, self._expected[p], base.state[p])
+        except BaseException:
+            base.__dict__.clear()
+            base.__dict__.update(before)
+            raise
 
 
-@contextmanager
-def _restored_on_error(base: Optimizer) -> Iterator[None]:
-    before = dict(base.__dict__)
-    try:
-        yield
-    except BaseException:
-        base.__dict__.clear()
-        base.__dict__.update(before)
-        raise
+def _undo_casts(entry: Entry, expected: Mapping[str, Any], state: MutableMapping[str, Any]) -> None:
+    for name, value in entry.base.items():
+        loaded, template = state.get(name), expected.get(name)
+        if type(value) is not Tensor or type(loaded) is not Tensor:
+            continue
+        if isinstance(template, Tensor):
+            dtype = template.dtype
+        else:  # unknown: scalars keep their dtype, moments take the parameter's
+            dtype = value.dtype if value.dim() == 0 else loaded.dtype
+        if loaded.dtype != dtype:
+            state[name] = value.to(device=loaded.device, dtype=dtype, copy=True)

@@ -89,10 +89,6 @@ class Checkpoint:
                 state[p]["product_bits"] = entry.product_bits
         return state
 
-    def of_unknown_products(self) -> list[Tensor]:
-        """Return the parameters whose entries lack ``product_bits``."""
-        return [p for p, entry in self.entries.items() if entry.product_bits is None]
-
 
 def read(
     state_dict: Mapping[str, Any],
@@ -103,12 +99,6 @@ def read(
     """Match a state dict with the optimizer's groups and check its outline.
 
     A state dict of F alone is accepted. The second-order state then starts fresh.
-
-    Args:
-        state_dict: The state dict to load.
-        groups: The optimizer's param groups.
-        configs: The options of the groups.
-        statistics: Kind of the optimizer's statistics.
 
     Raises:
         ValueError: If groups or entries do not match. The message names the key.
@@ -181,10 +171,6 @@ _OTHER_BLOCKS = (
 @full_precision()
 def fill(plan: StatePlan, entries: Mapping[Tensor, Entry]) -> None:
     """Copy the blocks of a checkpoint into a new plan.
-
-    Args:
-        plan: The new plan.
-        entries: The entries of the checkpoint.
 
     Raises:
         ValueError: If a block is missing, left over, or does not fit its format. The message names

@@ -20,11 +20,7 @@ _AGAIN = (
 
 
 def refuse_capture() -> None:
-    """Raise an error if the user captures a CUDA graph.
-
-    Raises:
-        RuntimeError: If the current stream is being captured.
-    """
+    """Raise an error if the user captures a CUDA graph."""
     if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             "step() cannot be part of a CUDA graph: at every step, the host decides which blocks "
@@ -34,11 +30,7 @@ def refuse_capture() -> None:
 
 
 class Stage:
-    """The progress of a step, which the note on an error reports.
-
-    Args:
-        keep_gradients: True if F is given copies of the gradients.
-        zeroes: True if non-finite gradients become zero where they are measured.
+    """The progress of a step. As text, it is the note on an error: what has changed, what to do.
 
     Attributes:
         rewriting: True if gradients may be G̃.
@@ -46,12 +38,11 @@ class Stage:
         complete: True if the step counts: weights, F's state and the second-order state are new.
     """
 
-    def __init__(self, keep_gradients: bool, zeroes: bool) -> None:
-        self._keep, self._zeroes = keep_gradients, zeroes
+    def __init__(self, config: Config) -> None:
+        self._keep, self._zeroes = config.keep_gradients, config.nonfinite == "zero"
         self.rewriting = self.in_base = self.complete = False
 
     def __str__(self) -> str:
-        """Return the note that is added to an error: what has changed, and what to do."""
         if self.complete:
             return "The step is complete and counts: do not take it again."
         weights, again = "no weight has changed", _AGAIN
@@ -71,12 +62,8 @@ class Stage:
 
 @contextmanager
 def report_failure(config: Config) -> Iterator[Stage]:
-    """Add a note to an error that says how far the step has come.
-
-    Args:
-        config: The optimizer's options.
-    """
-    stage = Stage(config.keep_gradients, config.nonfinite == "zero")
+    """Add a note to an error that says how far the step has come."""
+    stage = Stage(config)
     try:
         yield stage
     except BaseException as error:
@@ -89,12 +76,7 @@ def report_failure(config: Config) -> Iterator[Stage]:
 
 @contextmanager
 def writable(gradients: StepGradients, config: Config) -> Iterator[StepGradients]:
-    """Provide gradients that may be written to.
-
-    Args:
-        gradients: The parameters of the step, with their gradients.
-        config: With ``keep_gradients``, copies take the gradients' place until the end.
-    """
+    """Provide gradients that may be written to: with ``keep_gradients``, copies until the end."""
     if not config.keep_gradients:
         yield gradients
         return
@@ -113,8 +95,7 @@ def writable(gradients: StepGradients, config: Config) -> Iterator[StepGradients
 class Progress:
     """The updates of a step that is running or has failed.
 
-    Statistics must not take in a step's M twice. Refreshes may be repeated: they compute the same
-    roots again.
+    Statistics must not take in a step's M twice. Refreshes may be repeated, with the same result.
 
     Attributes:
         new: Members whose first roots this step has computed.

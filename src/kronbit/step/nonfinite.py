@@ -26,13 +26,8 @@ _SENT_EVERY = 16
 class NonfiniteGuard:
     """Measures the gradients on one device; counts non-finite ones and replaces them by zeros.
 
-    The count stays on the device. Every few steps a copy is sent to the host in the background and
-    read after it has arrived, so the single warning comes a few steps late and costs no
-    synchronisation.
-
-    Args:
-        device: Device of the gradients.
-        config: Its ``nonfinite`` says how non-finite gradients are handled.
+    Every few steps a copy of the count is sent to the host in the background and read after it has
+    arrived, so the single warning comes a few steps late and costs no synchronisation.
 
     Attributes:
         skipped: Number of non-finite gradients so far (one parameter at one step counts once), on
@@ -60,16 +55,14 @@ class NonfiniteGuard:
     ) -> Measured:
         """Measure norms and finiteness of a step's gradients.
 
-        With ``nonfinite="zero"``, non-finite gradients become zero, which is decided on the device;
-        the others keep their bits.
+        With ``nonfinite="zero"``, the device sets non-finite gradients to zero.
 
         Args:
             grads: The gradients; None where a parameter has none.
             sizes: Number of elements of each; ignored where there is no gradient.
             taps: Taps of convolutions whose channels-last order the kernels can read; 1 where they
-                cannot, 0 for parameters that are left to F. Empty if no gradient can be in that
-                order.
-            dtypes: The dtypes of the gradients, as returned by ``plain_dtypes``.
+                cannot, 0 for parameters that are left to F. Empty if none can be in that order.
+            dtypes: Result of ``plain_dtypes``.
         """
         device = self.skipped.device
         if not backend(device).by_kernels:
@@ -133,10 +126,7 @@ class NonfiniteGuard:
 
     def warn_once(self) -> None:
         """Warn if a step is known to have seen a non-finite gradient."""
-        if self._warned:
-            return
-        seen = self._arrived()
-        if seen:
+        if not self._warned and (seen := self._arrived()):
             self._warned = True
             warn(
                 f"{seen} non-finite gradient(s) so far: kept out of the statistics; see "

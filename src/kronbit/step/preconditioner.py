@@ -54,9 +54,9 @@ _ALONE = Exchange()
 class Wave:
     """Parameters that are grafted together.
 
-    Grafting needs the norm of Ĝ over all blocks of a parameter before anything is written, so a
-    wave holds G and Ĝ until then. A parameter that is too large for that forms a wave alone, and
-    its Ĝ is computed twice: once for the norm, once to be written.
+    Grafting needs the norm of Ĝ over all blocks of a parameter before anything is written, so G and
+    Ĝ are held until then. A parameter that is too large forms a wave alone, and its Ĝ is computed
+    twice: once for the norm, once to be written.
 
     Attributes:
         parts: (group, rows) of each chunk.
@@ -212,12 +212,8 @@ class Preconditioner:
     def refresh(self, measured: Measured, due: Mapping[int, Due]) -> None:
         """Run PIRU on L̂ and R̂ of the blocks that are due. Waits for the device.
 
-        A member counts as refreshed once both roots of all its blocks are. Under ``stagger``, its
-        blocks are refreshed one after the other.
-
-        Args:
-            measured: The members' gradients; products in reduced precision are tried on them.
-            due: The members to refresh, with their options and blocks.
+        Products in reduced precision are tried on the gradients. A staggered member counts as
+        refreshed once both roots of all its blocks are.
         """
         with self.exchange.shared(self.stacks, due, measured.norms, is_root):
             self._refresh_assigned(due)
@@ -251,12 +247,9 @@ class Preconditioner:
         return [part.row(row) for (part, row), good in rows if not good]
 
     def find_refreshed(self, candidates: Collection[int], whole: bool = False) -> None:
-        """Note which candidates have roots other than the identity. Waits for the device.
+        """Note which members have a root that is not the identity. Waits for the device.
 
-        Args:
-            candidates: Members.
-            whole: True if both roots of all blocks must differ from the identity; else one is
-                enough.
+        If ``whole``, both roots of all blocks must differ from the identity.
         """
         stacks = self.stacks
         wanted = {i: Due(stacks.members[i].config) for i in set(candidates) - stacks.refreshed}
@@ -276,8 +269,7 @@ class Preconditioner:
     def precondition(self, measured: Measured) -> None:
         """Write G̃ = Ĝ ‖G‖ / ‖Ĝ‖ over the gradients of refreshed members, grafted per parameter.
 
-        Args:
-            measured: The members' gradients; others may follow. Non-finite ones stay unchanged.
+        Non-finite gradients stay unchanged.
         """
         if measured.addresses is None:  # no kernels
             left: Sequence[int] = sorted(self.stacks.refreshed)
@@ -325,12 +317,9 @@ class Preconditioner:
 
 
 def _repairable(failed: Iterable[Part], number: int, roots: bool) -> list[Part]:
-    """Count failed rows by the repair that comes next; return the rows that have one.
+    """Count rows where an attempt has failed by the repair that comes next; return those with one.
 
-    Args:
-        failed: Rows where attempt ``number`` has failed.
-        number: Counts from 0.
-        roots: True for a refresh, False for an update.
+    Attempts count from 0. ``roots`` is True for a refresh, False for an update.
     """
     repairable = []
     for part in failed:

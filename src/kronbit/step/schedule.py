@@ -54,9 +54,7 @@ def delay(config: Config, turn: Turn) -> int:
 def first_preconditioned_step(config: Config, last: Turn = LAST_TURN) -> int:
     """Return the first step whose gradient is preconditioned: a refresh at or after an update.
 
-    Args:
-        config: The options.
-        last: The last turn of a parameter, which waits until all its blocks have been refreshed.
+    A parameter waits until all its blocks have been refreshed, up to its last turn.
     """
     if config.first_refresh is not None:
         return config.first_refresh
@@ -73,10 +71,7 @@ def turns_at(event: Event, config: Config, t: int, turns: Iterable[Turn]) -> fro
 def due_blocks(config: Config, come: Collection[Turn], turns: tuple[Turn, ...]) -> Due | None:
     """Return the blocks of a parameter that are due, or None.
 
-    Args:
-        config: The parameter's options.
-        come: The turns that are due, from ``turns_at``.
-        turns: The parameter's turns.
+    ``come`` are the turns that are due, from ``turns_at``, and ``turns`` those of the parameter.
     """
     of_parameter = turns if config.stagger else _SHARED_TURN
     due = frozenset(come).intersection(of_parameter)

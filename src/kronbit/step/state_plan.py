@@ -27,8 +27,7 @@ class StatePlan:
     """The preconditioners, one per device, and each parameter's location in them.
 
     Args:
-        params: Parameters with their options, in the order of the param groups. Parameters that are
-            left to F get no location.
+        params: Parameters with their options, in order. Those left to F get no location.
         algorithm: The algorithm.
         options: The optimizer's options. ``workspace_mb``, ``cuda_graph`` and ``blocks`` are used.
         route: Returns the cut of a parameter, or the reason why it is left to F.
@@ -83,13 +82,8 @@ class StatePlan:
     ) -> bool:
         """True if a parameter needs a location on its device and has none.
 
-        Args:
-            params: The parameters.
-            configs: The options of the parameters.
-            name: Returns a parameter's name for error messages.
-
         Raises:
-            ValueError: If a parameter's state no longer fits its shape or options.
+            ValueError: If the state of any parameter no longer fits its shape or options.
         """
         lacking = [self._lacks(p, config, name) for p, config in zip(params, configs, strict=True)]
         return any(lacking)
@@ -136,10 +130,7 @@ class StatePlan:
     def find_refreshed(
         self, params: Iterable[Tensor], state: Mapping[Tensor, dict[str, Any]]
     ) -> None:
-        """Derive ``product_bits`` from the roots and write it into the state.
-
-        This is for state that lacks the key. Waits for the device.
-        """
+        """Derive ``product_bits`` from the roots, for state that lacks it. Waits for the device."""
         for p in params:
             if p in self.locations:
                 preconditioner, index = self.of(p)

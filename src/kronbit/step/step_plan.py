@@ -28,8 +28,8 @@ _STEP = itemgetter("step")
 class Snapshot:
     """The keys and values of a dict as they are now.
 
-    Entries are compared by identity and in order. Looking up a tensor needs its hash, which torch
-    computes in Python: too slow for every parameter at every step.
+    Entries are compared by identity and in order: the hash of a tensor, which torch computes in
+    Python, is too slow for every parameter at every step.
     """
 
     def __init__(self, mapping: Mapping[Any, Any]) -> None:
@@ -52,10 +52,7 @@ def _picker(numbers: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]
 
 
 class DevicePlan:
-    """The part of a step that runs on one device.
-
-    Everything that every step needs is looked up once. Parameters are identified by their number
-    in the step plan.
+    """The part of a step that runs on one device. Parameters have the numbers of the step plan.
 
     Args:
         preconditioner: The state of the device's matrices, its members.
@@ -113,10 +110,7 @@ class DevicePlan:
         self.updates, self.refreshes = self._due(updates_at), self._due(refreshes_at)
 
     def _due(self, event: Event) -> dict[int, Due]:
-        """Return the members that are due for an event, with their options and blocks.
-
-        Nearly always, all members have taken the same number of steps, and none is due.
-        """
+        """Return the members that are due for an event: nearly always none, which is quick."""
         all_turns = self.preconditioner.all_turns
         come = {
             (config, step): turns_at(event, config, step + 1, all_turns)
@@ -241,15 +235,13 @@ class StepPlan:
         guards: dict[torch.device, NonfiniteGuard],
         config: Config,
     ) -> Iterator[None]:
-        """Measure the gradients, device by device; drop them at the end.
-
-        The plan outlives the step, and ``zero_grad`` must free them.
+        """Measure the gradients, device by device; drop them at the end: ``zero_grad`` frees them.
 
         Args:
             grads: The gradients of the parameters.
-            dtypes: The dtypes of the gradients, as returned by ``plain_dtypes``.
+            dtypes: Result of ``plain_dtypes``.
             guards: Guards by device; missing ones are added.
-            config: Its ``nonfinite`` says how non-finite gradients are handled.
+            config: The options of new guards.
         """
         try:
             for part in self.devices:
@@ -296,12 +288,7 @@ def expected_updates(
 ) -> Iterator[Tensor]:
     """Yield parameters whose statistics the next step updates, if they have a gradient.
 
-    Args:
-        groups: Param groups.
-        config_of: Returns the options of a group.
-        route: Returns how a parameter is cut, or why it is left to F.
-        state: The optimizer's state before that step.
-        plan: Has the turns of staggered parameters; a parameter that it lacks may have any turn.
+    A staggered parameter may have any turn if there is no plan, or the plan lacks it.
     """
     for group in groups:
         config = config_of(group)
@@ -321,13 +308,7 @@ def expected_updates(
 def refuse_nonfinite(
     devices: Iterable[DevicePlan], any_rank: Callable[[bool], bool], name: Callable[[Tensor], str]
 ) -> None:
-    """Raise an error if a gradient is not finite, here or on a rank that waits for this one.
-
-    Args:
-        devices: The parts of the step.
-        any_rank: Returns True if its argument is true on any of these ranks.
-        name: Returns the name of a parameter.
-    """
+    """Raise an error if a gradient is not finite, here or on a rank that waits for this one."""
     nonfinite = [pair for device in devices for pair in device.nonfinite()]
     if not any_rank(bool(nonfinite)):
         return

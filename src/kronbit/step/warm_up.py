@@ -24,14 +24,8 @@ _SHAPES = ((8, 8), (320, 320), (256, 512))
 def warm_up(device: torch.device, algorithm: Algorithm, config: Config, dtype: torch.dtype) -> None:
     """Compile the kernels for parameters with some options. Repeated calls do nothing.
 
-    A kernel that is compiled but never used costs little time. A kernel that is missed here is
-    compiled at its first use.
-
-    Args:
-        device: The device of the parameters.
-        algorithm: The algorithm.
-        config: The options of the parameters.
-        dtype: The dtype of the gradients. Kernels differ only between bf16 and all other dtypes.
+    Kernels differ only between gradients in bf16 and in all other dtypes. A kernel that is missed
+    here is compiled at its first use.
     """
     relevant = (*FORMAT_OPTIONS, "root", "nonfinite")
     options = {name: getattr(config, name) for name in relevant}

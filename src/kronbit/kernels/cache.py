@@ -12,11 +12,8 @@ V = TypeVar("V")
 class BoundedCache(dict[K, V]):
     """Values by key, at most ``size`` of them: a new value evicts the oldest.
 
-    Args:
-        size: Number of values that are kept.
-        keep_used: True if a value counts as new whenever ``obtain`` returns it, so that the least
-            recently used one is evicted; else the age is counted from the insertion.
-        on_eviction: Called after a value has been evicted.
+    If ``keep_used``, a value counts as new whenever ``obtain`` returns it, so that the least
+    recently used one is evicted. ``on_eviction`` is called after a value has been evicted.
     """
 
     def __init__(

@@ -1,8 +1,7 @@
 """Compact storage by Triton kernels: the same codes as pure torch, from matrices of any strides.
 
-A matrix is cut into runs of blocks below each other: the blocks of a tile, or 16 blocks if it is
-stored by rows. Every program handles one run. The scales of blocks are quantised, too; the scales
-of scales are called tops.
+Every program handles a run of blocks below each other: the blocks of a tile, or 16 blocks if a
+matrix is stored by rows. The scales of blocks are quantised, too; the scales of scales are tops.
 """
 
 from __future__ import annotations
@@ -21,17 +20,11 @@ from kronbit.kernels.quantization import (
     store_packed,
     strides,
 )
+from kronbit.quantization import reference
 from kronbit.quantization.mappings import codebook, thresholds
-from kronbit.quantization.reference import (
-    SCALE_BITS,
-    SCALE_MAPPING,
-    SCALES_PER_TOP,
-    WORD,
-    block_count,
-    packed_length,
-)
+from kronbit.quantization.reference import SCALE_BITS, SCALE_MAPPING, block_count
 
-_PER_TOP = tl.constexpr(SCALES_PER_TOP)
+_PER_TOP = tl.constexpr(reference.SCALES_PER_TOP)
 _BY_ROWS = 16
 
 
@@ -120,9 +113,8 @@ def _value(x, matrix_stride, long_stride, row, column, counts, TRANSPOSED: tl.co
 
 @triton.jit(do_not_specialize=["n", "count", "matrix_stride", "long_stride"])
 def _scales_kernel(
-    x, scales, n, count, matrix_stride, long_stride,
-    TRANSPOSED: tl.constexpr, TRIANGLE: tl.constexpr, BLOCK: tl.constexpr, TILED: tl.constexpr,
-    ROWS: tl.constexpr,
+    x, scales, n, count, matrix_stride, long_stride, TRANSPOSED: tl.constexpr,
+    TRIANGLE: tl.constexpr, BLOCK: tl.constexpr, TILED: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     row, column, counts, line, stored = _run(tl.program_id(0), n, TRIANGLE, BLOCK, TILED, ROWS)
     value = _value(x, matrix_stride, long_stride, row, column, counts, TRANSPOSED)
@@ -152,32 +144,30 @@ def _round_scales_kernel(
 def _codes_kernel(
     x, scales, codes, borders, n, count, code_length, matrix_stride, long_stride,
     TRANSPOSED: tl.constexpr, TRIANGLE: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr,
-    TILED: tl.constexpr, ROWS: tl.constexpr, PER_WORD: tl.constexpr, WORD_BYTES: tl.constexpr,
+    TILED: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     row, column, counts, line, stored = _run(tl.program_id(0), n, TRIANGLE, BLOCK, TILED, ROWS)
     value = _value(x, matrix_stride, long_stride, row, column, counts, TRANSPOSED)
     matrix = tl.program_id(1).to(tl.int64)
     scale = tl.load(scales + matrix * count + line, mask=stored, other=0.0)
     code = nearest_code(value, scale, borders, BITS)
+    BYTES: tl.constexpr = BLOCK * BITS // 8
     if TILED:
-        line_start, byte = line.to(tl.int64) * (BLOCK * BITS // 8), 0
-        length = BLOCK * BITS // 8
+        codes += matrix * (count * BYTES) + line.to(tl.int64) * BYTES
+        store_packed(codes, code, 0, BYTES, stored, BITS, BLOCK)
     else:
         # Beyond the end of a row, no code is stored, not even that of zero.
         code = tl.where((column < n)[None, :], code, 0)
-        line_start, byte = row.to(tl.int64) * code_length, column // BLOCK * (BLOCK * BITS // 8)
-        byte = tl.min(byte)
-        length = code_length
-    first = codes + matrix * (count * (BLOCK * BITS // 8) if TILED else n * code_length)
-    store_packed(first + line_start, code, byte, length, stored, BITS, BLOCK, PER_WORD, WORD_BYTES)
+        codes += matrix * (n * code_length) + row.to(tl.int64) * code_length
+        byte = tl.min(column // BLOCK * BYTES)
+        store_packed(codes, code, byte, code_length, stored, BITS, BLOCK)
 
 
 @triton.jit(do_not_specialize=["n", "count", "tops_count", "matrix_stride", "row_stride"])
 def _decode_kernel(
     codes, scales, tops, diagonal, table, squares, out, n, count, tops_count, matrix_stride,
-    row_stride,
-    MIRRORED: tl.constexpr, TRIANGLE: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr,
-    TILED: tl.constexpr, ROWS: tl.constexpr,
+    row_stride, MIRRORED: tl.constexpr, TRIANGLE: tl.constexpr, BITS: tl.constexpr,
+    BLOCK: tl.constexpr, TILED: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     matrix, number = tl.program_id(1).to(tl.int64), tl.program_id(0)
     scales += matrix * count
@@ -216,14 +206,7 @@ def _decode_kernel(
 
 
 def block_scales(X: Tensor, triangle: bool, block: int, tiled: bool) -> Tensor:
-    """Return the largest magnitude of each block of (k, n, n), maybe transposed: (k, blocks).
-
-    Args:
-        X: The matrices.
-        triangle: True if only elements strictly below the diagonal count.
-        block: Elements of a block.
-        tiled: True if blocks are rows of tiles; else of the matrix.
-    """
+    """Return the largest magnitude of each block: (k, blocks); see ``encode_triangle``."""
     k, n, _ = X.shape
     runs, count, constants = _runs(n, triangle, block, tiled)
     scales = torch.empty(k, count, dtype=torch.float32, device=X.device)
@@ -236,7 +219,7 @@ def round_scales_(scales: Tensor) -> tuple[Tensor, Tensor]:
     """Quantise scales (k, blocks) to codes and tops. The scales are overwritten by D."""
     k, count = scales.shape
     codes = torch.empty(k, count, dtype=torch.uint8, device=scales.device)
-    tops = scales.new_empty(k, block_count(count, SCALES_PER_TOP))
+    tops = scales.new_empty(k, block_count(count, reference.SCALES_PER_TOP))
     tables = (f(SCALE_MAPPING, SCALE_BITS, scales.device) for f in (thresholds, codebook))
     arguments = scales, codes, tops, *tables, count, tops.shape[1]
     launch(_round_scales_kernel, (tops.shape[1], k), *arguments, BITS=SCALE_BITS)
@@ -249,14 +232,12 @@ def nearest_codes(
     """Return packed codes of (k, n, n) with given scales; see ``block_scales``."""
     k, n, _ = X.shape
     runs, count, constants = _runs(n, triangle, block, tiled)
-    length = packed_length(block if tiled else n, bits)
+    length = reference.packed_length(block if tiled else n, bits)
     shape = (count // block, block) if tiled else (n,)
     codes = torch.empty(k, *shape, length, dtype=torch.uint8, device=X.device)
-    per_word, word_bytes = WORD[bits]
     arguments = X, scales, codes, thresholds(mapping, bits, X.device), n, count, length
-    constants |= {"BITS": bits, "PER_WORD": per_word, "WORD_BYTES": word_bytes}
-    transposed = X.stride(2) != 1
-    launch(_codes_kernel, (runs, k), *arguments, *strides(X), TRANSPOSED=transposed, **constants)
+    constants |= {"BITS": bits, "TRANSPOSED": X.stride(2) != 1}
+    launch(_codes_kernel, (runs, k), *arguments, *strides(X), **constants)
     return codes
 
 

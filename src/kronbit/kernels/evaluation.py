@@ -1,8 +1,7 @@
 """A polynomial of products in two launches: all lines but the last; after a check, the last.
 
 Programs take tiles in the order of lines, matrices and tiles, and wait until the previous lines of
-their matrix are done. So no processor waits for the last tiles of a line, as it does between
-launches.
+their matrix are done: no processor waits for the last tiles of a line, as between launches.
 """
 
 from __future__ import annotations
@@ -18,9 +17,9 @@ from torch import Tensor
 from kronbit.kernels.compact import tile_at
 from kronbit.kernels.guard import processors
 from kronbit.kernels.launch import launch
-from kronbit.kernels.matmul import PRODUCT, accumulate, mirrored_tile, tiles, wrapped
+from kronbit.kernels.matmul import PRODUCT, accumulate, mirrored_tile, store_tile, tiles, wrapped
 from kronbit.kernels.polynomial import Polynomial
-from kronbit.kernels.split import UNIT, magnitude_bits, padded, split_quotients, store_parts
+from kronbit.kernels.split import UNIT, load_parts, magnitude_bits, padded, split_quotients
 from kronbit.kernels.taking_turns import take, tell, wait_for
 
 # A line has places (out, A, B, C) and numbers (alpha times the units of A and B, beta, the unit of
@@ -34,9 +33,7 @@ _PRODUCT = {name: value for name, value in PRODUCT.items() if name != "SUPER"}
 @triton.jit
 def _parts_of(parts, last, place, matrix, k, size, PLACES: tl.constexpr):
     """Return the larger parts of the matrix in a place; the smaller parts follow all k of them."""
-    first = parts + place * 2 * k * size
-    if place == PLACES - 1:
-        first = last
+    first = last if place == PLACES - 1 else parts + place * 2 * k * size
     return first + matrix * size
 
 
@@ -93,24 +90,21 @@ def _evaluate_kernel(
                     place = column[:, None] * n + row[None, :]
                     tl.store(result + place, tl.trans(value), mask=inside)
             else:
-                within = (row < padded_n)[:, None] & (column < padded_n)[None, :]
-                place = row[:, None] * padded_n + column[None, :]
                 if c >= 0:
                     c_hi = _parts_of(parts, last, c, matrix, k, size, PLACES)
-                    added = tl.load(c_hi + place, mask=within, other=0.0).to(tl.float32)
-                    added += tl.load(c_hi + lo + place, mask=within, other=0.0).to(tl.float32)
-                    value += (beta * unit_of_c) * added
+                    within = (row < padded_n)[:, None] & (column < padded_n)[None, :]
+                    place = row[:, None] * padded_n + column[None, :]
+                    value += (beta * unit_of_c) * load_parts(c_hi, c_hi + lo, place, within)
                 on = (row[:, None] == column[None, :]) & (row < order)[:, None]
                 value += tl.where(on, diagonal, 0.0)
                 if i == j:
                     value = mirrored_tile(value, row, column)
                 value *= inverse_unit
                 hi = _parts_of(parts, last, to, matrix, k, size, PLACES)
-                store_parts(hi, hi + lo, place, value, within)
+                store_tile(hi, hi + lo, row, column, padded_n, padded_n, value, True)
                 if i != j:
-                    within = (column < padded_n)[:, None] & (row < padded_n)[None, :]
-                    place = column[:, None] * padded_n + row[None, :]
-                    store_parts(hi, hi + lo, place, tl.trans(value), within)
+                    flipped = tl.trans(value)
+                    store_tile(hi, hi + lo, column, row, padded_n, padded_n, flipped, True)
                 tell(done + matrix)
         task = take(taken + LAST)
 
@@ -176,7 +170,7 @@ def evaluate(
 def _places(polynomial: Polynomial) -> tuple[tuple[int, ...], ...]:
     """Return the places (out, A, B, C) of the matrices of each line, as few as possible.
 
-    No line writes where it reads. The first matrix is in place 0, and the result in the last place.
+    No line writes where it reads. The first matrix is in place 0, the result in the last place.
     """
     last_uses = polynomial.last_uses()
     last = len(polynomial.products)

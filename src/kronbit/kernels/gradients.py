@@ -1,8 +1,8 @@
 """A table of addresses, by which kernels reach gradients that move from step to step.
 
 An entry is the address of a gradient, with its kind and its order in bits that addresses leave
-free; 0 if there is no gradient. The weight of a convolution is a matrix of output rows, with
-(input, tap) along a row, or (tap, input) in channels-last order.
+free; 0 if there is no gradient. A convolution's weight has rows of (input, tap), or of (tap, input)
+in channels-last order.
 """
 
 from __future__ import annotations
@@ -16,16 +16,11 @@ _KIND = tl.constexpr(KIND_FROM)
 _CHANNELS_LAST = tl.constexpr(CHANNELS_LAST)
 _ADDRESS = tl.constexpr(CHANNELS_LAST - 1)
 # Kinds: element types of a gradient. 2 is float16.
-FLOAT32 = tl.constexpr(0)
-BFLOAT16 = tl.constexpr(1)
+FLOAT32, BFLOAT16 = tl.constexpr(0), tl.constexpr(1)
 
-# Fields with which the line of a block begins in every table.
-MEMBER = tl.constexpr(0)
-M = tl.constexpr(1)
-N = tl.constexpr(2)
-GRADIENT = tl.constexpr(3)  # first element in the parameter's gradient
-STRIDE = tl.constexpr(4)  # from row to row of the gradient
-TAPS = tl.constexpr(5)  # of a convolution, else 1
+# Fields with which the line of a block begins in every table: member, shape, first element in the
+# member's gradient, stride from row to row of the gradient, and taps of a convolution, else 1.
+MEMBER, M, N, GRADIENT, STRIDE, TAPS = map(tl.constexpr, range(6))
 
 
 @triton.jit
@@ -36,12 +31,6 @@ def find(addresses, i):
 
 
 @triton.jit
-def is_channels_last(addresses, i):
-    """True if a gradient is channels-last."""
-    return (tl.load(addresses + i) & _CHANNELS_LAST) != 0
-
-
-@triton.jit
 def gradient_of(line, addresses, member, WIDE: tl.constexpr):
     """Return the first element of a block's gradient, its stride and its taps.
 
@@ -49,7 +38,8 @@ def gradient_of(line, addresses, member, WIDE: tl.constexpr):
     of 8, and the gradient is not channels-last.
     """
     first, stride = tl.load(line + GRADIENT), tl.load(line + STRIDE)
-    taps = tl.where(is_channels_last(addresses, member), tl.load(line + TAPS), 1).to(tl.int32)
+    channels_last = (tl.load(addresses + member) & _CHANNELS_LAST) != 0
+    taps = tl.where(channels_last, tl.load(line + TAPS), 1).to(tl.int32)
     if WIDE:
         first, stride = tl.multiple_of(first, 8), tl.multiple_of(stride, 8)
     return first, stride, taps
@@ -70,11 +60,7 @@ def place_of(first, stride, taps, row, column, WIDE: tl.constexpr):
 
 @triton.jit
 def pointer_to(address, TYPE: tl.constexpr, WIDE: tl.constexpr):
-    """Make a pointer from an address. WIDE: it is aligned to 16 bytes, for wide loads.
-
-    Triton assumes that this pointer is unaligned unless told otherwise here: what it knows about
-    the alignment of arguments does not apply.
-    """
+    """Make a pointer from an address; Triton knows only by WIDE that it is aligned to 16 bytes."""
     pointer = address.to(tl.pointer_type(TYPE))
     return tl.multiple_of(pointer, 16) if WIDE else pointer
 
@@ -87,7 +73,6 @@ def _read(address, TYPE: tl.constexpr, place, mask, WIDE: tl.constexpr):
 @triton.jit
 def load(address, kind, place, mask, WIDE: tl.constexpr = False):
     """Load elements of a gradient in float32."""
-    value = tl.zeros_like(place).to(tl.float32)
     if kind == FLOAT32:
         value = _read(address, tl.float32, place, mask, WIDE)
     elif kind == BFLOAT16:
@@ -155,10 +140,7 @@ def sum_of(numbers, start, stop, BLOCK: tl.constexpr):
 
 @triton.jit
 def norms_kernel(ends, squares, norms, finite, skipped, COUNT: tl.constexpr, BLOCK: tl.constexpr):
-    """Compute ‖G‖_F of a gradient from its pieces in a fixed order, and whether it is finite.
-
-    The pieces of gradient i are those from ``ends[i]`` up to ``ends[i + 1]``.
-    """
+    """Compute ‖G‖_F of gradient i from pieces ``ends[i]`` to ``ends[i + 1]``, and test the norm."""
     gradient = tl.program_id(0)
     start, stop = tl.load(ends + gradient), tl.load(ends + gradient + 1)
     total = sum_of(squares, start, stop, BLOCK)

@@ -1,8 +1,7 @@
-"""Matrix products at float32 accuracy on the tensor cores.
+"""Matrix products at float32 accuracy on the tensor cores, at a third of their speed.
 
 The product of two sums of float16 numbers (``kernels.split``) is three float16 products,
-accumulated in float32 (the fourth is below float32's rounding): as accurate as a float32 product,
-at a third of the tensor cores' speed instead of a fifteenth.
+accumulated in float32; the fourth is below float32's rounding.
 """
 
 from __future__ import annotations
@@ -42,6 +41,17 @@ def wrapped(index, size, PAD: tl.constexpr):
 def mirrored_tile(value, row, column):
     """Mirror the lower triangle of a tile on the diagonal, so that the result is symmetric."""
     return tl.where(row[:, None] >= column[None, :], value, tl.trans(value))
+
+
+@triton.jit
+def store_tile(out, out_lo, row, column, rows, columns, value, PARTS: tl.constexpr):
+    """Store a tile of a contiguous matrix (rows, columns), in float32 or in two parts."""
+    mask = (row < rows)[:, None] & (column < columns)[None, :]
+    place = row[:, None] * columns + column[None, :]
+    if PARTS:
+        store_parts(out, out_lo, place, value, mask)
+    else:
+        tl.store(out + place, value, mask=mask)
 
 
 @triton.jit
@@ -95,34 +105,26 @@ def _product_kernel(
         depth = tl.minimum(depth, tl.minimum(i + 1, j + 1) * TILE)
     total = accumulate(a_hi, a_lo, a_place, a_step, b_hi, b_lo, b_place, b_step, depth, TILE, DEPTH)
     total = total * (alpha * tl.load(a_unit + matrix)) * tl.load(b_unit + matrix)
-    inside = (row < m)[:, None] & (column < n)[None, :]
-    place = matrix * m * n + row[:, None] * n + column[None, :]
-    within = (row < padded_m)[:, None] & (column < padded_n)[None, :]
-    wide = matrix * padded_m * padded_n + row[:, None] * padded_n + column[None, :]
     if ADD == 1:
+        inside = (row < m)[:, None] & (column < n)[None, :]
+        place = matrix * m * n + row[:, None] * n + column[None, :]
         total += beta * tl.load(c + place, mask=inside, other=0.0)
     if ADD == 2:
-        value = load_parts(c, c_lo, wide, within)
-        total += (beta * tl.load(c_unit + matrix)) * value
+        within = (row < padded_m)[:, None] & (column < padded_n)[None, :]
+        place = matrix * padded_m * padded_n + row[:, None] * padded_n + column[None, :]
+        total += (beta * tl.load(c_unit + matrix)) * load_parts(c, c_lo, place, within)
     if SYMMETRIC and i == j:  # symmetric to the bit
         total = mirrored_tile(total, row, column)
-    if WRITE == 1:
-        tl.store(out + place, total, mask=inside)
-    else:
+    PARTS: tl.constexpr = WRITE == 2
+    if PARTS:
         power = power_below(tl.load(bound + matrix)) if BOUNDED else 1.0
         tl.store(out_unit + matrix, power / 4096.0, mask=tl.program_id(0) == 0)
         total = total * (4096.0 / power)
-        store_parts(out, out_lo, wide, total, within)
+        m, n = padded_m, padded_n
+    out, out_lo = out + matrix * m * n, out_lo + matrix * m * n
+    store_tile(out, out_lo, row, column, m, n, total, PARTS)
     if SYMMETRIC and i != j:
-        total = tl.trans(total)
-        if WRITE == 1:
-            mirrored = (column < n)[:, None] & (row < m)[None, :]
-            place = matrix * m * n + column[:, None] * n + row[None, :]
-            tl.store(out + place, total, mask=mirrored)
-        else:
-            within = (column < padded_n)[:, None] & (row < padded_m)[None, :]
-            wide = matrix * padded_m * padded_n + column[:, None] * padded_n + row[None, :]
-            store_parts(out, out_lo, wide, total, within)
+        store_tile(out, out_lo, column, row, n, m, tl.trans(total), PARTS)
 
 
 @triton.jit(do_not_specialize=["n", "padded_n", "padded_m"])
@@ -138,14 +140,14 @@ def _correction_kernel(
     a_line, b_line = wrapped(row, padded_n, PAD), wrapped(column, padded_n, PAD)
     padded_m, padded_n = padded_m // PAD * PAD, padded_n // PAD * PAD
     first = matrix * padded_m * padded_n
-    within = (row < padded_n)[:, None] & (column < padded_n)[None, :]
-    place = matrix * padded_n * padded_n + row[:, None] * padded_n + column[None, :]
+    size = matrix * padded_n * padded_n
+    out_hi, out_lo = out_hi + size, out_lo + size
     tl.store(out_unit + matrix, 1.0 / 4096.0, mask=tl.program_id(0) == 0)
     tile = matrix * tl.num_programs(0) + tl.program_id(0)
     if i > j:
         tl.store(errors + tile, 0.0)
         zero = tl.zeros((TILE, TILE), dtype=tl.float32)
-        store_parts(out_hi, out_lo, place, zero, within)
+        store_tile(out_hi, out_lo, row, column, padded_n, padded_n, zero, True)
         return
     total = accumulate(
         q_hi, q_lo, first + a_line[:, None] + k[None, :] * padded_n, DEPTH * padded_n,
@@ -159,8 +161,8 @@ def _correction_kernel(
     error = tl.where(inside, total - tl.where(on, 1.0, 0.0), 0.0)
     error = tl.where(row[:, None] > column[None, :], 0.0, error)
     tl.store(errors + tile, tl.sum(error * error))
-    value = tl.where(on, tl.where(inside, 1.0, 0.0) - 0.5 * error, -error)
-    store_parts(out_hi, out_lo, place, value * 4096.0, within)
+    value = tl.where(on, tl.where(inside, 1.0, 0.0) - 0.5 * error, -error) * 4096.0
+    store_tile(out_hi, out_lo, row, column, padded_n, padded_n, value, True)
 
 
 def tiles(size: int) -> int:
@@ -187,11 +189,8 @@ def compose(
     A: Split, B: Split, C: Tensor | Split | None = None, alpha: float = 1.0, beta: float = 1.0,
     symmetric: bool = False, bound: Tensor | None = None, only: Tensor | None = None,
 ) -> Split:  # fmt: skip
-    """Multiply and add as ``compose`` of ``linalg.backend``, on split operands.
-
-    ``only``, bool (k,), marks the matrices that are wanted; other results are undefined.
-    """
-    out = empty_split(len(A.hi), A.rows, B.columns, A.hi.device)
+    """Multiply and add as ``compose`` of ``linalg.backend``; for ``only``, see ``multiply``."""
+    out = empty_split((len(A.hi), A.rows, B.columns), A.hi.device)
     _launch(A, B, C, out, alpha, beta, symmetric, bound=bound, only=only)
     return out
 
@@ -206,13 +205,11 @@ def _launch(
     masks = A.unit if bound is None else bound, A.unit if only is None else only
     sizes = A.rows, B.columns, A.hi.shape[-2], B.hi.shape[-1], A.hi.shape[-1]
     tensors = *A[:3], *B[:3], *_tensors(added), *_tensors(out), *masks
-    kinds = {"ADD": adds, "WRITE": _kind(out)}
-    flags = {"A_TRANSPOSED": A.transposed, "B_TRANSPOSED": B.transposed}
-    flags |= {"SYMMETRIC": symmetric, "TRIANGULAR": triangular}
-    flags |= {"BOUNDED": bound is not None, "MASKED": only is not None}
+    flags = {"A_TRANSPOSED": A.transposed, "B_TRANSPOSED": B.transposed, "ADD": adds}
+    flags |= {"WRITE": _kind(out), "BOUNDED": bound is not None, "SYMMETRIC": symmetric}
+    flags |= {"TRIANGULAR": triangular, "MASKED": only is not None, **PRODUCT}
     grid = tiles(A.rows) * tiles(B.columns), len(A.hi)
-    numbers = *sizes, float(alpha), float(beta)
-    launch(_product_kernel, grid, *tensors, *numbers, **kinds, **flags, **PRODUCT)
+    launch(_product_kernel, grid, *tensors, *sizes, float(alpha), float(beta), **flags)
 
 
 def _kind(x: Tensor | Split) -> int:
@@ -231,7 +228,7 @@ def correction(Q: Split) -> tuple[Split, Tensor]:
     """Return I - U, and squares by tiles; see ``linalg.backend``."""
     assert not Q.transposed, "the kernel reads Q by columns"
     k, n = len(Q.hi), Q.columns
-    out = empty_split(k, n, n, Q.hi.device)
+    out = empty_split((k, n, n), Q.hi.device)
     errors = torch.empty(k, tiles(n) ** 2, dtype=torch.float32, device=Q.hi.device)
     sizes = n, *reversed(Q.hi.shape[1:])
     launch(_correction_kernel, (errors.shape[1], k), *Q[:3], *out[:3], errors, *sizes, **PRODUCT)

@@ -1,7 +1,7 @@
 """G Gᵀ and Gᵀ G of blocks of many shapes, read from their gradients.
 
-A line of integers describes a block, and which of the two products is wanted. The block is copied
-in two float16 parts, transposed for Gᵀ G, and multiplied with its transpose.
+A line of integers describes a block and its product. The block is copied in two float16 parts,
+transposed for Gᵀ G, and multiplied with its transpose.
 """
 
 from __future__ import annotations
@@ -10,18 +10,15 @@ import triton
 import triton.language as tl
 
 from kronbit.kernels.gradients import MEMBER, TAPS, M, N, find, gradient_of, load, place_of
-from kronbit.kernels.matmul import accumulate, place_of_tile
+from kronbit.kernels.matmul import accumulate, place_of_tile, store_tile
 from kronbit.kernels.split import PAD, magnitude_bits, power_below, store_parts
 
 TILE = PAD  # of a gradient, per program
 _PAD = tl.constexpr(PAD)
-# Fields of a line after TAPS: 1 for Gᵀ G, the first element of the copy, and its
-# columns.
-_RIGHT = TAPS + 1
-_PLACE = TAPS + 2
-_DEPTH = TAPS + 3
 COUNT = TAPS.value + 4
 _COUNT = tl.constexpr(COUNT)
+# The last fields of a line: 1 for Gᵀ G, the first element of the copy, and its columns.
+_RIGHT, _PLACE, _DEPTH = map(tl.constexpr, range(COUNT - 3, COUNT))
 
 
 @triton.jit
@@ -74,8 +71,8 @@ def copy_kernel(lines, addresses, finite, largest, hi, lo, unit, TILE: tl.conste
 
 @triton.jit(do_not_specialize=["n"])
 def outer_kernel(
-    lines, hi, lo, unit, out, n,
-    TILE: tl.constexpr, DEPTH: tl.constexpr, SUPER: tl.constexpr, PAD: tl.constexpr,
+    lines, hi, lo, unit, out, n, TILE: tl.constexpr, DEPTH: tl.constexpr, SUPER: tl.constexpr,
+    PAD: tl.constexpr,
 ):  # fmt: skip
     """Multiply a copy with its transpose; the result is symmetric, and zero beyond its order."""
     matrix = tl.program_id(1).to(tl.int64)
@@ -100,10 +97,7 @@ def outer_kernel(
     scale = tl.load(unit + matrix)
     within = (row < order)[:, None] & (column < order)[None, :]
     total = tl.where(within, total * scale * scale, 0.0)
-    first = matrix * n * n
-    inside = (row < n)[:, None] & (column < n)[None, :]
-    tl.store(out + first + row[:, None] * n + column[None, :], total, mask=inside)
+    out += matrix * n * n
+    store_tile(out, out, row, column, n, n, total, False)
     if i != j:
-        inside = (column < n)[:, None] & (row < n)[None, :]
-        place = first + column[:, None] * n + row[None, :]
-        tl.store(out + place, tl.trans(total), mask=inside)
+        store_tile(out, out, column, row, n, n, tl.trans(total), False)

@@ -1,7 +1,6 @@
-"""The quantiser as Triton kernels: one pass each, the same codes and scales as ``reference``.
+"""The quantiser as Triton kernels, on rows of square matrices: the same codes as ``reference``.
 
-A stack of square matrices is quantised or restored by rows. Strides are arbitrary, so eigenvectors,
-which are columns, are quantised without a transposed copy.
+Strides are arbitrary, so eigenvectors, which are columns, are quantised without a copy.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from torch import Tensor
 from kronbit.kernels.launch import launch
 from kronbit.kernels.split import Split, empty_split, store_parts
 from kronbit.quantization.mappings import codebook, thresholds
-from kronbit.quantization.reference import WORD, block_count, packed_length
+from kronbit.quantization.reference import block_count, packed_length
 
 _ROWS, _COLUMNS = 16, 256  # rows per program; columns per program that restores
 
@@ -73,18 +72,17 @@ def nearest_code(value, scale, borders, BITS: tl.constexpr):
 
 
 @triton.jit
-def store_packed(
-    target, code, first, length, stored,
-    BITS: tl.constexpr, BLOCK: tl.constexpr, PER_WORD: tl.constexpr, WORD_BYTES: tl.constexpr,
-):  # fmt: skip
+def store_packed(target, code, first, length, stored, BITS: tl.constexpr, BLOCK: tl.constexpr):
     """Pack codes of blocks into rows of ``length`` bytes, from byte ``first`` on."""
+    BYTES: tl.constexpr = 3 if 8 % BITS else 1  # the shortest word of whole codes
+    PER_WORD: tl.constexpr = BYTES * 8 // BITS
     rows: tl.constexpr = code.shape[0]
     words: tl.constexpr = code.shape[1] // PER_WORD
     part = tl.arange(0, PER_WORD)[None, None, :]
     word = tl.sum(tl.reshape(code, (rows, words, PER_WORD)) << (part * BITS), axis=2)
     number = tl.arange(0, words)
-    for k in tl.static_range(WORD_BYTES):
-        inside = number * WORD_BYTES + k
+    for k in tl.static_range(BYTES):
+        inside = number * BYTES + k
         byte = first + inside
         mask = stored[:, None] & ((inside < BLOCK * BITS // 8) & (byte < length))[None, :]
         packed = ((word >> (8 * k)) & 255).to(tl.uint8)
@@ -94,9 +92,8 @@ def store_packed(
 @triton.jit(do_not_specialize=["first", "n", "order", "padded", "code_length", "scale_length"])
 def _decode_kernel(
     codes, scales, diagonal, table, out, out_lo, out_unit, first, n, order, padded, code_length,
-    scale_length,
-    BITS: tl.constexpr, BLOCK: tl.constexpr, DIAGONAL: tl.constexpr, PARTS: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    scale_length, BITS: tl.constexpr, BLOCK: tl.constexpr, DIAGONAL: tl.constexpr,
+    PARTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     matrix = tl.program_id(2).to(tl.int64)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
@@ -123,7 +120,7 @@ def _decode_kernel(
 def _encode_kernel(
     x, codes, scales, diagonal, borders, n, code_length, scale_length, matrix_stride, long_stride,
     TRANSPOSED: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr,
-    PER_WORD: tl.constexpr, WORD_BYTES: tl.constexpr, DIAGONAL: tl.constexpr, ROWS: tl.constexpr,
+    DIAGONAL: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     matrix = tl.program_id(2).to(tl.int64)
     block = tl.program_id(1)
@@ -142,17 +139,13 @@ def _encode_kernel(
     tl.store(scales + line * scale_length + block, scale, mask=row < n)
     code = tl.where(mask, nearest_code(value, scale, borders, BITS), 0)
     first = block * (BLOCK * BITS // 8)
-    out = codes + line * code_length
-    store_packed(out, code, first, code_length, row < n, BITS, BLOCK, PER_WORD, WORD_BYTES)
+    store_packed(codes + line * code_length, code, first, code_length, row < n, BITS, BLOCK)
 
 
 def decode(
     codes: Tensor, scales: Tensor, diagonal: Tensor | None, bits: int, mapping: str, block_size: int
 ) -> Tensor:
-    """D: restore a stack: (k, n, ...) contiguous codes and scales -> (k, n, n) float32.
-
-    ``diagonal``, (k, n), is ``None`` if diagonals are quantised, too. See ``linalg.backend``.
-    """
+    """D: restore contiguous codes and scales (k, n, ...); see ``linalg.backend``."""
     k, n = codes.shape[:2]
     out = torch.empty(k, n, n, dtype=torch.float32, device=codes.device)
     _decode(codes, scales, diagonal, (out,) * 3, 0, n, n, bits, mapping, block_size)
@@ -162,11 +155,9 @@ def decode(
 def decode_operand(
     stacks: Sequence[tuple[Tensor, Tensor]], order: int, bits: int, mapping: str, block_size: int
 ) -> Split:
-    """D: restore codes and scales of stacks as one operand, padded by the identity to an order.
-
-    No element may be far above 1. See ``linalg.backend``.
-    """
-    out = empty_split(sum(len(codes) for codes, _ in stacks), order, order, stacks[0][0].device)
+    """D: restore stacks as one operand; no element may be far above 1. See ``linalg.backend``."""
+    shape = sum(len(codes) for codes, _ in stacks), order, order
+    out = empty_split(shape, stacks[0][0].device)
     first, side = 0, out.hi.shape[-1]
     for codes, scales in stacks:
         _decode(codes, scales, None, out[:3], first, order, side, bits, mapping, block_size)
@@ -191,21 +182,15 @@ def _decode(
 def encode(
     X: Tensor, diagonal: bool, bits: int, mapping: str, block_size: int
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Q: return codes, scales and diagonal of a float32 stack (k, n, n), maybe transposed.
-
-    The stack is not written to. If ``diagonal`` is true, the diagonal is taken out and counts as
-    zero. See ``linalg.backend``.
-    """
+    """Q: return codes, scales and diagonal of a stack, maybe transposed; see ``linalg.backend``."""
     k, n, _ = X.shape
     codes = torch.empty(k, n, packed_length(n, bits), dtype=torch.uint8, device=X.device)
     scales = torch.empty(k, n, block_count(n, block_size), dtype=torch.float32, device=X.device)
     apart = torch.empty(k, n, dtype=torch.float32, device=X.device) if diagonal else None
-    per_word, word_bytes = WORD[bits]
     tensors = X, codes, scales, scales if apart is None else apart
     numbers = n, codes.shape[-1], scales.shape[-1], *strides(X)
     constants = {"TRANSPOSED": X.stride(2) != 1, "BITS": bits, "BLOCK": block_size}
-    constants |= {"WIDE": max(16, triton.next_power_of_2(block_size)), "PER_WORD": per_word}
-    constants |= {"WORD_BYTES": word_bytes, "DIAGONAL": diagonal, "ROWS": _ROWS}
+    constants |= {"WIDE": triton.next_power_of_2(block_size), "DIAGONAL": diagonal, "ROWS": _ROWS}
     grid, borders = (-(-n // _ROWS), scales.shape[-1], k), thresholds(mapping, bits, X.device)
     launch(_encode_kernel, grid, *tensors, borders, *numbers, **constants)
     return codes, scales, apart

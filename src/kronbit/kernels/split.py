@@ -1,13 +1,13 @@
-"""Matrices as sums of two float16 matrices, which the tensor cores multiply.
+"""Matrices as sums of two float16 matrices, which the tensor cores multiply: 22 bits.
 
-A float32 number, scaled by a power of two, is the sum of two float16 numbers to 22 bits. One scale
-per matrix keeps the parts inside float16's range. Elements down to 2⁻¹⁴ of the largest have all
-their bits; of smaller ones, what is lost is 2⁻³⁷ of the largest.
+One scale per matrix, a power of two, keeps the parts inside float16's range. Elements down to 2⁻¹⁴
+of the largest have all their bits; smaller ones lose 2⁻³⁷ of the largest.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -37,7 +37,7 @@ class Split(NamedTuple):
 
     @property
     def mT(self) -> Split:
-        """Return the transposed matrices without a copy."""
+        """The transposed matrices, without a copy."""
         return Split(self.hi.mT, self.lo.mT, self.unit, self.columns, self.rows)
 
     @property
@@ -56,10 +56,11 @@ def padded(size: int) -> int:
     return -(-size // PAD) * PAD
 
 
-def empty_split(k: int, rows: int, columns: int, device: torch.device) -> Split:
-    """Allocate k matrices."""
-    shape = (k, padded(rows), padded(columns))
-    hi, lo = (torch.empty(shape, dtype=torch.float16, device=device) for _ in range(2))
+def empty_split(shape: Sequence[int], device: torch.device) -> Split:
+    """Allocate matrices (k, rows, columns)."""
+    k, rows, columns = shape
+    sides = k, padded(rows), padded(columns)
+    hi, lo = (torch.empty(sides, dtype=torch.float16, device=device) for _ in range(2))
     unit = torch.empty(k, dtype=torch.float32, device=device)
     return Split(hi, lo, unit, rows, columns)
 
@@ -94,8 +95,8 @@ def store_parts(hi, lo, place, value, mask):
 
 @triton.jit(do_not_specialize=["rows", "columns", "matrix_stride", "row_stride"])
 def _largest_kernel(
-    x, largest, only, rows, columns, matrix_stride, row_stride,
-    MASKED: tl.constexpr, ROWS: tl.constexpr,
+    x, largest, only, rows, columns, matrix_stride, row_stride, MASKED: tl.constexpr,
+    ROWS: tl.constexpr,
 ):  # fmt: skip
     """Find the largest magnitude of a matrix, as the bits of a float32."""
     matrix = tl.program_id(1).to(tl.int64)
@@ -114,8 +115,7 @@ def _largest_kernel(
 @triton.jit(do_not_specialize=[*_SIZES, "matrix_stride", "row_stride"])
 def _split_kernel(
     x, bound, only, hi, lo, unit, rows, columns, padded_rows, padded_columns, matrix_stride,
-    row_stride,
-    BOUND: tl.constexpr, MASKED: tl.constexpr, ROWS: tl.constexpr,
+    row_stride, BOUND: tl.constexpr, MASKED: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     matrix = tl.program_id(1).to(tl.int64)
     if MASKED and tl.load(only + matrix) == 0:
@@ -156,8 +156,8 @@ def _scale_kernel(
 
 @triton.jit(do_not_specialize=_SIZES)
 def _normalise_kernel(
-    x, hi, lo, unit, rows, columns, padded_rows, padded_columns,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    x, hi, lo, unit, rows, columns, padded_rows, padded_columns, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Divide columns by their lengths; zero stays zero."""
     matrix = tl.program_id(1).to(tl.int64)
@@ -209,12 +209,9 @@ def _dots_kernel(x, y, out, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.const
 
 
 def split(X: Tensor, bound: Tensor | float | None = None) -> Split:
-    """Split each matrix of a float32 stack (k, rows, columns) into two float16 parts.
+    """Split each matrix of a float32 stack (k, rows, columns); see ``linalg.products.operand``.
 
-    Args:
-        X: The stack.
-        bound: Bound of the elements (up to 15 times as much is safe): float32 (k,), or 1 for all
-            matrices. If it is None, the largest elements are measured.
+    Elements up to 15 times the bound are safe.
     """
     if X.stride(-1) != 1 and X.stride(-2) == 1:
         return split(X.mT, bound).mT
@@ -230,9 +227,7 @@ def split(X: Tensor, bound: Tensor | float | None = None) -> Split:
 def measured_split(X: Tensor, only: Tensor | None = None) -> tuple[Split, Tensor]:
     """Split a stack that is stored by rows; return also the largest magnitudes as float32 bits.
 
-    Args:
-        X: The stack.
-        only: bool (k,): matrices that are wanted; other results are undefined.
+    ``only``, bool (k,), marks the matrices that are wanted; other results are undefined.
     """
     k, rows, columns = X.shape
     largest = torch.zeros(k, dtype=torch.int32, device=X.device)
@@ -243,8 +238,7 @@ def measured_split(X: Tensor, only: Tensor | None = None) -> tuple[Split, Tensor
 
 
 def _split(X: Tensor, bound: Tensor | None = None, only: Tensor | None = None) -> Split:
-    k, rows, columns = X.shape
-    out = empty_split(k, rows, columns, X.device)
+    out = empty_split(X.shape, X.device)
     _launch_split(X, bound, only, out[:3], _ONE if bound is None else _GIVEN)
     return out
 
@@ -269,7 +263,7 @@ def _launch_split(
 
 def scale_rows(X: Split, factors: Tensor, largest: Tensor) -> Split:
     """Return diag(factors) X for non-negative factors (k, rows), and a nearly orthogonal X."""
-    out = empty_split(len(X.hi), X.rows, X.columns, X.hi.device)
+    out = empty_split((len(X.hi), X.rows, X.columns), X.hi.device)
     sides = X.hi.shape[1:]
     tensors = *X[:3], factors.contiguous(), largest, *out[:3]
     launch(_scale_kernel, (-(-sides[0] // _ROWS), len(X.hi)), *tensors, X.rows, *sides, ROWS=_ROWS)
@@ -278,10 +272,9 @@ def scale_rows(X: Split, factors: Tensor, largest: Tensor) -> Split:
 
 def normalise_columns(X: Tensor) -> Split:
     """Divide the columns of a contiguous stack by their lengths; zero stays zero."""
-    k, rows, columns = X.shape
-    out = empty_split(k, rows, columns, X.device)
-    sizes = rows, columns, *out.hi.shape[1:]
-    grid = -(-sizes[3] // _COLUMNS), k
+    out = empty_split(X.shape, X.device)
+    sizes = *X.shape[1:], *out.hi.shape[1:]
+    grid = -(-sizes[3] // _COLUMNS), len(X)
     launch(_normalise_kernel, grid, X, *out[:3], *sizes, ROWS=32, COLUMNS=_COLUMNS)
     return out
 

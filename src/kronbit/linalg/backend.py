@@ -1,8 +1,4 @@
-"""The backends of the math on factors: torch, and Triton kernels that compute the same.
-
-``Backend`` is the contract, in pure torch, on every device. Only this module chooses between the
-two.
-"""
+"""Math on factors, in torch or by Triton kernels; only this module chooses between the two."""
 
 from __future__ import annotations
 
@@ -25,20 +21,16 @@ if TYPE_CHECKING:
 # kernels, its two float16 parts. Transposed by ``.mT``; in float32 by ``.float()``.
 Operand: TypeAlias = "Tensor | Split"
 
-_TINY = 16
-
 
 class Backend:
-    """Functions on stacks of float32 matrices on one device, in torch.
+    """Functions on stacks of float32 matrices on one device, in torch: the backends' contract.
 
     Q and D quantise and restore, with a quantiser's ``bits`` (below 32), ``mapping`` and
     ``block_size``.
-
-    Attributes:
-        by_kernels: True if kernels do the work. Then operands are copies of the matrices, which may
-            be overwritten, and rows of different orders may share a launch.
     """
 
+    # If kernels do the work, operands are copies of the matrices, which may be overwritten, and
+    # rows of different orders may share a launch.
     by_kernels: ClassVar[bool] = False
 
     @staticmethod
@@ -52,7 +44,7 @@ class Backend:
         symmetric: bool = False, triangular: bool = False, out: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """See ``products.multiply``."""
-        if A.dtype == torch.float32 and max(*A.shape[1:], B.shape[-1]) < _TINY:
+        if A.dtype == torch.float32 and max(*A.shape[1:], B.shape[-1]) < 16:
             # On CPUs, products of tiny matrices depend on their position in memory, and so on the
             # batch. In float64, the difference is below float32's last bit.
             wide = Backend.multiply(
@@ -60,10 +52,8 @@ class Backend:
             )
             return wide.float() if out is None else out.copy_(wide)
         if C is None:
-            product = torch.bmm(A, B) if out is None else torch.bmm(A, B, out=out)
+            product = torch.bmm(A, B, out=out)
             return product if alpha == 1 else product.mul_(alpha)
-        if out is None:
-            return torch.baddbmm(C, A, B, beta=beta, alpha=alpha)
         return torch.baddbmm(C, A, B, beta=beta, alpha=alpha, out=out)
 
     @staticmethod
@@ -73,8 +63,7 @@ class Backend:
     ) -> Operand:  # fmt: skip
         """Multiply and add as ``multiply`` does; the result is an operand of the next product.
 
-        C may be an operand stored by rows. No element of the result is much larger than ``bound``:
-        (k,), or 1 for all matrices.
+        C may be an operand stored by rows. No element of the result is much above ``bound``, or 1.
         """
         return Backend.multiply(A, B, C, alpha, beta)
 
@@ -82,22 +71,17 @@ class Backend:
     def scale_rows(X: Any, factors: Tensor, largest: Tensor) -> Operand:
         """Return diag(factors) X for X (k, n, n), nearly orthogonal, by rows.
 
-        ``factors``, (k, n), are not negative; ``largest``, (k,), is the largest of each matrix.
+        ``factors``, (k, n), are not negative; the ``largest`` of each matrix are (k,).
         """
-        scaled: Tensor = X * factors.unsqueeze(-1)
-        return scaled
+        return torch.mul(X, factors.unsqueeze(-1))
 
     @staticmethod
     def correction(Q: Any) -> tuple[Operand, Tensor]:
-        """Return the factor that squares the error of a nearly orthonormal Q: Q ← Q (I - U).
+        """Return I - U, which squares the error of a nearly orthonormal Q: Q ← Q (I - U).
 
         With QᵀQ = I + E and U + Uᵀ = E, the Gram matrix of Q (I - U) is I + O(E²). U is the upper
         triangle of E with its diagonal halved, so Q (I - U) still comes from a QR decomposition.
-        Q is (k, m, n), by rows.
-
-        Returns:
-            I - U, and (k, parts) that add up to the squared elements of E on and above its
-            diagonal.
+        Q is (k, m, n), by rows. Also return (k, parts) that add up to the squares of E there.
         """
         E = torch.bmm(Q.mT, Q)
         E.diagonal(dim1=-2, dim2=-1).sub_(1)
@@ -108,10 +92,7 @@ class Backend:
 
     @staticmethod
     def normalise_columns(X: Tensor) -> Operand:
-        """Divide the columns of a contiguous stack by their lengths. Zero stays zero.
-
-        The stack may be overwritten.
-        """
+        """Divide the columns of a contiguous stack, maybe in place, by their lengths; 0 stays 0."""
         return X.div_(nonzero(torch.linalg.vector_norm(X, dim=-2, keepdim=True)))
 
     @staticmethod
@@ -121,9 +102,9 @@ class Backend:
 
     @staticmethod
     def norms(A: Tensor, least: int) -> tuple[Tensor, Tensor]:
-        """Return ‖A‖_F of each matrix of a contiguous stack, and the next power of two; (k,).
+        """Return ‖A‖_F of a contiguous stack, and the next power of two, at least 2^least; (k,).
 
-        That power is 2 for a zero matrix, and no smaller than 2^least.
+        That power is 2 for a zero matrix.
         """
         # In float32, squares would overflow.
         norm = torch.linalg.vector_norm(A, dim=(-2, -1), dtype=torch.float64)
@@ -137,14 +118,8 @@ class Backend:
     ) -> None:  # fmt: skip
         """Add a ridge to the diagonals of a contiguous stack (k, n, n); 1 for zero matrices.
 
-        Args:
-            A: The stack.
-            largest: (k,), the largest eigenvalues of A / s.
-            norm: (k,), of A.
-            s: (k,), powers of two.
-            ridge: The ridge, relative to the largest eigenvalue of A.
-            least: The least ridge, relative to the norm.
-            orders: int32 (k,), the orders before padding. Padding need not be touched.
+        It is ``ridge`` times the largest eigenvalue of A, which is ``largest`` times ``s``, but no
+        less than ``least`` times the norm. Padding beyond ``orders``, int32 (k,), may stay as is.
         """
         added = torch.maximum(largest * s * ridge, norm * least)
         A.diagonal(dim1=-2, dim2=-1).add_(torch.where(norm == 0, 1.0, added).unsqueeze(-1))
@@ -176,16 +151,9 @@ class Backend:
     ) -> Tensor:  # fmt: skip
         """Evaluate a polynomial of A / s.
 
-        Args:
-            polynomial: The products.
-            A: (k, n, n), symmetric, contiguous. All of its storage may be overwritten; the storage
-                is large enough if it comes from ``room``.
-            s: (k,), powers of two that no element of A exceeds.
-            scale: (k,), factors of the results.
-            orders: int32 (k,), the orders before padding: kernels see zeros beyond them.
-
-        Returns:
-            (k, n, n); NaN where the check has failed; undefined beyond the orders.
+        A is (k, n, n), symmetric, contiguous; all of its storage may be overwritten. ``s``, (k,),
+        are powers of two that no element of A exceeds. Results are multiplied by ``scale``, (k,);
+        they are NaN where the check has failed, and undefined beyond ``orders``, int32 (k,).
         """
         last_uses = polynomial.last_uses()
         held = {0: A.div_(s[:, None, None])}
@@ -216,15 +184,9 @@ class Backend:
 
     @staticmethod
     def cholesky_(A: Tensor, chain: Chain | None = None) -> tuple[Tensor, Tensor]:
-        """Return the lower triangular C with A = C Cᵀ.
+        """Return the lower triangular C with A = C Cᵀ, for a contiguous A that may be overwritten.
 
-        Args:
-            A: (k, n, n), symmetric, float32, contiguous; may be overwritten.
-            chain: Launches factorisations that are repeated, if kernels do them.
-
-        Returns:
-            C, zero above the diagonal; and bool (k,), False where a pivot was not positive. C is
-            not usable there.
+        Also return bool (k,): False where a pivot was not positive, and C is not usable.
         """
         C, info = torch.linalg.cholesky_ex(A)
         return C, info == 0
@@ -236,16 +198,10 @@ class Backend:
         """Return X R⁻¹ with Rᵀ R = Xᵀ X, for X with columns of length 1; NaN where this fails.
 
         Rounding errors grow with the condition number, and pivots near zero consist of nothing
-        else. Columns with these pivots are postponed: they are made orthogonal to the others, but
-        not to each other. The result is better conditioned, and a second pass, where R⁻¹ is large,
-        does the rest.
-
-        Args:
-            X: (k, m, n), contiguous; may be overwritten.
-            room: (k, n, n) that may be overwritten; it may be X itself.
-            least: The least pivot of the first pass.
-            limit: The largest element of R⁻¹ up to which one pass is enough.
-            chain: Launches factorisations, if given.
+        else. Columns with pivots below ``least`` are postponed: they are made orthogonal to the
+        others, but not to each other. The result is better conditioned, and a second pass, where
+        an element of R⁻¹ exceeds ``limit``, does the rest. X, (k, m, n), contiguous, and ``room``,
+        (k, n, n), which may be X itself, may be overwritten.
         """
         largest = _whiten_once_(X, least)
         for row, enough in enumerate((largest <= limit).tolist()):  # False for NaN
@@ -269,8 +225,9 @@ class Backend:
 
         If ``diagonal`` is true, the diagonal is taken out, and zeros are quantised in its place.
         """
-        apart = X.diagonal(dim1=-2, dim2=-1).clone() if diagonal else None
+        apart = None
         if diagonal:
+            apart = X.diagonal(dim1=-2, dim2=-1).clone()
             X.diagonal(dim1=-2, dim2=-1).zero_()
         return *reference.quantize(X, bits, mapping, block_size), apart
 
@@ -291,10 +248,8 @@ class Backend:
         block_size: int,
     ) -> Operand:  # fmt: skip
         """D by rows: return stacks as one operand, joined as by ``joined``."""
-        return joined(
-            [Backend.decode_rows(*stack, None, bits, mapping, block_size) for stack in stacks],
-            order,
-        )
+        decoded = [Backend.decode_rows(*s, None, bits, mapping, block_size) for s in stacks]
+        return joined(decoded, order)
 
     @staticmethod
     def encode_triangle(
@@ -340,18 +295,14 @@ class Backend:
     def replace_rows_(old: Sequence[Tensor], new: Sequence[Tensor], accepted: Tensor) -> None:
         """Copy accepted rows of new tensors over old ones. Allocates nothing.
 
-        Kernels also refuse rows that are not finite, and set ``accepted``, bool (rows,), to False
-        for these.
+        Kernels also set ``accepted``, bool (rows,), to False where rows are not finite.
         """
         for target, leaf in zip(old, new, strict=True):
             torch.where(accepted.view(-1, *[1] * (leaf.dim() - 1)), leaf, target, out=target)
 
 
 def backend(where: torch.device | Operand) -> type[Backend]:
-    """Return the backend that a device uses now, or the one that made an operand.
-
-    Call this at each use, because kernels may be turned off in between.
-    """
+    """Return the backend that a device uses now, for kernels may be turned off; or an operand's."""
     if isinstance(where, Tensor) or (
         isinstance(where, torch.device) and guard.why_not(where) is not None
     ):
@@ -362,16 +313,8 @@ def backend(where: torch.device | Operand) -> type[Backend]:
 @cache
 def _backend_by_kernels() -> type[Backend]:
     """Return the backend of Triton kernels, which may not be installed."""
-    from kronbit.kernels import (
-        cholesky,
-        compact,
-        evaluation,
-        keeping,
-        matmul,
-        power,
-        quantization,
-        split,
-    )
+    from kronbit.kernels import cholesky, compact, evaluation, matmul, power, quantization, split
+    from kronbit.kernels.keeping import replace_rows_ as replace
 
     class TritonBackend(Backend):
         """Functions on stacks of float32 matrices on one GPU, by kernels."""
@@ -394,7 +337,7 @@ def _backend_by_kernels() -> type[Backend]:
         operand = staticmethod(split.split)
         operand_of_rows = staticmethod(quantization.decode_operand)
         power_iteration = staticmethod(power.power_iteration)
-        replace_rows_ = staticmethod(keeping.replace_rows_)
+        replace_rows_ = staticmethod(replace)
         room = staticmethod(evaluation.room)
         scale_rows = staticmethod(split.scale_rows)
         shifted = staticmethod(cholesky.shifted)
@@ -464,11 +407,8 @@ def lower_tiles(X: Tensor, tile: int) -> Tensor:
     """Cut the strictly lower triangles of (k, n, n) into zero-padded (k, tiles, tile, tile)."""
     tiles = X.new_zeros(len(X), tile_count(X.shape[-1], tile), tile, tile)
     for in_tiles, in_matrix in _tile_rows(tiles, X):
-        in_tiles.copy_(in_matrix)
-    side = -(-X.shape[-1] // tile)
-    for i in range(side):
-        on_diagonal = tiles[:, tile_count((i + 1) * tile, tile) - 1]
-        on_diagonal.copy_(on_diagonal.tril(-1))
+        on_diagonal = in_matrix.dim() == 3
+        in_tiles.copy_(in_matrix.tril(-1) if on_diagonal else in_matrix)
     return tiles
 
 
@@ -481,13 +421,14 @@ def from_lower_tiles(tiles: Tensor, order: int) -> Tensor:
 
 
 def _tile_rows(tiles: Tensor, X: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield views (k, rows, tiles, columns) of the same elements in the tiles and in X."""
-    k, order = X.shape[:2]
+    """Yield views of the same elements in the tiles and in X, row by row of tiles.
+
+    Those left of the diagonal are (k, rows, tiles, columns), one on it is (k, rows, columns).
+    """
     tile = tiles.shape[-1]
-    for i, start in enumerate(range(0, order, tile)):
-        stop = min(start + tile, order)
-        in_tiles = tiles[:, i * (i + 1) // 2 : (i + 1) * (i + 2) // 2].transpose(1, 2)
+    for i, rows in enumerate(X.split(tile, dim=1)):
+        start, height = i * tile, rows.shape[1]
+        in_tiles = tiles[:, i * (i + 1) // 2 :][:, : i + 1, :height].transpose(1, 2)
         if i:
-            yield in_tiles[:, : stop - start, :i], X[:, start:stop, :start].view(k, -1, i, tile)
-        on = slice(0, stop - start)
-        yield in_tiles[:, on, i, on], X[:, start:stop, start:stop]
+            yield in_tiles[:, :, :i], rows[:, :, :start].unflatten(2, (i, tile))
+        yield in_tiles[:, :, i, :height], rows[:, :, start : start + height]

@@ -20,11 +20,8 @@ if TYPE_CHECKING:
 # X -> an orthonormal basis of its columns, and bool (k,): False where it cannot be trusted.
 QR: TypeAlias = Callable[[Tensor], tuple[Tensor, Tensor]]
 
-
-# The largest ‖QᵀQ - I‖ that is corrected: a correction squares it.
-_CORRECTABLE = 5e-3
-# Pivots of XᵀX below this fraction of its trace are rounding errors.
-_ROUNDING = 3e-7
+_CORRECTABLE = 5e-3  # the largest ‖QᵀQ - I‖ that is corrected: a correction squares it
+_ROUNDING = 3e-7  # pivots of XᵀX below this fraction of its trace are rounding errors
 # Q is correctable if no element of R⁻¹ exceeds this fraction of the bound set by the least pivot.
 _ONE_PASS = 0.7
 _SHIFTED_PASSES = 3
@@ -34,14 +31,8 @@ _SHIFTED_PASSES = 3
 def rectified(V: Operand, steps: int) -> Operand:
     """Rectify the orthogonality of V: ``steps`` times V ← 1.5 V - 0.5 V Vᵀ V (Björck).
 
-    The formula is the same for Vᵀ, so it does not matter whether eigenvectors are rows or columns.
-
-    Args:
-        V: (k, n, n), nearly orthogonal, stored by rows.
-        steps: t1 or t2 of the paper: steps at an update or at a refresh.
-
-    Returns:
-        The rectified stack (``V`` itself when ``steps`` is 0).
+    V is (k, n, n), stored by rows. The formula is the same for Vᵀ, so eigenvectors may be rows or
+    columns. ``steps`` is t1 or t2 of the paper: steps at an update or at a refresh.
     """
     compose = backend(V).compose
     for _ in range(steps):
@@ -72,9 +63,8 @@ def thousands(order: int) -> int:
 def least_pivot(order: int) -> float:
     """Return the least pivot of XᵀX, with a diagonal of ones, that is not a rounding error.
 
-    The order is rounded up by ``thousands``, because the result of a matrix must not depend on the
-    matrices that share its batch. For small orders, the pivot is larger than needed; a good column
-    that is postponed only costs a second pass.
+    The order is rounded up, because a result must not depend on the matrices that share the batch.
+    For small orders, the pivot is too large; a good column that is postponed costs a second pass.
     """
     return _ROUNDING * thousands(order)
 
@@ -97,9 +87,8 @@ def cholesky_qr(X: Tensor, chain: Chain | None = None) -> tuple[Tensor, Tensor]:
         chain: Launches factorisations that are repeated, if kernels do them.
 
     Returns:
-        Q: (k, m, n), with R's diagonal non-negative.
-        good: bool (k,): False where X is too ill-conditioned: Cholesky failed, or Q was not
-            orthogonal enough for the corrections. Q is not usable there.
+        Q, (k, m, n), with R's diagonal non-negative; and bool (k,): False where X is too
+        ill-conditioned, so that Cholesky failed or Q was not orthogonal enough to be corrected.
     """
     with full_precision():
         X = X.contiguous()
@@ -124,33 +113,18 @@ def _room(X: Tensor) -> Tensor | None:
 
 
 def householder_qr(X: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute QR(X) by Householder, with the signs of Cholesky-QR: R has diagonal >= 0.
-
-    Args:
-        X: (k, m, n) with m >= n, float32; it is overwritten.
-
-    Returns:
-        Q: (k, m, n).
-        good: bool (k,), True.
-    """
+    """Compute QR(X) by Householder; see ``cholesky_qr``. X is overwritten, and Q always good."""
     X /= nonzero(torch.linalg.vector_norm(X, dim=-2, keepdim=True))
-    good = torch.ones(X.shape[:1], dtype=torch.bool, device=X.device)
-    # One by one: CUDA's batched QR of a singular matrix is not orthogonal.
-    return torch.stack([_signed_q(*torch.linalg.qr(x)) for x in X]), good
-
-
-def _signed_q(Q: Tensor, R: Tensor) -> Tensor:
-    return Q * torch.where(R.diagonal() < 0, -1.0, 1.0).to(Q.dtype)
+    signed = []
+    for x in X:  # one by one: CUDA's batched QR of a singular matrix is not orthogonal
+        Q, R = torch.linalg.qr(x)
+        signed.append(Q * torch.where(R.diagonal() < 0, -1.0, 1.0).to(Q.dtype))
+    return torch.stack(signed), torch.ones(len(X), dtype=torch.bool, device=X.device)
 
 
 def qr_of(attempt: int, chain: Chain | None) -> QR:
-    """Return the QR of an attempt at an update: the first is the fastest, later ones more robust.
-
-    ``chain`` launches the factorisations of the first attempt, if kernels do them.
-    """
-    if attempt == 0:
-        return partial(cholesky_qr, chain=chain)
-    return (shifted_cholesky_qr, householder_qr)[attempt - 1]
+    """Return the QR of an attempt at an update: the first is the fastest, the last most robust."""
+    return (partial(cholesky_qr, chain=chain), shifted_cholesky_qr, householder_qr)[attempt]
 
 
 def subspace_iteration(A: Operand, AV: Tensor, steps: int, qr: QR) -> tuple[Tensor, Tensor]:
@@ -163,8 +137,7 @@ def subspace_iteration(A: Operand, AV: Tensor, steps: int, qr: QR) -> tuple[Tens
         qr: ``cholesky_qr`` or a more robust one.
 
     Returns:
-        P: (k, n, n), approximate eigenvectors of A as columns.
-        good: bool (k,): True if every QR could be trusted.
+        P, (k, n, n), approximate eigenvectors of A as columns; bool (k,), True if every QR is good.
     """
     with full_precision():
         P, good = qr(AV)

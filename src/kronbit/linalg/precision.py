@@ -1,8 +1,6 @@
 """Full float32 arithmetic for factor math, independent of the user's settings.
 
-TF32 keeps 10 bits of mantissa. The eigenvalues of a preconditioner span six orders of magnitude
-and more, so a product in TF32 (or in bf16, under autocast) loses the small ones, which the inverse
-root amplifies.
+A product in TF32 or bf16 loses small eigenvalues, which the inverse root amplifies.
 """
 
 from __future__ import annotations
@@ -15,8 +13,7 @@ import torch
 
 from kronbit.interruptions import ending
 
-# Settings that may lower the precision of float32 products (cuBLAS, and oneDNN on the CPU), each
-# with the setting that it inherits while it is "none".
+# Precision of float32 products (cuBLAS, and oneDNN on the CPU), and what it inherits if "none".
 _BACKENDS = (
     (torch.backends.cuda.matmul, torch.backends.cudnn),
     (torch.backends.mkldnn.matmul, torch.backends.mkldnn),  # type: ignore[attr-defined]

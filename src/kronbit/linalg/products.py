@@ -1,8 +1,4 @@
-"""Products of stacks of float32 matrices at float32 accuracy.
-
-An operand is prepared once, and may be multiplied several times. Chains of products stay operands
-from end to end.
-"""
+"""Products of stacks of float32 matrices at float32 accuracy; chains of them stay operands."""
 
 from __future__ import annotations
 
@@ -14,10 +10,8 @@ from kronbit.linalg.backend import Operand, backend
 def operand(X: Tensor, bound: Tensor | float | None = None) -> Operand:
     """Prepare a float32 stack for products. Kernels split it into two float16 parts.
 
-    Args:
-        X: The stack.
-        bound: No element is much larger than this: (k,), or 1 for all matrices, such as nearly
-            orthogonal ones. If it is None, the largest elements are measured.
+    No element is much larger than ``bound``: (k,), or 1 for all matrices, such as nearly orthogonal
+    ones. If it is None, the largest elements are measured.
     """
     return backend(X.device).operand(X, bound)
 
@@ -26,7 +20,7 @@ def multiply(
     A: Operand, B: Operand, C: Tensor | None = None, *, alpha: float = 1.0, beta: float = 1.0,
     symmetric: bool = False, triangular: bool = False, out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Multiply and add: alpha A B + beta C.
+    """Multiply and add: alpha A B + beta C, (k, m, n), float32.
 
     Args:
         A: (k, m, depth).
@@ -37,9 +31,6 @@ def multiply(
         symmetric: The result is known to be symmetric: half of it need not be computed.
         triangular: A is lower triangular and B upper triangular: zeros need not be multiplied.
         out: Contiguous, receives the result; it may be C, but neither A nor B.
-
-    Returns:
-        The result (k, m, n), float32.
     """
     assert isinstance(A, Tensor) == isinstance(B, Tensor), "both operands are on the same device"
     return backend(A).multiply(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from functools import cache
+from functools import cache, partial
 
 import torch
 from torch import Tensor
@@ -33,14 +33,7 @@ def minimax_steps(p: int, least: float) -> tuple[tuple[float, float, float], ...
 
     In r = λ^(1/p), a step is r ← r (a + b r^p + c r^2p). The best step of that form minimises the
     largest distance of r from 1 on its interval, so the next interval is the narrowest. Each step
-    gains as much as several of Newton's.
-
-    Args:
-        p: 2 or 4.
-        least: The smallest eigenvalue relative to the largest.
-
-    Returns:
-        (a, b, c) of each step.
+    gains as much as several of Newton's. ``p`` is 2 or 4; return (a, b, c) of each step.
     """
     u, v = least ** (1 / p), 1.0
     steps = []
@@ -95,18 +88,15 @@ def converged_inverse_root(
     Args:
         A: (k, n, n), symmetric and positive semi-definite. Its storage may be overwritten.
         p: 1, 2 or 4.
-        damping: ε, relative to the largest eigenvalue of each matrix; raised to ``LEAST_RIDGE``,
-            or to what rounding needs.
+        damping: ε, relative to the largest eigenvalue; raised to what rounding needs.
         orders: int32 (k,), the orders before padding with zeros; ``None`` if none was padded.
 
     Returns:
-        (k, n, n), undefined beyond the orders. A zero matrix has no inverse root; it gives the
-        identity. NaN where the iteration has not converged, as for a matrix that is far from
-        positive semi-definite.
+        (k, n, n), undefined beyond the orders; the identity for a zero matrix. NaN where the
+        iteration has not converged, as for a matrix that is far from positive semi-definite.
     """
     if p not in (1, 2, 4):
         raise ValueError(f"p must be 1, 2 or 4; got {p!r}")
-    n = A.shape[-1]
     ridge = max(damping, LEAST_RIDGE)
     by = backend(A.device)
     # No eigenvalue of A is larger than the norm; s is a power of two: dividing is exact.
@@ -119,7 +109,8 @@ def converged_inverse_root(
     scale = inverse
     for _ in range(p.bit_length() - 1):
         scale = scale.sqrt()
-    H = by.evaluate(_iteration(p, steps_of(n, max(p, 2), damping)), A, s, scale, orders)
+    steps = steps_of(A.shape[-1], max(p, 2), damping)
+    H = by.evaluate(_iteration(p, steps), A, s, scale, orders)
     H.diagonal(dim1=-2, dim2=-1).masked_fill_((norm == 0).unsqueeze(-1), 1.0)
     return H
 
@@ -160,14 +151,8 @@ def power_iteration(A: Tensor, factors: Tensor | None = None, steps: int = 10) -
     The start is the unit vector of the largest diagonal element: deterministic, and never
     orthogonal to the leading eigenvectors, since its Rayleigh quotient is at least trace / n.
 
-    Args:
-        A: (k, n, n), float32, contiguous.
-        factors: (k,), factors of the matrices that bring the largest element and the norm of each
-            close to 1.
-        steps: Number of iterations, a multiple of 10.
-
-    Returns:
-        (k,), zero for a zero matrix.
+    A is (k, n, n), float32, contiguous. The ``factors`` of the matrices, (k,), bring the largest
+    element and the norm of each close to 1. ``steps`` is a multiple of 10.
     """
     if steps % (2 * _UNSCALED):
         raise ValueError(f"steps must be a multiple of {2 * _UNSCALED}; got {steps}")
@@ -187,19 +172,17 @@ def inverse_root(A: Tensor, p: int, damping: float, steps: int) -> Tensor:
     larger damping.
 
     Args:
-        A: (k, n, n), positive semi-definite. Never written to.
+        A: (k, n, n), positive semi-definite. Never written to. A zero matrix gives the identity.
         p: 1, 2 or 4.
         damping: ε, relative to the largest eigenvalue of each matrix.
         steps: Number of iterations.
-
-    Returns:
-        (k, n, n). A zero matrix has no inverse root; it gives the identity.
     """
     if p not in (1, 2, 4):
         raise ValueError(f"p must be 1, 2 or 4; got {p!r}")
     A = A.float()
     # Work on A scaled to largest element 1, so that neither squares nor z leave float32's range.
-    scale = torch.linalg.vector_norm(A, ord=torch.inf, dim=(-2, -1), keepdim=True)
+    largest = partial(torch.linalg.vector_norm, ord=torch.inf, dim=(-2, -1), keepdim=True)
+    scale = largest(A)
     divisor = nonzero(scale)
     M = A / divisor
     ridge = damping * power_iteration(M)
@@ -209,7 +192,7 @@ def inverse_root(A: Tensor, p: int, damping: float, steps: int) -> Tensor:
     M *= z
     eye = torch.eye(A.shape[-1], dtype=A.dtype, device=A.device)
     H = z ** (1 / p) * eye
-    error = torch.linalg.vector_norm(M - eye, ord=torch.inf, dim=(-2, -1), keepdim=True)
+    error = largest(M - eye)
     active = error > _NEWTON_TOLERANCE
     for _ in range(steps):
         T = M * (-1 / p)
@@ -222,9 +205,7 @@ def inverse_root(A: Tensor, p: int, damping: float, steps: int) -> Tensor:
             t = operand(multiply(t, t))
             power //= 2
         M_next = multiply(t, operand(M))
-        error_next = torch.linalg.vector_norm(
-            M_next - eye, ord=torch.inf, dim=(-2, -1), keepdim=True
-        )
+        error_next = largest(M_next - eye)
         active = active & (error_next <= _NEWTON_GROWTH * error)
         H = torch.where(active, H_next, H)
         M = torch.where(active, M_next, M)

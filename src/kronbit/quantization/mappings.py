@@ -17,16 +17,6 @@ def _linear(bits: int) -> list[float]:
     return x
 
 
-def _linear2(bits: int) -> list[float]:
-    """Return the linear-square values sign(x_j) x_j²."""
-    return [x * abs(x) for x in _linear(bits)]
-
-
-def _squares(bits: int) -> list[float]:
-    """Return (j / (2^b - 1))²: a mapping for non-negative values, used for quantised scales."""
-    return [(j / (2**bits - 1)) ** 2 for j in range(2**bits)]
-
-
 def _dynamic_tree(bits: int) -> list[float]:
     """Return the dynamic tree: {0, 1} and ±q_k 10^-E for every split b = 2 + E + F."""
     values = [0.0, 1.0]
@@ -38,7 +28,13 @@ def _dynamic_tree(bits: int) -> list[float]:
     return sorted(values)
 
 
-_FORMULAS = {"linear2": _linear2, "dt": _dynamic_tree, "linear": _linear, "squares": _squares}
+_FORMULAS: dict[str, Callable[[int], list[float]]] = {
+    "linear2": lambda bits: [x * abs(x) for x in _linear(bits)],
+    "dt": _dynamic_tree,
+    "linear": _linear,
+    # For quantised scales, which are not negative.
+    "squares": lambda bits: [(j / (2**bits - 1)) ** 2 for j in range(2**bits)],
+}
 
 
 def _values(mapping: str, bits: int) -> Tensor:
@@ -88,8 +84,7 @@ def thresholds(mapping: str, bits: int, device: torch.device | str = "cpu") -> T
     """Return the 2^bits - 1 borders between neighbouring codes, in float32; do not write to them.
 
     The nearest code of a float32 x is the number of thresholds below x; on a tie that is the
-    lower index. The exact midpoint of two float32 numbers may not be a float32. Rounding it
-    *down* keeps the rule exact: a float32 lies above the midpoint if and only if it lies above
-    the largest float32 that is not above the midpoint.
+    lower index. A midpoint that is not a float32 is rounded *down*, which keeps the rule exact:
+    the same float32 numbers lie above it.
     """
     return THRESHOLDS[mapping, bits, torch.device(device)]

@@ -12,7 +12,6 @@ from kronbit.quantization import reference
 from kronbit.quantization.mappings import MAPPINGS
 
 BITS = (3, 4, 6, 8, 32)
-BLOCK_SIZES = range(16, 2049, 16)
 
 
 class Quantized(NamedTuple):
@@ -49,7 +48,7 @@ class Quantizer:
         if self.mapping not in MAPPINGS:
             raise ValueError(f"mapping must be one of {MAPPINGS}; got {self.mapping!r}")
         size = self.block_size
-        if type(size) is not int or size not in BLOCK_SIZES:
+        if type(size) is not int or size not in range(16, 2049, 16):
             raise ValueError(f"block_size must be a multiple of 16 from 16 to 2048; got {size!r}")
 
     def quantize(self, x: Tensor) -> Quantized:
@@ -125,5 +124,5 @@ class Quantizer:
         """Return sizes of the last axis of codes and of scales for a row of ``length`` elements."""
         if self.bits == 32:
             return length, 0
-        blocks = reference.block_count(length, self.block_size)
-        return reference.packed_length(length, self.bits), blocks
+        codes = reference.packed_length(length, self.bits)
+        return codes, reference.block_count(length, self.block_size)

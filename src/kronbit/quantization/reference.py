@@ -1,8 +1,7 @@
 """Block-wise quantisation in pure torch: the specification that every kernel must match.
 
 Everything acts along the last axis, so slicing, batching and sharding of leading axes commute
-with it. No function loops over rows, and none makes a temporary larger than twice its float32
-input.
+with it. No temporary is larger than twice the float32 input.
 """
 
 from __future__ import annotations

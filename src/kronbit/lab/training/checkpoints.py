@@ -22,20 +22,10 @@ def checkpoints(folder: Path) -> list[Path]:
 
 
 def save(folder: Path, step: int, content: Mapping[str, Any], keep: int) -> Path:
-    """Write a checkpoint and remove old ones.
-
-    Args:
-        folder: Folder of the run.
-        step: Number of steps taken.
-        content: Tensors, numbers, strings, and dicts of them.
-        keep: Number of checkpoints to keep.
-
-    Returns:
-        Path of the checkpoint.
+    """Write a checkpoint, and keep that many in all; return its path.
 
     Raises:
-        LabError: If the checkpoint cannot be written, e.g. because the disk is full. Older
-            checkpoints are kept.
+        LabError: If the checkpoint cannot be written. Older ones are kept.
     """
     place = folder / "checkpoints"
     target = place / f"step-{step:08d}.pt"
@@ -76,15 +66,12 @@ def read(path: Path) -> dict[str, Any]:
     """
     try:
         with zipfile.ZipFile(path) as archive:
-            damaged = archive.testzip()  # torch does not verify its checksums
-        if damaged is not None:
-            raise ValueError(f"its entry {damaged} is damaged")
+            if (damaged := archive.testzip()) is not None:  # torch does not verify its checksums
+                raise ValueError(f"its entry {damaged} is damaged")
         content = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # a broken file can raise anything
-        raise LabError(
-            f"cannot read the checkpoint {path}: {one_line(error)[:200]}; remove it to resume "
-            "from the one before"
-        ) from error
+        problem = f"cannot read the checkpoint {path}: {one_line(error)[:200]}"
+        raise LabError(f"{problem}; remove it to resume from the one before") from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise LabError(f"{path} is not a checkpoint of this version of the lab")
     return content

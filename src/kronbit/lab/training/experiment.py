@@ -28,19 +28,12 @@ _FLAGS = ("optimizer", "bits", "base", "amp", "seed")  # settings with an option
 
 @dataclass(frozen=True)
 class Member:
-    """One run of a comparison.
+    """One run of a comparison."""
 
-    Attributes:
-        key: Name in folders.
-        label: Name in tables.
-        recipe: The settings.
-        command: Command that repeats the run.
-    """
-
-    key: str
-    label: str
+    key: str  # name in folders
+    label: str  # name in tables
     recipe: Recipe
-    command: str
+    command: str  # repeats the run
 
     @property
     def folder(self) -> str:
@@ -49,13 +42,9 @@ class Member:
 
 
 def member(spec: str, recipe: Recipe, source: str, world: World) -> Member:
-    """Return the run of a recipe with an optimizer.
+    """Return the run of a recipe with an optimizer; see ``kronbit.lab.optimizers.variant``.
 
-    Args:
-        spec: The optimizer; see ``kronbit.lab.optimizers.variant``.
-        recipe: The recipe to change.
-        source: Name or file of the recipe.
-        world: How the training runs.
+    ``source`` is the name or the file of the recipe.
     """
     key, label, made = variant(spec, recipe)
     return Member(key, label, made, train_command(made, source, world))
@@ -109,8 +98,7 @@ def run_member(
 ) -> dict[str, Any]:
     """Train, and write ``run.json``, ``metrics.jsonl``, checkpoints and ``summary.json``.
 
-    Returns:
-        The summary.
+    Returns the summary.
 
     Raises:
         LabError: If the run is impossible, or data, a package or space on the disk is missing.
@@ -121,8 +109,7 @@ def run_member(
         "label": member.label,
         "variant": member.key,
         "command": member.command,
-        "versions": versions(),
-        "hardware": hardware(world.device),
+        **_machine(world),
     }
     if not resume and checkpoints(folder):
         raise LabError(f"{folder} has checkpoints of another run: choose another --out")
@@ -175,15 +162,8 @@ def run_all(
 ) -> list[dict[str, Any]]:
     """Run a comparison, one run after the other, each in its folder.
 
-    Args:
-        members: The runs.
-        folder: Folder of the comparison.
-        world: How the trainings run.
-        terminal: Shows the progress, and tells whether the user wants to stop.
-        resume: True to keep finished runs and resume the others from their checkpoints.
-
-    Returns:
-        The summary of each run, with the name of its ``folder``.
+    ``resume`` keeps finished runs and resumes the others from their checkpoints. Returns the
+    summary of each run, with the name of its ``folder``.
 
     Raises:
         Interrupted: If the user wants to stop.
@@ -211,13 +191,9 @@ def write_comparison(
     folder: Path, recipe: Recipe, command: str, world: World, summaries: list[dict[str, Any]]
 ) -> None:
     """Write the ``summary.json`` of a comparison."""
-    content = {
-        "format": FORMAT,
-        "recipe": recipe.name,
-        "about": recipe.about,
-        "command": command,
-        "versions": versions(),
-        "hardware": hardware(world.device),
-        "runs": summaries,
-    }
-    write_json(folder / "summary.json", content)
+    content = {"format": FORMAT, "recipe": recipe.name, "about": recipe.about, "command": command}
+    write_json(folder / "summary.json", content | _machine(world) | {"runs": summaries})
+
+
+def _machine(world: World) -> dict[str, Any]:
+    return {"versions": versions(), "hardware": hardware(world.device)}

@@ -36,6 +36,7 @@ from kronbit.reporting.memory import held_bytes
 
 _PATIENCE = 2  # lines of non-finite loss before a run is abandoned
 _RECALIBRATED = 50  # batches for the statistics of batch norm in evaluation
+_KEPT = ("seconds", "last", "best", "step_ms")  # attributes in a checkpoint
 
 
 class Interrupted(Exception):  # noqa: N818  # not an error
@@ -43,13 +44,7 @@ class Interrupted(Exception):  # noqa: N818  # not an error
 
 
 class Training:
-    """One run of a recipe.
-
-    Args:
-        recipe: The settings of the training.
-        folder: Folder for the files of the run.
-        world: How the training runs.
-    """
+    """One run of a recipe, whose files are in ``folder``."""
 
     def __init__(self, recipe: Recipe, folder: Path, world: World) -> None:
         self.recipe, self.folder, self.world = recipe, folder, world
@@ -107,15 +102,8 @@ class Training:
             raise LabError(f"data.length={length} exceeds the {longest} positions of the model")
         return model
 
-    # ------------------------------------------------------------------------------- the loop
-
     def run(self, terminal: Terminal, label: str, resume: bool) -> None:
-        """Train to the end.
-
-        Args:
-            terminal: Shows the progress, and tells whether the user wants to stop.
-            label: Name of the run in the terminal.
-            resume: True to resume from the last checkpoint.
+        """Train to the end, from the start or from the last checkpoint.
 
         Raises:
             Interrupted: If the user wants to stop.
@@ -165,8 +153,7 @@ class Training:
             x = x.contiguous(memory_format=torch.channels_last)
         if self._passes is None:
             self._passes = self._make_passes(x, y)
-        # The network draws random numbers, e.g. for stochastic depth.
-        torch.manual_seed(seed_of("network", recipe.seed, step, self.world.rank))
+        torch.manual_seed(seed_of("network", recipe.seed, step, self.world.rank))  # e.g. drop path
         self._losses.append(self._passes(x, y))
         self.scaler.unscale_(self.optimizer)
         if recipe.clip is not None:
@@ -209,11 +196,12 @@ class Training:
     @contextmanager
     def _aside(self) -> Iterator[None]:
         """Exclude the body from the time and the memory of the training."""
-        _synchronise(self.world.device)
+        synchronize = torch.get_device_module(self.world.device).synchronize
+        synchronize(self.world.device)
         self.peak.note()
         start = time.perf_counter()
         yield
-        _synchronise(self.world.device)
+        synchronize(self.world.device)
         passed = time.perf_counter() - start
         self._timer.skip(passed)
         self._since += passed
@@ -270,8 +258,6 @@ class Training:
                     self._board.add_scalar(f"{kind}/{name}", value, self.step)
             self._board.flush()
 
-    # ------------------------------------------------------------------------------ checkpoints
-
     def _save(self) -> None:
         state = self.world.whole_state(self.model, self.optimizer)  # all ranks together
         if self.world.first:
@@ -280,10 +266,7 @@ class Training:
                 "scaler": self.scaler.state_dict(),
                 "shadow": self.shadow.state_dict(),
                 "metrics_size": self._metrics.stat().st_size,
-                "seconds": self.seconds,
-                "last": self.last,
-                "best": self.best,
-                "step_ms": self.step_ms,
+                **{name: getattr(self, name) for name in _KEPT},
                 "peak": self.peak.bytes,
             }
             checkpoints.save(self.folder, self.step, content, self.recipe.keep)
@@ -300,18 +283,12 @@ class Training:
             else:  # the run was watched on other ranks: watching cannot start midway
                 self.shadow.watches = []
         except (KeyError, RuntimeError, ValueError) as error:
-            raise LabError(
-                f"the checkpoint in {self.folder} does not fit: {one_line(error)}"
-            ) from error
-        self.step, self.seconds = state["step"], state["seconds"]
-        self.last, self.best, self.step_ms = state["last"], state["best"], state["step_ms"]
+            problem = f"the checkpoint in {self.folder} does not fit: {one_line(error)}"
+            raise LabError(problem) from error
+        for name in ("step", *_KEPT):
+            setattr(self, name, state[name])
         self.peak.bytes = state["peak"]
         return int(state["metrics_size"])
-
-
-def _synchronise(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def _tensorboard(folder: Path, step: int) -> Any:

@@ -14,9 +14,6 @@ import torch
 
 import kronbit
 
-_STATUS = Path("/proc/self/status")
-_CLEAR = Path("/proc/self/clear_refs")
-
 
 class StepTimer:
     """Measures milliseconds between marks; on a GPU with events, which are read later."""
@@ -24,7 +21,7 @@ class StepTimer:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._steps: list[tuple[Any, Any, float]] = []  # start, end, milliseconds to exclude
-        self._last, self._skipped = self._now(), 0.0
+        self.restart()
 
     def _now(self) -> Any:
         if self._device.type != "cuda":
@@ -35,9 +32,9 @@ class StepTimer:
 
     def mark(self) -> None:
         """Mark the end of a step."""
-        now = self._now()
-        self._steps.append((self._last, now, self._skipped))
-        self._last, self._skipped = now, 0.0
+        start, skipped = self._last, self._skipped
+        self.restart()
+        self._steps.append((start, self._last, skipped))
 
     def restart(self) -> None:
         """Start the next step now; the time since the last mark is not counted."""
@@ -68,21 +65,14 @@ class PeakMemory:
         device: Device of the training.
         held: Bytes of parameters, which are allocated already.
         earlier: Bytes that were allocated before the run; see ``allocated_earlier``.
-
-    Attributes:
-        kind: Meaning of the number, in words.
-        bytes: The peak; ``None`` if the system does not report it.
     """
 
     def __init__(self, device: torch.device, held: int, earlier: int = 0) -> None:
-        self._device, self._held = device, held
-        self._beside = -earlier
-        self.bytes: int | None = None
-        self._start = 0
+        self._device, self._held, self._beside, self._start = device, held, -earlier, 0
+        self.bytes: int | None = None  # the peak, if the system reports it
+        self.kind = "allocated on the GPU"
         gc.collect()
-        if device.type == "cuda":
-            self.kind = "allocated on the GPU"
-        else:
+        if device.type != "cuda":
             self.kind = "parameters, and what the process grew by in training"
             with contextlib.suppress(OSError, AttributeError):
                 # Free memory goes back to the system, so that its reuse counts as growth.
@@ -107,7 +97,8 @@ class PeakMemory:
             return
         self._counts = False
         with contextlib.suppress(OSError):
-            _CLEAR.write_text("5")  # Linux resets the peak to the current size
+            # Linux resets the peak to the current size.
+            Path("/proc/self/clear_refs").write_text("5")
             self._counts = bool(self._start)
 
     def add_beside(self, value: int) -> None:
@@ -139,7 +130,7 @@ def _line(path: Path, name: str) -> str | None:
 
 
 def _resident(name: str) -> int | None:
-    line = _line(_STATUS, name)
+    line = _line(Path("/proc/self/status"), name)
     return None if line is None else 1024 * int(line.split()[0])
 
 

@@ -21,22 +21,14 @@ from kronbit.lab.precision import autocast
 
 T = TypeVar("T")
 
-_WARM_UPS = 3
-
 
 @dataclass(frozen=True)
 class Objective:
-    """The loss of a network.
+    """The loss of a network."""
 
-    Attributes:
-        classifies: True if an example has one target, False if each token has one.
-        amp: Autocast: ``off``, ``bf16`` or ``fp16``.
-        smoothing: Label smoothing in training.
-    """
-
-    classifies: bool
-    amp: str
-    smoothing: float = 0.0
+    classifies: bool  # True if an example has one target, False if each token has one
+    amp: str  # autocast: off, bf16 or fp16
+    smoothing: float = 0.0  # of labels, in training
 
     def outputs(self, model: nn.Module, x: Tensor) -> Tensor:
         """Return the logits in float32."""
@@ -46,9 +38,10 @@ class Objective:
 
     def loss(self, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
         """Return the mean loss of a training batch. Mixed targets are smoothed already."""
-        smoothing = 0.0 if y.is_floating_point() else self.smoothing
-        target = y if y.is_floating_point() else y.flatten()
-        return functional.cross_entropy(self.outputs(model, x), target, label_smoothing=smoothing)
+        outputs = self.outputs(model, x)
+        if y.is_floating_point():
+            return functional.cross_entropy(outputs, y)
+        return functional.cross_entropy(outputs, y.flatten(), label_smoothing=self.smoothing)
 
     @torch.no_grad()
     def judge(self, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
@@ -60,14 +53,10 @@ class Objective:
 
 
 class Repeatable:
-    """Runs passes on a GPU with deterministic algorithms; on a CPU, all algorithms are.
+    """Runs passes on a GPU with deterministic algorithms, if wanted; on a CPU, all algorithms are.
 
     A resumed run therefore equals an uninterrupted one bit for bit. The setting holds during the
     passes only: the optimizer is deterministic without it.
-
-    Args:
-        device: Device of the passes.
-        wanted: False to leave torch's settings as they are.
     """
 
     def __init__(self, device: torch.device, wanted: bool) -> None:
@@ -101,21 +90,12 @@ class Repeatable:
 
 @dataclass(frozen=True)
 class Eager:
-    """Computes the gradients of a step, in one or several passes.
+    """Computes the gradients of a step, in one or several passes."""
 
-    Attributes:
-        model: The network, with its wrappers (DDP, FSDP, compiled).
-        objective: The loss.
-        optimizer: The optimizer, whose gradients are cleared.
-        micro_batch: Examples per pass; ``None`` for the whole batch.
-        scaler: Loss scaler of fp16 training.
-        repeatable: Runs the passes deterministically.
-    """
-
-    model: nn.Module
+    model: nn.Module  # with its wrappers (DDP, FSDP, compiled)
     objective: Objective
-    optimizer: torch.optim.Optimizer
-    micro_batch: int | None
+    optimizer: torch.optim.Optimizer  # clears the gradients
+    micro_batch: int | None  # examples per pass; None for the whole batch
     scaler: torch.amp.GradScaler
     repeatable: Repeatable
 
@@ -147,14 +127,8 @@ class Eager:
 class Captured:
     """Computes the gradients of a step by replaying a CUDA graph.
 
-    Inputs are copied to the graph's inputs; gradients stay in the tensors the graph writes to.
-
-    Args:
-        model: The network.
-        objective: The loss.
-        x: Inputs with the shape of every step.
-        y: Targets with the shape of every step.
-        repeatable: Runs the capture deterministically.
+    ``x`` and ``y`` have the shapes of every step: inputs are copied to those of the graph, and
+    gradients stay in the tensors the graph writes to.
 
     Attributes:
         freed_bytes: Bytes that the passes allocate and free. The graph keeps them, although torch
@@ -174,7 +148,7 @@ class Captured:
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
-            for _ in range(_WARM_UPS):
+            for _ in range(3):
                 self._model.zero_grad()
                 self._objective.loss(self._model, self._x, self._y).backward()
         torch.cuda.current_stream().wait_stream(side)

@@ -25,27 +25,16 @@ from kronbit.step.schedule import refreshes_at, updates_at
 
 @dataclass(eq=False)
 class _Watch:
-    """A watched block.
+    """A watched block."""
 
-    Attributes:
-        name: Name of the parameter, and of the block if the parameter has several.
-        p: The parameter.
-        config: Its options.
-        matrices: (E, M, N), shape of the parameter as a stack of matrices.
-        block: Position of the block in this stack.
-        exact: A per side, in float64 on the host.
-        seen: Steps of the parameter before the current one.
-        G: Gradient of the block, if the statistics are due and the gradient is finite.
-    """
-
-    name: str
+    name: str  # of the parameter, and of the block if the parameter has several
     p: Tensor
     config: Config
-    matrices: tuple[int, int, int]
-    block: Block
-    exact: dict[str, Tensor]
-    seen: int = 0
-    G: Tensor | None = None
+    matrices: tuple[int, int, int]  # (E, M, N), shape of the parameter as a stack of matrices
+    block: Block  # position in this stack
+    exact: dict[str, Tensor]  # A per side, in float64 on the host
+    seen: int = 0  # steps of the parameter before the current one
+    G: Tensor | None = None  # if the statistics are due and the gradient is finite
 
     def gradient(self) -> Tensor | None:
         """Return G in float64, or ``None`` if the optimizer skips the gradient as not finite."""
@@ -82,9 +71,6 @@ class Shadow:
         names: Names of the parameters.
         blocks: Number of blocks to watch.
         aside: Context of the measurements, which excludes them from time and memory.
-
-    Attributes:
-        watches: The watched blocks.
     """
 
     def __init__(
@@ -117,12 +103,10 @@ class Shadow:
 
     @torch.no_grad()
     def after_step(self) -> dict[str, Any] | None:
-        """Update the exact preconditioners, and measure roots that were refreshed.
+        """Update the exact preconditioners, and measure roots that were refreshed, if any.
 
-        Returns:
-            ``None`` if no root was refreshed. Otherwise the mean errors ``nre`` and ``angle``
-            (degrees), the same without diagonals under ``off_diagonal``, and the errors of each
-            root under ``blocks``.
+        Returns the mean errors ``nre`` and ``angle`` (degrees), the same without diagonals under
+        ``off_diagonal``, and the errors of each root under ``blocks``.
         """
         # A gradient scaler may have skipped the step.
         taken = [watch for watch in self.watches if self._steps(watch) == watch.seen + 1]
@@ -145,10 +129,9 @@ class Shadow:
 
     def _errors(self, refreshed: list[_Watch]) -> dict[str, tuple[Deviation, Deviation]]:
         assert isinstance(self._optimizer, SecondOrder)
-        assert self._optimizer._keeper.plan is not None, "a step has been taken"
-        planned = {
-            (p, key): (row, sides) for p, key, row, sides in self._optimizer._keeper.plan.blocks()
-        }
+        plan = self._optimizer._keeper.plan
+        assert plan is not None, "a step has been taken"
+        planned = {(p, key): (row, sides) for p, key, row, sides in plan.blocks()}
         errors = {}
         for watch in refreshed:
             row, sides = planned[watch.p, f"block_{watch.block.index}"]
@@ -186,10 +169,8 @@ class Shadow:
 
 def _mean(deviations: Sequence[Deviation]) -> dict[str, float]:
     """Return the mean of both errors."""
-    return {
-        name: sum(getattr(one, name) for one in deviations) / len(deviations)
-        for name in ("nre", "angle")
-    }
+    sums = {name: sum(getattr(one, name) for one in deviations) for name in ("nre", "angle")}
+    return {name: total / len(deviations) for name, total in sums.items()}
 
 
 def _largest(optimizer: SecondOrder, names: Mapping[Tensor, str], blocks: int) -> list[_Watch]:

@@ -14,19 +14,15 @@ def summarise(training: Training) -> dict[str, Any]:
     """Return the content of ``summary.json``, except for the name and origin of the run."""
     last, times = training.last, sorted(training.step_ms)
     evaluated, errors = last.get("eval", {}), last.get("errors")
-    counters = (
-        training.optimizer.diagnostics() if hasattr(training.optimizer, "diagnostics") else {}
-    )
+    counters: dict[str, Any] = getattr(training.optimizer, "diagnostics", dict)()
     return {
         "recipe": training.recipe.name,
         "seed": training.recipe.seed,
         "steps": training.step,
         "finished": training.step == training.steps,
         "train_loss": last["train"]["loss"],
-        "loss": evaluated.get("loss"),
-        "accuracy": evaluated.get("accuracy"),
-        "best_loss": training.best.get("loss"),
-        "best_accuracy": training.best.get("accuracy"),
+        **{name: evaluated.get(name) for name in ("loss", "accuracy")},
+        **{f"best_{name}": training.best.get(name) for name in ("loss", "accuracy")},
         "seconds": training.seconds,
         "step_ms": {
             "median": statistics.median(times),

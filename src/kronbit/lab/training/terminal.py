@@ -13,14 +13,9 @@ from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeR
 class Terminal:
     """Shows the progress of one training, or of several in sequence, and hears Ctrl-C and SIGTERM.
 
-    The first signal is recorded: the step is finished and saved before the process ends. The second
-    one ends the process at once, as by default.
-
-    Args:
-        console: The console to print to; a quiet one shows nothing, as on all ranks but the first.
-
-    Attributes:
-        interrupted: True after the first signal.
+    The first signal sets ``interrupted``: the step is finished and saved before the process ends.
+    The second one ends the process at once, as by default. A quiet console shows nothing, as on all
+    ranks but the first.
     """
 
     def __init__(self, console: Console) -> None:

@@ -26,27 +26,16 @@ PARALLEL = ("none", "ddp", "fsdp2")
 
 @dataclass(frozen=True)
 class World:
-    """This process among the ranks, and how it trains. Results should not depend on it.
+    """This process among the ranks, and how it trains. Results should not depend on it."""
 
-    Attributes:
-        parallel: ``none``, ``ddp`` or ``fsdp2``.
-        device: Device of this process.
-        rank: Rank of this process.
-        ranks: Number of ranks.
-        data: Folder with downloaded data sets.
-        compile: True to compile the network with ``torch.compile``.
-        graph: True to capture the forward and backward pass in a CUDA graph.
-        tensorboard: True to write TensorBoard files, too.
-    """
-
-    parallel: str
+    parallel: str  # none, ddp or fsdp2
     device: torch.device
     rank: int = 0
     ranks: int = 1
-    data: Path = Path("data")
-    compile: bool = False
-    graph: bool = False
-    tensorboard: bool = False
+    data: Path = Path("data")  # folder with downloaded data sets
+    compile: bool = False  # compile the network with torch.compile
+    graph: bool = False  # capture the forward and backward pass in a CUDA graph
+    tensorboard: bool = False  # write TensorBoard files, too
 
     @property
     def first(self) -> bool:
@@ -82,20 +71,19 @@ class World:
         Raises:
             LabError: If two settings conflict.
         """
-        fp16, graph = recipe.amp == "fp16", self.graph
-        on_gpu = self.device.type == "cuda"
-        hooked = recipe.optimizer in ("kfac", "adabk", "eva")
-        leaves_out = f"leaves out the hooks of layers that {recipe.optimizer} needs"
+        fp16, graph, on_cpu = recipe.amp == "fp16", self.graph, self.device.type != "cuda"
+        name = recipe.optimizer
+        hooked = name in ("kfac", "adabk", "eva")
+        leaves_out = f"leaves out the hooks of layers that {name} needs"
         reasons = {
-            "--amp fp16 needs a GPU: use --amp bf16 or --amp off on the CPU": fp16 and not on_gpu,
-            "--cuda-graph needs a CUDA device": graph and not on_gpu,
+            "--amp fp16 needs a GPU: use --amp bf16 or --amp off on the CPU": fp16 and on_cpu,
+            "--cuda-graph needs a CUDA device": graph and on_cpu,
             "--cuda-graph needs a single process": graph and self.parallel != "none",
             "--cuda-graph cannot be combined with --amp fp16": graph and fp16,
             "--cuda-graph cannot be combined with micro_batch": graph and recipe.micro_batch,
             f"--cuda-graph {leaves_out}": graph and hooked,
             f"--compile {leaves_out}": self.compile and hooked,
-            "eva does not unscale the statistics of --amp fp16: use bf16": fp16
-            and recipe.optimizer == "eva",
+            "eva does not unscale the statistics of --amp fp16: use bf16": fp16 and name == "eva",
         }
         for reason, holds in reasons.items():
             if holds:
@@ -178,8 +166,7 @@ def find_device(name: str | None) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if not re.fullmatch(r"cpu|cuda(:\d{1,2})?", name):
         raise LabError(f"--device must be cpu, cuda or cuda:N; got {name!r}")
-    device = torch.device(name)
-    count = torch.cuda.device_count()
+    device, count = torch.device(name), torch.cuda.device_count()
     if device.type == "cuda" and not torch.cuda.is_available():
         raise LabError(
             f"--device {name}: torch sees no CUDA device here; leave --device out to use the CPU, "
@@ -193,10 +180,7 @@ def find_device(name: str | None) -> torch.device:
 def join_world(parallel: str, device: str | None, **how: Any) -> World:
     """Join the process group of the ranks that ``torchrun`` started.
 
-    Args:
-        parallel: ``none``, ``ddp`` or ``fsdp2``.
-        device: Name of the device; see ``find_device``.
-        **how: Other attributes of ``World``.
+    ``how`` has other attributes of ``World``.
 
     Raises:
         LabError: If ``parallel`` and the way the process was started do not match.
@@ -224,8 +208,6 @@ def _blocks(model: nn.Module) -> list[nn.Module]:
     """Return the layers with parameters in the outermost lists of layers."""
     blocks: list[nn.Module] = []
     for child in model.children():
-        if isinstance(child, (nn.ModuleList, nn.Sequential)):
-            blocks += [block for block in child if any(True for _ in block.parameters())]
-        else:
-            blocks += _blocks(child)
-    return blocks
+        listed = isinstance(child, (nn.ModuleList, nn.Sequential))
+        blocks += child.children() if listed else _blocks(child)
+    return [block for block in blocks if any(True for _ in block.parameters())]

@@ -76,8 +76,7 @@ def resolve(
 
     Args:
         params: An optimizer, or parameters, param groups or named parameters.
-        base: An optimizer (of ``params``, if both are given), or the name, class or import path of
-            one to build.
+        base: An optimizer of ``params``, or the name, class or import path of one to build.
         options: Keywords that are not options of kronbit.
 
     Raises:
@@ -202,15 +201,10 @@ def state_on_meta(
 ) -> dict[int, dict[str, Any]]:
     """Return F's state after a step on the meta device, which takes no memory.
 
-    Args:
-        factory: F's class.
-        groups: Param groups with F's options; parameters may be on any device.
+    An F that cannot run there raises its error.
 
     Returns:
         The state of each parameter, by its index across all groups.
-
-    Raises:
-        Exception: Any error of an F that cannot run on the meta device.
     """
     twins: list[Tensor] = []
     meta_groups = []

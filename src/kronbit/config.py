@@ -233,14 +233,9 @@ class Config:
 def take_options(
     keywords: MutableMapping[str, Any], defaults: Iterable[tuple[str, Any]] = ()
 ) -> Config:
-    """Remove the second-order options from keywords. The rest is for the base optimizer.
+    """Remove the second-order options from an optimizer's keywords; the rest is for F.
 
-    Args:
-        keywords: Keyword arguments of an optimizer. Modified in place.
-        defaults: An algorithm's defaults, which override those of ``Config``.
-
-    Returns:
-        The options.
+    ``defaults`` are an algorithm's, which override those of ``Config``.
     """
     given = {name: keywords.pop(name) for name in OPTIONS if name in keywords}
     config = Config(**{**dict(defaults), **given})

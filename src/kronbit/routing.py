@@ -150,12 +150,7 @@ class Groups:
             self._check(group, self._base.param_groups[:index])
 
     def check_new(self, group: Mapping[str, Any]) -> None:
-        """Refuse bad options, and options that do not suit the parameters of a new group.
-
-        Raises:
-            TypeError: If the group is not a dict, or a parameter cannot be assembled.
-            ValueError: If an option or a parameter is refused. The message names it.
-        """
+        """Refuse bad options, and options that do not suit the parameters of a new group."""
         self._check(group, self._base.param_groups)
 
     def _check(self, group: Mapping[str, Any], earlier: Sequence[Mapping[str, Any]]) -> None:

@@ -127,13 +127,8 @@ def batches(
 ) -> Iterator[list[Part]]:
     """Yield batches of rows of equal format and options, as large as the workspace allows.
 
-    Few large batches are faster, since kernel launches dominate the time of small matrices.
-
-    Args:
-        parts: The rows.
-        workspace: Size of the workspace in bytes.
-        cost: Cost of a row, or a function that returns it for a part.
-        mixed: Returns True for a part whose format and options allow orders to share a batch.
+    Launches dominate the time of small matrices. Orders share a batch if ``mixed`` returns True for
+    a part.
     """
     classes: dict[tuple[Format, Config], dict[int, list[Part]]] = {}
     by_id: dict[tuple[int, int], dict[int, list[Part]]] = {}  # hashing options is slow
@@ -170,10 +165,9 @@ def _count(parts: Sequence[Part]) -> int:
 
 
 def _shared(orders: Mapping[int, list[Part]], workspace: int, cost: Cost) -> Iterator[list[Part]]:
-    """Join small orders of few rows to a larger order.
+    """Join small orders of few rows to a larger order, to which their matrices are padded.
 
-    Their matrices are padded to the larger order. The extra work is accepted up to a fraction of a
-    batch, since it saves a batch. Results are the same to the bit.
+    The extra work is accepted up to a fraction of a batch, since it saves one.
     """
     joined: list[Part] = []
     largest, budget = 0, 0.0
@@ -211,10 +205,7 @@ def _packed_sizes(
 ) -> Mapping[int, int]:
     """Return the number of rows of a batch by the order of its first row.
 
-    Args:
-        counts: Pairs of order and number of rows, in descending order.
-        workspace: Size of the workspace in bytes.
-        cost: Cost of a row.
+    ``counts`` are pairs of order and number of rows, in descending order.
     """
     rooms = {order: cost.rows(order, (0, 0), workspace) for order, _ in counts}
     sizes = rooms
@@ -239,9 +230,7 @@ def _count_batches(counts: Iterable[tuple[int, int]], rooms: Mapping[int, int]) 
 def _cut(parts: Sequence[Part], room_of: Callable[[int], int]) -> Iterator[list[Part]]:
     """Cut parts into batches, and divide parts where a batch ends.
 
-    Args:
-        parts: The rows.
-        room_of: Maps the order of a batch's first row to the number of rows in the batch.
+    ``room_of`` maps the order of a batch's first row to the number of rows in the batch.
     """
     batch: list[Part] = []
     room = 0

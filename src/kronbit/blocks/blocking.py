@@ -118,14 +118,6 @@ def _runs(sizes: Sequence[int]) -> Iterator[tuple[int, range]]:
 def route(shape: tuple[int, ...], config: Config) -> Blocking | str:
     """Cut a parameter into blocks, or say why it is left to the base optimizer.
 
-    Args:
-        shape: The parameter's shape.
-        config: The parameter's options. ``precondition``, ``batch_dims``, ``split_sizes``,
-            ``max_order`` and ``split`` are used.
-
-    Returns:
-        The blocking, or the reason why the parameter is not preconditioned.
-
     Raises:
         ValueError: If ``split_sizes`` sums up to neither the rows nor the columns.
     """

@@ -27,8 +27,7 @@ _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}  # by the n
 def plain_dtypes(grads: Sequence[Tensor]) -> set[torch.dtype] | None:
     """Return the dtypes if all gradients are real and contiguous or channels-last, else None.
 
-    This runs at every step for every parameter, so it makes two passes in C instead of one in
-    Python, unless some gradients are in channels-last order.
+    This runs at every step, so it makes two passes in C instead of one in Python.
     """
     dtypes = set(map(attrgetter("dtype"), grads))
     try:
@@ -85,10 +84,6 @@ class GradientBlocks:
 
     A gradient whose strides do not allow a view as a matrix (a channels-last convolution, if
     no kernels are used) is copied at each read. Writes go to a copy, which ``flush`` writes back.
-
-    Args:
-        members: The parameters.
-        grads: The gradient of each; ``None`` where a parameter has none.
     """
 
     def __init__(self, members: Sequence[Member], grads: Sequence[Tensor | None]) -> None:
@@ -177,10 +172,9 @@ def boxes(dims: tuple[int, ...], start: int, stop: int) -> tuple[tuple[slice, ..
     if first == last:
         return _under(first, boxes(dims[1:], offset, rest))
     head = _under(first, boxes(dims[1:], offset, inner)) if offset else ()
-    body_start = first + 1 if offset else first
-    body = (
-        ((slice(body_start, last), *(slice(0, d) for d in dims[1:])),) if body_start < last else ()
-    )
+    lines = slice(first + bool(offset), last)
+    whole = (lines, *(slice(0, d) for d in dims[1:]))
+    body = (whole,) if lines.start < lines.stop else ()
     return (*head, *body, *_under(last, boxes(dims[1:], 0, rest)))
 
 
@@ -251,12 +245,6 @@ def collect(
     name: Callable[[Tensor], str],
 ) -> StepGradients:
     """Collect a step's gradients. Those that cannot be written to are replaced by copies.
-
-    Args:
-        groups: Param groups.
-        config_of: Returns the options of a group.
-        route: Returns how a parameter is cut, or why it is left to F.
-        name: Returns a parameter's name for error messages.
 
     Raises:
         RuntimeError: If a gradient cannot be preconditioned.

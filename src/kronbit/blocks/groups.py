@@ -124,9 +124,8 @@ class Group:
     def places(self, members: Sequence[Member]) -> Iterator[tuple[int, int, int, int, int, int]]:
         """Yield the location of each row's block in its gradient.
 
-        Yields:
-            The row, its member, the number of the block within the member, the offset of the
-            block in the gradient, the stride between its rows, and its taps.
+        This is the row, its member, the number of the block within the member, the offset of the
+        block in the gradient, the stride between its rows, and its taps.
         """
         for span in self.spans:
             blocking = members[span.member].blocking
@@ -143,12 +142,7 @@ def chunks(rows: slice, size: int) -> Iterator[slice]:
 
 
 def make_groups(members: Sequence[Member], device: torch.device) -> list[Group]:
-    """Group the blocks of all members and allocate their factors.
-
-    Args:
-        members: The parameters, in order; rows follow that order.
-        device: Device of the parameters.
-    """
+    """Group the blocks of all members, in order, and allocate their factors."""
     grids: dict[_Key, list[tuple[int, Grid]]] = {}
     for index, member in enumerate(members):
         for grid in member.blocking.grids:
@@ -197,8 +191,8 @@ def _allocate(
 def _phases(rows: Mapping[_Key, int]) -> dict[_Key, list[float]]:
     """Assign each group's rows to slots of the interval; return the phases of the rows.
 
-    The rows of one slot keep a GPU busy. Large blocks come first, so that the blocks of a slot
-    have similar orders and can share batches, unless there are only a few of them.
+    The rows of one slot keep a GPU busy. Large blocks come first, so that the blocks of a slot have
+    similar orders and can share batches, unless they are few.
     """
     slots: dict[_Key, list[int]] = {}
     slot = filled = largest = 0

@@ -11,9 +11,9 @@ from kronbit.blocks.batches import Part
 def divide(parts: Iterable[Part], ranks: int) -> list[list[Part]]:
     """Divide rows among ranks. Each rank gets adjacent rows, and about the same load.
 
-    A row costs the cube of its order. All ranks get the same number of rows of a part. The
-    remaining rows go to the ranks with the smallest loads; ties start at a different rank each
-    time. The result, the rows of each rank, is the same on all ranks.
+    A row costs the cube of its order. All ranks get the same number of rows of a part, and the rest
+    goes to the smallest loads; ties start at a different rank each time. All ranks compute the same
+    result, the rows of each rank.
     """
     shares: list[list[Part]] = [[] for _ in range(ranks)]
     loads = [0] * ranks

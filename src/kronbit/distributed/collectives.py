@@ -21,17 +21,10 @@ _ALIGNMENT, _SMALLEST_PIECE = 16, 2**20  # bytes
 class Link:
     """A process group that sends tensors of a device.
 
-    Args:
-        group: The ranks.
-        device: Device of the tensors.
-
     Attributes:
         device: Device that messages travel on; may be another one.
         rank: This rank within the group.
         ranks: Number of ranks in the group.
-
-    Raises:
-        ValueError: If the group has no backend that can send the tensors.
     """
 
     def __init__(self, group: ProcessGroup, device: torch.device) -> None:
@@ -52,21 +45,16 @@ class Link:
     def together(self, problem: str) -> Iterator[None]:
         """Raise an error on all ranks if one of them fails inside. Waits for the others.
 
-        Args:
-            problem: Message on ranks that have not failed. ``{rank}`` is the first rank that has,
-                ``{ranks}`` the number of ranks.
-
-        Raises:
-            RuntimeError: On ranks that have not failed, if another one has.
+        Ranks that have not failed raise a RuntimeError with the message ``problem``, in which
+        ``{rank}`` is the first rank that has, and ``{ranks}`` the number of ranks.
         """
         failure: Exception | None = None
         try:
             yield
         except Exception as error:  # the others wait for this rank and must be told
             failure = error
-        failed = self.sums(
-            [failure is not None and rank == self.rank for rank in range(self.ranks)]
-        )
+        here = failure is not None
+        failed = self.sums([here and rank == self.rank for rank in range(self.ranks)])
         if failure is not None:
             raise failure
         if any(failed):
@@ -119,8 +107,8 @@ def gather(streams: Streams, link: Link, workspace: int) -> int:
     """Give all ranks the tensors of each rank.
 
     Args:
-        streams: For each rank, the contiguous tensors whose values it has. All ranks pass tensors
-            of the same shapes; those of other ranks are overwritten.
+        streams: For each rank, the contiguous tensors that it sends, on all ranks of the same
+            shapes; those of other ranks are overwritten.
         link: The ranks.
         workspace: Limit on the bytes of the buffers, unless it is very small.
 

@@ -1,7 +1,6 @@
 """Ranks that hold the same state, as under DistributedDataParallel: each does a part of the work.
 
-Results are gathered, so that every rank has the whole state again. All communication happens at
-updates and refreshes; ordinary steps send nothing.
+Results are gathered, so that every rank has the whole state again. Ordinary steps send nothing.
 """
 
 from __future__ import annotations
@@ -64,13 +63,11 @@ class Exchange:
         Args:
             stacks: The state.
             due: Members that are due, with their options and blocks.
-            norms: Norms of the members' gradients. Ranks with different norms do not hold the same
-                state.
+            norms: Norms of gradients. Ranks with different ones do not hold the same state.
             wanted: Returns True for the name of a tensor that is written.
 
         Raises:
-            RuntimeError: If ranks disagree on the work, before anything is changed; or if one of
-                them has failed.
+            RuntimeError: If ranks disagree before the work, or one of them has failed.
         """
         link = self.link
         if link is None or not self._same_gradients(link, stacks, due, norms):

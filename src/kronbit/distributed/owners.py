@@ -4,7 +4,7 @@ If parameters are sharded (FSDP2, HSDP), owners receive the rows of their gradie
 and send them back preconditioned, by one uneven all-to-all each way. If every rank has all
 gradients (``shard_state=True``), owners send the preconditioned ones to all ranks.
 
-Owners do what a single process does, on the same numbers, so the results are the same.
+Owners compute on the same numbers as a single process, so the results are the same.
 """
 
 from __future__ import annotations
@@ -68,13 +68,7 @@ class Owners:
     def whole(self, gradients: StepGradients, careful: bool) -> Iterator[StepGradients]:
         """Provide whole gradients to their owners; at the end, write them back on all ranks.
 
-        Args:
-            gradients: The parameters of the step, with their gradients.
-            careful: True to verify that all ranks have the same gradients, and that none fails
-                inside. Waits for the others.
-
-        Raises:
-            RuntimeError: If ranks have different gradients, or one of them fails.
+        If ``careful``, verify that all ranks have the same gradients, and that none fails inside.
         """
         if careful:
             self._compare(gradients)

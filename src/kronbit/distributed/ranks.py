@@ -72,10 +72,7 @@ class Ranks:
     def whole(
         self, gradients: StepGradients, is_due: Callable[[], bool]
     ) -> AbstractContextManager[Any]:
-        """Provide gradients as this rank preconditions them; see ``Owners.whole``.
-
-        ``is_due`` returns True if an update or a refresh falls on this step.
-        """
+        """Provide gradients as this rank preconditions them; see ``Owners.whole``."""
         if self.owners is not None:
             return self.owners.whole(gradients, careful=is_due())
         if self.localises:
@@ -92,19 +89,13 @@ class Ranks:
         vars(self).update(vars(larger))  # in place: a trainer's wrapper cannot set our attributes
 
     def figures(self) -> dict[str, int]:
-        """Return the figures that ``diagnostics`` shows.
-
-        For ranks that hold the same state: their number, how often each did all of the work because
-        gradients differed, and the bytes of statistics and roots that this rank has received. For
-        ranks that own parameters: their number, and the bytes of gradients that this rank has sent
-        or received.
-        """
-        figures, exchange, owners = {}, self.exchange, self.owners
-        if exchange.link is not None:
-            figures = {"replicas": exchange.link.ranks, "apart": exchange.apart}
-            figures["received_bytes"] = exchange.received
-        if owners is not None:
-            figures |= {"owners": owners.link.ranks, "gradient_bytes": owners.bytes}
+        """Return the figures that ``diagnostics`` shows; see ``Exchange`` and ``Owners``."""
+        figures = {}
+        if self.exchange.link is not None:
+            figures = {"replicas": self.exchange.link.ranks, "apart": self.exchange.apart}
+            figures["received_bytes"] = self.exchange.received
+        if self.owners is not None:
+            figures |= {"owners": self.owners.link.ranks, "gradient_bytes": self.owners.bytes}
         return figures
 
     def refuse_partial_state(self) -> None:
@@ -168,9 +159,6 @@ def find_ranks(
     route: Callable[[Tensor, Config], Blocking | str],
 ) -> Ranks:
     """Find the other ranks, from the names, parameters and options of all groups.
-
-    ``process_group`` is as given to the optimizer. ``route`` returns how a parameter is cut, or why
-    it is left to F.
 
     Raises:
         ValueError: If ranks cannot communicate, or options do not suit them.

@@ -52,9 +52,8 @@ class Triangle(NamedTuple):
 
     def trace(self) -> Tensor:
         """Return the traces of C Cᵀ, (k,)."""
-        return (
-            self.C.square().sum(-1).sum(-1)
-        )  # in two steps, so that threads never split the sum of a row
+        # In two steps, so that threads never split the sum of a row.
+        return self.C.square().sum(-1).sum(-1)
 
     def square(self) -> Tensor:
         """Return A = C Cᵀ."""
@@ -67,8 +66,8 @@ class Triangle(NamedTuple):
 class Cholesky:
     """Stores C with A = C Cᵀ: the diagonal in float32, the rest quantised.
 
-    C Cᵀ is positive semi-definite whatever the quantisation error. The condition number of C is
-    the square root of A's, so errors matter less.
+    C Cᵀ is positive semi-definite whatever the quantisation error, which matters less, since the
+    condition number of C is the square root of A's.
     """
 
     repairs: tuple[str, ...] = ("jittered",)
@@ -92,10 +91,7 @@ class Cholesky:
         return self.factor.encode(eye * value**0.5)
 
     def restore(self, slices: Sequence[Mapping[str, Tensor]], order: int) -> Triangle:
-        """Return C of all stacks, concatenated: do not write to it.
-
-        A matrix of a smaller order is padded with zeros.
-        """
+        """Return C of all stacks, concatenated and padded with zeros: do not write to it."""
         if len(slices) == 1:
             return Triangle(self.factor.decode(slices[0]))
         # The first tensor of a factor, its diagonal or C itself, ends in an axis of its order.

@@ -33,8 +33,8 @@ class Square(NamedTuple):
 class Dense:
     """A ← β A + (1 - β) M; Â = (A + λmax ε I)^(-1/p) by Schur-Newton.
 
-    With a 32-bit quantiser this is the method ``"dense"``. With fewer bits it is ``"naive"``, the
-    paper's baseline: the same on the dequantised A, whose diagonal stays float32.
+    At 32 bits this is the method ``"dense"``. With fewer bits it is ``"naive"``, the paper's
+    baseline: the same on the dequantised A, whose diagonal stays float32.
     """
 
     repairs: tuple[str, ...] = ()

@@ -40,9 +40,7 @@ class Method(Protocol):
     def allows_padding(self, config: Config, attempt: int | None) -> bool:
         """True if matrices can be padded to a larger order without a change of the results.
 
-        Args:
-            config: The options.
-            attempt: Which attempt at an update; ``None`` for a refresh.
+        ``attempt`` counts the attempts at an update; it is ``None`` for a refresh.
         """
 
     def layout(self, order: int) -> Layout:
@@ -90,7 +88,7 @@ class Factors:
     """A stack of preconditioners of one order with their inverse p-th roots.
 
     The tensors are allocated once and only ever copied into: their slices are the optimizer's
-    state. A stack may be a window of a larger one: rows of several stacks are then adjacent.
+    state. A stack may be a window of a larger one.
 
     Args:
         order: n.
@@ -221,14 +219,9 @@ class Batch:
         attempt: int = 0,
         chain: Chain | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Run PU. A row whose factorisation fails stays as it is.
+        """Run PU with M (rows, n, n), finite, which may be overwritten; see ``Method.update``.
 
-        Args:
-            M: The new G Gᵀ or Gᵀ G, (rows, n, n), finite; may be overwritten.
-            finite: bool (rows,): a row stays as it is where this is False.
-            config: β, t1 and the number of QR iterations.
-            attempt: 0, or the number of a more robust attempt, for rows where it has failed.
-            chain: See ``Method.update``.
+        A row stays as it is where ``finite``, bool (rows,), is False, or its factorisation fails.
 
         Returns:
             Two tensors, bool (rows,). The first is True if the factorisation can be trusted. The
@@ -239,11 +232,7 @@ class Batch:
         return good, self._keep(lambda rows, n: encode(new.part(rows, n)), finite & good)
 
     def refresh(self, config: Config) -> Tensor:
-        """Run PIRU with ε, t2 and the number of Newton steps of ``config``.
-
-        Returns:
-            bool (rows,): True if the root was replaced, because the new one is finite.
-        """
+        """Run PIRU. Return bool (rows,), True if the root was replaced: the new one is finite."""
         scale = self._trace_scale() if config.trace_scaling else None
         new = self.method.refresh(self.restored(), config)
         if scale is not None:
@@ -282,11 +271,8 @@ class Batch:
 
         Args:
             encoded: (rows, order) -> their new tensors.
-            accepted: bool (rows,): False where the old tensors stay in any case; may be
-                overwritten.
-
-        Returns:
-            bool (rows,): True if a row has new tensors.
+            accepted: bool (rows,): False where the old tensors stay in any case. Overwritten by the
+                result: True if a row has new tensors.
         """
         replacements = [
             replacement(leaves, encoded(rows, order), accepted[rows])
@@ -305,7 +291,7 @@ class Batch:
 def replacement(old: Mapping[str, Tensor], new: Leaves, accepted: Tensor) -> Callable[[], object]:
     """Return a function that overwrites old tensors, except in rows that are not finite.
 
-    All memory is allocated here. The function allocates nothing, and may be called again.
+    The function allocates nothing, and may be called again.
 
     Args:
         old: Tensors by name, perhaps in the host's memory; those of other names stay.

@@ -45,19 +45,15 @@ class MatrixStorage(Protocol):
         """Return Q(X) of a float32 stack (k, n, n), which may be overwritten."""
 
     def decode(self, leaves: Mapping[str, Tensor], out: Tensor | None = None) -> Tensor:
-        """D: return the float32 stack (k, n, n). It may be the stored tensor: do not write to it.
+        """D: return the float32 stack (k, n, n), perhaps the stored tensor: do not write to it.
 
-        Args:
-            leaves: The tensors.
-            out: Receives the stack, if given; its rows need not be contiguous.
+        If ``out`` is given, it receives the stack; its rows need not be contiguous.
         """
 
     def operand(self, slices: Sequence[Mapping[str, Tensor]], order: int) -> Operand:
-        """D: return an operand. No element of the matrices may be far above 1.
+        """D: return an operand of concatenated stacks. No element may be far above 1.
 
-        Args:
-            slices: Stacks, which are concatenated.
-            order: The largest of their orders. Smaller matrices are padded by the identity.
+        ``order`` is the largest. Smaller matrices are padded by the identity.
         """
 
 
@@ -129,11 +125,6 @@ class CompactStorage:
     The strictly lower part of a triangular or symmetric matrix is quantised, and the diagonal stays
     float32. The lower part is cut into square tiles, in the order of rows, and a row of a tile is a
     block. If rows take less memory, the lower part is stored by rows instead.
-
-    Attributes:
-        quantizer: Q and D, below 32 bits.
-        prefix: Prefix of the names.
-        shape: Structure of the matrix.
     """
 
     quantizer: Quantizer
@@ -210,13 +201,7 @@ def _best_tile(storage: CompactStorage, order: int) -> int | None:
 
 
 def statistic_storage(format: Format, plain: str, shape: Shape) -> MatrixStorage:
-    """Return the storage of a statistic.
-
-    Args:
-        format: Bits and storage.
-        plain: Name of the tensor at 32 bits.
-        shape: Structure of the matrix.
-    """
+    """Return the storage of a statistic; ``plain`` is the name of the tensor at 32 bits."""
     return _storage(format, format.statistic, plain, "", shape)
 
 

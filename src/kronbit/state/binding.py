@@ -2,15 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import (
-    Callable,
-    Collection,
-    Iterable,
-    Mapping,
-    MutableMapping,
-    Sequence,
-    ValuesView,
-)
+from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
 from itertools import chain, repeat
 from operator import is_
 from typing import Any, TypeAlias
@@ -56,7 +48,7 @@ class Binding:
         self._keys: list[str] = []
         self._views: list[dict[str, Any]] = []
         # Live views of all dicts inside of blocks, and the values that they must show.
-        self._dicts: list[ValuesView[Any]] = []
+        self._dicts: list[Collection[Any]] = []
         self._values: list[Any] = []
 
     def holds(self, state: Mapping[Tensor, Any]) -> bool:
@@ -223,12 +215,7 @@ class StateKeeper:
     ) -> tuple[StepPlan, StepGradients]:
         """Return the last step's plan, or a new one if parameters or the state have changed.
 
-        Args:
-            gradients: The gradients of the step.
-            state: The optimizer's state.
-            base_state: F's state.
-            name: Returns a parameter's name for error messages.
-            replan: Lays out all state anew; called with the parameters of the step.
+        ``replan`` lays out all state anew; it is called with the parameters of the step.
 
         Returns:
             The plan, and the gradients in its order.

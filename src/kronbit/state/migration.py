@@ -29,10 +29,7 @@ _NEXT: dict[int, Callable[[Mapping[str, Any]], dict[str, Any]]] = {1: _from_1}
 def up_to_date(groups: Sequence[Mapping[str, Any]], has_state: bool) -> list[dict[str, Any]]:
     """Convert the param groups of a checkpoint to the current format.
 
-    Args:
-        groups: The param groups of the checkpoint.
-        has_state: True if the checkpoint holds state. Without state, the groups may come from F
-            alone and carry no format.
+    Without state, the groups may come from F alone and carry no format.
 
     Raises:
         ValueError: If a format is unknown, as that of a later version is.

@@ -31,11 +31,7 @@ _COMPARED = frozenset((*_FLOATS, torch.int32, torch.int64))
 
 
 def copied(state_dict: Any) -> dict[str, Any]:
-    """Return a copy of the outermost dict, which hooks may change.
-
-    Raises:
-        ValueError: If ``state_dict`` is not a dict.
-    """
+    """Return a copy of the outermost dict, which hooks may change."""
     if not isinstance(state_dict, Mapping):
         raise ValueError(f"a state dict is a dict; got {type(state_dict).__name__}")
     return dict(state_dict)
@@ -46,13 +42,8 @@ def check_outline(
 ) -> None:
     """Check that a state dict matches an optimizer's param groups.
 
-    Args:
-        state_dict: The state dict to load.
-        groups: The optimizer's param groups.
-        prefix: Path of the state dict in error messages.
-
     Raises:
-        ValueError: If an entry does not match. The message names the key.
+        ValueError: If an entry does not match. The message names the key, with the prefix.
     """
     for key in ("state", "param_groups"):
         if key not in state_dict:
@@ -122,11 +113,6 @@ def _kind(value: Any) -> str | None:
 
 def checked_leaves(values: Any, layout: Layout, where: str) -> Leaves:
     """Return the tensors of one side of a block after checking them against a layout.
-
-    Args:
-        values: Name -> tensor, from a checkpoint or from the user.
-        layout: The expected shapes and dtypes.
-        where: Path of ``values`` in error messages.
 
     Raises:
         ValueError: If a tensor is missing or unknown, has another dtype or shape, or holds

@@ -1,8 +1,7 @@
 """Statistics of K-FAC and AdaBK: M = Y Yᵀ for L and X Xᵀ for R, from the rows x and y of a layer.
 
-Hooks observe inputs and output gradients. They are registered only before steps that update
-statistics. Rows are collected in the backward pass, where y is known. The forward pass that
-activation checkpointing repeats is therefore not counted twice.
+Hooks are registered only before steps that update statistics. Rows are collected in the backward
+pass, so a forward pass that activation checkpointing repeats is not counted twice.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -42,7 +41,6 @@ if TYPE_CHECKING:
 SHARED = ("expand", "reduce")
 
 
-@dataclass
 class Collected:
     """Sums over the rows of a layer since its gradient was reset.
 
@@ -52,16 +50,11 @@ class Collected:
         rows: Number of rows.
     """
 
-    X: Tensor
-    Y: Tensor
-    rows: int = 0
-
-    @classmethod
-    def zeros(cls, layer: Layer, device: torch.device) -> Collected:
-        """Allocate the sums of a layer."""
+    def __init__(self, layer: Layer, device: torch.device) -> None:
         E, outputs, inputs = layer.sides
-        X, Y = (torch.zeros(E, n, n, dtype=torch.float32, device=device) for n in (inputs, outputs))
-        return cls(X, Y)
+        self.X = torch.zeros(E, inputs, inputs, dtype=torch.float32, device=device)
+        self.Y = torch.zeros(E, outputs, outputs, dtype=torch.float32, device=device)
+        self.rows = 0
 
     def sides(self, layer: Layer) -> tuple[Tensor, Tensor, int]:
         """Return the sums for L and for R, and the number of rows."""
@@ -78,8 +71,7 @@ class ActivationStatistics(Statistics):
             ``"expand"``: each position is a row. ``"reduce"``: each example is a row, with the mean
             of its x and the sum of its y.
         grad_scaler: Scaler of the loss; y is divided by its scale.
-        process_group: Ranks over which statistics are averaged. None: all ranks. False: this rank
-            alone.
+        process_group: Ranks over which statistics are averaged. None: all. False: this one alone.
         workspace: Limit on copies of inputs, in bytes.
     """
 
@@ -155,7 +147,10 @@ class ActivationStatistics(Statistics):
         layer = self._layers.get(p)
         if layer is None:
             return self._reasons.get(p, "no weight of a linear layer or convolution")
-        blocking = _blocking(layer.matrices, config)
+        largest = max(layer.matrices[1:])
+        if largest > config.max_order:
+            return f"a side of {largest} is above max_order={config.max_order}"
+        blocking = route(layer.matrices, replace(config, batch_dims=1))
         if isinstance(blocking, Blocking) and layer.bias is None:
             # Without a bias, the weight's gradient is preconditioned in place, in any memory
             # format. With a bias, the gradient is copied into [W | b].
@@ -213,7 +208,7 @@ class ActivationStatistics(Statistics):
         if x is None:
             return
         if layer not in self._collected:
-            self._collected[layer] = Collected.zeros(layer, y.device)
+            self._collected[layer] = Collected(layer, y.device)
         sums = self._collected[layer]
         scale = 1.0 if self.grad_scaler is None else 1 / self.grad_scaler.get_scale()
         for rows in self._rows(layer.outputs(y), torch.sum):
@@ -247,9 +242,7 @@ class ActivationStatistics(Statistics):
         """Return the mean squares of the rows. A layer without rows is not updated."""
         layers = {i: self._layers[param(i)] for i in due}
         self._share(list(layers.values()))
-        missed = [layer for layer in layers.values() if layer not in self._collected]
-        if missed:
-            self._note_missed(missed)
+        self._note_missed([layer for layer in layers.values() if layer not in self._collected])
         sums = {
             i: self._collected[layer].sides(layer)  # kept: a step that fails needs them again
             for i, layer in layers.items()
@@ -260,13 +253,11 @@ class ActivationStatistics(Statistics):
     def _share(self, layers: Sequence[Layer]) -> None:
         """Add up the sums of all ranks. All ranks take part, even those without rows."""
         group = self.process_group
-        if group is False or not (dist.is_available() and dist.is_initialized()):
-            return
-        if dist.get_world_size(group) == 1 or not layers:
+        started = dist.is_available() and dist.is_initialized()
+        if not layers or group is False or not started or dist.get_world_size(group) == 1:
             return
         sums = [
-            self._collected.get(layer) or Collected.zeros(layer, layer.weight.device)
-            for layer in layers
+            self._collected.get(layer) or Collected(layer, layer.weight.device) for layer in layers
         ]
         device = layers[0].weight.device
         rows = torch.tensor([local.rows for local in sums], dtype=torch.int64, device=device)
@@ -279,7 +270,7 @@ class ActivationStatistics(Statistics):
                 self._collected[layer] = total
 
     def _note_missed(self, layers: Sequence[Layer]) -> None:
-        if not self._counts["missed_statistics"]:
+        if layers and not self._counts["missed_statistics"]:
             warn(
                 f"{len(layers)} layer(s), {layers[0].name!r} first, have a gradient, but were not "
                 "called in training mode since the last step: their statistics are not updated. "
@@ -313,11 +304,3 @@ def _add_square(total: Tensor, rows: Tensor) -> None:
     """Add rowsᵀ rows to a total (E, n, n)."""
     x = operand(rows.contiguous())
     multiply(x.mT, x, C=total, symmetric=True, out=total)
-
-
-def _blocking(matrices: tuple[int, int, int], config: Config) -> Blocking | str:
-    """Return one block for each whole matrix, or why there is none."""
-    largest = max(matrices[1:])
-    if largest > config.max_order:
-        return f"a side of {largest} is above max_order={config.max_order}"
-    return route(matrices, replace(config, batch_dims=1))

@@ -49,10 +49,7 @@ class Statistics:
     ) -> AbstractContextManager[list[Tensor]]:
         """Provide the gradients of matrices; at the end, write them back to the gradients.
 
-        Args:
-            params: The parameters of the step.
-            planned: The parameters that are preconditioned.
-            grads: The gradient of each parameter.
+        ``planned`` are the parameters that are preconditioned.
         """
         return nullcontext(grads)
 
@@ -69,7 +66,7 @@ class Statistics:
             stacks: State of the device's members.
             measured: Gradients of the members.
             due: Members to update, with their options and blocks.
-            param: Returns the parameter of a member that has a gradient.
+            param: Returns the parameter of a member.
         """
         raise NotImplementedError
 

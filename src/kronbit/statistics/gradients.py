@@ -58,10 +58,7 @@ class GradientStatistics(Statistics):
     def outer_products(
         self, stacks: DeviceStacks, measured: Measured, due: Mapping[int, Due]
     ) -> MatrixOf:
-        """Return a function that computes M of a batch.
-
-        It uses kernels if they can read all gradients that are due.
-        """
+        """Return the function for M, with kernels if they can read all gradients that are due."""
         addresses, members = measured.addresses, stacks.members
         if addresses is not None and all(map(addresses.values.__getitem__, due)):
             from kronbit.gpu.outer_products import OuterProducts

@@ -38,9 +38,6 @@ class Kept:
     """An input that is saved for the backward pass as autograd saves tensors.
 
     Checkpointing can therefore drop and recompute it, and offloading can move it.
-
-    Args:
-        x: The input.
     """
 
     def __init__(self, x: Tensor) -> None:

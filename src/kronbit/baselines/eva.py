@@ -200,11 +200,13 @@ class EVA(Rewriter):
         assert grad is not None
         t = state["step"]
         started = 1 - self.beta ** t.double()
-        a, b = state["input_mean"] / started, state["output_mean"] / started
-        left, right = (a, b) if layer.inputs_are_rows else (b, a)
+        a, b = (state[name].unsqueeze(-1) / started for name in ("input_mean", "output_mean"))
+        u, v = (a, b) if layer.inputs_are_rows else (b, a)
         G = grad if layer.bias is None else layer.join(grad)
         G = G.reshape(layer.matrices).to(a.dtype)
-        Ghat = inverse_times(G, left, right, self.damping)
+        # The Sherman-Morrison formula gives ((u uᵀ) ⊗ (v vᵀ) + γ I)⁻¹ G for each matrix.
+        squares = (u.mT @ u) * (v.mT @ v)
+        Ghat = (G - (u.mT @ G @ v) / (self.damping + squares) * u @ v.mT) / self.damping
         G = torch.where(finite & (t > 0), graft(G, Ghat, grad.dtype), G)
         if layer.bias is None:
             grad.copy_(G.reshape(grad.shape))
@@ -235,13 +237,6 @@ class EVA(Rewriter):
         super().__setstate__(state)
         self._collected, self._handles = {}, []
         self._watch_layers()
-
-
-def inverse_times(G: Tensor, left: Tensor, right: Tensor, damping: float) -> Tensor:
-    """Return ((u uᵀ) ⊗ (v vᵀ) + γ I)⁻¹ G for G (E, M, N), u (E, M) and v (E, N)."""
-    u, v = left.unsqueeze(-1), right.unsqueeze(-1)
-    squares = (u.mT @ u) * (v.mT @ v)
-    return (G - (u.mT @ G @ v) / (damping + squares) * u @ v.mT) / damping
 
 
 @torch.no_grad()

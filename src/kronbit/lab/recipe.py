@@ -10,6 +10,8 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from kronbit.config import OPTIONS
 from kronbit.lab.errors import LabError, one_line, refuse_unknown
 from kronbit.lab.precision import AMP, DTYPES
@@ -163,8 +165,6 @@ class Recipe:
 
     def to_yaml(self) -> str:
         """Return all settings as a YAML file."""
-        import yaml
-
         return yaml.safe_dump(asdict(self), sort_keys=False, allow_unicode=True, width=100)
 
 
@@ -204,8 +204,6 @@ def _typed(name: str, value: Any) -> Any:
 
 def parse_settings(given: Iterable[str]) -> dict[str, Any]:
     """Parse settings such as ``["lr=1e-3", "betas=[0.9, 0.95]"]`` into names and values."""
-    import yaml
-
     settings: dict[str, Any] = {}
     for item in given:
         key, equals, text = item.partition("=")
@@ -239,8 +237,6 @@ def recipe_names() -> list[str]:
 
 def find_recipe(name: str) -> Recipe:
     """Return a recipe that comes with kronbit, such as ``pydoc-gpt``, or read a YAML file."""
-    import yaml
-
     path = FOLDER / f"{name}.yaml"
     if name not in recipe_names():
         path = Path(name)

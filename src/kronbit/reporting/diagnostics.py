@@ -28,7 +28,7 @@ def diagnostics(
 
     ``missed`` are counters of the statistics, and ``past`` are those of earlier plans.
     """
-    preconditioners = _preconditioners(plan)
+    preconditioners = {} if plan is None else plan.preconditioners
     skipped = sum(int(guard.skipped) for guard in guards.values())
     counts = Counter({"skipped_gradients": skipped, **fallback_counts(plan), **missed})
     counts.update(past)
@@ -58,15 +58,11 @@ def diagnostics(
 def fallback_counts(plan: StatePlan | None) -> Counter[str]:
     """Return how often each fallback was used, over all groups. Waits for the device."""
     counts = Counter(dict.fromkeys((*Factors.COUNTERS, "ungrafted"), 0))
-    for preconditioner in _preconditioners(plan).values():
+    for preconditioner in () if plan is None else plan.preconditioners.values():
         counts["ungrafted"] += int(preconditioner.stacks.ungrafted)
         for group in preconditioner.stacks.groups:
             counts.update(_counts(group))
     return counts
-
-
-def _preconditioners(plan: StatePlan | None) -> Mapping[torch.device, Preconditioner]:
-    return {} if plan is None else plan.preconditioners
 
 
 def _counts(group: Group) -> dict[str, int]:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from kronbit.blocks.blocking import Blocking
 from kronbit.config import Config
@@ -38,7 +39,8 @@ def state_bytes(blocking: Blocking, config: Config) -> dict[str, int]:
 
 def held_bytes(value: Any) -> int:
     """Return the bytes of all tensors in nested dicts and lists. Shared tensors count once."""
-    return sum(map(_tensor_bytes, {id(tensor): tensor for tensor in _tensors(value)}.values()))
+    tensors = {id(leaf): leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)}
+    return sum(map(_tensor_bytes, tensors.values()))
 
 
 def _kind(name: str) -> str:
@@ -52,11 +54,3 @@ def _tensor_bytes(tensor: Tensor) -> int:
         names, _ = tensor.__tensor_flatten__()
         return sum(_tensor_bytes(getattr(tensor, name)) for name in names)
     return tensor.numel() * tensor.element_size()
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (Mapping, list, tuple)):
-        for item in value.values() if isinstance(value, Mapping) else value:
-            yield from _tensors(item)

@@ -20,6 +20,8 @@ from kronbit.step.schedule import first_preconditioned_step
 
 # Name, parameter, options.
 Row: TypeAlias = tuple[str, Tensor, Config]
+# How a parameter is cut into blocks, or why it is left to F.
+Route: TypeAlias = Callable[[Tensor, Config], Blocking | str]
 
 _COLUMNS = ("parameter", "shape", "blocks", "method", "bits", "bytes", "left to the base because")
 _NUMERIC = ("blocks", "bits", "bytes")
@@ -38,11 +40,7 @@ def rows(
 
 
 def summary(
-    title: str,
-    params: Sequence[Row],
-    route: Callable[[Tensor, Config], Blocking | str],
-    base: Optimizer,
-    config: Config,
+    title: str, params: Sequence[Row], route: Route, base: Optimizer, config: Config
 ) -> str:
     """Return the table of ``SecondOrder.summary``, with totals below."""
     lines: list[tuple[str, ...]] = []

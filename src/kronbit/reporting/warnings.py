@@ -7,19 +7,14 @@ from collections.abc import Callable, Mapping, Sequence
 from torch import Tensor
 
 from kronbit.blocks.blocking import Blocking
-from kronbit.config import Config
 from kronbit.messages import warn
-from kronbit.reporting.summary import Row
+from kronbit.reporting.summary import Route, Row
 from kronbit.state.loading import Entry
 
 _FLATTENED = 2**16  # a vector with at least this many elements is probably a flattened matrix
 
 
-def warn_of_few(
-    params: Sequence[Row],
-    route: Callable[[Tensor, Config], Blocking | str],
-    summary: Callable[[], str],
-) -> None:
+def warn_of_few(params: Sequence[Row], route: Route, summary: Callable[[], str]) -> None:
     """Warn if less than half of the eligible elements are preconditioned."""
     possible = preconditioned = 0
     flat = ""
@@ -43,9 +38,7 @@ def warn_of_few(
 
 
 def warn_after_loading(
-    entries: Mapping[Tensor, Entry],
-    params: Sequence[Row],
-    route: Callable[[Tensor, Config], Blocking | str],
+    entries: Mapping[Tensor, Entry], params: Sequence[Row], route: Route
 ) -> None:
     """Warn about preconditioned parameters whose statistics or roots are not in the checkpoint."""
     if any(entry.blocks for entry in entries.values()):

@@ -38,10 +38,11 @@ def draw_errors(report: ErrorReport, folder: Path, tell: Tell = lambda text: Non
     ``tell`` is called with the name of each file before it is drawn, to show progress.
     """
     import matplotlib as mpl
+    from matplotlib.figure import Figure
 
     if not report.studies:
         raise LabError(f"{report.source} has no matrix to draw: ask for at least one")
-    draw: dict[str, Callable[[Study], Figure]] = {
+    draw: dict[str, Callable[[Figure, Study], None]] = {
         "mapping": _draw_mappings,
         "errors": _draw_bars,
         "contraction": _draw_contraction,
@@ -51,15 +52,17 @@ def draw_errors(report: ErrorReport, folder: Path, tell: Tell = lambda text: Non
     make_folder(folder)
     paths = [folder / f"{name}.png" for name in draw]
     with mpl.rc_context({**mpl.rcParamsDefault, **drawing.STYLE, "backend": "Agg"}):
-        for path, figure_of in zip(paths, draw.values(), strict=True):
+        for path, fill in zip(paths, draw.values(), strict=True):
             tell(path.name)
-            write_bytes(path, drawing.to_png(figure_of(report.studies[0])))
+            figure = Figure(layout="constrained")
+            fill(figure, report.studies[0])
+            write_bytes(path, drawing.to_png(figure))
     return paths
 
 
-def _draw_mappings(_: Study) -> Figure:
+def _draw_mappings(figure: Figure, _: Study) -> None:
     """Draw the codebooks of both mappings at 3 and 4 bits."""
-    figure, panels = _figure(1, 2, 3.2)
+    panels = _panels(figure, 1, 2, 3.2)
     looks = {"dt": _LINES["A"], "linear2": _LINES["U, rectified"]}
     for panel, bits in zip(panels[0], (3, 4), strict=True):
         for mapping, look in looks.items():
@@ -69,10 +72,9 @@ def _draw_mappings(_: Study) -> Figure:
         panel.set(xlabel="code", xticks=range(0, 2**bits, bits - 2), ylim=(-1.08, 1.08))
     panels[0][0].set_ylabel("value, of the block's largest")
     panels[0][0].legend(loc="upper left")
-    return figure
 
 
-def _draw_bars(study: Study) -> Figure:
+def _draw_bars(figure: Figure, study: Study) -> None:
     """Draw NRE and angle of every way to store the matrix, at the lowest number of bits."""
     from matplotlib.patches import Patch
 
@@ -81,7 +83,7 @@ def _draw_bars(study: Study) -> Figure:
     labels = list(dict.fromkeys(row.label for row in rows))
     mappings = list(dict.fromkeys(row.mapping for row in rows))
     title = f"Errors of the inverse root at {bits} bits: {study.name}"
-    figure, panels = _figure(1, 2, 0.9 + 0.27 * len(labels), title, sharey=True)
+    panels = _panels(figure, 1, 2, 0.9 + 0.27 * len(labels), title, sharey=True)
     height = 0.8 / len(mappings)
     shades = []
     for i, mapping in enumerate(mappings):
@@ -104,13 +106,12 @@ def _draw_bars(study: Study) -> Figure:
     panels[0][0].set_yticks(range(len(labels)), labels)
     panels[0][0].set_ylim(len(labels) - 0.4, -0.6)
     panels[0][1].legend(handles=shades, loc="lower right")
-    return figure
 
 
-def _draw_contraction(study: Study) -> Figure:
+def _draw_contraction(figure: Figure, study: Study) -> None:
     """Draw errors against τ, with and without the diagonal of the root."""
     title = f"Condition {study.statistic.condition:.3g} at τ = 1: {study.name}"
-    figure, panels = _figure(2, 2, 5.0, title, sharex=True)
+    panels = _panels(figure, 2, 2, 5.0, title, sharex=True)
     rows_of = contraction(study.statistic)
     taus = list(rows_of)
     parts = {"whole": "the root", "off_diagonal": "without its diagonal"}
@@ -128,23 +129,21 @@ def _draw_contraction(study: Study) -> Figure:
     for panel, label in zip(panels[:, 0], _METRICS.values(), strict=True):
         panel.set_ylabel(label)
     panels[0][0].legend(loc="upper left", title="quantised to 4 bits")
-    return figure
 
 
-def _draw_rectification(study: Study) -> Figure:
+def _draw_rectification(figure: Figure, study: Study) -> None:
     """Draw errors of powers against the number of Björck steps."""
-    figure, ((panel,),) = _figure(1, 1, 3.4, f"Powers by 4-bit eigenvectors: {study.name}")
+    ((panel,),) = _panels(figure, 1, 1, 3.4, f"Powers by 4-bit eigenvectors: {study.name}")
     errors_of = rectification(study.statistic)
     for (k, errors), look in zip(errors_of.items(), _LINES.values(), strict=True):
         panel.plot(errors, **look, markersize=4, label=f"s = -1/{k}" if k > 1 else "s = -1")
     panel.set(yscale="log", xlabel="Björck steps t₂", ylabel="mean of |(VΛˢVᵀ)^(-1/s) VΛVᵀ - I|")
     panel.legend(loc="upper right")
-    return figure
 
 
-def _draw_singular_values(study: Study) -> Figure:
+def _draw_singular_values(figure: Figure, study: Study) -> None:
     """Draw the singular values of the matrix and of the matrices restored from 4 bits."""
-    figure, ((panel,),) = _figure(1, 1, 3.4, f"Singular values: {study.name}")
+    ((panel,),) = _panels(figure, 1, 1, 3.4, f"Singular values: {study.name}")
     values = singular_values(study.statistic)
     # The smallest values come first, as they matter most for an inverse.
     ranks = range(1, study.statistic.order + 1)
@@ -154,15 +153,12 @@ def _draw_singular_values(study: Study) -> Figure:
         panel.plot(ranks, values[label].tolist(), **line, zorder=3)
     panel.set(xscale="log", yscale="log", xlabel="rank, from the smallest", ylabel="singular value")
     panel.legend(loc="upper left", title="quantised to 4 bits")
-    return figure
 
 
-def _figure(
-    rows: int, columns: int, height: float, title: str | None = None, **shared: Any
-) -> tuple[Figure, Any]:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7.2, height), layout="constrained")
-    if title is not None:
+def _panels(
+    figure: Figure, rows: int, columns: int, height: float, title: str = "", **shared: Any
+) -> Any:
+    figure.set_size_inches(7.2, height)
+    if title:
         figure.suptitle(title.replace("$", r"\$"), fontsize=9, x=0.01, ha="left")
-    return figure, figure.subplots(rows, columns, squeeze=False, **shared)
+    return figure.subplots(rows, columns, squeeze=False, **shared)

@@ -55,7 +55,8 @@ class CASPR(SecondOrder):
     algorithm = Algorithm(rules.CASPR)
 
 
-_LAYER_DEFAULTS: tuple[tuple[str, Any], ...] = (
+# Of K-FAC and AdaBK.
+_DEFAULTS: tuple[tuple[str, Any], ...] = (
     ("beta", 0.9),
     ("start", 0.0),
     ("update_every", 200),
@@ -95,7 +96,7 @@ class KFAC(SecondOrder):
             ``refresh_rectify=0``, ``qr_iterations=2``.
     """
 
-    algorithm = Algorithm(rules.KRONECKER, (*_LAYER_DEFAULTS, ("exponent", -1.0), ("damping", 0.1)))
+    algorithm = Algorithm(rules.KRONECKER, (*_DEFAULTS, ("exponent", -1.0), ("damping", 0.1)))
     _statistics: ActivationStatistics
 
     def __init__(
@@ -132,6 +133,4 @@ class AdaBK(KFAC):
     ``damping=1e-3``.
     """
 
-    algorithm = Algorithm(
-        rules.KRONECKER, (*_LAYER_DEFAULTS, ("exponent", -0.5), ("damping", 1e-3))
-    )
+    algorithm = Algorithm(rules.KRONECKER, (*_DEFAULTS, ("exponent", -0.5), ("damping", 1e-3)))

@@ -78,9 +78,7 @@ def blockings(
     return [blocking for blocking in routes if isinstance(blocking, Blocking)]
 
 
-def _base_bytes(
-    params: Sequence[Tensor], base: str | BaseFactory, options: Mapping[str, Any]
-) -> int:
+def _base_bytes(params: list[Any], base: str | BaseFactory, options: Mapping[str, Any]) -> int:
     """Return the bytes of F's state."""
     first_order = resolve(params, base, options)
     try:

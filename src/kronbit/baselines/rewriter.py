@@ -11,6 +11,7 @@ from typing import Any, ClassVar, overload
 import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
+from torch.linalg import vector_norm
 from torch.optim import Optimizer
 
 from kronbit.base import Around, BaseFactory, resolve, tensors_of
@@ -153,10 +154,8 @@ class Rewriter(Around, ABC):
         """
         grads = [elements(p.grad) for p in self._params() if p.grad is not None]
         home = grads[0].device
-        norms = [
-            torch.linalg.vector_norm(x, dtype=wide(x.dtype)).to(home, torch.float64)
-            for x in (*grads, *also)
-        ]
+        tensors = (*grads, *also)
+        norms = [vector_norm(x, dtype=wide(x.dtype)).to(home, torch.float64) for x in tensors]
         finite = torch.stack(norms).isfinite().all()
         self._skipped = torch.as_tensor(self._skipped, device=home) + ~finite
         return finite
@@ -197,9 +196,7 @@ class Rewriter(Around, ABC):
             for p, (key, held) in entries.items():
                 layout = self.layout(p)
                 if not layout:
-                    raise ValueError(
-                        f"state[{key!r}] belongs to a parameter that has no state here"
-                    )
+                    raise ValueError(f"state[{key!r}] belongs to a parameter without state here")
                 state[p] = checked_leaves(held, layout, f"state[{key!r}]")
             layout = self.common_layout() if state or state_dict["common"] else {}
             common = checked_leaves(state_dict["common"], layout, "common")
@@ -211,9 +208,7 @@ class Rewriter(Around, ABC):
         base = _base_loader(self.base, state_dict["base"])
         base.check()
         base.load()
-        self.state = defaultdict(
-            dict, {p: _copied(leaves, p.device) for p, leaves in state.items()}
-        )
+        self.state = defaultdict(dict, {p: _copied(held, p.device) for p, held in state.items()})
         self.common = _copied(common, self._params()[0].device)
         self._skipped = 0
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
@@ -239,7 +234,7 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 def graft(G: Tensor, Ghat: Tensor, dtype: torch.dtype) -> Tensor:
     """Return G̃ = Ĝ ‖G‖ / (‖Ĝ‖ + 1e-12), clamped to the range of the gradient's dtype."""
-    scale = graft_scale(torch.linalg.vector_norm(G), torch.linalg.vector_norm(Ghat))
+    scale = graft_scale(vector_norm(G), vector_norm(Ghat))
     # G̃ has the norm of G, but a single element may be larger than any of G and overflow.
     largest = torch.finfo(dtype).max
     return (Ghat * scale).clamp(-largest, largest)

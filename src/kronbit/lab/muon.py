@@ -20,10 +20,8 @@ def hidden_matrices(model: nn.Module) -> list[tuple[str, Tensor]]:
     """
     names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
     # GPT-2 uses Conv1D of transformers, which is a linear layer.
-    linear = (
-        m for m in model.modules() if isinstance(m, nn.Linear) or type(m).__name__ == "Conv1D"
-    )
-    weights = [m.weight for m in linear if isinstance(m.weight, Tensor)]
+    dense = (m for m in model.modules() if isinstance(m, nn.Linear) or type(m).__name__ == "Conv1D")
+    weights = [m.weight for m in dense if isinstance(m.weight, Tensor)]
     kept = dict.fromkeys(p for p in weights[:-1] if p is not weights[-1] and p.requires_grad)
     return [(names[p], p) for p in kept]
 

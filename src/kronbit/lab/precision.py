@@ -7,11 +7,7 @@ from collections.abc import Mapping
 import torch
 
 DTYPES: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
-AMP: Mapping[str, torch.dtype | None] = {
-    "off": None,
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-}
+AMP: Mapping[str, torch.dtype | None] = {"off": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def autocast(device: str, amp: str) -> torch.autocast:

@@ -48,7 +48,7 @@ def diagnostics(
         "products": dict(products),
         "ranks": {} if ranks is None else ranks.figures(),
         "groups": [
-            _group_figures(device, preconditioner, group)
+            _figures(device, preconditioner, group)
             for device, preconditioner in preconditioners.items()
             for group in preconditioner.stacks.groups
         ],
@@ -70,9 +70,7 @@ def _counts(group: Group) -> dict[str, int]:
     return {name: sum(int(side.counters[name]) for side in sides) for name in Factors.COUNTERS}
 
 
-def _group_figures(
-    device: torch.device, preconditioner: Preconditioner, group: Group
-) -> dict[str, Any]:
+def _figures(device: torch.device, preconditioner: Preconditioner, group: Group) -> dict[str, Any]:
     ratio = preconditioner.stacks.graft_ratio[group.owner]
     return {
         "device": str(device),

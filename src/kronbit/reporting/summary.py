@@ -39,9 +39,7 @@ def rows(
     return list(by_parameter.values())
 
 
-def summary(
-    title: str, params: Sequence[Row], route: Route, base: Optimizer, config: Config
-) -> str:
+def summary(title: str, params: list[Row], route: Route, base: Optimizer, config: Config) -> str:
     """Return the table of ``SecondOrder.summary``, with totals below."""
     lines: list[tuple[str, ...]] = []
     elements = covered = total = offloaded = 0

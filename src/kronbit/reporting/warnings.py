@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 from torch import Tensor
 
@@ -14,7 +14,7 @@ from kronbit.state.loading import Entry
 _FLATTENED = 2**16  # a vector with at least this many elements is probably a flattened matrix
 
 
-def warn_of_few(params: Sequence[Row], route: Route, summary: Callable[[], str]) -> None:
+def warn_of_few(params: list[Row], route: Route, summary: Callable[[], str]) -> None:
     """Warn if less than half of the eligible elements are preconditioned."""
     possible = preconditioned = 0
     flat = ""
@@ -37,9 +37,7 @@ def warn_of_few(params: Sequence[Row], route: Route, summary: Callable[[], str])
         )
 
 
-def warn_after_loading(
-    entries: Mapping[Tensor, Entry], params: Sequence[Row], route: Route
-) -> None:
+def warn_after_loading(entries: Mapping[Tensor, Entry], params: list[Row], route: Route) -> None:
     """Warn about preconditioned parameters whose statistics or roots are not in the checkpoint."""
     if any(entry.blocks for entry in entries.values()):
         fresh = [

@@ -108,10 +108,10 @@ def text(
     file = setting.folder / path
     require(file.is_file(), file, "a text file", "any source")
     if cache is None:
-        encoded, outputs = _encoded(_read(file), tokenizer)
+        ids, outputs = _encoded(_read(file), tokenizer)
     else:
-        encoded, outputs = _cached(file, tokenizer, setting.folder / cache), None
-    return _split_tokens(setting, encoded, outputs, length, held_out)
+        ids, outputs = _cached(file, tokenizer, setting.folder / cache), None
+    return _split(setting, ids, outputs, length, held_out)
 
 
 def _read(file: Path) -> str:
@@ -125,10 +125,10 @@ def _cached(text_file: Path, tokenizer: str, cache: Path) -> Array:
     """Return tokens from a memory-mapped cache. Ranks may write it at once: each replaces it."""
     try:
         if not cache.is_file() or cache.stat().st_mtime < text_file.stat().st_mtime:
-            encoded, _ = _encoded(_read(text_file), tokenizer)
+            ids, _ = _encoded(_read(text_file), tokenizer)
             temporary = cache.with_name(f"{cache.name}.{os.getpid()}.new")
             with temporary.open("wb") as file:
-                np.save(file, encoded)
+                np.save(file, ids)
             os.replace(temporary, cache)
         cached: Array = np.load(cache, mmap_mode="r")
     except (OSError, ValueError) as error:
@@ -141,16 +141,14 @@ def pydoc(setting: Setting, length: int = 128, held_out: float = 0.1) -> Tokens:
     from pydoc_data.topics import topics
 
     joined = "\n".join(topics[name] for name in sorted(topics))
-    return _split_tokens(setting, *_encoded(joined, "char"), length, held_out)
+    return _split(setting, *_encoded(joined, "char"), length, held_out)
 
 
-def _split_tokens(
-    setting: Setting, encoded: Array, outputs: int | None, length: int, held_out: float
-) -> Tokens:
-    share = float(held_out)
+def _split(setting: Setting, ids: Array, outputs: int | None, length: int, share: float) -> Tokens:
+    share = float(share)
     if not 0 < share < 1:
         raise LabError(f"data.held_out must be a share between 0 and 1; got {share}")
-    return Tokens(setting, *_divided(encoded, share), int(length), outputs)
+    return Tokens(setting, *_divided(ids, share), int(length), outputs)
 
 
 def _divided(tokens: Array, share: float) -> tuple[Array, Array]:

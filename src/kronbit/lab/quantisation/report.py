@@ -125,7 +125,6 @@ class ErrorReport:
 
 def synthetic_errors(
     order: int = 1200,
-    seed: int = 0,
     bits: Sequence[int] = (4, 8),
     device: torch.device | str = "cpu",
     tell: Tell = lambda text: None,
@@ -133,9 +132,9 @@ def synthetic_errors(
     """Compute the paper's table for its synthetic matrix. ``tell`` is called with its name."""
     name = f"synthetic matrix of order {order}"
     tell(name)
-    statistic = synthetic_matrix(order, seed, device)
+    statistic = synthetic_matrix(order, device)
     study = Study(name, statistic, None, _tables(statistic, bits))
-    return ErrorReport(f"{name}, seed {seed}", True, [], [study])
+    return ErrorReport(f"{name}, seed 0", True, [], [study])
 
 
 def _tables(statistic: Statistic, bits: Sequence[int]) -> list[Row]:
@@ -205,20 +204,18 @@ def read_preconditioners(
     try:
         check_outline(state_dict, groups)
         # Empty tensors stand in for the parameters of an optimizer, which the reader expects.
-        stand_ins = [
-            {**group, "params": [torch.empty(0) for _ in group["params"]]} for group in groups
-        ]
+        twins = [{**group, "params": [torch.empty(0) for _ in group["params"]]} for group in groups]
         entries = {}
         if any(FORMAT_KEY in group for group in groups):
             statistics = groups[0].get(STATISTICS_KEY, "gradients")
             configs = [Config()] * len(groups)
-            entries = loading.read(state_dict, stand_ins, configs, statistics).entries
+            entries = loading.read(state_dict, twins, configs, statistics).entries
         if not any(entry.blocks for entry in entries.values()):
             raise LabError(
                 f"{label} holds no second-order state: give a checkpoint of Shampoo, CASPR, KFAC "
                 "or AdaBK after their first update"
             )
-        names = {p: name for name, p, _ in rows(stand_ins, lambda group: Config())}
+        names = {p: name for name, p, _ in rows(twins, lambda group: Config())}
         for p, entry in entries.items():
             for block, sides in entry.blocks.items():
                 for side in ("left", "right"):

@@ -219,9 +219,6 @@ class EVA(Rewriter):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a checkpoint exactly, and drop collected sums.
 
-        Args:
-            state_dict: State dict that ``state_dict()`` returned.
-
         Raises:
             ValueError: If an entry is missing or does not match. The optimizer is unchanged then.
         """

@@ -97,11 +97,7 @@ class Rewriter(Around, ABC):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Rewrite the gradients and take one step of F. ``p.grad`` holds G̃ afterwards, not G.
 
-        Args:
-            closure: Reevaluates the model and returns the loss. Called once.
-
-        Returns:
-            The loss of the closure, or ``None``.
+        The closure reevaluates the model once. Its loss is returned.
         """
         self.check()
         loss = None
@@ -110,8 +106,7 @@ class Rewriter(Around, ABC):
                 loss = closure()
         with full_precision():
             self.rewrite()
-        # W, s ← F(W, s, G̃)
-        self.base.step()
+        self.base.step()  # W, s ← F(W, s, G̃)
         return loss
 
     # -------------------------------------------------------------------------- for subclasses
@@ -126,19 +121,19 @@ class Rewriter(Around, ABC):
             grad = p.grad
             if grad is None:
                 continue
-            kind = remedy = None
             if grad.layout != torch.strided:
                 kind, remedy = f"sparse ({grad.layout})", "build the embedding with sparse=False"
             elif grad.is_complex():
                 kind = f"complex ({grad.dtype})"
                 remedy = "optimize torch.view_as_real of the parameter"
-            if kind:
-                raise RuntimeError(
-                    f"the gradient of a parameter of shape {tuple(p.shape)} is {kind}, and "
-                    f"{type(self).__name__} needs dense, real gradients: {remedy}"
-                )
-            if overlaps_itself(grad):
-                p.grad = grad.clone(memory_format=torch.contiguous_format)
+            else:
+                if overlaps_itself(grad):
+                    p.grad = grad.clone(memory_format=torch.contiguous_format)
+                continue
+            raise RuntimeError(
+                f"the gradient of a parameter of shape {tuple(p.shape)} is {kind}, and "
+                f"{type(self).__name__} needs dense, real gradients: {remedy}"
+            )
 
     def _started(self, p: Tensor) -> Leaves:
         """Return the state of a parameter, which starts with zeros."""
@@ -174,9 +169,6 @@ class Rewriter(Around, ABC):
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a checkpoint exactly.
-
-        Args:
-            state_dict: State dict that ``state_dict()`` returned.
 
         Raises:
             ValueError: If an entry is missing or does not match. The message names its key, and

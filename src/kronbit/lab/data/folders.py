@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset
 
 from kronbit.lab.data.images import Images, Pair, Setting, divide
 from kronbit.lab.data.pictures import class_names, list_images, open_picture, require, to_tensor
@@ -121,10 +121,8 @@ class FolderImages(Images):
         """Yield inputs and targets for evaluation."""
         setting = self._setting
         local = range(setting.rank, len(self._test.files), setting.ranks)
-        draws: list[Draw] = [(index, None) for index in local]
-        starts = range(0, len(draws), setting.share)
-        batches = (draws[start : start + setting.share] for start in starts)
-        for pair in self._load(self._test, batches):
+        batches = BatchSampler(local, setting.share, drop_last=False)
+        for pair in self._load(self._test, ([(i, None) for i in batch] for batch in batches)):
             yield self._augmented(*pair)
 
     def _load(self, folder: _Folder, batches: Iterable[list[Draw]]) -> Iterator[Pair]:

@@ -18,7 +18,6 @@ from kronbit.lab.errors import LabError
 if TYPE_CHECKING:
     from PIL import Image
 
-DIGITS_TRAINED = 1400  # the rest of the digits is held out
 # A pickle of arrays needs nothing else.
 _PICKLED = {
     *(f"numpy.{core}.multiarray._reconstruct" for core in ("core", "_core")),
@@ -45,8 +44,7 @@ def digits(setting: Setting, **augmentation: Any) -> HeldImages:
     order = torch.randperm(len(pixels), generator=torch.Generator().manual_seed(0))
     # values from 0 to 16 become bytes from 0 to 240
     images = (pixels * 15).to(torch.uint8).view(-1, 1, 8, 8)
-    parts = order[:DIGITS_TRAINED], order[DIGITS_TRAINED:]
-    train, test = ((images[part], labels[part]) for part in parts)
+    train, test = ((images[part], labels[part]) for part in order.split((1400, 397)))
     return HeldImages(setting, train, test, 10, augmentation, ((0.2872,), (0.3539,)))
 
 

@@ -47,30 +47,20 @@ _SIDES = {"digits": 8, "cifar100": 32, "tiny-imagenet": 64}  # of data sets with
 
 @dataclass(frozen=True)
 class Network:
-    """A network, with the training settings of its source.
+    """A network, with the training settings of its source."""
 
-    Attributes:
-        name: Name given by the user.
-        make: Builds the network on the default device.
-        length, image: Length of sequences, and side of images.
-        batch: Examples per pass.
-        repeated: True if a step takes several passes.
-        shampoo: Options of Shampoo and CASPR.
-        kfac: Options of K-FAC and AdaBK.
-    """
-
-    name: str
-    make: Callable[[], nn.Module]
+    name: str  # given by the user
+    make: Callable[[], nn.Module]  # on the default device
     dtype: str = "fp32"
-    length: int = 256
-    image: int = 224
-    batch: int | None = None
-    repeated: bool = False
+    length: int = 256  # of sequences
+    image: int = 224  # side of images
+    batch: int | None = None  # examples per pass
+    repeated: bool = False  # a step takes several passes
     amp: str = "off"
     base: str = "adamw"
     base_options: Mapping[str, Any] = field(default_factory=dict)
-    shampoo: Mapping[str, Any] = field(default_factory=dict)
-    kfac: Mapping[str, Any] = field(default_factory=dict)
+    shampoo: Mapping[str, Any] = field(default_factory=dict)  # and CASPR
+    kfac: Mapping[str, Any] = field(default_factory=dict)  # and AdaBK
 
     def build(self, device: str, checkpointing: bool = False) -> nn.Module:
         """Build the network; on ``meta``, its parameters take no memory.

@@ -24,45 +24,27 @@ _MOST_EXACT_FIRST = ("32", "8", "8-paper", "6+4", "4", "4-eigen", "4-paper", "4-
 
 @dataclass(frozen=True)
 class Activations:
-    """Bytes that the forward and backward pass of a batch allocate besides parameters.
+    """Bytes that the forward and backward pass of a batch allocate besides parameters."""
 
-    Attributes:
-        saved: Bytes saved by autograd when the backward pass starts; ``None`` if unknown.
-        peak: Peak of both passes, with the gradients that exist at that moment.
-        how: How the numbers were obtained (estimated or measured), or why they are unknown.
-    """
-
-    saved: int | None
-    peak: int | None
-    how: str
+    saved: int | None  # saved by autograd when the backward pass starts
+    peak: int | None  # of both passes, with the gradients that exist at that moment
+    how: str  # how the numbers were obtained, or why they are unknown
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Memory of a training, for each way to store the second-order state.
-
-    Attributes:
-        model: Name given by the user.
-        algorithm: ``shampoo``, ``caspr``, ``kfac`` or ``adabk``.
-        dtype: Dtype of the parameters.
-        batch: Examples per pass; ``None`` if not given.
-        shape: Shape of an example: (length,) for tokens, (channels, side, side) for images;
-            ``None`` if unknown.
-        rows: One row per optimizer; the first is the base alone.
-        gpu_bytes: Memory of the GPU; ``None`` for no limit.
-        notes: Further remarks for the user.
-    """
+    """Memory of a training, for each way to store the second-order state."""
 
     model: str
     algorithm: str
     parameters_count: int
-    dtype: str
-    batch: int | None
-    shape: tuple[int, ...] | None
+    dtype: str  # of the parameters
+    batch: int | None  # examples per pass
+    shape: tuple[int, ...] | None  # of an example: (length,), or (channels, side, side)
     base: str
     activations: Activations
-    rows: tuple[Row, ...]
-    gpu_bytes: int | None
+    rows: tuple[Row, ...]  # one per optimizer; the first is the base alone
+    gpu_bytes: int | None  # None for no limit
     notes: tuple[str, ...]
 
     def row(self, way: str) -> Row | None:

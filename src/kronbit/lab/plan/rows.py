@@ -135,8 +135,7 @@ class Accounts:
         return rows
 
     def _options(self, algorithm: str) -> dict[str, Any]:
-        layers = algorithm in ("kfac", "adabk")
-        source = self.network.kfac if layers else self.network.shampoo
+        source = self.network.kfac if algorithm in ("kfac", "adabk") else self.network.shampoo
         return {k: v for k, v in {**source, **self.settings}.items() if k in OPTIONS}
 
     def _rows_of(self, algorithm: str, options: Mapping[str, Any], ways: Ways) -> list[Row]:

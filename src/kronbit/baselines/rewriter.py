@@ -32,10 +32,6 @@ class Rewriter(Around, ABC):
 
     This class provides the step, F and checkpoints. It has no blocks and factors, unlike
     ``kronbit.optimizer.SecondOrder``. A subclass defines the state and how gradients change.
-
-    Attributes:
-        base: F. Its ``param_groups`` are those of this optimizer.
-        common: State that all parameters share: tensors by name.
     """
 
     # Attributes of a subclass that are copied and pickled.
@@ -56,7 +52,7 @@ class Rewriter(Around, ABC):
         for index, group in enumerate(self.base.param_groups):
             self._check_group(group, index)  # before anything is changed
         self.check()
-        self.common: Leaves = {}
+        self.common: Leaves = {}  # state that all parameters share
         self._skipped: Tensor | int = 0
         super().__init__(self.base.param_groups, dict(self.base.defaults))
 

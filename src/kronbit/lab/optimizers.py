@@ -78,15 +78,10 @@ def label_of(recipe: Recipe) -> str:
 
 
 def variant(spec: str, recipe: Recipe) -> tuple[str, str, Recipe]:
-    """Resolve one optimizer of a comparison.
+    """Return a key for folders, a label for tables, and the recipe of a comparison's optimizer.
 
-    Args:
-        spec: A key of ``VARIANTS`` or the name of an optimizer, followed by settings, as in
-            ``"shampoo-4 beta=0.9 lr=2e-3"``; ``"base longer=1.5"`` trains 1.5 times as long.
-        recipe: The recipe to change.
-
-    Returns:
-        A key for folders, a label for tables, and the recipe.
+    ``spec`` is a key of ``VARIANTS`` or the name of an optimizer, followed by settings, as in
+    ``"shampoo-4 beta=0.9 lr=2e-3"``; ``"base longer=1.5"`` trains 1.5 times as long.
     """
     name, *given = shlex.split(spec) or [""]
     refuse_unknown("an optimizer", [name], [*VARIANTS, *OPTIMIZERS])

@@ -27,26 +27,19 @@ _DRAWS = (3, image_operations.DRAWS, 5, 4)
 class Augmentation:
     """Augmentations of training images, in this order. The default is only to normalise.
 
-    Attributes:
-        crop: Width of a border of zeros, from which an image of the old size is cut out.
-        flip: True to mirror half of the images.
-        policy: ``rand`` (RandAugment), ``auto`` (AutoAugment's policy for CIFAR-10), or ``None``.
-        erase: Probability that a rectangle becomes noise.
-        mixup: Parameter of Beta(mixup, mixup), the share with which images are mixed; 0 for never.
-        cutmix: Parameter of Beta(cutmix, cutmix), the area of rectangles that are pasted from other
-            images; 0 for never. If both are set, each image is mixed in one of the two ways.
-        mix_probability: Probability that an image is mixed.
-        smoothing: Label smoothing of mixed batches. The loss smooths plain labels.
+    The share with which images are mixed is drawn from Beta(mixup, mixup), and the area of
+    rectangles that are pasted from other images from Beta(cutmix, cutmix); 0 for never. If both are
+    set, each image is mixed in one of the two ways.
     """
 
-    crop: int = 0
-    flip: bool = False
-    policy: str | None = None
-    erase: float = 0.0
+    crop: int = 0  # width of a border of zeros, from which an image of the old size is cut out
+    flip: bool = False  # mirror half of the images
+    policy: str | None = None  # rand (RandAugment) or auto (AutoAugment's policy for CIFAR-10)
+    erase: float = 0.0  # probability that a rectangle becomes noise
     mixup: float = 0.0
     cutmix: float = 0.0
     mix_probability: float = 1.0
-    smoothing: float = 0.0
+    smoothing: float = 0.0  # label smoothing of mixed batches; the loss smooths plain labels
 
     def __post_init__(self) -> None:
         known = image_operations.POLICIES

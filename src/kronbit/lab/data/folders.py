@@ -70,14 +70,8 @@ def _crop(width: int, height: int, chance: random.Random) -> tuple[int, int, int
 class FolderImages(Images):
     """Images in ``train/<class>/`` and ``val/<class>/``, which workers decode ahead of time.
 
-    Args:
-        setting: Options that all data sets share.
-        path: The folder, below the data folder.
-        image: Side of the network's inputs.
-        jitter: Maximum relative change of brightness, contrast and colour.
-        whole: Share of the shorter side that evaluation uses.
-        workers: Number of processes that decode images.
-        **augmentation: Options of ``Augmentation``.
+    ``image`` is the side of the network's inputs, ``jitter`` the maximum relative change of
+    brightness, contrast and colour, and ``whole`` the share of the shorter side in evaluations.
     """
 
     def __init__(

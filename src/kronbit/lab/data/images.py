@@ -89,15 +89,7 @@ def divide(labels: Tensor, share: float) -> tuple[Tensor, Tensor]:
 
 
 class Images:
-    """Images of several classes, augmented on the device.
-
-    Args:
-        setting: Options that all data sets share.
-        examples: Number of training images.
-        outputs: Number of classes.
-        augmentation: Options of ``Augmentation`` for training images.
-        normal: Mean and standard deviation of each channel.
-    """
+    """Images of ``outputs`` classes. Training ``examples`` are augmented on the device."""
 
     classifies = True
 

@@ -93,17 +93,11 @@ def text(
     held_out: float = 0.1,
     cache: str | None = None,
 ) -> Tokens:
-    """Open a text file.
+    """Open a text file below the data folder, and hold out a share at its end.
 
-    Args:
-        setting: Options that all data sets share.
-        path: The file, below the data folder.
-        tokenizer: ``bytes``, ``char`` (ASCII), or a tokenizer of transformers: a folder, or a name
-            that is in its cache.
-        length: Tokens per window.
-        held_out: Share at the end of the text that is held out.
-        cache: A ``.npy`` file for the tokens, below the data folder. It is memory-mapped, and
-            written if it is missing or older than the text.
+    The tokenizer is ``bytes``, ``char`` (ASCII), or one of transformers: a folder, or a name that
+    is in its cache. ``cache`` is a ``.npy`` file for the tokens, below the data folder, too. It is
+    memory-mapped, and written if it is missing or older than the text.
     """
     file = setting.folder / path
     require(file.is_file(), file, "a text file", "any source")

@@ -29,36 +29,23 @@ class Row:
 
     Activations are freed while gradients are allocated, and the optimizer runs when all activations
     are freed. So activations count only beyond the size of the gradients, and the workspace only
-    beyond the size of the activations; the parts then add up to the total.
-
-    Attributes:
-        key, label: Name of the row, such as ``shampoo-4``, and its name in tables.
-        parameters: Parameters and buffers.
-        base: State of the first-order optimizer.
-        statistics: L and R on the GPU.
-        roots: Inverse roots of L and R.
-        activations: Memory of both passes beyond the gradients.
-        workspace: Memory of updates beyond the activations. K-FAC's sums over a batch are collected
-            during the backward pass, so they count in full.
-        host: L and R that are offloaded to the host.
-        fits: True if the total and ``CONTEXT`` fit; ``None`` without a limit.
-        ratio: Size of the 32-bit second-order state divided by the size of this one.
-        largest_batch: The largest power of two that fits; 0 if none does.
+    beyond the size of the activations; the parts then add up to the total. K-FAC's sums over a
+    batch are collected during the backward pass: they count in full, as part of the workspace.
     """
 
-    key: str
-    label: str
-    parameters: int
+    key: str  # such as ``shampoo-4``
+    label: str  # in tables
+    parameters: int  # and buffers
     gradients: int
-    base: int
-    statistics: int = 0
+    base: int  # state of the first-order optimizer
+    statistics: int = 0  # L and R on the GPU
     roots: int = 0
-    activations: int = 0
-    workspace: int = 0
-    host: int = 0
-    fits: bool | None = None
-    ratio: float | None = None
-    largest_batch: int | None = None
+    activations: int = 0  # of both passes, beyond the gradients
+    workspace: int = 0  # of updates, beyond the activations
+    host: int = 0  # L and R that are offloaded
+    fits: bool | None = None  # with ``CONTEXT``; None without a limit
+    ratio: float | None = None  # 32-bit second-order state, divided by this one
+    largest_batch: int | None = None  # power of two that fits; 0 if none does
 
     @property
     def second_order(self) -> int:
@@ -85,21 +72,14 @@ class Row:
 
 @dataclass
 class Accounts:
-    """Computes the rows of one network, whose model is on the meta device.
-
-    Attributes:
-        settings: Options of kronbit's optimizers or of the base.
-        limit: Memory of the GPU in bytes; ``None`` for no limit.
-        peak_at: Maps a batch size to the peak of both passes in bytes; ``None`` if unknown.
-        notes: Rows that were left out, and why.
-    """
+    """Computes the rows of one network."""
 
     network: Network
-    model: nn.Module
-    settings: Mapping[str, Any]
-    limit: int | None
-    peak_at: Callable[[int], int] | None
-    notes: list[str] = field(default_factory=list)
+    model: nn.Module  # on the meta device
+    settings: Mapping[str, Any]  # options of kronbit's optimizers or of the base
+    limit: int | None  # memory of the GPU in bytes
+    peak_at: Callable[[int], int] | None  # batch size -> peak of both passes in bytes, if known
+    notes: list[str] = field(default_factory=list)  # rows that were left out, and why
 
     def __post_init__(self) -> None:
         self._trained = [p for p in self.model.parameters() if p.requires_grad]

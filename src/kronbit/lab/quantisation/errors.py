@@ -114,21 +114,17 @@ def synthetic_matrix(order: int = 1200, device: torch.device | str = "cpu") -> S
 class Row:
     """One way to store a preconditioner, with the errors of its inverse root f(A) = A^(-1/p).
 
-    Attributes:
-        way: Quantised quantity: the matrix ``A``, its eigenvectors ``U``, its triangular factor
-            ``C``, its root ``B``, or two of them; or method and storage of this library.
-        mapping, bits, block_size: Options of the quantizer.
-        rectified: True if the eigenvectors are orthogonalized again; ``None`` without eigenvectors.
-        whole, off_diagonal: Errors of f(A), and of f(A) without its diagonal.
+    A way is the quantised quantity: the matrix ``A``, its eigenvectors ``U``, its triangular factor
+    ``C``, its root ``B``, or two of them; or method and storage of this library.
     """
 
     way: str
     mapping: str
     bits: int
     block_size: int
-    rectified: bool | None
-    whole: Deviation
-    off_diagonal: Deviation
+    rectified: bool | None  # eigenvectors are orthogonalized again; None if there are none
+    whole: Deviation  # of f(A)
+    off_diagonal: Deviation  # of f(A) without its diagonal
 
     @classmethod
     def of(cls, key: Way, kept: Quantizer | Config, root: Tensor, exact: Tensor) -> Row:

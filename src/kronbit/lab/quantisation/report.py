@@ -39,14 +39,11 @@ _AS_LONG_AS_ORDER = ("eigenvalues", "diagonal", "matrix", "factor")
 
 @dataclass(frozen=True)
 class Study:
-    """Errors of one matrix for every way to store it, as rows of a table.
-
-    ``quantized_to`` is the number of bits if the matrix was restored from quantised state.
-    """
+    """Errors of one matrix for every way to store it, as rows of a table."""
 
     name: str
     statistic: Statistic
-    quantized_to: int | None
+    quantized_to: int | None  # bits, if the matrix was restored from quantised state
     rows: list[Row]
 
     def to_dict(self) -> dict[str, Any]:
@@ -63,36 +60,24 @@ class Study:
 
 @dataclass(frozen=True)
 class HeldErrors:
-    """Errors of one inverse root in a checkpoint.
+    """Errors of one inverse root in a checkpoint, compared with the exact root of the statistic.
 
-    Attributes:
-        parameter: Name of the parameter, or its position in the param groups.
-        block, side: Key of the block, and ``left`` or ``right``.
-        order: Order n of the root.
-        method, storage: Options that store the statistic; ``storage`` is ``None`` at 32 bits.
-        bits, root_bits: Bits of the statistic and of the root.
-        condition: Condition number of the damped statistic; ``None`` if it is singular.
-        updates_since: Updates of the statistic since the last refresh, according to the schedule;
-            ``None`` if the schedule is staggered.
-        whole: Errors of the stored root compared with the exact root of the stored statistic;
-            ``None`` if the root was never refreshed or no exact root exists.
-        off_diagonal: The same errors without diagonals.
-        refreshed: Errors after a refresh now; ``None`` if the root is up to date.
+    ``whole`` is None if the root was never refreshed or no exact root exists.
     """
 
-    parameter: str
+    parameter: str  # its name, or its position in the param groups
     block: str
     side: str
     order: int
     method: str
-    storage: str | None
-    bits: int
+    storage: str | None  # None at 32 bits
+    bits: int  # of the statistic
     root_bits: int
-    condition: float | None
-    updates_since: int | None
+    condition: float | None  # of the damped statistic; None if it is singular
+    updates_since: int | None  # the last refresh, by the schedule; None if it is staggered
     whole: Deviation | None
     off_diagonal: Deviation | None
-    refreshed: Deviation | None
+    refreshed: Deviation | None  # after a refresh now; None if the root is up to date
 
     @property
     def name(self) -> str:
@@ -103,12 +88,9 @@ class HeldErrors:
 
 @dataclass(frozen=True)
 class ErrorReport:
-    """Errors of the roots in a checkpoint, and of every way to store some matrices.
+    """Errors of the roots in a checkpoint, and of every way to store some matrices."""
 
-    ``source`` names the checkpoint, or the paper's synthetic matrix if ``synthetic`` is set.
-    """
-
-    source: str
+    source: str  # name of the checkpoint or of the paper's synthetic matrix
     synthetic: bool
     held: list[HeldErrors]
     studies: list[Study]

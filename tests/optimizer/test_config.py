@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from kronbit.config import (
+    FORMAT_OPTIONS,
     GLOBAL_OPTIONS,
     GROUP_OPTIONS,
     OPTIONS,
@@ -83,7 +84,16 @@ def test_every_option_is_tested_documented_and_classified() -> None:
     assert Config.__doc__ is not None
     for name in OPTIONS:
         assert f"        {name}: " in Config.__doc__, name
+    # The order of the fields classifies them.
     assert set(GROUP_OPTIONS) | GLOBAL_OPTIONS == set(OPTIONS)
+    assert sorted(GLOBAL_OPTIONS) == [
+        *("blocks", "cuda_graph", "keep_gradients", "nonfinite", "offload_statistics"),
+        *("shard_state", "workspace_mb"),
+    ]
+    assert sorted(FORMAT_OPTIONS) == [
+        *("bits", "block_size", "exponent", "mapping", "method", "min_quantized_numel"),
+        *("root_bits", "storage"),
+    ]
     assert set(STRUCTURAL_OPTIONS) < set(GROUP_OPTIONS)
 
 

@@ -460,9 +460,6 @@ WRONG_ENTRIES: list[tuple[tuple[Any, ...], Any, str]] = [
     (("state", 0, "base", "exp_avg"), None, r"\['exp_avg'\] is NoneType; expected a tensor"),
     (("state", 0, "base", "exp_avg"), "a", r"\['exp_avg'\] is str; expected a tensor"),
     (("state", 0, "base", "step"), None, r"\['step'\] is NoneType; expected a tensor"),
-    (("state", 0, "base", "step"), torch.tensor(-5.0), r"\['step'\] holds negative values"),
-    (("state", 0, "base", "step"), -5, r"\['step'\] must be a number >= 0; got -5"),
-    (("state", 0, "base", "step"), float("nan"), r"\['step'\] must be a number >= 0; got nan"),
 ]
 
 
@@ -540,17 +537,21 @@ def test_too_few_parameter_names_are_refused_and_nothing_changes(names: Any) -> 
     assert optimizer.param_groups[0]["lr"] == 1e-2
 
 
-@pytest.mark.parametrize("name", ["exp_avg_sq", "max_exp_avg_sq"])
-def test_negative_second_moments_are_refused(name: str) -> None:
-    """A flipped bit in a file can change a sign. The next step would turn weights into NaN."""
-    p = nn.Parameter(torch.randn(66, 40))
-    optimizer = Shampoo([p], lr=1e-2, amsgrad=True, **FAST)
-    p.grad = torch.randn(66, 40)
+def test_state_of_the_base_that_overflowed_loads_with_a_warning() -> None:
+    """Squares of float16 gradients overflow in AdamW's state. torch reloads it, and so does F."""
+    p = nn.Parameter(torch.randn(66, 40, dtype=torch.float16))
+
+    def make() -> Shampoo:
+        return Shampoo([p], torch.optim.AdamW, lr=1e-2, eps=1e-4, **FAST)
+
+    optimizer = make()
+    p.grad = torch.full_like(p, 1e4)
     optimizer.step()
-    state = copy.deepcopy(optimizer.state_dict())
-    state["state"][0]["base"][name][3, 5] *= -1
-    with pytest.raises(ValueError, match=rf"state\[0\]\['base'\]\['{name}'\] holds negative"):
-        optimizer.load_state_dict(state)
+    assert torch.isinf(optimizer.state[p]["base"]["exp_avg_sq"]).any()
+    other = make()
+    with pytest.warns(RuntimeWarning, match=r"1 tensor.*state\[0\]\['base'\]\['exp_avg_sq'\]"):
+        other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert_same_state(other.state_dict()["state"], optimizer.state_dict()["state"])
 
 
 class UnrelatedBase(torch.optim.Optimizer):
@@ -566,7 +567,7 @@ class UnrelatedBase(torch.optim.Optimizer):
             self.state[p].update(step=-1, least=float("inf"), note=None)
 
 
-def test_state_of_unknown_bases_is_not_validated_by_name() -> None:
+def test_numbers_of_the_base_are_not_judged() -> None:
     p = nn.Parameter(torch.randn(66, 40))
     optimizer = Shampoo([p], UnrelatedBase, lr=1e-2, **FAST)
     p.grad = torch.randn(66, 40)

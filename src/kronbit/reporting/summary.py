@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
@@ -86,25 +85,6 @@ def _formats(config: Config, orders: Iterable[int]) -> tuple[str, str]:
 
 
 def _table(title: str, rows: Sequence[Sequence[str]]) -> str:
-    """Return a rich table if rich is installed, else plain text."""
-    if importlib.util.find_spec("rich") is None:
-        return _plain_table(title, rows)
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(title=title, title_justify="left")
-    for column in _COLUMNS:
-        table.add_column(column, justify="right" if column in _NUMERIC else "left")
-    for row in rows:
-        table.add_row(*map(Text, row))  # names are text, not markup
-    console = Console(width=160)
-    with console.capture() as capture:
-        console.print(table)
-    return "\n".join(line.rstrip() for line in capture.get().splitlines())
-
-
-def _plain_table(title: str, rows: Sequence[Sequence[str]]) -> str:
     columns = []
     for name, *cells in zip(_COLUMNS, *rows, strict=True):
         width = max(map(len, (name, *cells)))

@@ -7,9 +7,11 @@ from collections.abc import Callable, Mapping
 from torch import Tensor
 
 from kronbit.blocks.blocking import Blocking
+from kronbit.blocks.gradients import elements
 from kronbit.messages import warn
 from kronbit.reporting.summary import Route, Row
 from kronbit.state.loading import Entry
+from kronbit.state.validation import is_finite
 
 _FLATTENED = 2**16  # a vector with at least this many elements is probably a flattened matrix
 
@@ -38,7 +40,7 @@ def warn_of_few(params: list[Row], route: Route, summary: Callable[[], str]) -> 
 
 
 def warn_after_loading(entries: Mapping[Tensor, Entry], params: list[Row], route: Route) -> None:
-    """Warn about preconditioned parameters whose statistics or roots are not in the checkpoint."""
+    """Warn about state that a checkpoint lacks, and about state of F that is not finite."""
     if any(entry.blocks for entry in entries.values()):
         fresh = [
             name
@@ -50,6 +52,17 @@ def warn_after_loading(entries: Mapping[Tensor, Entry], params: list[Row], route
                 f"the checkpoint has no state of {len(fresh)} preconditioned parameter(s), such as "
                 f"{fresh[0]}: they start fresh"
             )
+    broken = [
+        entry.path("base", str(name))
+        for entry in entries.values()
+        for name, value in entry.base.items()
+        if type(value) is Tensor and not is_finite(elements(value))
+    ]
+    if broken:
+        warn(
+            f"{len(broken)} tensor(s) of the base's state hold non-finite values, {broken[0]} "
+            "first. The base continues from them, as it does without kronbit"
+        )
     lost = [name for name, p, _ in params if p in entries and entries[p].lacks_roots()]
     if lost:
         warn(

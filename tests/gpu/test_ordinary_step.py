@@ -6,10 +6,8 @@ import copy
 import gc
 import math
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -487,114 +485,33 @@ def test_waves_that_do_not_fit_are_computed_twice_with_the_same_result(
 
 @pytest.mark.parametrize("workspace", [2**12, 2**15, 2**16, 2**21])
 @pytest.mark.parametrize("precision", [(True, False), (False, False), (False, True)])
-def test_concurrent_work_never_shares_memory(workspace: int, precision: tuple[bool, bool]) -> None:
-    """In a graph, lanes run concurrently, as do grafting and the products of the next wave."""
+def test_blocks_that_are_held_together_never_share_memory(
+    workspace: int, precision: tuple[bool, bool]
+) -> None:
+    """Blocks of a chunk share no scratch. Blocks that await grafting share no held memory."""
     from kronbit.gpu.precision import Precision
-    from kronbit.gpu.tables import LANES, held_size, make_tables
+    from kronbit.gpu.tables import held_size, make_tables
     from kronbit.kernels.grouped import LEFT
 
     preconditioner = make_preconditioner(torch.device("cpu"), workspace=workspace)
     taken = Precision(*precision)
     tables = make_tables(preconditioner.stacks, range(4), taken, ())
     lines = iter(tables.lines.tolist())
-    lanes: list[set[int]] = [set() for _ in range(LANES)]
-    held_by: list[set[int]] = []
     for wave in tables.waves:
-        held: list[set[int]] = [set() for _ in range(LANES)]
+        held: list[int] = []
         for chunk in wave.chunks:
+            scratch: list[int] = []
+            held = held if wave.fits else []  # otherwise, a chunk is written at once
             for block in chunk.blocks:
-                start, size = next(lines)[LEFT], block.scratch(taken)
-                assert start + size <= tables.scratch
-                lanes[chunk.lane].update(range(start, start + size))
-                start, size = tables.offsets[block], held_size(block)
-                assert start + size <= tables.held
-                new = set(range(start, start + size))
-                assert not wave.fits or not new & held[chunk.lane]
-                held[chunk.lane] |= new
-        held_by.append(set().union(*held))
-        assert len(held_by[-1]) == sum(map(len, held))
-    assert len(set().union(*lanes)) == sum(map(len, lanes))
-    for wave, after, one, other in zip(
-        tables.waves, tables.waves[1:], held_by, held_by[1:], strict=False
-    ):
-        assert wave.alone or after.alone or not one & other
-
-
-class Stream:
-    """A stream with the methods that lanes call. It records the work that is ordered before it."""
-
-    def __init__(self) -> None:
-        self.before: set[int] = set()
-
-    def wait_stream(self, other: Stream) -> None:
-        self.before |= other.before
-
-    def record_event(self) -> set[int]:
-        return set(self.before)
-
-    def wait_event(self, event: set[int]) -> None:
-        self.before |= event
-
-
-@pytest.mark.parametrize("workspace", [2**14, 2**15, 2**16, 2**17])
-@pytest.mark.parametrize("precise", [True, False])
-def test_work_that_shares_memory_is_ordered(
-    workspace: int, precise: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A graph orders products and writes of all waves that use the same memory."""
-    from kronbit.gpu import lanes
-    from kronbit.gpu import ordinary_step as grouped
-    from kronbit.gpu.precision import Precision
-    from kronbit.kernels.grouped import LEFT
-
-    preconditioner = make_preconditioner(torch.device("cpu"), workspace=workspace)
-    precision = Precision(precise)
-    step = grouped.GroupedProducts(preconditioner.stacks, range(4), precision)
-    lines = step._tables.lines.tolist()
-    blocks = [b for wave in step._tables.waves for chunk in wave.chunks for b in chunk.blocks]
-    scratch = {
-        block: range(line[LEFT], line[LEFT] + block.scratch(precision))
-        for line, block in zip(lines, blocks, strict=True)
-    }
-    current, streams = [Stream()], [Stream() for _ in range(lanes.LANES + 1)]
-    # For each piece of work done: the work ordered before it, its scratch, and its held memory.
-    done: list[tuple[set[int], set[int], set[int]]] = []
-
-    @contextmanager
-    def on(stream: Stream) -> Iterator[None]:
-        current.append(stream)
-        yield
-        current.pop()
-
-    def note(chunks: Sequence[Any], with_scratch: bool) -> None:
-        used: set[int] = set()
-        held: set[int] = set()
-        for block in (block for chunk in chunks for block in chunk.blocks):
-            used |= set(scratch[block]) if with_scratch else set()
-            start = step._tables.offsets[block]
-            held |= set(range(start, start + grouped.held_size(block)))
-        done.append((set(current[-1].before), used, held))
-        current[-1].before.add(len(done) - 1)
-
-    cuda = SimpleNamespace(
-        is_current_stream_capturing=lambda: True,
-        current_stream=lambda device: current[-1],
-        stream=on,
-    )
-    monkeypatch.setattr(lanes, "torch", SimpleNamespace(cuda=cuda))
-    monkeypatch.setattr(lanes, "_streams", lambda device: streams)
-    monkeypatch.setattr(step, "_device", torch.device("cuda"))
-    monkeypatch.setattr(step, "_products", lambda chunk, *rest: note([chunk], True))
-    monkeypatch.setattr(step, "_graft", lambda *rest: None)
-    monkeypatch.setattr(step, "_write", lambda wave, _: note(wave.chunks, not wave.fits))
-    step.step(AddressTable(4, torch.device("cpu")))
-    for number, (before, used, held) in enumerate(done):
-        for earlier, (_, other_used, other_held) in enumerate(done[:number]):
-            if used & other_used or held & other_held:
-                assert earlier in before
-    assert current[0].before == set(range(len(done)))
-    apart = [number for number, (before, _, _) in enumerate(done) if len(before) < number]
-    assert apart or all(wave.alone for wave in step._tables.waves)
+                start = next(lines)[LEFT]
+                scratch += range(start, start + block.scratch(taken))
+                start = tables.offsets[block]
+                held += range(start, start + held_size(block))
+            assert len(set(scratch)) == len(scratch)
+            assert max(scratch) < tables.scratch
+            assert len(set(held)) == len(held)
+            assert max(held) < tables.held
+    assert next(lines, None) is None
 
 
 @slow

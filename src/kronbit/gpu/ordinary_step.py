@@ -15,7 +15,6 @@ from torch import Tensor
 
 from kronbit.blocks.groups import DeviceStacks
 from kronbit.gpu.addresses import AddressTable, Integers
-from kronbit.gpu.lanes import Lanes
 from kronbit.gpu.precision import Precision
 from kronbit.gpu.tables import Chunk, TableWave, held_size, make_tables
 from kronbit.kernels import grouped as kernels
@@ -98,20 +97,11 @@ class GroupedProducts:
 
     def step(self, addresses: AddressTable) -> None:
         """Launch the kernels that write G̃ over the gradients. Allocates nothing."""
-        lanes = Lanes(self._device)
-        before: TableWave | None = None
         for wave in self._tables.waves:
-            # Do not overwrite Ĝ that still awaits grafting.
-            shared = before is not None and (wave.alone or before.alone)
-            lanes.wait_for_grafting(1 if shared else 2)
-            before = wave
             for chunk in wave.chunks:
-                with lanes.of(chunk.lane):
-                    self._products(chunk, addresses, self._precision, self._squares)
-            with lanes.grafting():
-                self._graft(wave, addresses)
-                self._write(wave, addresses)
-        lanes.join()
+                self._products(chunk, addresses, self._precision, self._squares)
+            self._graft(wave, addresses)
+            self._write(wave, addresses)
 
     def _graft(self, wave: TableWave, addresses: AddressTable) -> None:
         """Compute ‖G‖ / ‖Ĝ‖ of a wave's members."""

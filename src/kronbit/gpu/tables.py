@@ -10,7 +10,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain, cycle, groupby
+from itertools import chain, groupby
 from typing import NamedTuple
 
 import torch
@@ -22,11 +22,8 @@ from kronbit.factors.storage import CompactStorage
 from kronbit.gpu.addresses import to_device
 from kronbit.gpu.precision import Precision
 from kronbit.kernels.grouped import COUNT, STRIP, tiles_per_program
-from kronbit.kernels.split import PAD, padded
+from kronbit.kernels.split import padded
 from kronbit.quantization import Quantizer
-
-LANES = 2  # chunks that are computed at the same time, each in another part of the scratch
-
 
 # Shapes of the programs of a product: rows and columns of a program's result, as much as fits into
 # its registers; and columns of the left operand that are multiplied together.
@@ -128,7 +125,6 @@ class Chunk(NamedTuple):
         wide: True if the rows of all gradients are wide, False if none are.
         tiles: Number of the list of a product's programs: (block, first) of each.
         square: Index of the first program's sum of squares.
-        lane: Lane whose scratch it uses.
     """
 
     blocks: tuple[TableBlock, ...]
@@ -137,7 +133,6 @@ class Chunk(NamedTuple):
     wide: bool
     tiles: int
     square: int
-    lane: int
 
 
 class TableWave(NamedTuple):
@@ -147,13 +142,11 @@ class TableWave(NamedTuple):
         members: Range of the tables' members.
         chunks: Its blocks in order.
         fits: True if Ĝ of the wave is held until it is grafted; else it is computed twice.
-        alone: True if the wave may need all of the held stack; other waves use half of it.
     """
 
     members: range
     chunks: tuple[Chunk, ...]
     fits: bool
-    alone: bool
 
 
 class Tables(NamedTuple):
@@ -167,7 +160,7 @@ class Tables(NamedTuple):
         waves: The waves, in order.
         shape: Shape of the programs of products.
         squares: Number of programs that compute products.
-        scratch: Elements of the scratch of all lanes.
+        scratch: Elements of the scratch.
         held: Elements of the held stack.
         offsets: First element of Ĝ of each block in the held stack.
     """
@@ -206,54 +199,38 @@ def make_tables(
     ]
     blocks.sort(key=lambda block: (block.member, block.number))
     shape = _shape(precision, blocks)
-    hold = workspace * 5 // 8 // precision.held.itemsize // (2 * PAD) * (2 * PAD)
-    # Scratch of a chunk. If its wave does not fit, Ĝ is held only while the chunk is computed.
-    scratch = workspace * 3 // 8 // 2 // LANES
-    waves: list[tuple[int, list[list[TableBlock]]]] = []
+    hold = workspace * 5 // 8 // precision.held.itemsize
+    writer, waves = _Writer(precision, shape), []
     for wave in cut_into_waves(blocks, hold):
-        size = sum(map(held_size, wave))
-        most = hold // LANES if size > hold else None
-        waves.append((size, list(cut_into_chunks(wave, precision, scratch, most))))
-    all_pieces = [piece for _, pieces in waves for piece in pieces]
-    lane_size = max(sum(block.scratch(precision) for block in piece) for piece in all_pieces)
-    writer = _Writer(precision, shape)
-    table_waves, lanes = [], cycle(range(LANES))
-    for turn, (size, pieces) in enumerate(waves):
-        fits, alone = size <= hold, size > hold // 2
-        held = 0 if alone else turn % 2 * (hold // 2)
-        lane_held = max(sum(map(held_size, piece)) for piece in pieces)
-        first_member, chunks = len(writer.members) // 3, []
-        for piece in pieces:
-            lane = next(lanes)
-            start = held if fits else lane * lane_held
-            chunks.append(writer.chunk(piece, lane, lane * lane_size, start))
-            held += sum(map(held_size, piece))
-        span = range(first_member, len(writer.members) // 3)
-        table_waves.append(TableWave(span, tuple(chunks), fits, alone))
+        fits, first = sum(map(held_size, wave)) <= hold, len(writer.members) // 3
+        # If the wave does not fit, Ĝ is held only while a chunk is computed.
+        most = None if fits else hold
+        held, chunks = 0, []
+        for piece in cut_into_chunks(wave, precision, workspace * 3 // 8 // 2, most):
+            chunks.append(writer.chunk(piece, held))
+            held += sum(map(held_size, piece)) * fits
+        waves.append(TableWave(range(first, len(writer.members) // 3), tuple(chunks), fits))
     return Tables(
         lines=to_device(writer.lines, device, COUNT),
         members=to_device(writer.members, device, 3),
         programs=_on_device([*writer.programs, writer.strips], device),
-        waves=tuple(table_waves),
+        waves=tuple(waves),
         shape=shape,
         squares=writer.squares,
-        scratch=min(LANES, len(all_pieces)) * lane_size,
+        scratch=writer.scratch,
         held=max(held_size(block) + offset for block, offset in writer.offsets.items()),
         offsets=writer.offsets,
     )
 
 
 def cut_into_waves(blocks: Sequence[TableBlock], hold: int) -> Iterator[list[TableBlock]]:
-    """Yield the blocks of each wave.
-
-    Two waves run at a time: products of one, and grafting of the previous one.
-    """
+    """Yield the blocks of each wave: as many members as fit, at least one."""
     wave: list[TableBlock] = []
     total = 0
     for _, run in groupby(blocks, key=lambda block: block.member):
         of_member = list(run)
         size = sum(map(held_size, of_member))
-        if wave and total + size > hold // 2:
+        if wave and total + size > hold:
             yield wave
             wave, total = [], 0
         wave += of_member
@@ -306,6 +283,7 @@ class _Writer:
         programs: All lists of programs but the last.
         strips: The last list of programs.
         squares: Number of programs that compute products.
+        scratch: Elements of the scratch of the largest chunk.
     """
 
     def __init__(self, precision: Precision, shape: dict[str, int]) -> None:
@@ -313,11 +291,12 @@ class _Writer:
         self.lines, self.members = array("q"), array("i")
         self.programs: list[list[tuple[int, ...]]] = []
         self.strips: list[tuple[int, ...]] = []
-        self.squares = 0
+        self.squares = self.scratch = 0
         self.offsets: dict[TableBlock, int] = {}
 
-    def chunk(self, piece: Sequence[TableBlock], lane: int, place: int, held: int) -> Chunk:
-        """Add blocks whose scratch begins at ``place``, and whose Ĝ are held from ``held`` on."""
+    def chunk(self, piece: Sequence[TableBlock], held: int) -> Chunk:
+        """Add blocks whose Ĝ are held from ``held`` on."""
+        place = 0  # in the scratch
         first_strip, first_list, square = len(self.strips), len(self.programs), self.squares
         roots: dict[RootKind, list[tuple[int, ...]]] = {}
         tiles: list[tuple[int, ...]] = []
@@ -332,6 +311,7 @@ class _Writer:
             self.strips += [(line, len(self.strips))] * (padded(block.group.shape[0]) // STRIP)
             tiles += [(line, len(tiles))] * self._add_squares(block)
         self.programs += [*roots.values(), tiles]
+        self.scratch = max(self.scratch, place)
         return Chunk(
             blocks=tuple(piece),
             roots=tuple((kind, number) for number, kind in enumerate(roots, first_list)),
@@ -339,7 +319,6 @@ class _Writer:
             wide=piece[0].wide,
             tiles=len(self.programs) - 1,
             square=square,
-            lane=lane,
         )
 
     def _add_squares(self, block: TableBlock) -> int:

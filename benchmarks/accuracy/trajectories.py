@@ -237,7 +237,7 @@ def main() -> int:
         after[name] = values
         if name in before and before[name] != values:
             print(f"differs: {name}", flush=True)
-    arguments.out.write_text(json.dumps(after, indent=1) + "\n")
+        arguments.out.write_text(json.dumps(after, indent=1) + "\n")
     differing = [name for name in after if name in before and before[name] != after[name]]
     compared = len(after.keys() & before.keys())
     print(f"{len(after)} configurations; {compared} compared, {len(differing)} differ")

@@ -1,11 +1,11 @@
 """4-bit Shampoo under DistributedDataParallel, on scikit-learn's digits.
 
-Run it on two ranks of one machine, with or without GPUs::
+Run two ranks on one machine, with or without GPUs::
 
     torchrun --nproc-per-node 2 examples/ddp.py
 
-Ranks have equal gradients after the backward pass, so they take equal steps, and every rank holds
-the complete state: rank 0 saves it, and all ranks load it.
+All ranks have the same gradients after the backward pass, so they take the same steps, and every
+rank holds the complete state. Rank 0 saves it, and all ranks load it.
 """
 
 from __future__ import annotations

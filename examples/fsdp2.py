@@ -1,6 +1,6 @@
 """4-bit Shampoo on sharded parameters (FSDP2), with checkpoints that load on any number of ranks.
 
-Run it on two ranks of one machine, with or without GPUs; resume on another number of ranks::
+Run two ranks on one machine, with or without GPUs, and resume with another number of ranks::
 
     torchrun --nproc-per-node 2 examples/fsdp2.py --checkpoint digits --steps 100
     torchrun --nproc-per-node 3 examples/fsdp2.py --checkpoint digits --steps 200

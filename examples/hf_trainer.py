@@ -6,7 +6,7 @@ Run it, and resume from its last checkpoint (needs ``kronbit[hf]``)::
     python examples/hf_trainer.py --steps 120 --resume
 
 A factory sees the model, so parameters have names, and the position embedding can be left to AdamW.
-``(Shampoo, {"lr": 1e-3})`` works too.
+``(Shampoo, {"lr": 1e-3})`` also works.
 """
 
 from __future__ import annotations

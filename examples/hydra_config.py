@@ -1,4 +1,4 @@
-"""Build an optimizer from a YAML file with Hydra's ``_target_``; every option is a line of it.
+"""Build an optimizer from a YAML file with Hydra's ``_target_``, one line per option.
 
 The command line can override options (needs ``hydra-core``)::
 

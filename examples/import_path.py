@@ -1,6 +1,6 @@
-"""Build an optimizer from its import path, and its options from text or YAML.
+"""Build an optimizer from its import path, with options from text or YAML.
 
-kohya's scripts, axolotl, torchtune and verl build optimizers of other packages in this way, from::
+kohya's scripts, axolotl, torchtune and verl build optimizers from other packages in this way::
 
     kohya       --optimizer_type kronbit.Shampoo --optimizer_args bits=4 first_refresh=20
     torchtune   optimizer: {_component_: kronbit.Shampoo, lr: 1e-3, bits: 4}

@@ -1,4 +1,4 @@
-"""4-bit Shampoo by its name in timm's registry, for one of timm's networks.
+"""4-bit Shampoo by name from timm's registry, for one of timm's networks.
 
 Importing ``kronbit.integrations.timm`` registers the names. ``create_optimizer_v2`` then applies
 layer decay, weight decay and fallbacks as for timm's optimizers (needs ``timm``)::

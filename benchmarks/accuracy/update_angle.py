@@ -136,18 +136,18 @@ def record(
 ) -> dict[str, list[Tensor]]:
     """Train with AdamW and return every n-th gradient of the watched layers."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.05)
-    kept: dict[str, list[Tensor]] = {name: [] for name in model.watched}
+    recorded: dict[str, list[Tensor]] = {name: [] for name in model.watched}
     for t in range(1, updates * every + 1):
         x, y = next(batches)
         loss = functional.cross_entropy(model(x), y)
         optimizer.zero_grad()
         loss.backward()
         if t % every == 0:
-            for name, grads in kept.items():
+            for name, grads in recorded.items():
                 grads.append(getattr(model, name).weight.grad.flatten(1).clone())
         optimizer.step()
     print(f"{type(model).__name__}: loss {loss.item():.3f} after {t} steps", flush=True)
-    return kept
+    return recorded
 
 
 def exact_roots(grads: list[Tensor]) -> tuple[Tensor, Tensor]:
@@ -233,13 +233,13 @@ def plot(report: dict[str, Any], target: Path) -> None:
         method, compact = name.split()[0], "compact" in name
         marker = "o" if compact else "s"
         axes.scatter(x, y, s=45, color=colours[method], marker=marker, zorder=3)
-        beside = method == "cholesky" and compact
+        at_right = method == "cholesky" and compact
         axes.annotate(
             name.replace(" compact", ""),
             (x, y),
-            xytext=(7, -3) if beside else (0, -13 if method == "cholesky" else 7),
+            xytext=(7, -3) if at_right else (0, -13 if method == "cholesky" else 7),
             textcoords="offset points",
-            ha="left" if beside else "center",
+            ha="left" if at_right else "center",
             fontsize=8,
         )
     axes.set_xscale("log")
@@ -283,8 +283,8 @@ def main() -> None:
         "layers": {},
     }
     for make, batches in sources:
-        kept = record(make().to(device), batches, arguments.updates, arguments.every)
-        for name, grads in kept.items():
+        recorded = record(make().to(device), batches, arguments.updates, arguments.every)
+        for name, grads in recorded.items():
             L, R = exact_roots(grads)
             plain = [degrees(grad, L @ grad.double() @ R) for grad in grads[-PROBES:]]
             layer = f"{make.__name__.lower()}.{name}"

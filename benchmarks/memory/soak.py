@@ -5,8 +5,8 @@ Usage::
     python benchmarks/memory/soak.py [--minutes 9.2] [--output result.json]
 
 Every setup runs twice with the same seed. All runs are processes that run at the same time. After
-each lap of 500 steps, a run saves its state, sometimes loads it again, and records the memory in
-use and a digest of all weights and state. Some gradients are not finite, and some are missing.
+each lap of 500 steps, a run saves its state, sometimes loads it again, and records its memory and a
+digest of all weights and state. Some gradients are not finite, and some are missing.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ import kronbit
 from kronbit import CASPR, KFAC, Shampoo
 
 BATCH, CLASSES, SEED = 64, 100, 0
-# Laps that end with a load: the first ones (memory is compared from then on), and some later ones.
+# Laps that end with a load: the first ones, after which memory is compared, and some later ones.
 FIRST_LOADS, LOAD_EVERY = 5, 20
 INTERVAL = 40
 SCHEDULE = {"update_every": 10, "refresh_every": INTERVAL}

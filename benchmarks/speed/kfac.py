@@ -1,8 +1,8 @@
 """Measure what K-FAC and AdaBK cost on a GPU: time by kind of step, hooks, and memory.
 
 Statistics are collected before every tenth step, and roots are refreshed at every twentieth. The
-medians do not depend on these intervals. "Hooks" is the time that passes without statistics take
-relative to those of a model without an optimizer. The two models take turns.
+medians do not depend on these intervals. "Hooks" compares passes without statistics with those of a
+model without an optimizer. The two models take turns.
 """
 
 from __future__ import annotations

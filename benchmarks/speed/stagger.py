@@ -6,8 +6,8 @@ Usage::
 
 The script times whole training steps (forward, backward, optimizer) and synchronises with the GPU
 after each. It ignores the first three intervals, in which kernels are compiled and graphs are
-captured. The host occasionally causes a slow step. The report therefore has not only the slowest
-step but also the slowest position in the interval, by the median over all intervals.
+captured. The host occasionally causes a slow step. The report therefore has both the slowest step
+and the slowest position in the interval, by the median over all intervals.
 """
 
 from __future__ import annotations

@@ -45,10 +45,10 @@ from kronbit.linalg.products import multiply, operand
 from kronbit.linalg.roots import steps_of
 
 SCHEDULE = {"update_every": 10, "refresh_every": 20}
-# The first and the last step that count. Until the first one, kernels are compiled and statistics
-# see more than a few gradients.
+# The first and the last step that count. Earlier steps compile kernels and let statistics see more
+# than a few gradients.
 SECOND_ORDER, FIRST_ORDER = (81, 160), (21, 80)
-ADAMW_SETTLES = 5  # steps of AdamW that do not count
+ADAMW_SETTLES = 5  # first steps of AdamW, which do not count
 PAPER: dict[str, Any] = {"method": "eigen", "storage": "paper"}
 ADAMW: dict[str, Any] = {"lr": 1e-4, "weight_decay": 0.05, "fused": True}
 
@@ -59,7 +59,7 @@ def muon(model: nn.Module) -> torch.optim.Optimizer:
     hidden = {id(p) for p in matrices}
     rest = [p for p in model.parameters() if id(p) not in hidden]
 
-    class Both(torch.optim.Optimizer):
+    class MuonAndAdamW(torch.optim.Optimizer):
         def __init__(self) -> None:
             self.parts = [torch.optim.Muon(matrices, lr=1e-4), torch.optim.AdamW(rest, **ADAMW)]
             super().__init__([*matrices, *rest], {})
@@ -68,7 +68,7 @@ def muon(model: nn.Module) -> torch.optim.Optimizer:
             for part in self.parts:
                 part.step()
 
-    return Both()
+    return MuonAndAdamW()
 
 
 def distributed_shampoo(model: nn.Module) -> torch.optim.Optimizer:

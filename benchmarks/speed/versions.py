@@ -4,11 +4,10 @@ Usage::
 
     python benchmarks/speed/versions.py --output result.json before=../before/src after=src
 
-Each version runs in a process of its own, with its source folder in ``PYTHONPATH``. The speed of a
-machine changes within seconds, so the versions take turns of one interval between refreshes; the
-others wait meanwhile. A time is that of ``optimizer.step()`` around fused AdamW, until the device
-is idle. The ratios are to the first version. Swin-Tiny and GPT-2 are for a GPU; GPT-2 needs
-transformers.
+Each version runs in a separate process, with its source folder in ``PYTHONPATH``. The speed of a
+machine changes within seconds, so the versions take turns, each of one interval between refreshes.
+The time of ``optimizer.step()`` around fused AdamW is measured until the device is idle. The ratios
+are relative to the first version. Swin-Tiny and GPT-2 are for a GPU; GPT-2 needs transformers.
 
 ``--import-times`` also measures ``import kronbit`` in new processes, in turn.
 """
@@ -63,7 +62,7 @@ def make_passes(name: str, device: str) -> tuple[Any, Callable[[], Any]]:
 
 
 def work() -> None:
-    """Take a turn whenever a line arrives, and answer with the milliseconds of its steps."""
+    """Take a turn for every line of stdin, and print the milliseconds of its steps."""
     import torch
 
     import kronbit
@@ -71,9 +70,9 @@ def work() -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     synchronize = torch.get_device_module(device).synchronize
     answers, sys.stdout = sys.stdout, sys.stderr  # packages may print
-    about = {"torch": torch.__version__, "kernels": os.environ.get("KRONBIT_KERNELS", "1")}
-    about |= {"device": torch.cuda.get_device_name() if device == "cuda" else "CPU"}
-    print(json.dumps(about), file=answers, flush=True)
+    environment = {"torch": torch.__version__, "kernels": os.environ.get("KRONBIT_KERNELS", "1")}
+    environment |= {"device": torch.cuda.get_device_name() if device == "cuda" else "CPU"}
+    print(json.dumps(environment), file=answers, flush=True)
     name = None
     for line in sys.stdin:
         if line.strip() != name:
@@ -96,7 +95,7 @@ def work() -> None:
 
 
 class Version:
-    """A process that runs a version."""
+    """A process that runs one version of kronbit."""
 
     def __init__(self, name: str, source: str) -> None:
         self.name = name
@@ -123,7 +122,7 @@ class Version:
 
 def measure(versions: list[Version], model: str, turns: int) -> dict[str, Any]:
     """Return the median times of each version by kind of step, and their ratios."""
-    for _ in range(WARM_UP):  # together: most of it is compilation
+    for _ in range(WARM_UP):  # all versions at once: most of the time is compilation
         for version in versions:
             version.ask(model)
         for version in versions:

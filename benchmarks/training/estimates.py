@@ -1,4 +1,4 @@
-"""Estimate the time of a training on one H200, alone or next to others."""
+"""Estimate the time of a training on one H200, alone or next to other trainings."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ _PER_THOUSAND: dict[str, dict[str, float]] = {
     "digits-cnn": {"base": 5, "shampoo": 10},  # on a CPU
 }
 _UNKNOWN = {"base": 50.0, "shampoo": 60.0}
-_MARGIN = 1.05  # a run that does not end in time is lost with its machine
-_FOREIGN = 3  # slowdown by an optimizer that loops over parameters in Python
+_MARGIN = 1.05  # a run that does not end in time may be lost
+_PYTHON_LOOP = 3  # slowdown by an optimizer that loops over parameters in Python
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Estimate:
     busy: float
 
     def rest(self, step: int) -> Estimate:
-        """Return the estimate of the rest after some steps; resuming takes the start time again."""
+        """Estimate the rest of the training after some steps, including another start."""
         left = max(0.0, 1 - step / self.steps)
         return Estimate(self.steps, _START + left * (self.seconds - _START), self.busy)
 
@@ -73,9 +73,9 @@ def estimate(run: PlannedRun) -> Estimate:
     graph = "--cuda-graph" in run.trainings.flags
     seconds = steps * _milliseconds(run, recipe, graph) / 1000
     evaluations = steps // (recipe.eval_every or max(1, steps // 20)) + 1
-    beside = evaluations * _EVALUATION + _watched(recipe, steps) * _WATCHED
+    extra = evaluations * _EVALUATION + _watched(recipe, steps) * _WATCHED
     busy = _BUSY_WITH_GRAPH if graph else _BUSY_WITHOUT
-    return Estimate(steps, _START + seconds + beside, busy)
+    return Estimate(steps, _START + seconds + extra, busy)
 
 
 def recipe_of(run: PlannedRun) -> Recipe:
@@ -107,15 +107,15 @@ def _milliseconds(run: PlannedRun, recipe: Recipe, graph: bool) -> float:
     measured = _measured(recipe.name).get(run.member.split()[0])
     table = _PER_THOUSAND.get(recipe.name, _UNKNOWN)
     kind = recipe.optimizer
-    foreign = "." in recipe.base
-    if graph and measured is not None and not foreign:
+    loops = "." in recipe.base
+    if graph and measured is not None and not loops:
         per_step = measured
     else:
         per_step = table.get(kind, table[_PER_SECOND_ORDER])
         if not graph:
             per_step = max(per_step, table.get("without graph", per_step))
     in_float32 = recipe.amp == "off" and "--amp" in run.trainings.flags
-    return per_step * (_FLOAT32 if in_float32 else 1) * (_FOREIGN if foreign else 1)
+    return per_step * (_FLOAT32 if in_float32 else 1) * (_PYTHON_LOOP if loops else 1)
 
 
 @cache
@@ -166,7 +166,7 @@ def fitting(
 
     Args:
         candidates: Runs with their estimates, by priority.
-        running: Estimates of the rest of trainings that are running.
+        running: Estimates of the rest of the running trainings.
         seconds: Time that is left.
         together: Largest number of trainings at a time.
     """

@@ -61,7 +61,7 @@ class RunFolders:
         names = [path.stem for path in self.folder(run).glob("*/checkpoints/step-*.pt")]
         return max((int(name.removeprefix("step-")) for name in names), default=0)
 
-    def shown_step(self, run: PlannedRun) -> int:
+    def logged_step(self, run: PlannedRun) -> int:
         """Return the step of the newest line of metrics."""
         for path in self.folder(run).glob("*/metrics.jsonl"):
             lines = path.read_text(encoding="utf-8").rsplit("\n", 2)

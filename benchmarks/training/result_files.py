@@ -110,8 +110,8 @@ def merged(
             if len(commits) > 1:
                 row = {**row, "commit": row.get("commit", content["commit"])}
             if len(shared) > 1:
-                beside = row.get("side_by_side", content["side_by_side"])
-                row = {**row, "side_by_side": beside}
+                side_by_side = row.get("side_by_side", content["side_by_side"])
+                row = {**row, "side_by_side": side_by_side}
             rows.append(row)
     last = len(order)
     rows.sort(key=lambda row: order.get((row["variant"], row["seed"]), last))

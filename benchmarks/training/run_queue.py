@@ -11,13 +11,13 @@ Usage::
 ``trainings.py`` lists the trainings; a NAME is a key of ``TRAININGS`` there.
 
 ``--next`` starts unfinished trainings: stopped ones first, then by stage, the longest first. A
-training starts only if it is expected to end in time next to the others: within ``--seconds``, or
-within ``--later`` more seconds in which the machine and RUNS remain available. After ``--seconds``
-all running trainings save and stop, and the same command resumes them. With names, ``--next`` is
-limited to them. Names without ``--next`` run to the end, whatever time that takes.
+training starts only if it is expected to end in time next to the others: within ``--seconds`` plus
+the ``--later`` seconds in which the machine and RUNS remain available afterwards. After
+``--seconds`` all running trainings save and stop, and the same command resumes them. With names,
+``--next`` is limited to them. Names without ``--next`` run to the end, whatever time that takes.
 
-Every run is a process. Up to ``--together`` of them run at a time. Only times depend on that, and
-the results of such runs leave them out. Runs that are timed have the GPU to themselves.
+Every run is a process. Up to ``--together`` of them run at a time. This affects only their times,
+which results of such runs leave out. Runs that are timed have the GPU to themselves.
 
 A finished run is written to RESULTS/NAME/runs/RUN.json at once. Runs with results there or in the
 repository's ``results`` are not trained again, so a machine needs only the repository and DATA, and
@@ -58,7 +58,7 @@ class Queue:
         later: Seconds available after this call.
         fits: True to start only runs that end in time.
         commit: Commit of the trainings.
-        tried: Runs that were started by this call.
+        started: Runs that this call has started.
     """
 
     runs: Sequence[PlannedRun]
@@ -68,7 +68,7 @@ class Queue:
     later: float
     fits: bool
     commit: str
-    tried: set[PlannedRun] = field(default_factory=set)
+    started: set[PlannedRun] = field(default_factory=set)
 
     def choose(self, running: Sequence[PlannedRun], left: float) -> Sequence[PlannedRun]:
         """Return the runs to start now.
@@ -77,14 +77,14 @@ class Queue:
             running: The runs that are running.
             left: Seconds until the end of this call.
         """
-        wanted = [run for run in self.runs if run not in self.tried and not self.is_done(run)]
+        candidates = [run for run in self.runs if run not in self.started and not self.is_done(run)]
         if self.fits:
-            wanted.sort(key=self._place)
-            loads = [(run, self.rest(run)) for run in wanted]
+            candidates.sort(key=self._place)
+            loads = [(run, self.rest(run)) for run in candidates]
             rest = [self.rest(run) for run in running]
-            wanted = fitting(loads, rest, left + self.later, self.together)
-        chosen = startable(wanted, running, self.together)
-        self.tried.update(chosen)
+            candidates = fitting(loads, rest, left + self.later, self.together)
+        chosen = startable(candidates, running, self.together)
+        self.started.update(chosen)
         return chosen
 
     def is_done(self, run: PlannedRun) -> bool:
@@ -96,26 +96,26 @@ class Queue:
 
     def rest(self, run: PlannedRun) -> Estimate:
         """Estimate the rest of a run."""
-        step = self.folders.shown_step if self.folders.is_running(run) else self.folders.saved_step
+        step = self.folders.logged_step if self.folders.is_running(run) else self.folders.saved_step
         return estimate(run).rest(step(run))
 
     def _place(self, run: PlannedRun) -> tuple[bool, int, bool, float]:
         table = run.trainings
         return not self.folders.saved_step(run), table.stage, table.alone, -self.rest(run).seconds
 
-    def keep(self, run: PlannedRun) -> None:
+    def write(self, run: PlannedRun) -> None:
         """Write the results of a run, and of its table if it is complete."""
         shared = 1 if run.trainings.alone else most_together(self.folders.out, self.together)
         self.files.add(run, self.folders.folder(run), self.commit, shared)
         self.merge(run.table)
 
-    def keep_finished(self) -> None:
+    def write_finished(self) -> None:
         """Write results of finished runs that an earlier call did not write."""
         for run in self.runs:
             if self.folders.is_finished(run):
                 known = self.files.is_done(run) if self.fits else self.files.part(run) is not None
                 if not known:
-                    self.keep(run)
+                    self.write(run)
 
     def merge(self, table: str) -> None:
         """Write the file of a table if it is complete."""
@@ -129,11 +129,11 @@ class Queue:
 
 
 def startable(
-    wanted: Iterable[PlannedRun], running: Sequence[PlannedRun], together: int
+    candidates: Iterable[PlannedRun], running: Sequence[PlannedRun], together: int
 ) -> list[PlannedRun]:
     """Return the runs that may start next to those that are running."""
     chosen: list[PlannedRun] = []
-    for run in wanted:
+    for run in candidates:
         active = [*running, *chosen]
         if len(active) >= together or any(other.trainings.alone for other in active):
             break
@@ -154,8 +154,8 @@ def most_together(out: Path, together: int) -> int:
 def work(queue: Queue, data: Path, seconds: float) -> int:
     """Train; return the exit code, 0 if all started runs are finished."""
     most_together(queue.folders.out, queue.together)
-    queue.keep_finished()
-    runner = Runner(queue.folders, data, queue.keep)
+    queue.write_finished()
+    runner = Runner(queue.folders, data, queue.write)
     runner.work(queue.choose, seconds)
     waiting = [] if queue.fits else [run for run in queue.runs if not queue.is_done(run)]
     unfinished = sorted({run.path for run in (*runner.failed, *waiting)})
@@ -193,7 +193,7 @@ def _show_run(queue: Queue, run: PlannedRun, state: str) -> None:
     text = f"{'':9}{run.member}, seed {run.seed}: {state}"
     if state != "done":
         load = queue.rest(run)
-        steps = {"running": queue.folders.shown_step, "stopped": queue.folders.saved_step}
+        steps = {"running": queue.folders.logged_step, "stopped": queue.folders.saved_step}
         place = f", step {steps[state](run):,} of {load.steps:,}" if state in steps else ""
         text += f"{place}, {load.seconds / 60:.1f} minutes"
     print(text)

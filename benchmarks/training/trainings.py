@@ -127,8 +127,8 @@ _WHOLE = "model.drop_path=0"
 _BF16 = ("--amp", "bf16")
 _BF16_GRAPH = (*_BF16, "--cuda-graph")
 
-# Checks that AdamW trains at the paper's learning rate with bf16 and the recipe's warm-up. At a
-# tenth of the length of Table 2, with a warm-up of 2 epochs, it did not.
+# Checks that AdamW trains at the paper's learning rate with bf16 and the recipe's warm-up. It did
+# not at a tenth of the length of Table 2, with a warm-up of 2 epochs.
 _PROBE = ("lr=1e-3", "epochs=15", "schedule=constant", "eval_every=390", *_LEAN)
 _PROBES = {
     "cifar100-swin-tiny-probe": Trainings(

@@ -18,7 +18,7 @@ from kronbit.kernels import guard
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--slow", action="store_true", help="run slow tests without a GPU too")
+    parser.addoption("--slow", action="store_true", help="also run slow tests without a GPU")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -33,7 +33,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest) -> torch.device:
-    """Run the test on the CPU and, if there is one, on a GPU."""
+    """Run the test on the CPU and, if there is one, on the GPU."""
     return torch.device(request.param)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from support import layers
-from support.layers import hooks, output_gradients, plainly, sgd, with_one
+from support.layers import hooks, one_pass, output_gradients, sgd, with_one
 from support.networks import assert_same_state, network, run, same, tensors, weights
 from support.numerics import angle, no_host_sync, relative_error
 from torch import Tensor, nn
@@ -42,8 +42,8 @@ def grafted(G: Tensor, Ghat: Tensor) -> Tensor:
 
 
 @pytest.fixture(params=["grafted", "plain"])
-def finished(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Return grafting, or the identity, because grafting would hide a wrong scale of Ĝ."""
+def grafting(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return the grafting function, or one that returns Ĝ: grafting would hide a wrong scale."""
     if request.param == "grafted":
         return grafted
     for module in ("eva", "mfac"):
@@ -68,7 +68,7 @@ class Conv1D(nn.Module):
 
 
 def rows_of(layer: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """Return rows of the input and of the output gradient, (E, rows, ...), by position."""
+    """Return the rows of inputs and of output gradients, (E, rows, ...), one per position."""
     if isinstance(layer, nn.Conv2d):
         Y = y.flatten(2).unflatten(1, (layer.groups, -1)).permute(1, 0, 3, 2).flatten(1, 2)
         X = layers.patches(layer, x)
@@ -124,10 +124,10 @@ def _exact_convolutions() -> Iterator[None]:
 def test_eva_matches_the_dense_inverse_of_explicit_means(
     layer: Callable[[], nn.Module],
     shape: tuple[int, ...],
-    finished: Callable[[Tensor, Tensor], Tensor],
+    grafting: Callable[[Tensor, Tensor], Tensor],
     device: torch.device,
 ) -> None:
-    """Running averages over three steps are bias-corrected."""
+    """The means are running averages over three steps, with bias correction."""
     beta, damping = 0.8, 0.05
     model = nn.Sequential(layer(), nn.Softplus()).to(device)
     optimizer = eva(model, sgd(model, lr=1e-3), beta=beta, damping=damping)
@@ -150,7 +150,7 @@ def test_eva_matches_the_dense_inverse_of_explicit_means(
         assert relative_error(state["output_mean"], b) < 1e-5
         G = Y.mT @ X
         unbiased = 1 - beta**t
-        expected = finished(G, dense_inverse(G, a / unbiased, b / unbiased, damping))
+        expected = grafting(G, dense_inverse(G, a / unbiased, b / unbiased, damping))
         assert relative_error(gradient_of(model[0], Y.shape[-1]), expected) < 1e-4
         assert angle(expected, G) > 5  # the direction changes
 
@@ -165,7 +165,8 @@ def test_eva_grafts_all_matrices_of_a_layer_together() -> None:
         new = gradient_of(layer, 3)
         assert abs(new.norm() / G.norm() - 1) < 1e-5
         if len(G) > 1:
-            assert abs(new[0].norm() / G[0].norm() - 1) > 1e-3  # single matrices change their norm
+            # The norms of single matrices change.
+            assert abs(new[0].norm() / G[0].norm() - 1) > 1e-3
 
 
 def test_eva_leaves_other_parameters_to_the_base() -> None:
@@ -199,11 +200,11 @@ def means(
 def after_gradients_were_zeroed(model: nn.Module, optimizer: EVA, x: Tensor) -> None:
     model(x * 3).square().mean().backward()
     optimizer.zero_grad(set_to_none=False)
-    plainly(model, optimizer, x)
+    one_pass(model, optimizer, x)
 
 
 def before_a_copy(model: nn.Module, optimizer: EVA, x: Tensor) -> None:
-    plainly(model, optimizer, x)
+    one_pass(model, optimizer, x)
     twin = copy.deepcopy(model)
     for other in (twin, pickle.loads(pickle.dumps(model)), pickle.loads(pickle.dumps(twin))):
         other(x * 3).square().mean().backward()
@@ -235,8 +236,10 @@ def checkpointed_reentrantly(model: nn.Module, optimizer: EVA, x: Tensor) -> Non
         checkpointed_reentrantly,
     ],
 )
-def test_only_passes_that_made_the_gradient_count(passes: Callable[..., None]) -> None:
-    for actual, expected in zip(means(passes), means(plainly), strict=True):
+def test_passes_that_do_not_contribute_to_the_gradient_are_ignored(
+    passes: Callable[..., None],
+) -> None:
+    for actual, expected in zip(means(passes), means(one_pass), strict=True):
         assert torch.equal(actual, expected)
 
 
@@ -255,15 +258,15 @@ def test_several_backward_passes_are_one_batch() -> None:
 
 
 class Twice(nn.Module):
-    """A layer that is called twice, with or without checkpoints."""
+    """A layer that is called twice, with or without activation checkpointing."""
 
-    def __init__(self, saving: bool) -> None:
+    def __init__(self, recompute: bool) -> None:
         super().__init__()
-        self.layer, self.saving = nn.Linear(6, 6), saving
+        self.layer, self.recompute = nn.Linear(6, 6), recompute
 
     def forward(self, x: Tensor) -> Tensor:
         for _ in range(2):
-            x = checkpoint(self.once, x, use_reentrant=False) if self.saving else self.once(x)
+            x = checkpoint(self.once, x, use_reentrant=False) if self.recompute else self.once(x)
         return x
 
     def once(self, x: Tensor) -> Tensor:
@@ -271,20 +274,20 @@ class Twice(nn.Module):
 
 
 def test_a_layer_that_is_called_twice_averages_rows_of_both_calls() -> None:
-    model = Twice(saving=False)
+    model = Twice(recompute=False)
     seen: list[Tensor] = []
 
     def passes(model: nn.Module, optimizer: EVA, x: Tensor) -> None:
         seen.extend([x, model.layer(x).tanh().detach()])
-        plainly(model, optimizer, x)
+        one_pass(model, optimizer, x)
 
     a, _ = means(passes, model)
     assert relative_error(a[0], with_one(torch.cat(seen)).mean(0)) < 1e-5
     # The second call's gradient arrives before the first call is recomputed.
-    again = Twice(saving=True)
+    again = Twice(recompute=True)
     twins = copy.deepcopy(again)
-    twins.saving = False
-    for actual, expected in zip(means(plainly, again), means(plainly, twins), strict=True):
+    twins.recompute = False
+    for actual, expected in zip(means(one_pass, again), means(one_pass, twins), strict=True):
         assert torch.equal(actual, expected)
 
 
@@ -330,7 +333,7 @@ def test_layers_without_rows_keep_their_means_and_are_named() -> None:
     assert optimizer.diagnostics() == {"skipped_steps": 0, "missed_statistics": 3}
 
 
-def test_gradients_stay_as_they_are_before_the_first_mean() -> None:
+def test_gradients_are_unchanged_before_the_first_mean() -> None:
     model = nn.Linear(6, 5)
     optimizer = eva(model, sgd(model, lr=0.0))
     model(torch.randn(8, 6)).square().sum().backward()
@@ -364,11 +367,11 @@ def test_several_processes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_mfac_matches_the_dense_inverse(
     dtype: torch.dtype,
     tolerance: float,
-    finished: Callable[[Tensor, Tensor], Tensor],
+    grafting: Callable[[Tensor, Tensor], Tensor],
     device: torch.device,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The ring wraps around more than twice, and a bias has no gradient at some steps."""
+    """The ring buffer of gradients wraps around, and a bias has no gradient at some steps."""
     monkeypatch.setattr("kronbit.baselines.mfac._PIECE", 64)
     m, damping = 4, 0.05
     model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3)).to(device, dtype)
@@ -390,7 +393,7 @@ def test_mfac_matches_the_dense_inverse(
         for p, part, hat in zip(model.parameters(), g.split(sizes), Ghat.split(sizes), strict=True):
             if p.grad is not None:
                 actual = p.grad.cpu().double().flatten()
-                assert relative_error(actual, finished(part, hat)) < tolerance
+                assert relative_error(actual, grafting(part, hat)) < tolerance
                 assert p.grad.dtype == optimizer.state[p]["gradients"].dtype == dtype
         assert (model[0].bias.grad is None) == (t in (3, 6))
         if t >= m:
@@ -417,8 +420,8 @@ def test_mfac_takes_parameters_of_any_shape_and_added_later(device: torch.device
     }
     assert {"conv.weight", "experts", "scale", "linear.bias"} <= moved
     assert model.dead.weight not in optimizer.state
-    held = optimizer.state[model.experts]["gradients"]
-    assert held.shape == (2, *model.experts.shape)
+    stored = optimizer.state[model.experts]["gradients"]
+    assert stored.shape == (2, *model.experts.shape)
 
 
 def test_mfac_refuses_several_devices_and_sparse_gradients() -> None:
@@ -441,7 +444,7 @@ def test_mfac_refuses_several_devices_and_sparse_gradients() -> None:
 @both
 @pytest.mark.parametrize("base", ["sgd", "adamw"])
 def test_bases_by_name_match_constructed_ones(build: Build, base: str) -> None:
-    ready = {
+    make = {
         "sgd": lambda params: torch.optim.SGD(params, lr=1e-2, momentum=0.9),
         "adamw": lambda params: torch.optim.AdamW(params, lr=1e-2),
     }[base]
@@ -452,20 +455,20 @@ def test_bases_by_name_match_constructed_ones(build: Build, base: str) -> None:
         options: dict[str, Any] = {"model": model} if build is eva else {"gradients": 3}
         kind = EVA if build is eva else MFAC
         optimizer = (
-            kind(params, base=base, lr=1e-2, **options) if named else kind(ready(params), **options)
+            kind(params, base=base, lr=1e-2, **options) if named else kind(make(params), **options)
         )
         run(model, optimizer, 4)
         results.append(weights(model))
     assert same(*results)
     plain = network()
-    run(plain, ready(plain.parameters()), 4)
+    run(plain, make(plain.parameters()), 4)
     assert not same(results[0], weights(plain))
 
 
 @both
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
-def test_runs_resume_to_the_bit(
+def test_runs_resume_bit_for_bit(
     build: Build, kind: type[Optimizer], dtype: torch.dtype, device: torch.device
 ) -> None:
     def start() -> tuple[nn.Module, Rewriter]:
@@ -482,12 +485,12 @@ def test_runs_resume_to_the_bit(
     again, resumed = start()
     again.load_state_dict(saved[0])
     resumed.load_state_dict(saved[1])
-    for (path, held), loaded in zip(
+    for (path, leaf), loaded in zip(
         tensors(saved[1]).items(), tensors(resumed.state_dict()).values(), strict=True
     ):
-        assert held.dtype == loaded.dtype, path
-        assert torch.equal(held, loaded), path
-        assert held.data_ptr() != loaded.data_ptr() or not held.numel() or path.startswith("/base")
+        assert leaf.dtype == loaded.dtype, path
+        assert torch.equal(leaf, loaded), path
+        assert leaf.data_ptr() != loaded.data_ptr() or not leaf.numel() or path.startswith("/base")
     run(again, resumed, 4, first=5)
     assert same(weights(model), weights(again))
     assert_same_state(optimizer.state_dict()["state"], resumed.state_dict()["state"])
@@ -539,7 +542,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("build", "damage", "message"), REFUSED)
-def test_checkpoints_that_do_not_fit_change_nothing(
+def test_incompatible_checkpoints_change_nothing(
     build: Build, damage: Callable[[dict[str, Any]], None], message: str
 ) -> None:
     def start() -> tuple[nn.Module, Rewriter]:
@@ -562,7 +565,7 @@ def test_checkpoints_that_do_not_fit_change_nothing(
 
 
 @both
-def test_schedulers_and_closures(build: Build) -> None:
+def test_schedulers_and_closures_work_as_in_torch(build: Build) -> None:
     model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
     optimizer = build(model)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
@@ -594,10 +597,10 @@ def test_schedulers_and_closures(build: Build) -> None:
 @both
 @pytest.mark.parametrize("bad", [0, 2, 5])
 @pytest.mark.parametrize("factor", [torch.inf, torch.nan])
-def test_steps_that_are_not_finite_leave_no_trace(
+def test_steps_with_nonfinite_gradients_leave_no_trace(
     build: Build, bad: int, factor: float, device: torch.device
 ) -> None:
-    """Either the first step or a later one is not finite."""
+    """Either the first step or a later one has a non-finite gradient."""
 
     def states(skip: bool) -> dict[str, Any]:
         torch.manual_seed(3)
@@ -613,12 +616,12 @@ def test_steps_that_are_not_finite_leave_no_trace(
                     continue
                 model[2].bias.grad[1] *= factor
                 before = [p.grad.clone() for p in model.parameters()]
-                held = tensors(copy.deepcopy(optimizer.state_dict()))
+                stored = tensors(copy.deepcopy(optimizer.state_dict()))
                 optimizer.step()
                 for p, grad in zip(model.parameters(), before, strict=True):
                     assert torch.equal(p.grad.nan_to_num(7), grad.nan_to_num(7))
                 for path, tensor in tensors(optimizer.state_dict()).items():
-                    assert torch.equal(tensor, held.get(path, torch.zeros_like(tensor))), path
+                    assert torch.equal(tensor, stored.get(path, torch.zeros_like(tensor))), path
                 model.load_state_dict(start)  # undo F's step
             else:
                 optimizer.step()
@@ -630,7 +633,7 @@ def test_steps_that_are_not_finite_leave_no_trace(
     assert_same_state(actual, expected)
 
 
-def test_means_that_are_not_finite_are_discarded() -> None:
+def test_nonfinite_means_are_discarded() -> None:
     """The mean input overflows while the gradient is zero."""
     model = nn.Linear(6, 5)
     optimizer = eva(model)
@@ -708,7 +711,7 @@ def test_a_gradient_in_half_precision_saturates() -> None:
 
 
 @both
-def test_gradients_are_rewritten_once(build: Build) -> None:
+def test_wrapping_an_optimizer_twice_is_refused(build: Build) -> None:
     model = nn.Linear(6, 5)
     optimizer = build(model)
     with pytest.raises(TypeError, match=f"{type(optimizer).__name__} rewrites gradients already"):

@@ -29,7 +29,7 @@ def test_cut_matches_the_oracle(length: int, max_order: int, split: str) -> None
     assert sizes == [stop - start for start, stop in oracle.pieces(length, max_order, split)]
 
 
-def test_known_cuts() -> None:
+def test_cuts_have_the_expected_sizes() -> None:
     assert cut(1536, 1200, "greedy") == [1200, 336]
     assert cut(1536, 1200, "even") == [768, 768]
     assert cut(3072, 1200, "even") == [1024, 1024, 1024]
@@ -80,7 +80,7 @@ def test_blocks_tile_every_matrix_once(
         numbers[index] = piece.index
     assert (count == 1).all()
     assert sorted(piece.index for piece in pieces) == list(range(len(result)))
-    # Blocks are numbered row by row: their first elements come in the order of their numbers.
+    # Blocks are numbered row by row, in the order of their first elements.
     corners = sorted((piece.batch, piece.row, piece.column, piece.index) for piece in pieces)
     assert [corner[-1] for corner in corners] == list(range(len(result)))
     # A grid's view lists its blocks in the order of blocks().

@@ -75,7 +75,7 @@ def test_memory_format_of_convolutions_does_not_matter(
 
 
 def test_only_unusual_gradients_are_inspected_one_by_one() -> None:
-    """Inspecting every gradient at every step takes the host longer than the rest of the step."""
+    """Inspecting every gradient would take the host longer than the rest of the step."""
     single, last = {torch.float32}, torch.randn(6, 4, 3, 3).to(memory_format=torch.channels_last)
     volume = torch.randn(6, 4, 3, 3, 2).to(memory_format=torch.channels_last_3d)
     assert plain_dtypes([torch.randn(3, 4), last, volume]) == single
@@ -110,7 +110,9 @@ def test_results_do_not_depend_on_the_strides_of_gradients(kind: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-def test_every_parameter_dtype(dtype: torch.dtype, device: torch.device) -> None:
+def test_state_is_float32_for_every_parameter_dtype(
+    dtype: torch.dtype, device: torch.device
+) -> None:
     """State is float32 for every parameter dtype; the result is that of float32 gradients."""
     start, grads = torch.randn(70, 66), [torch.randn(70, 66).to(dtype) for _ in range(3)]
     results = []
@@ -129,7 +131,7 @@ def test_every_parameter_dtype(dtype: torch.dtype, device: torch.device) -> None
 
 
 def test_grafting_is_per_parameter_over_all_blocks() -> None:
-    """Two blocks have gradients of very different norm. Grafting per block would keep the ratio."""
+    """The blocks' gradients have very different norms. Grafting per block would keep the ratio."""
     p = nn.Parameter(torch.zeros(20, 40))
     optimizer = Shampoo(
         torch.optim.SGD([p], lr=1.0), max_order=20, update_every=1, refresh_every=1, damping=1e-4
@@ -202,7 +204,7 @@ def test_errors_for_sparse_and_complex_gradients_name_a_remedy() -> None:
 
 
 def test_parameters_without_gradient_do_not_advance() -> None:
-    """A parameter without gradients at some steps trains as if these steps did not exist."""
+    """A parameter that has no gradient at some steps trains as if these steps did not exist."""
     missing, always = nn.Parameter(torch.ones(70, 66)), nn.Parameter(torch.ones(70, 66))
     alone = nn.Parameter(torch.ones(70, 66))
     together = Shampoo([missing, always], base="sgd", lr=0.1, **FAST)
@@ -221,7 +223,7 @@ def test_parameters_without_gradient_do_not_advance() -> None:
 
 
 def test_zero_grad_to_none_and_to_zero_agree() -> None:
-    """Gradients that are zeroed in place hold G̃ until then. That does not affect the run."""
+    """Gradients that are zeroed in place hold G̃ until then, which does not affect the run."""
     results = []
     for set_to_none in (True, False):
         model = network()

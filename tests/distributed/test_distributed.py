@@ -43,8 +43,8 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, world: 
     for _ in range(10):
         for last in (False, True):
             x = torch.randn(12, 70, generator=generator)[rank::world]
-            waits = isinstance(model, DistributedDataParallel) and not last
-            with model.no_sync() if waits else nullcontext():
+            unsynchronised = isinstance(model, DistributedDataParallel) and not last
+            with model.no_sync() if unsynchronised else nullcontext():
                 model(x).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -87,7 +87,7 @@ def test_ranks_that_split_a_batch_match_one_process() -> None:
 
 
 def refuse_unsupported_parameters(rank: int) -> list[str]:
-    """Return the errors about parameters that are sharded in unsupported ways."""
+    """Return the errors for parameters that are sharded in unsupported ways."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     model, plain = network(), network()
     fully_shard(model, mesh=mesh)

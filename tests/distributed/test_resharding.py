@@ -75,7 +75,8 @@ def load(model: nn.Module, optimizer: Shampoo, path: str, flat: bool, group: Any
     set_optimizer_state_dict(model, optimizer, content["optimizer"], options=options)
 
 
-def like(p: Tensor, value: Tensor) -> Tensor:
+def distributed_like(p: Tensor, value: Tensor) -> Tensor:
+    """Return the value, sharded as the parameter is."""
     if not isinstance(p, DTensor):
         return value
     return distribute_tensor(value, p.device_mesh, p.placements, src_data_rank=None)
@@ -143,7 +144,7 @@ def save_one_file(rank: int, folder: str, bits: int) -> None:
         if rank in ranks_of(layout):
             model, optimizer = build(meshes.get(layout), bits=bits, **options)
             for p, q in zip(model.parameters(), weights.values(), strict=True):
-                local(p.data).copy_(local(like(p, q)))
+                local(p.data).copy_(local(distributed_like(p, q)))
             other = f"{folder}/{(number + 1) % len(layouts)}.pt"
             saved = torch.load(other, weights_only=True, mmap=True)
             kronbit.load_consolidated(optimizer, saved)

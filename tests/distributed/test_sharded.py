@@ -78,8 +78,8 @@ def compare_layouts(rank: int, make: Any = Shampoo) -> list[int]:
         for t in range(1, STEPS):
             step(model, optimizer, t)
         check(optimizer, model, reference, network, f"{options}")
-        held = optimizer.memory()
-        sizes.append(held["statistics"] + held["roots"])
+        memory = optimizer.memory()
+        sizes.append(memory["statistics"] + memory["roots"])
         if "shard_state" in options:
             with pytest.raises(RuntimeError, match=r"kronbit\.consolidate_state_dict"):
                 optimizer.state_dict()
@@ -93,7 +93,7 @@ def shard_like_accelerate(rank: int) -> None:
     reference = Shampoo(network.parameters(), process_group=False, **OPTIONS)
     model = Network()
     optimizer = Shampoo(model.parameters(), **OPTIONS)
-    optimizer.load_state_dict(optimizer.state_dict())  # of unsharded parameters
+    optimizer.load_state_dict(optimizer.state_dict())  # while parameters are unsharded
     names = {p.data_ptr(): name for name, p in model.named_parameters()}
     for group in optimizer.param_groups:  # placeholders with the addresses of the parameters
         for i, p in enumerate(group["params"]):
@@ -151,11 +151,11 @@ def test_loading_a_full_state_dict_warns_about_lost_roots() -> None:
     """A full state dict (FULL_STATE_DICT of Accelerate) holds only the state that rank 0 owns."""
     first, second = run_on_ranks(2, load_state_dicts)
     assert first == [[], [], [], []]
-    (message,), (again,), *nothing = second
+    (message,), (again,), *others = second
     assert message == again
     assert "kronbit.consolidate_state_dict" in message
     assert "SHARDED_STATE_DICT" in message
-    assert nothing == [[], []]  # a sharded state dict, and one before the first refresh
+    assert others == [[], []]  # a sharded state dict, and one before the first refresh
 
 
 def add_group_by_wrapper(rank: int) -> None:
@@ -211,13 +211,13 @@ class Tied(nn.Module):
 
 
 def train(
-    model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, world: int, words: bool
+    model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, world: int, tokens: bool
 ) -> None:
     """Take steps of two passes, the first unsynchronised. A rank sees its share of every batch."""
     generator = torch.Generator().manual_seed(1)
     for _ in range(STEPS):
         for last in (False, True):
-            if words:
+            if tokens:
                 x = torch.randint(70, (12, 5), generator=generator)
             else:
                 x = torch.randn(12, 70, generator=generator)
@@ -232,20 +232,20 @@ def train_sharded(rank: int) -> None:
     """Compare training on three ranks, each with its share of a batch, with one process."""
     options = {**OPTIONS, "base": "sgd", "bits": 32}
     half = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    for words, more in (
+    for tokens, more in (
         (False, {"reshard_after_forward": True}),
         (False, {"reshard_after_forward": False}),
         (False, {"mp_policy": half}),
         (True, {}),
     ):
-        reference, start = (Tied() if words else Network() for _ in range(2))
+        reference, start = (Tied() if tokens else Network() for _ in range(2))
         train(
-            reference, Shampoo(reference.parameters(), process_group=False, **options), 0, 1, words
+            reference, Shampoo(reference.parameters(), process_group=False, **options), 0, 1, tokens
         )
         mesh = mesh_of([0, 1, 2])
-        model = fully_shard(Tied(), mesh=mesh) if words else sharded(mesh, **more)
+        model = fully_shard(Tied(), mesh=mesh) if tokens else sharded(mesh, **more)
         optimizer = Shampoo(model.parameters(), **options)
-        train(model, optimizer, rank, 3, words)
+        train(model, optimizer, rank, 3, tokens)
         for p, q, w in zip(
             model.parameters(), reference.parameters(), start.parameters(), strict=True
         ):
@@ -334,7 +334,7 @@ def states(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]
 
 
 def keep_local_rows(rank: int, folder: str) -> None:
-    """Treat the rows of each rank as a matrix, and resume a checkpoint on as many ranks."""
+    """Treat each rank's rows as a matrix, and resume on the same number of ranks."""
     mesh = mesh_of([0, 1, 2])
     model, resumed = sharded(mesh), sharded(mesh)
     first, second = (
@@ -413,5 +413,5 @@ def train_on_one_gpu(rank: int, on_shards: bool) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize(("backend", "world"), [("nccl", 1), ("gloo", 2)])
 def test_ranks_on_a_gpu(backend: str, world: int) -> None:
-    """One rank by NCCL, and two ranks by gloo that share a GPU, match one process."""
+    """One rank with NCCL, and two gloo ranks that share a GPU, match one process."""
     run_on_ranks(world, train_on_one_gpu, world == 1, backend=backend)

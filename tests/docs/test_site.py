@@ -97,7 +97,7 @@ class Server(ThreadingHTTPServer):
     request_queue_size = 128  # a page requests all its images at once
 
 
-def test_pages_in_a_browser(site: Path, browser: Any) -> None:
+def test_pages_work_in_a_browser(site: Path, browser: Any) -> None:
     """Pages have no errors and no missing images, fit the window, and can be searched."""
     handler = partial(SimpleHTTPRequestHandler, directory=str(site))
     with Server(("127.0.0.1", 0), handler) as server:

@@ -53,7 +53,7 @@ def test_updates_and_roots_match_the_oracle(
 
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("n", [66, 97, *(pytest.param(n, marks=slow) for n in (64, 200))])
-def test_codes_are_equal_to_the_bit_where_arithmetic_is_exact(
+def test_codes_are_bitwise_equal_where_arithmetic_is_exact(
     bits: int, n: int, device: torch.device
 ) -> None:
     """M holds integers and β is 1/2, so float32 sums are exact and all codes must be equal."""
@@ -81,7 +81,7 @@ def test_codes_are_equal_to_the_bit_where_arithmetic_is_exact(
 
 @pytest.mark.parametrize("tile", [32, 64])
 @pytest.mark.parametrize("n", [1, 31, 32, 64, 97, 130])
-def test_tiles_are_the_lower_triangle(n: int, tile: int) -> None:
+def test_tiles_hold_the_lower_triangle(n: int, tile: int) -> None:
     X = torch.randn(2, n, n)
     tiles = lower_tiles(X, tile)
     assert torch.equal(from_lower_tiles(tiles, n), X.tril(-1))
@@ -141,7 +141,7 @@ for stage, depth in enumerate((2, 2, 6, 2)):
     ],
     ids=["swin-tiny", "gpt2", "llama2-7b"],
 )
-def test_ratio_to_32_bits(
+def test_state_is_7_to_14_times_smaller_than_at_32_bits(
     shapes: list[tuple[int, int]], order: int, paper: float, eigen: float, cholesky: float
 ) -> None:
     def state(**options: Any) -> int:
@@ -216,7 +216,7 @@ def test_codes_are_the_nearest_for_rounded_scales() -> None:
         pytest.param(190, 4, 64, marks=slow),
     ],
 )
-def test_kernels_agree_with_torch_to_the_bit(
+def test_kernels_and_torch_are_bitwise_equal(
     n: int,
     bits: int,
     tile: int,
@@ -230,12 +230,12 @@ def test_kernels_agree_with_torch_to_the_bit(
     X[1] *= 1e-30  # almost all scales are zero
     X[1, 0, 0] = 1.0
     X[2] = X[2].round(decimals=1)  # values between two codes, and blocks of zeros
-    for given in (X, X.mT):
-        by_kernels = storage.encode(given.clone(memory_format=torch.preserve_format))
+    for stack_view in (X, X.mT):
+        by_kernels = storage.encode(stack_view.clone(memory_format=torch.preserve_format))
         restored = storage.decode(by_kernels)
         with monkeypatch.context() as without:
             without.setattr(guard, "why_not", lambda device: "a test")
-            by_torch = storage.encode(given.clone(memory_format=torch.preserve_format))
+            by_torch = storage.encode(stack_view.clone(memory_format=torch.preserve_format))
             expected = storage.decode(by_torch)
         assert list(by_kernels) == list(by_torch)
         for name, tensor in by_torch.items():

@@ -25,7 +25,7 @@ def test_updates_and_roots_match_the_oracle(
     ours, references = run_both(n, device, torch.float64, method=method, bits=bits, damping=0.1)
     A, roots = ours.method.matrix(ours.tensors), ours.roots(all_rows(ours))
     for row, factor in enumerate(references):
-        # `matrix` takes all of Björck's steps, and the oracle takes t1
+        # `matrix` takes four Björck steps, and the oracle would take t1
         factor.o.update_rectify = 4
         # a code that rounding moves across a threshold adds an error of up to a few 1e-4
         tolerance = 1e-5 if bits == 32 or n < 64 else 1e-3
@@ -91,7 +91,7 @@ def test_trace_scaling_of_a_zero_statistic_gives_the_identity() -> None:
 
 @pytest.mark.parametrize("bits", [3, 4, 6, 8])
 @pytest.mark.parametrize("n", [64, 67])
-def test_codes_are_equal_to_the_bit_where_arithmetic_is_exact(bits: int, n: int) -> None:
+def test_codes_are_bitwise_equal_where_arithmetic_is_exact(bits: int, n: int) -> None:
     """M holds integers and β is 1/2, so float32 sums are exact and all codes must be equal."""
     options: dict[str, Any] = {"bits": bits, "beta": 0.5, "damping": 0.5}
     config = Config(method="naive", storage="paper", **options)
@@ -112,7 +112,7 @@ def test_codes_are_equal_to_the_bit_where_arithmetic_is_exact(bits: int, n: int)
 
 
 @pytest.mark.parametrize("bits", [3, 4, 6, 8])
-def test_eigen_codes_are_equal_to_the_bit_for_exact_eigenvectors(bits: int) -> None:
+def test_eigen_codes_are_bitwise_equal_for_exact_eigenvectors(bits: int) -> None:
     """If A is diagonal, U remains I, and every mapping has codes for 1 and 0."""
     config = Config(bits=bits, **PAPER)
     ours = stack(66, 1, config)
@@ -216,7 +216,7 @@ def test_eigenvalues_are_clamped_at_zero() -> None:
     assert (factors.tensors["eigenvalues"] == 0).all()
 
 
-def test_figures_for_diagnostics() -> None:
+def test_diagnostics_report_condition_and_orthogonality() -> None:
     config = Config(method="eigen")
     factors = stack(64, 2, config)
     M = gram(2, 64, torch.Generator().manual_seed(0))
@@ -232,8 +232,8 @@ def test_figures_for_diagnostics() -> None:
     )
     triangle = stack(20, 1, Config(bits=32, method="cholesky"))
     update(triangle, M[:1, :20, :20], all_trusted(triangle), Config(bits=32, method="cholesky"))
-    known = triangle.figures()["condition_at_least"]
-    assert 1 < known <= dense.figures()["condition"]
+    bound = triangle.figures()["condition_at_least"]
+    assert 1 < bound <= dense.figures()["condition"]
 
 
 def test_a_batch_of_parts_matches_separate_updates() -> None:
@@ -248,8 +248,8 @@ def test_a_batch_of_parts_matches_separate_updates() -> None:
     Batch([(part, slice(0, part.rows)) for part in parts]).update(M.clone(), trusted, config)
     for name, tensor in alone.tensors.items():
         assert torch.equal(torch.cat([whole.tensors[name], other.tensors[name]]), tensor), name
-    near = Batch([(part, slice(0, part.rows)) for part in parts[:2]])
-    assert len(near._slices) == 1
+    adjacent = Batch([(part, slice(0, part.rows)) for part in parts[:2]])
+    assert len(adjacent._slices) == 1
     assert parts[1].tensors["codes"].data_ptr() == whole.tensors["codes"][2].data_ptr()
 
 
@@ -265,11 +265,11 @@ def test_mixed_orders_in_one_batch_match_separate_ones(
 @pytest.mark.parametrize(
     ("method", "quantized"), [("eigen", True), ("cholesky", True), ("cholesky", False)]
 )
-def test_kernels_take_orders_in_one_batch(
+def test_kernels_take_several_orders_in_one_batch(
     method: Any, quantized: bool, kernels: torch.device
 ) -> None:
     """Results are bit-identical whatever other matrices are in the batch."""
-    large = 130 if kernels.type == "cuda" else 70  # interpreted, two tiles take a minute
+    large = 130 if kernels.type == "cuda" else 70  # two interpreted tiles take a minute
     assert_mixed_matches_separate(
         method, (12, large), True, quantized, kernels, updates=1, exact=True
     )

@@ -39,7 +39,8 @@ pytestmark = [
     pytest.mark.bf16_products,
 ]
 
-# Rows of (12, 64) and (75, 40) are wide: in bf16, they are multiplied in place.
+# Rows of (12, 64) and (75, 40) are wide (read 16 bytes at a time): in bf16, they are multiplied in
+# place.
 SHAPES = [(20, 66), (12, 64), (2, 10, 24), (75, 40)]
 PASS = Config(nonfinite="pass")
 
@@ -112,7 +113,7 @@ def test_preconditioned_gradients_match_the_reference(
     nonfinite: str,
     kernels: torch.device,
 ) -> None:
-    """Angle and norm of Ĝ match, although one gradient is missing and one is not finite."""
+    """Angle and norm of G̃ match, although one gradient is missing and one is not finite."""
     preconditioner = make_preconditioner(kernels, algorithm, **options)
     grads: list[Tensor | None] = list(gradients(kernels, dtypes))
     grads[2][0, 0, 0] = torch.nan  # type: ignore[index]
@@ -148,7 +149,7 @@ def test_preconditioned_gradients_match_the_reference(
         pytest.param((66, 131), 32, 8, marks=slow),
     ],
 )
-def test_roots_in_tiles_and_in_rows(
+def test_roots_in_tiles_and_in_rows_are_decoded_correctly(
     shape: tuple[int, int],
     tile: int,
     bits: int,
@@ -214,14 +215,14 @@ CONVOLUTIONS = [(75, 8, 2, 2), (20, 9, 3, 3), (8, 6, 2, 3, 2), (16, 24), (24, 9,
 def in_both_orders(
     device: torch.device, dtype: torch.dtype = torch.float32
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Make gradients of convolutions and a matrix; convolutions also in channels-last order."""
+    """Make gradients of convolutions and matrices, contiguous and in channels-last order."""
     plain = [torch.randn(shape).to(device=device, dtype=dtype) for shape in CONVOLUTIONS]
-    turned = [
+    channels_last = [
         grad.movedim(1, -1).contiguous().movedim(-1, 1) if grad.dim() > 2 else grad.clone()
         for grad in plain
     ]
-    assert [grad.is_contiguous() for grad in turned] == [False] * 3 + [True] * 2
-    return plain, turned
+    assert [grad.is_contiguous() for grad in channels_last] == [False] * 3 + [True] * 2
+    return plain, channels_last
 
 
 @slow
@@ -239,16 +240,16 @@ def test_channels_last_gradients_are_read_and_written_in_place(
 ) -> None:
     preconditioner = make_preconditioner(kernels, shapes=CONVOLUTIONS)
     preconditioner.products.bits = dict.fromkeys(range(5), precision)
-    plain, turned = in_both_orders(kernels, dtype)
+    plain, channels_last = in_both_orders(kernels, dtype)
     before = [grad.clone() for grad in plain]
-    for grads in (plain, turned):
+    for grads in (plain, channels_last):
         step = measure(kernels, grads)
         assert step.by_kernels
         assert step.addresses is not None
         assert step.addresses.aligned
-        assert step.addresses.channels_last == ({0, 1, 2} if grads is turned else set())
+        assert step.addresses.channels_last == ({0, 1, 2} if grads is channels_last else set())
         preconditioner.precondition(step)
-    for grad, expected, start in zip(turned, plain, before, strict=True):
+    for grad, expected, start in zip(channels_last, plain, before, strict=True):
         # The norm is summed in another order; contiguous bf16 gradients are multiplied in place.
         near = 1e-6 if dtype == torch.float32 else 0.01
         assert relative_error(grad.float(), expected.float()) < near
@@ -274,11 +275,11 @@ def test_statistics_of_channels_last_gradients_have_the_same_bits(kernels: torch
     )
     due = {i: Due(preconditioner.stacks.members[i].config) for i in range(5)}
     actual = []
-    plain, turned = in_both_orders(kernels)
+    plain, channels_last = in_both_orders(kernels)
     blocks = GradientBlocks(preconditioner.stacks.members, plain)
-    for grads in (plain, turned):
-        seen = measure(kernels, grads)
-        outer_products = statistics.outer_products(preconditioner.stacks, seen, due)
+    for grads in (plain, channels_last):
+        measured = measure(kernels, grads)
+        outer_products = statistics.outer_products(preconditioner.stacks, measured, due)
         parts = list(
             batches(
                 due_parts(preconditioner.stacks.groups, due),
@@ -289,29 +290,33 @@ def test_statistics_of_channels_last_gradients_have_the_same_bits(kernels: torch
         actual.append([outer_products(part) for part in parts])
     assert all(torch.equal(*pair) for pair in zip(*actual, strict=True))
     for M, part in zip(actual[0], parts, strict=True):
-        expected = gradients_by_torch(blocks, seen.finite, part)
+        expected = gradients_by_torch(blocks, measured.finite, part)
         assert (M - expected).abs().max() <= 1e-6 * expected.abs().max()
 
 
-def test_channels_last_gradients_of_grouped_convolutions(kernels: torch.device) -> None:
+def test_channels_last_gradients_of_grouped_convolutions_are_preconditioned(
+    kernels: torch.device,
+) -> None:
     """K-FAC has a matrix per group, and each row of the matrix keeps all taps."""
     preconditioner = make_preconditioner(kernels, shapes=[(2, 12, 36)], batch_dims=1)
     (member,) = preconditioner.stacks.members
-    turned_member = replace(member, blocking=replace(member.blocking, taps=9))
+    member_with_taps = replace(member, blocking=replace(member.blocking, taps=9))
     preconditioner.products._stacks = copy.copy(preconditioner.stacks)
-    preconditioner.products._stacks.members = (turned_member,)
+    preconditioner.products._stacks.members = (member_with_taps,)
     preconditioner.products.bits = {0: HALF}
     plain = torch.randn(24, 4, 3, 3).to(kernels)
-    turned = plain.to(memory_format=torch.channels_last)
-    for grad in (plain, turned):
+    channels_last = plain.to(memory_format=torch.channels_last)
+    for grad in (plain, channels_last):
         step = measure(kernels, [grad])
         assert step.by_kernels
         preconditioner.precondition(step)
-    assert relative_error(turned, plain) < 1e-6
+    assert relative_error(channels_last, plain) < 1e-6
 
 
-def test_channels_last_gradients_that_kernels_cannot_read(kernels: torch.device) -> None:
-    """Rows of stacked matrices are scattered; gradients left to the base need no blocks."""
+def test_channels_last_gradients_that_kernels_cannot_read_are_left_to_torch(
+    kernels: torch.device,
+) -> None:
+    """Rows of stacked matrices are scattered. Gradients left to the base may have any order."""
     last = torch.randn(3, 10, 4, 5, device=kernels).to(memory_format=torch.channels_last)
     guard = NonfiniteGuard(kernels, PASS)
     for taps, by_kernels in ((1, False), (0, True), (20, True), (1, False)):
@@ -332,7 +337,7 @@ def test_channels_last_gradients_that_kernels_cannot_read(kernels: torch.device)
     assert actual.addresses.values[1] == 0
 
 
-def test_which_parameters_have_taps() -> None:
+def test_taps_count_kernel_positions_unless_rows_are_scattered() -> None:
     def taps(shape: tuple[int, ...], **options: Any) -> int:
         blocking = route(shape, Config(**options))
         assert isinstance(blocking, Blocking)
@@ -341,13 +346,13 @@ def test_which_parameters_have_taps() -> None:
     assert taps((3, 10, 4, 5)) == 20
     assert taps((3, 10, 2, 4, 5)) == 40
     assert taps((30, 10)) == 1
-    # Rows of these are scattered in channels-last order.
+    # In channels-last order, rows of these are scattered.
     assert taps((3, 10, 4, 5), batch_dims=1) == 1
     assert taps((1, 10, 4, 5)) == 1
 
 
 @slow
-def test_gradients_at_unaligned_addresses(kernels: torch.device) -> None:
+def test_gradients_at_unaligned_addresses_give_the_same_result(kernels: torch.device) -> None:
     """Rows of a multiple of 8 elements are read and written wide if they are aligned."""
     config = Config(max_order=64)
     preconditioner = Preconditioner(
@@ -416,7 +421,7 @@ def test_precisions_keep_their_tolerances(
     assert any(precision.direct for precision, *_ in preconditioner.products._grouped) == direct
     for i, exact in enumerate(actual[FLOAT32]):
         assert relative_error(actual[BF16X3][i], exact) < (3e-4 if dtypes is SINGLE else 1e-2)
-        assert relative_error(actual[HALF][i], exact) < 1e-2  # the interpreter truncates bf16
+        assert relative_error(actual[HALF][i], exact) < 1e-2  # the interpreter truncates to bf16
         ab, aa, bb = sums[i].tolist()
         assert ab / (aa * bb) ** 0.5 > math.cos(math.radians(0.5))
         # ‖G‖ / ‖Ĝ‖, with the more accurate a as Ĝ
@@ -426,7 +431,7 @@ def test_precisions_keep_their_tolerances(
 
 @slow
 def test_one_table_serves_parameters_that_lose_their_gradient(kernels: torch.device) -> None:
-    """Kernels skip parameters without a gradient. Torch handles gradients they cannot read."""
+    """Kernels skip parameters without a gradient. torch handles gradients they cannot read."""
     preconditioner = make_preconditioner(kernels)
     preconditioner.products.bits = dict(enumerate((HALF, BF16X3, HALF, HALF)))
     guard = NonfiniteGuard(kernels, PASS)
@@ -434,20 +439,20 @@ def test_one_table_serves_parameters_that_lose_their_gradient(kernels: torch.dev
         grads: list[Tensor | None] = list(gradients(kernels, MIXED))
         if transposed is not None:
             grads[transposed] = grads[transposed].t().contiguous().t()  # type: ignore[union-attr]
-        kept = [grad.clone() for grad in grads if grad is not None]
-        gone = None
+        before = [grad.clone() for grad in grads if grad is not None]
+        missing_grad = None
         if missing is not None:
-            gone, grads[missing] = grads[missing], None
+            missing_grad, grads[missing] = grads[missing], None
         extra = torch.ones(5, device=kernels)  # left to F
         step = measure(kernels, [*grads, extra], guard)
         exact = tuple(i for i in range(4) if i != missing)
         preconditioner.precondition(step)
-        reference = [None if i == missing else kept[i].clone() for i in range(4)]
+        reference = [None if i == missing else before[i].clone() for i in range(4)]
         preconditioner._precondition_exactly(exact, reference, step.norms[:4], step.finite[:4])
         for i in exact:
             assert angle(grads[i], reference[i]) < 0.5  # type: ignore[arg-type]
-            assert angle(grads[i], kept[i]) > 1  # type: ignore[arg-type]
-        assert gone is None or torch.equal(gone, kept[missing])  # type: ignore[index]
+            assert angle(grads[i], before[i]) > 1  # type: ignore[arg-type]
+        assert missing_grad is None or torch.equal(missing_grad, before[missing])  # type: ignore[index]
         assert torch.equal(extra, torch.ones_like(extra))
 
 
@@ -494,8 +499,8 @@ def test_blocks_that_are_held_together_never_share_memory(
     from kronbit.kernels.grouped import LEFT
 
     preconditioner = make_preconditioner(torch.device("cpu"), workspace=workspace)
-    taken = Precision(*precision)
-    tables = make_tables(preconditioner.stacks, range(4), taken, ())
+    chosen = Precision(*precision)
+    tables = make_tables(preconditioner.stacks, range(4), chosen, ())
     lines = iter(tables.lines.tolist())
     for wave in tables.waves:
         held: list[int] = []
@@ -504,7 +509,7 @@ def test_blocks_that_are_held_together_never_share_memory(
             held = held if wave.fits else []  # otherwise, a chunk is written at once
             for block in chunk.blocks:
                 start = next(lines)[LEFT]
-                scratch += range(start, start + block.scratch(taken))
+                scratch += range(start, start + block.scratch(chosen))
                 start = tables.offsets[block]
                 held += range(start, start + held_size(block))
             assert len(set(scratch)) == len(scratch)
@@ -516,46 +521,46 @@ def test_blocks_that_are_held_together_never_share_memory(
 
 @slow
 def test_a_dropped_preconditioner_is_freed_at_once(kernels: torch.device) -> None:
-    """Stacks are large, so they must be freed without garbage collection."""
+    """Stacks are large, so they must be freed without waiting for garbage collection."""
     preconditioner = make_preconditioner(kernels)
     preconditioner.products.bits = dict.fromkeys(range(4), HALF)
     grads = gradients(kernels, SINGLE)
     preconditioner.precondition(measure(kernels, grads))
-    alive = weakref.ref(preconditioner)
+    reference = weakref.ref(preconditioner)
     gc.disable()
     try:
         del preconditioner
-        assert alive() is None
+        assert reference() is None
     finally:
         gc.enable()
 
 
-def test_addresses_are_written_when_they_change(
+def test_addresses_are_written_only_when_they_change(
     kernels: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     table = AddressTable(2, kernels)
     a, b = torch.zeros(8, device=kernels), torch.zeros(8, device=kernels)
     single, all_bf16 = {torch.float32}, {torch.bfloat16}
-    here = [a.data_ptr(), b.data_ptr()]
+    pointers = [a.data_ptr(), b.data_ptr()]
     table.fill([a, b], single)
-    assert table.tensor.tolist() == here
+    assert table.tensor.tolist() == pointers
     version = table.tensor._version
     table.fill([a, b], single)
     assert table.tensor._version == version
     table.fill([a.view(torch.bfloat16), b.view(torch.bfloat16)], all_bf16)
-    assert table.tensor.tolist() != here
+    assert table.tensor.tolist() != pointers
     assert table.all_bf16
     table.fill([a, None], single)
-    assert table.tensor.tolist() == [here[0], 0]
+    assert table.tensor.tolist() == [pointers[0], 0]
     with monkeypatch.context() as patch:
         patch.setattr(addresses, "_sendable", lambda *_: 1 // 0)
         with pytest.raises(ZeroDivisionError):
             table.fill([b, a], single)
     table.fill([b, a], single)
-    assert table.tensor.tolist() == here[::-1]
+    assert table.tensor.tolist() == pointers[::-1]
 
 
-def test_norms_and_zeros(kernels: torch.device) -> None:
+def test_norms_are_measured_and_nonfinite_gradients_are_zeroed(kernels: torch.device) -> None:
     grads: list[Tensor | None] = [
         torch.randn(40_000, device=kernels),
         None,
@@ -567,9 +572,9 @@ def test_norms_and_zeros(kernels: torch.device) -> None:
     assert step.by_kernels
     expected = [0.0 if g is None else float(g.double().norm()) for g in grads]
     assert step.norms.tolist() == pytest.approx(expected, rel=1e-6)
-    kept = [None if g is None else g.clone() for g in grads]
+    originals = [None if g is None else g.clone() for g in grads]
     measure(kernels, grads, NonfiniteGuard(kernels, Config(nonfinite="zero")))
-    for i, (grad, before) in enumerate(zip(grads, kept, strict=True)):
+    for i, (grad, before) in enumerate(zip(grads, originals, strict=True)):
         if grad is not None and before is not None:
             assert torch.equal(grad, torch.zeros_like(grad) if i == 3 else before)
 
@@ -652,7 +657,7 @@ def test_orders_do_not_share_a_batch_if_results_depend_on_the_whole_matrix(
 
 @pytest.mark.parametrize("mixed", [pytest.param(False, marks=slow), True])
 def test_outer_products_read_gradients_in_place(mixed: bool, kernels: torch.device) -> None:
-    """Both sides match in several dtypes. M is zero where a gradient is not finite."""
+    """Both sides match torch in several dtypes. M is zero where a gradient is not finite."""
     preconditioner = make_preconditioner(kernels)
     grads: list[Tensor | None] = [torch.randn(shape).to(kernels) for shape in SHAPES]
     grads[1] = grads[1].bfloat16()
@@ -662,9 +667,9 @@ def test_outer_products_read_gradients_in_place(mixed: bool, kernels: torch.devi
     due = {
         i: Due(member.config) for i, member in enumerate(preconditioner.stacks.members) if i != 2
     }
-    seen = measure(kernels, grads)
+    measured = measure(kernels, grads)
     statistics = GradientStatistics()
-    by_kernels = statistics.outer_products(preconditioner.stacks, seen, due)
+    by_kernels = statistics.outer_products(preconditioner.stacks, measured, due)
     blocks = GradientBlocks(preconditioner.stacks.members, grads)
     count = 0
     orders = []

@@ -1,4 +1,4 @@
-"""Kronbit's optimizers train, save and resume in the trainers of other packages."""
+"""kronbit's optimizers train, save and resume in the trainers of other packages."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ EVERY = {"update_every": 2, "refresh_every": 2, "min_quantized_numel": 0}
 
 @pytest.fixture(autouse=True)
 def _reset_accelerate() -> Iterator[None]:
-    """Reset Accelerate, which keeps the settings of its first user in the process."""
+    """Reset Accelerate, which keeps the settings of its first use in the process."""
     yield
     if "accelerate" in sys.modules:
         from accelerate.state import AcceleratorState, GradientState
@@ -90,8 +90,8 @@ class RandomTokens(torch.utils.data.Dataset[dict[str, Tensor]]):
 def gpt2(width: int = 32) -> nn.Module:
     torch.manual_seed(0)
     sizes = {"vocab_size": 100, "n_positions": 16, "n_embd": width, "n_layer": 1, "n_head": 2}
-    without = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    config = transformers.GPT2Config(**sizes, **without, bos_token_id=0, eos_token_id=0)
+    no_dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    config = transformers.GPT2Config(**sizes, **no_dropout, bos_token_id=0, eos_token_id=0)
     model: nn.Module = transformers.GPT2LMHeadModel(config)
     return model
 
@@ -126,7 +126,7 @@ def trainer(
 
 
 def unwrapped(trained: Any) -> Any:
-    """Return our optimizer, without the wrapper of Accelerate."""
+    """Return kronbit's optimizer, without Accelerate's wrapper."""
     return getattr(trained.optimizer, "optimizer", trained.optimizer)
 
 
@@ -159,7 +159,7 @@ def test_the_trainer_accepts_the_class_and_resumes_bit_identically(
 
 
 def test_the_trainer_matches_a_plain_loop(tmp_path: Path) -> None:
-    """Before our step, the Trainer only accumulates and clips gradients and sets learning rates."""
+    """Apart from step(), Trainer only accumulates and clips gradients and sets learning rates."""
     options = {"lr": 1e-3, "weight_decay": 0.1, **EVERY}
     trained = trainer(tmp_path, (Shampoo, options))
     inputs: list[dict[str, Any]] = []
@@ -322,15 +322,15 @@ def test_accelerate_scales_in_fp16() -> None:
     model = nn.Linear(20, 30)
     optimizer = Shampoo(model.parameters(), lr=1e-2, **EVERY)
     model, prepared = accelerator.prepare(model, optimizer)
-    taken = 0
+    steps = 0
     for t in range(24):
         x = torch.randn(16, 20, generator=torch.Generator().manual_seed(t)).cuda()
         accelerator.backward(model(x).square().mean())
         prepared.step()
         prepared.zero_grad()
-        taken += not accelerator.optimizer_step_was_skipped
-    assert 0 < taken < 24
-    assert {entry["step"] for entry in optimizer.state.values()} == {taken}
+        steps += not accelerator.optimizer_step_was_skipped
+    assert 0 < steps < 24
+    assert {entry["step"] for entry in optimizer.state.values()} == {steps}
     assert optimizer.diagnostics()["skipped_gradients"] == 0
     assert all(torch.isfinite(p).all() for p in model.parameters())
 
@@ -369,7 +369,7 @@ def train_with_accelerate_fsdp2(rank: int, folder: str) -> list[list[Any]]:
 
 @pytest.mark.gpu
 def test_accelerate_shards_and_resumes(tmp_path: Path) -> None:
-    """For FSDP2, Accelerate replaces the optimizer's parameters. NCCL runs with a single rank."""
+    """For FSDP2, Accelerate replaces the optimizer's parameters. The test uses one NCCL rank."""
     pytest.importorskip("accelerate")
     function_and_folder = train_with_accelerate_fsdp2, str(tmp_path)
     for weights, expected in run_on_ranks(1, *function_and_folder, backend="torchrun"):
@@ -491,7 +491,7 @@ def test_the_wrapper_of_lightning_can_add_a_group() -> None:
 
 
 def test_replaced_param_groups_load_state() -> None:
-    """BaseFinetuning of Lightning replaces the groups before a resumed run loads its state."""
+    """Lightning's BaseFinetuning replaces the groups before a resumed run loads its state."""
     model, twin = (nn.Sequential(nn.Linear(20, 30), nn.Linear(30, 5)) for _ in range(2))
     optimizer = KFAC(torch.optim.SGD(model[0].parameters(), lr=0.1), model=model, **EVERY)
     optimizer.add_param_group({"params": list(model[1].parameters())})

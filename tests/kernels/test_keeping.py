@@ -1,4 +1,4 @@
-"""Kernels and torch replace the same rows of old state by new ones."""
+"""Kernels and torch replace the same rows of the state."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def leaves(rows: int, seed: int, odd: bool) -> dict[str, Tensor]:
 def test_rows_that_are_not_finite_stay(
     count: int, odd: bool, device_fixture: str, device: torch.device, request: pytest.FixtureRequest
 ) -> None:
-    """Rows that are not finite, not trusted or outside the window stay; others are replaced."""
+    """Rows that are not finite, not trusted or outside the window stay. Others are replaced."""
     request.getfixturevalue(device_fixture)
     names = ["diagonal"] if count == 1 else list(LENGTHS)
     old, new = ({name: leaves(6, seed, odd)[name] for name in names} for seed in (1, 2))
@@ -39,7 +39,7 @@ def test_rows_that_are_not_finite_stay(
     trusted = torch.tensor([True, True, True, True, False, True])
     expected = torch.tensor([True, False, False, True, False, True])
     replaced = (expected & (torch.arange(6) < 5)).tolist()
-    wanted = {
+    expected_leaves = {
         name: torch.stack([(new if good else old)[name][row] for row, good in enumerate(replaced)])
         for name in names
     }
@@ -51,4 +51,4 @@ def test_rows_that_are_not_finite_stay(
     replacement(part, given, accepted[:5])()
     assert torch.equal(accepted.cpu(), expected)
     for name, tensor in actual.items():
-        assert torch.equal(tensor.cpu(), wanted[name]), name
+        assert torch.equal(tensor.cpu(), expected_leaves[name]), name

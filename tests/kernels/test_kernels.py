@@ -45,7 +45,7 @@ QUANTISERS = [
 
 
 @pytest.mark.parametrize(("bits", "mapping", "block_size", "n"), QUANTISERS)
-def test_codes_and_values_agree_to_the_bit(
+def test_codes_and_values_are_bitwise_equal(
     bits: int, mapping: str, block_size: int, n: int, kernels: torch.device
 ) -> None:
     from kronbit.kernels import quantization as quantiser
@@ -70,12 +70,12 @@ def test_codes_and_values_agree_to_the_bit(
         assert torch.equal(parts.float()[0], parts.float()[1])
         assert not parts.hi[1:, larger:].any()
         assert not parts.hi[1:, :, larger:side].any()
-    apart = X.diagonal(dim1=-2, dim2=-1).clone()
+    exact_diagonal = X.diagonal(dim1=-2, dim2=-1).clone()
     codes, scales, diagonal = quantiser.encode(X.to(kernels), True, bits, mapping, block_size)
-    assert torch.equal(diagonal.cpu(), apart)
+    assert torch.equal(diagonal.cpu(), exact_diagonal)
     X.diagonal(dim1=-2, dim2=-1).zero_()
     whole = reference.decode(reference.encode(X), n)
-    whole.diagonal(dim1=-2, dim2=-1).copy_(apart)
+    whole.diagonal(dim1=-2, dim2=-1).copy_(exact_diagonal)
     back = quantiser.decode(codes, scales, diagonal, bits, mapping, block_size)
     assert torch.equal(back.cpu(), whole)
 
@@ -120,7 +120,7 @@ def test_products_of_zero_tiny_huge_and_broken_matrices(kernels: torch.device) -
 
 
 @pytest.mark.parametrize("n", [5, 64, 130])
-def test_chains_of_products_stay_in_parts(n: int, kernels: torch.device) -> None:
+def test_chained_products_are_as_accurate_as_float32(n: int, kernels: torch.device) -> None:
     A = torch.randn(2, n, n, dtype=torch.float64).float() / n**0.5
     M = A @ A.mT * 1e6
     a, exact = operand(A.to(kernels)), A.double() @ A.double().mT
@@ -150,7 +150,7 @@ def test_columns_are_normalised(kernels: torch.device) -> None:
     assert relative_error(actual, dots) < 1e-6
 
 
-def test_zeros_of_triangles_need_not_be_multiplied(kernels: torch.device) -> None:
+def test_skipping_the_zeros_of_triangles_changes_nothing(kernels: torch.device) -> None:
     c = operand(torch.randn(2, 300, 300).tril().to(kernels))
     actual = multiply(c, c.mT, symmetric=True, triangular=True)
     assert torch.equal(actual, multiply(c, c.mT, symmetric=True))
@@ -161,7 +161,9 @@ def norms(A: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("n", [5, pytest.param(70, marks=slow), pytest.param(270, marks=slow)])
-def test_norms_and_largest_eigenvalues(n: int, kernels: torch.device) -> None:
+def test_norms_and_largest_eigenvalues_do_not_depend_on_the_batch(
+    n: int, kernels: torch.device
+) -> None:
     """Results are bit-identical whatever the padding and the other matrices of the batch."""
     X = torch.randn(3, n, n, dtype=torch.float64)
     A = (X @ X.mT).float() * torch.tensor([1e-30, 1.0, 1e30])[:, None, None]
@@ -175,9 +177,9 @@ def test_norms_and_largest_eigenvalues(n: int, kernels: torch.device) -> None:
     larger = functional.pad(a[1:2], (0, 20, 0, 20))
     assert torch.equal(norms(larger)[0], norm[1:2])
     assert torch.equal(power_iteration(larger, factors[1:2]), largest[1:2])
-    nothing = torch.zeros(3, 5, 5, device=kernels)
-    assert not power_iteration(nothing).any()
-    assert [values.tolist() for values in norms(nothing)] == [[0.0] * 3, [2.0] * 3]
+    zeros = torch.zeros(3, 5, 5, device=kernels)
+    assert not power_iteration(zeros).any()
+    assert [values.tolist() for values in norms(zeros)] == [[0.0] * 3, [2.0] * 3]
 
 
 @pytest.mark.parametrize("shape", [(40, 40), (130, 70), (200, 130)])
@@ -194,9 +196,9 @@ def test_a_correction_squares_the_error(shape: tuple[int, int], kernels: torch.d
     plain, plain_error = backend(Q).correction(Q)
     assert relative_error(plain, torch.eye(n) - U) < 1e-6
     assert relative_error(plain_error.sum(-1), E.triu().square().sum((-2, -1))) < 1e-3
-    better = multiply(operand(Q.to(kernels)), W).cpu().double()
-    left = (better.mT @ better - torch.eye(n)).norm(dim=(-2, -1))
-    assert (left < 5 * E.norm(dim=(-2, -1)) ** 2 + 1e-5).all()
+    corrected = multiply(operand(Q.to(kernels)), W).cpu().double()
+    remaining = (corrected.mT @ corrected - torch.eye(n)).norm(dim=(-2, -1))
+    assert (remaining < 5 * E.norm(dim=(-2, -1)) ** 2 + 1e-5).all()
 
 
 @pytest.mark.parametrize(
@@ -235,7 +237,7 @@ def test_the_factor_is_choleskys(n: int, kernels: torch.device) -> None:
 
 
 def test_a_factor_of_small_pivots_is_as_accurate_as_torchs(kernels: torch.device) -> None:
-    """C Cᵀ has the error of float32, however small the pivots are."""
+    """C Cᵀ has float32 accuracy, however small the pivots are."""
     n = 200
     V, _ = torch.linalg.qr(torch.randn(n, n, dtype=torch.float64))
     lam = torch.logspace(0, -6, n, dtype=torch.float64)
@@ -386,7 +388,7 @@ sys.exit(bool(failed))
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton's compiler is for Linux")
 def test_one_thread_at_a_time_builds_the_launcher_of_a_signature(tmp_path: Path) -> None:
-    """Concurrent builders would load each other's libraries, which have other signatures."""
+    """Concurrent builders would load each other's libraries, whose signatures differ."""
     command = [sys.executable, "-c", _TWO_BUILDERS, str(tmp_path / "building")]
     environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path / "cache")}
     both = [subprocess.Popen(command, env=environment) for _ in range(2)]
@@ -397,7 +399,7 @@ def test_one_thread_at_a_time_builds_the_launcher_of_a_signature(tmp_path: Path)
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton's compiler is for Linux")
 def test_every_kernel_compiles_without_a_gpu() -> None:
-    """The compiler refuses programs that the interpreter accepts."""
+    """The compiler refuses some programs that the interpreter accepts."""
     script = Path(__file__).parents[1] / "support" / "compile_kernels.py"
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -435,7 +437,7 @@ def feed(params: list[nn.Parameter], t: int) -> list[Tensor]:
 def test_a_graph_changes_nothing_if_gradients_move(
     workspace_mb: float, waves: int, dtype: torch.dtype
 ) -> None:
-    """Either one wave holds all parameters, or a wave is grafted while the next is multiplied."""
+    """The workspace holds all parameters in one wave, or needs two or three waves."""
     a, with_graph = build(True, dtype, workspace_mb)
     b, without = build(False, dtype, workspace_mb)
     for t in range(30):
@@ -458,7 +460,7 @@ def test_a_graph_changes_nothing_if_gradients_move(
     (guard,) = with_graph._guards.values()
     for replay in (preconditioner.products._replay, guard._replay):
         assert any(graph is not None for graph in replay._graphs.values())
-    # Products may have been more precise after a parameter's first refresh.
+    # Right after a parameter's first refresh, its products may have been more precise.
     grouped = preconditioner.products._grouped
     half = {key: tables for key, tables in grouped.items() if not key[0].precise}
     assert max(len(tables._tables.waves) for tables in half.values()) == waves
@@ -572,7 +574,7 @@ def test_ordinary_steps_neither_synchronise_nor_compile(method: dict[str, Any]) 
 
 @pytest.mark.gpu
 def test_kernels_and_torch_train_alike(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At 32 bits, no rounding of codes separates kernels from torch. Half a degree is 0.9 %.
+    """At 32 bits, there are no codes to round differently. Products may differ by 0.5°, or 0.9 %.
 
     Gradients are square, so both factors have full rank. Otherwise one factor is singular up to
     rounding, and its small eigenvalues differ between any two float32 products.

@@ -41,7 +41,7 @@ def augmented(augmentation: Augmentation, images: Tensor, labels: Tensor, **give
 
 
 def pil_operation(name: str, amount: float) -> Callable[[Any], Any]:
-    """Return PIL's operation with an amount, which is a signed strength."""
+    """Return PIL's operation with this amount, a signed strength."""
     from PIL import Image, ImageEnhance, ImageOps
 
     def affine(*matrix: float) -> Callable[[Any], Any]:
@@ -82,7 +82,7 @@ def augmented_by_pil(images: Tensor, name: str, amounts: list[float]) -> Tensor:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_each_operation_matches_pil(name: str, device: torch.device) -> None:
-    """Images with other operations in the same batch do not change the result."""
+    """Other images in the batch, with other operations, do not change the result."""
     pytest.importorskip("PIL")
     strengths = torch.tensor([0.0, 0.2, 0.5, 0.75, 0.9, 1.0]).repeat(4)
     signs = torch.tensor([1.0, -1.0]).repeat_interleave(12)
@@ -105,10 +105,10 @@ def test_each_operation_matches_pil(name: str, device: torch.device) -> None:
     else:
         limit = 0 if name in ("identity", "translate-x", "translate-y", "equalize") else 1
         assert (actual - expected).abs().max() <= limit
-        # rounding is rarely needed; a GPU multiplies and adds in one
+        # few pixels are rounded differently; a GPU fuses multiplications and additions
         assert (actual != expected).float().mean() < (0.01 if device.type == "cpu" else 0.05)
     if name != "identity":
-        assert (actual[5] != images[5].float()).float().mean() > 0.1  # at full strength
+        assert (actual[5] != images[5].float()).float().mean() > 0.1  # full strength changes pixels
 
 
 def test_color_leaves_gray_images_unchanged() -> None:
@@ -191,13 +191,13 @@ def test_erasing_replaces_one_rectangle_of_some_images() -> None:
     labels = torch.zeros(count, dtype=torch.int64)
     x, _ = augmented(Augmentation(erase=0.25), images, labels)
     erased = (x != x[:, :, :1, :1].mode(0).values).all(1)
-    touched = erased.flatten(1).any(1)
-    assert touched.float().mean() == pytest.approx(0.25, abs=0.04)
-    rows, columns = erased.any(2)[touched], erased.any(1)[touched]
-    assert torch.equal(erased[touched], rows[:, :, None] & columns[:, None, :])
+    has_hole = erased.flatten(1).any(1)
+    assert has_hole.float().mean() == pytest.approx(0.25, abs=0.04)
+    rows, columns = erased.any(2)[has_hole], erased.any(1)[has_hole]
+    assert torch.equal(erased[has_hole], rows[:, :, None] & columns[:, None, :])
     for edge in (rows, columns):  # connected
         assert (edge.int().diff(prepend=torch.zeros(len(edge), 1), dim=1) == 1).sum(1).max() == 1
-    share = erased[touched].float().mean((1, 2))
+    share = erased[has_hole].float().mean((1, 2))
     assert share.min() > 0.015
     assert share.max() < 0.36
     assert share.mean() == pytest.approx((0.02 + 1 / 3) / 2, abs=0.02)
@@ -221,7 +221,7 @@ def test_targets_match_the_shares_of_pixels(
     torch.testing.assert_close(y.sum(1), torch.ones(count, device=device))
     values = torch.arange(count, device=device).float()
     torch.testing.assert_close(255 * x.mean((1, 2, 3)), y @ values, rtol=1e-4, atol=1e-3)
-    kept = y.gather(1, labels[:, None]).squeeze(1)
+    label_share = y.gather(1, labels[:, None]).squeeze(1)
     pure = (x == x[:, :, :1, :1]).all((1, 2, 3))  # mixed by mixup
     assert (y > 0).sum(1).max() == 2
     if "mixup" not in options:
@@ -232,17 +232,17 @@ def test_targets_match_the_shares_of_pixels(
         assert 0.3 < pure.float().mean() < 0.75  # a rectangle may be empty, too
     if "cutmix" not in options:
         # Beta(a, a) has mean 1/2 and variance 1 / (4 (2 a + 1))
-        assert kept.mean().item() == pytest.approx(0.5, abs=0.08)
-        assert kept.var().item() == pytest.approx(1 / (4 * 2.6), abs=0.03)
+        assert label_share.mean().item() == pytest.approx(0.5, abs=0.08)
+        assert label_share.var().item() == pytest.approx(1 / (4 * 2.6), abs=0.03)
 
 
 def test_mixed_targets_are_smoothed_and_some_images_are_not_mixed() -> None:
     images, labels = pictures(500), torch.arange(500) % 10
     mixing = {"mixup": 0.8, "mix_probability": 0.3}
     _, y = augmented(Augmentation(**mixing), images, labels)
-    alone = y.gather(1, labels[:, None]).squeeze(1) == 1
-    # one in ten has a partner of its own class
-    assert alone.float().mean() == pytest.approx(0.7, abs=0.1)
+    unmixed = y.gather(1, labels[:, None]).squeeze(1) == 1
+    # one image in ten is mixed with another one of its class
+    assert unmixed.float().mean() == pytest.approx(0.7, abs=0.1)
     _, smooth = augmented(Augmentation(**mixing, smoothing=0.1), images, labels)
     torch.testing.assert_close(smooth, 0.9 * y + 0.1 / 10)
 
@@ -257,7 +257,7 @@ def test_invalid_options_are_refused() -> None:
 
 
 class Launches(TorchDispatchMode):
-    """Counts operations that allocate or change memory."""
+    """Count the operations that allocate or change memory."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The command, called as users call it: its output, its errors and the files it writes."""
+"""The command, as users call it: its output, its errors and the files that it writes."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def command(*arguments: str) -> list[str]:
 
 
 def one_line(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """Return the error of a command that must fail with one line."""
+    """Run a command that must fail with a one-line error, and return the error."""
     assert run(arguments) == 1
     error = capsys.readouterr().err
     assert error.startswith("kronbit: error: ")
@@ -65,7 +65,7 @@ def wait_for_checkpoint(folder: Path, after: str = "") -> str:
 
 
 def test_a_killed_and_interrupted_run_equals_an_uninterrupted_one(tmp_path: Path) -> None:
-    """The run is killed, resumed, interrupted and resumed; results are the same to the bit."""
+    """The run is killed, resumed, interrupted and resumed. The results are bit-identical."""
     given = ["train", "digits-cnn", "--bits", "4", "--set", "steps=100", "--set", "batch=20"]
     given += ["--set", "checkpoint_every=4", "--set", "eval_every=50", "--set", "model.width=8"]
     parts, whole = tmp_path / "parts", tmp_path / "whole"
@@ -95,7 +95,7 @@ def test_a_killed_and_interrupted_run_equals_an_uninterrupted_one(tmp_path: Path
 
 @slow
 def test_torchrun_ranks_resume_bit_for_bit(tmp_path: Path) -> None:
-    """Two ranks agree on a folder and shard the state; after a stop they resume exactly."""
+    """Two ranks use one folder and shard the state. After a stop they resume exactly."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     torchrun += ["--standalone", "-m", "kronbit", "train", "--parallel", "ddp"]
     given = ["digits-vit", "--set", "steps=8", "--set", "batch=20", "--set", "model.depth=1"]
@@ -112,7 +112,7 @@ def test_torchrun_ranks_resume_bit_for_bit(tmp_path: Path) -> None:
 def test_a_clock_that_goes_back_does_not_overwrite_an_earlier_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The second run starts when the first one did, and the clock goes back during the run."""
+    """The second run starts at the same second as the first; then the clock goes back."""
 
     class Clock(dt.datetime):
         years = [2026, 2026, 1999]  # noqa: RUF012
@@ -141,11 +141,11 @@ def test_runs_started_in_the_same_second_get_separate_folders(
 ) -> None:
     """A run that writes nothing leaves no folder."""
     monkeypatch.chdir(tmp_path)
-    noon = mock.Mock(**{"now.return_value": dt.datetime(2026, 1, 1, 12)})
-    monkeypatch.setattr(dt, "datetime", noon)
+    clock = mock.Mock(**{"now.return_value": dt.datetime(2026, 1, 1, 12)})
+    monkeypatch.setattr(dt, "datetime", clock)
     with ThreadPoolExecutor(8) as threads, ExitStack() as open_folders:
-        taken = [output_folder(None, "digits") for _ in range(20)]
-        folders = list(threads.map(open_folders.enter_context, taken))
+        contexts = [output_folder(None, "digits") for _ in range(20)]
+        folders = list(threads.map(open_folders.enter_context, contexts))
         assert len(set(folders)) == 20
         (folders[3] / "run.json").touch()
     assert list((tmp_path / "runs").iterdir()) == [tmp_path / folders[3]]
@@ -182,7 +182,7 @@ def on_terminal(columns: int, *arguments: str) -> str:
         ready, _, _ = select.select([leader], [], [], 120)
         try:
             piece = os.read(leader, 65536) if ready else b""
-        except OSError:  # the other side is closed
+        except OSError:  # the process has closed the terminal
             piece = b""
         if not piece:
             break
@@ -193,7 +193,7 @@ def on_terminal(columns: int, *arguments: str) -> str:
 
 
 @pytest.mark.parametrize("columns", [pytest.param(60, marks=slow), 140])
-def test_a_terminal_shows_a_bar(columns: int, tmp_path: Path) -> None:
+def test_a_terminal_shows_a_progress_bar(columns: int, tmp_path: Path) -> None:
     output = on_terminal(columns, "train", "digits-cnn", *SMALL, "--out", str(tmp_path / "run"))
     plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", output)
     assert "━" in plain
@@ -204,10 +204,12 @@ def test_a_terminal_shows_a_bar(columns: int, tmp_path: Path) -> None:
     for line in re.split(r"[\r\n]+", plain):
         if "━" in line or "─" in line:
             assert len(line.rstrip()) <= columns
-    assert "held-out loss" not in plain  # lines are for logs
+    assert "held-out loss" not in plain  # log lines replace the bar only outside a terminal
 
 
-def test_compare_writes_everything(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_compare_writes_runs_figures_and_a_report(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = tmp_path / "runs"
     given = ["digits-cnn", *SMALL, "-o", "base", "-o", "shampoo-4", "-o", "kfac-32 lr=0.01"]
     assert run(["compare", *given, "--out", str(folder), "--seeds", "2"]) == 0
@@ -278,7 +280,7 @@ def test_help_has_examples_and_exit_codes(capsys: pytest.CaptureFixture[str]) ->
     assert run(["no-such-command"]) == 2
 
 
-def test_help_loads_nothing_heavy() -> None:
+def test_help_imports_no_heavy_modules() -> None:
     """Help loads neither optional packages nor the modules of subcommands."""
     heavy = {"transformers", "matplotlib", "sklearn", "timm", "torchvision", "datasets"}
     heavy |= {f"kronbit.lab.{room}" for room in ("training.loop", "models", "plan", "report")}
@@ -287,7 +289,9 @@ def test_help_loads_nothing_heavy() -> None:
     assert result.stderr == "set()\n"
 
 
-def test_every_bad_input_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_every_bad_input_gives_a_one_line_error(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     out = ["--out", str(tmp_path / "run")]
     assert "nearest: pydoc-gpt" in one_line(capsys, "train", "pydoc-gtp", *out)
     assert "which recipe" in one_line(capsys, "train", *out)
@@ -329,7 +333,7 @@ def test_every_bad_input_is_one_line(capsys: pytest.CaptureFixture[str], tmp_pat
     assert "no run" in one_line(capsys, "report", full)
 
 
-def test_without_the_extra_the_command_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_names_the_missing_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     from importlib import util
 
     from kronbit.__main__ import main

@@ -1,4 +1,4 @@
-"""The doctor passes our optimizers and reports the fault of each broken one."""
+"""The doctor passes kronbit's optimizers and reports the fault of each broken one."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class LosesState(SGD):
 
 
 class RoundsState(SGD):
-    """torch casts float32 state to the dtype of bf16 parameters when it is loaded."""
+    """Keeps float32 state, which torch casts to the dtype of bf16 parameters on loading."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -133,7 +133,7 @@ class Unpicklable(SGD):
         raise TypeError("cannot pickle this")
 
 
-class Noisy(SGD):
+class IgnoresLearningRate(SGD):
     def step(self, closure: Any = None) -> Any:
         loss = super().step(closure)
         with torch.no_grad():
@@ -173,7 +173,7 @@ BROKEN: list[tuple[type, str, str]] = [
     (ReadsGroupsOnce, "add_param_group after a step", "ValueError"),
     (MatricesOnly, "parameters of any shape, empty ones", "takes matrices only"),
     (Unpicklable, "pickle", "cannot pickle this"),
-    (Noisy, "first step with zero gradients and lr=0", "differs by up to"),
+    (IgnoresLearningRate, "first step with zero gradients and lr=0", "differs by up to"),
     (SGD, "a NaN gradient leaves parameters finite", "not finite"),
 ]
 
@@ -220,7 +220,7 @@ def test_the_command_shows_versions_and_findings(
         (["--options", "bits"], "--options: options must be like"),
     ],
 )
-def test_bad_input_is_one_line(
+def test_bad_input_gives_a_one_line_error(
     words: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.run(["doctor", *words]) == 1

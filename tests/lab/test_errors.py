@@ -1,4 +1,4 @@
-"""``kronbit errors`` and the exact preconditioners of a run, against separate replays."""
+"""``kronbit errors`` and the shadow of a run match separate computations."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def test_kept_root_is_the_root_that_an_optimizer_stores(method: str, storage: st
         exact = statistic.root()
         error = relative_error(root, exact)
         assert 1e-3 < error < 1
-        # Rounding errors move a few codes.
+        # Rounding errors change a few codes.
         assert relative_error(kept_root(statistic, config), root) < 0.05 * error
 
 

@@ -70,7 +70,7 @@ def test_small_images_change_counts_by_stem_and_head() -> None:
 
 
 def small(name: str) -> tuple[nn.Module, Tensor, int]:
-    """Return a network that is quick on a CPU, an input, and the number of logits."""
+    """Return a network that is fast on a CPU, an input, and the number of logits."""
     image = torch.randn(2, 3, 32, 32)
     if name in ("gpt2", "llama"):
         options = SMALL_GPT2 if name == "gpt2" else SMALL_LLAMA
@@ -153,8 +153,8 @@ def test_swin_attends_within_windows(image: int, patch: int, window: int) -> Non
         y = block(x)
         for token in (0, side // 2 * side + side // 2, side**2 - 1):
             (grad,) = torch.autograd.grad(y[0, token].sum(), x, retain_graph=True)
-            sees = grad[0].abs().amax(-1) > 1e-12
-            assert torch.equal(sees, together[token])
+            depends = grad[0].abs().amax(-1) > 1e-12
+            assert torch.equal(depends, together[token])
 
 
 def test_errors_name_the_nearest_name() -> None:
@@ -218,7 +218,7 @@ def timm_named(name: str, **options: Any) -> nn.Module:
 
 
 class TimmVGG(nn.Module):
-    """timm's features with a head for small images."""
+    """timm's VGG19 features with a head for small images."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -302,22 +302,22 @@ def test_networks_match_timm(name: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.usefixtures("full_float32")
 def test_swin_on_a_gpu_does_not_synchronise_and_replays() -> None:
-    """In bf16, a graph has the loss and gradients of eager steps, which are close to float32's."""
+    """In bf16, a graph gives the results of eager passes, which are close to float32."""
     model = SwinTiny(image=64, patch=4, window=7).cuda()
     x, y = torch.randn(8, 3, 64, 64, device="cuda"), torch.randint(0, 100, (8,), device="cuda")
 
     def passes(amp: str) -> tuple[Tensor, list[Tensor]]:
         scaler = torch.amp.GradScaler(enabled=False)
-        run = Eager(model, Objective(True, amp), optimizer, None, scaler, plainly)
+        run = Eager(model, Objective(True, amp), optimizer, None, scaler, nondeterministic)
         return run(x, y).clone(), [p.grad.clone() for p in model.parameters()]
 
-    plainly = Repeatable(x.device, False)
+    nondeterministic = Repeatable(x.device, False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     _, exact = passes("off")
     passes("bf16")
     with no_host_sync():
         plain, close = passes("bf16")
-    captured = Captured(model, Objective(True, "bf16"), x, y, plainly)
+    captured = Captured(model, Objective(True, "bf16"), x, y, nondeterministic)
     for _ in range(2):
         loss = captured(x, y)
     assert float(loss) == pytest.approx(float(plain), rel=1e-3)

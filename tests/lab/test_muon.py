@@ -78,7 +78,7 @@ def test_a_run_resumes_bit_for_bit(device: str, tmp_path: Path) -> None:
     recipe = recipe_of("checkpoint_every=4", "keep=5", "log_every=2")
     trained(recipe, tmp_path / "whole", device)
     trained(recipe, tmp_path / "parts", device)
-    checkpoints.checkpoints(tmp_path / "parts")[-1].unlink()  # as after a crash after step 4
+    checkpoints.checkpoints(tmp_path / "parts")[-1].unlink()  # as if it crashed after step 4
     trained(recipe, tmp_path / "parts", device, resume=True)
     resumed, expected = (checkpoints.load_last(tmp_path / name) for name in ("parts", "whole"))
     assert resumed["step"] == expected["step"] == 8

@@ -69,7 +69,7 @@ class Attending(nn.Module):
 
 
 class Peeking(nn.Module):
-    """Reads a value of its input, which the meta device does not have."""
+    """A network that reads a value of its input, which the meta device cannot provide."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -113,8 +113,8 @@ def test_state_sizes_match_a_real_optimizer(name: str, kind: type[Shampoo]) -> N
         opt.step()
         row = plan.row(row_key)
         assert row is not None
-        held = {"statistics": row.statistics, "roots": row.roots, "base": row.base}
-        assert held == {key: opt.memory()[key] for key in held}, row_key
+        planned = {"statistics": row.statistics, "roots": row.roots, "base": row.base}
+        assert planned == {key: opt.memory()[key] for key in planned}, row_key
         assert row.ratio == pytest.approx(plan.row("32").second_order / row.second_order)
     assert plan.rows[0].second_order == 0
     weights = sum(p.numel() for p in mlp().parameters())
@@ -145,8 +145,8 @@ def test_settings_get_a_row_and_apply_to_all_rows() -> None:
     assert row.statistics == other.statistics == 0 < row.host < other.host
     assert other.host == plain.row("8-paper").statistics
     assert row.total == row.parameters + row.gradients + row.base + row.roots + row.workspace
-    kept = make_plan(MLP, settings={"keep_gradients": True}).row("4")
-    assert kept.workspace == plain.row("4").workspace + kept.gradients
+    with_copies = make_plan(MLP, settings={"keep_gradients": True}).row("4")
+    assert with_copies.workspace == plain.row("4").workspace + with_copies.gradients
 
 
 def test_workspace_counts_only_beyond_activations() -> None:
@@ -256,11 +256,11 @@ def test_the_plan_of_llama_7b_matches_measurements(monkeypatch: pytest.MonkeyPat
     }
     counted: list[Estimate] = []
 
-    def kept(model: nn.Module, passes: Passes, batch: int) -> Estimate:
+    def recorded(model: nn.Module, passes: Passes, batch: int) -> Estimate:
         counted.append(Estimate(model, passes, batch))
         return counted[0]
 
-    monkeypatch.setattr("kronbit.lab.plan.planning.Estimate", kept)
+    monkeypatch.setattr("kronbit.lab.plan.planning.Estimate", recorded)
     plan = make_plan(
         "llama2-7b", batch=64, gpu="80GB", order=2048, base="adamw8bit", checkpointing=True
     )
@@ -273,7 +273,7 @@ def test_the_plan_of_llama_7b_matches_measurements(monkeypatch: pytest.MonkeyPat
                 total = row.total - row.activations + activations
                 assert total / 2**20 == pytest.approx(measured, rel=0.01)
                 assert row.largest_batch >= batch
-    assert plan.row("32").largest_batch == 0  # it did not fit when measured either
+    assert plan.row("32").largest_batch == 0  # nor did it fit in the measurement
 
 
 @pytest.mark.gpu
@@ -322,7 +322,7 @@ def test_presets_have_the_published_sizes() -> None:
         assert {p.dtype for p in model.parameters()} == {expected}
 
 
-def test_a_folder_of_transformers(tmp_path: Path) -> None:
+def test_a_folder_with_a_transformers_config_is_planned(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
         vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
@@ -343,7 +343,7 @@ def test_a_folder_of_transformers(tmp_path: Path) -> None:
     assert plan.activations.peak
 
 
-def test_recipes(tmp_path: Path) -> None:
+def test_recipes_are_planned_with_their_settings(tmp_path: Path) -> None:
     plan = make_plan("cifar100-resnet34")
     assert (plan.shape, plan.batch, plan.base) == ((3, 32, 32), 128, "sgd")
     assert plan.rows[0].label == "SGDM"
@@ -378,7 +378,7 @@ def test_a_network_that_needs_values_is_planned_without_activations() -> None:
     ("text", "size"),
     [("80GB", 80 * 2**30), ("80GiB", 80 * 2**30), ("24G", 24 * 2**30), ("81920MiB", 80 * 2**30)],
 )
-def test_sizes(text: str, size: int) -> None:
+def test_sizes_are_parsed(text: str, size: int) -> None:
     assert parse_size(text) == size
 
 
@@ -458,7 +458,9 @@ def test_the_table_matches_the_json(width: int, encoding: str) -> None:
         ("tests.lab.test_plan:Failing", {}, "cannot be built: on purpose"),
     ],
 )
-def test_errors_are_one_line(name: str, options: dict[str, Any], words: str) -> None:
+def test_errors_are_one_line_and_name_the_cause(
+    name: str, options: dict[str, Any], words: str
+) -> None:
     with pytest.raises(LabError) as error:
         make_plan(name, **options)
     assert words in str(error.value)

@@ -193,9 +193,9 @@ def test_the_next_token_is_the_target(tmp_path: Path) -> None:
     (tmp_path / "user.txt").write_text("naïve text " * 20, encoding="utf-8")
     text = opened({"name": "text", "path": "user.txt", "length": 8}, tmp_path)
     assert bytes(text.batch(0)[0][0].tolist()) in ("naïve text " * 20).encode()
-    kept = {"name": "text", "path": "user.txt", "length": 8, "cache": "user.npy"}
+    cached = {"name": "text", "path": "user.txt", "length": 8, "cache": "user.npy"}
     for _ in range(2):  # written, then read
-        again = opened(kept, tmp_path)
+        again = opened(cached, tmp_path)
         assert torch.equal(again.batch(3)[0], text.batch(3)[0])
         assert isinstance(again._train, np.memmap)
     with pytest.raises(LabError, match="cannot open the tokenizer"):
@@ -297,8 +297,10 @@ def test_image_folders_are_decoded_by_workers(tmp_path: Path) -> None:
     options = {"name": "image-folder", "image": 24, "flip": True, "jitter": 0.1, "workers": 1}
     data = opened(options, tmp_path)
     part = opened(options, tmp_path, batch=6, holdout=0.25)
-    held = {path for path, _ in part._test.files}
-    assert held | {path for path, _ in part._train.files} == {path for path, _ in data._train.files}
+    held_out_files = {path for path, _ in part._test.files}
+    assert held_out_files | {path for path, _ in part._train.files} == {
+        path for path, _ in data._train.files
+    }
     assert [label for _, label in part._test.files] == [0, 1]
     assert part.examples == 6
     batches = [data.batch(step) for step in range(3)]

@@ -61,8 +61,8 @@ def write_run(
         "hardware": "A machine, 2 cores",
     }
     recipe_settings = {"name": recipe, "about": "A test.", "seed": seed, "model": {"width": 8}}
-    about = origin | {"recipe": recipe_settings | settings, "started": "2026-11-16T12:00:00+00:00"}
-    (folder / "run.json").write_text(json.dumps({"format": 1, **about}))
+    info = origin | {"recipe": recipe_settings | settings, "started": "2026-11-16T12:00:00+00:00"}
+    (folder / "run.json").write_text(json.dumps({"format": 1, **info}))
     lines: list[dict[str, Any]] = []
     for place, loss in enumerate(losses):
         for step in (10 * place + 5, 10 * place + 10):
@@ -160,33 +160,33 @@ class Written:
     folder: Path
     page: Page
     comparison: Path
-    odd: Path
+    faulty: Path
 
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Written:
     """Write a report on two recipes: one with several seeds, one with divergence and bad labels."""
     root = tmp_path_factory.mktemp("lab")
-    comparison, odd = root / "comparison", root / "odd"
+    comparison, faulty = root / "comparison", root / "odd"
     for seed, last in enumerate((1.0, 1.2, 1.7)):
         write_run(comparison, "base", seed, [2.5, 2.2, 2.0 + 0.1 * seed, 1.8 + 0.1 * seed])
         write_run(comparison, "shampoo-4", seed, [2.5, 1.6, 1.4 + last / 10, last])
     write_run(comparison, "shampoo-32", 0, [2.4, 1.95, 1.5, 1.0], diagnostics={"kept": 3, "no": 0})
     write_run(comparison, "shampoo-4-paper", 0, [2.6, 2.5, 2.4, 2.3])
     accuracy = {"recipe": "digits <mlp>", "accuracy": 0.9}
-    write_run(odd, "base", 7, [0.5], **accuracy)  # a single point
-    write_run(odd, "shampoo-32", 7, [0.4, math.inf, math.nan], **accuracy)
-    evil = '<script>alert("1")</script> $x$ & co'
-    write_run(odd, "shampoo-4", 7, [0.4, 0.3], label=evil, **accuracy)
-    unfinished = write_run(odd, "shampoo-4-paper", 7, [0.6, 0.4], summary=False, **accuracy)
+    write_run(faulty, "base", 7, [0.5], **accuracy)  # a single point
+    write_run(faulty, "shampoo-32", 7, [0.4, math.inf, math.nan], **accuracy)
+    hostile_label = '<script>alert("1")</script> $x$ & co'
+    write_run(faulty, "shampoo-4", 7, [0.4, 0.3], label=hostile_label, **accuracy)
+    unfinished = write_run(faulty, "shampoo-4-paper", 7, [0.6, 0.4], summary=False, **accuracy)
     with (unfinished / "metrics.jsonl").open("a") as file:
         file.write('{"kind": "train", "step": 9')
     folder = root / "out"
     path = write_report(
-        find_runs([comparison, odd]), folder, "Two <recipes>", "kronbit report a & b"
+        find_runs([comparison, faulty]), folder, "Two <recipes>", "kronbit report a & b"
     )
     assert path == folder / "report.html"
-    return Written(folder, Page(path.read_text(encoding="utf-8")), comparison, odd)
+    return Written(folder, Page(path.read_text(encoding="utf-8")), comparison, faulty)
 
 
 def numbers(summary: dict[str, Any], prefix: str = "") -> dict[str, float]:
@@ -212,7 +212,7 @@ def test_page_shows_every_number_of_every_summary(written: Written) -> None:
         for row in rows:
             shown.setdefault((place, row.name), {}).update(row.cells)
     compared = 0
-    for folder in (written.comparison, written.odd):
+    for folder in (written.comparison, written.faulty):
         for path in folder.glob("*/summary.json"):
             tables = [cells for (_, name), cells in shown.items() if name == path.parent.name]
             summary = json.loads(path.read_text())
@@ -276,7 +276,7 @@ def test_images_are_complete_and_nothing_is_clipped(written: Written) -> None:
 
     images = [attrs for tag, attrs in written.page.tags if tag == "img"]
     files = {path.read_bytes() for path in written.folder.glob("*.png")}
-    assert len(images) == len(files) == 8 + 9  # losses only, and with accuracy
+    assert len(images) == len(files) == 8 + 9  # without and with accuracy
     assert not list(written.folder.glob("*.new"))
     for attrs in images:
         content = base64.b64decode((attrs["src"] or "").partition(",")[2], validate=True)
@@ -299,7 +299,7 @@ def test_images_are_complete_and_nothing_is_clipped(written: Written) -> None:
     assert {colour: count for count, colour in counts}[ours] > 500
 
 
-def test_curves_by_hand(tmp_path: Path) -> None:
+def test_curves_average_seeds_at_common_steps(tmp_path: Path) -> None:
     write_run(tmp_path, "shampoo-4", 0, [3.0, 2.0, 1.0])
     write_run(tmp_path, "shampoo-4", 1, [4.0, math.nan])
     losses = curve(find_runs([tmp_path]), "evals", "loss")
@@ -318,8 +318,8 @@ def test_settings_and_machines_distinguish_variants(tmp_path: Path) -> None:
     labels = [outcome.label for outcome in compared]
     assert labels == ["+ 4-bit Shampoo (lr=0.1)", "+ 4-bit Shampoo (lr=0.2)"]
     assert [[run.seed for run in outcome.counted] for outcome in compared] == [[0, 1], [0, 1]]
-    about = tmp_path / "0" / "shampoo-4-seed1" / "run.json"
-    about.write_text(about.read_text().replace("A machine, 2 cores", "Another"))
+    run_file = tmp_path / "0" / "shampoo-4-seed1" / "run.json"
+    run_file.write_text(run_file.read_text().replace("A machine, 2 cores", "Another"))
     first, second = outcomes(find_runs([tmp_path / "0"]))
     assert (first.label, second.label) == (
         "+ 4-bit Shampoo (hardware=A machine, 2 cores)",
@@ -339,7 +339,7 @@ def test_unfinished_seeds_do_not_count_beside_finished_ones(tmp_path: Path) -> N
     assert math.isnan(base.losses.mean[-1])
 
 
-def test_read_run(tmp_path: Path) -> None:
+def test_a_run_folder_is_read_back(tmp_path: Path) -> None:
     folder = write_run(tmp_path, "shampoo-4", 3, [2.0, 1.5], lr=0.25)
     run = read_run(folder)
     assert (run.label, run.variant, run.seed) == ("+ 4-bit Shampoo", "shampoo-4", 3)
@@ -463,7 +463,7 @@ def test_terminal_table_takes_labels_literally(tmp_path: Path) -> None:
     assert "50.0 %" in text
 
 
-def test_page_in_a_browser(written: Written, browser: Any) -> None:
+def test_page_works_in_a_browser(written: Written, browser: Any) -> None:
     for width in (1280, 400):
         size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
         browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
@@ -484,11 +484,11 @@ def test_page_in_a_browser(written: Written, browser: Any) -> None:
     for path in written.comparison.glob("*/summary.json"):
         loss = json.loads(path.read_text())["loss"]
         assert [path.parent.name, json.dumps(loss), f"{loss:.4f}"] in cells
-    ground = "return getComputedStyle(document.body).backgroundColor"
+    background = "return getComputedStyle(document.body).backgroundColor"
     seen = set()
     for scheme in ("light", "dark"):
         feature = {"name": "prefers-color-scheme", "value": scheme}
         browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [feature]})
-        seen.add(browser.execute_script(ground))
+        seen.add(browser.execute_script(background))
     assert len(seen) == 2
     assert browser.get_log("browser") == []

@@ -115,8 +115,8 @@ def test_a_run_resumes_bit_for_bit(optimizer: str, tmp_path: Path) -> None:
     recipe = small(f"optimizer={optimizer}", "checkpoint_every=6", "keep=5", "eval_every=4")
     trained(recipe, tmp_path / "whole")
     trained(recipe, tmp_path / "parts")
-    checkpoints.checkpoints(tmp_path / "parts")[-1].unlink()  # as after a crash after step 6
-    (tmp_path / "parts" / "metrics.jsonl").open("a").write('{"kind": "tr')  # during a write
+    checkpoints.checkpoints(tmp_path / "parts")[-1].unlink()  # as if it crashed after step 6
+    (tmp_path / "parts" / "metrics.jsonl").open("a").write('{"kind": "tr')  # mid-line
     trained(recipe, tmp_path / "parts", resume=True)
     resumed, expected = (checkpoints.load_last(tmp_path / name) for name in ("parts", "whole"))
     assert resumed["step"] == expected["step"] == 12
@@ -179,8 +179,8 @@ def test_a_full_disk_keeps_the_last_checkpoint(
         patch.setattr(os, "fsync", full)
         with pytest.raises(LabError, match=r"No space left.*step-00000006.pt, is kept"):
             trained(recipe, tmp_path / "run")
-    (kept,) = (tmp_path / "run" / "checkpoints").iterdir()
-    assert checkpoints.read(kept)["step"] == 6
+    (last_checkpoint,) = (tmp_path / "run" / "checkpoints").iterdir()
+    assert checkpoints.read(last_checkpoint)["step"] == 6
 
     # The disk fills up while torch writes: no file of this process may grow beyond 10,000 bytes.
     limits, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.getsignal(signal.SIGXFSZ)
@@ -192,7 +192,7 @@ def test_a_full_disk_keeps_the_last_checkpoint(
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         signal.signal(signal.SIGXFSZ, handler)
-    assert list((tmp_path / "run" / "checkpoints").iterdir()) == [kept]
+    assert list((tmp_path / "run" / "checkpoints").iterdir()) == [last_checkpoint]
 
 
 def test_a_network_learns(tmp_path: Path) -> None:
@@ -230,7 +230,7 @@ def test_a_comparison_resumes_with_its_missing_runs(tmp_path: Path) -> None:
         first = run_member(members[0], tmp_path / "base-seed0", CPU, terminal, False)
         runs = run_all(members, tmp_path, CPU, terminal, True)
         assert [run.pop("folder") for run in runs] == ["base-seed0", "shampoo-4-seed0"]
-        assert runs[0] == json.loads(json.dumps(first))  # not run again: it has the same times
+        assert runs[0] == json.loads(json.dumps(first))  # not run again: the times are the same
         other = [member("base lr=0.1", recipe, "digits-cnn", CPU)]
         other[0] = type(other[0])("base", *list(vars(other[0]).values())[1:])
         with pytest.raises(LabError, match="other settings"):
@@ -435,7 +435,7 @@ def test_a_graph_trains_like_eager_steps(tmp_path: Path) -> None:
 
 @pytest.mark.gpu
 def test_memory_of_earlier_runs_does_not_count(tmp_path: Path) -> None:
-    """The first run of a comparison leaves workspaces behind."""
+    """The first run leaves workspaces behind, which the next run must not count."""
     on_gpu([], tmp_path / "zeroth", graph=True)
     first = on_gpu([], tmp_path / "first", graph=True).peak.bytes
     other = torch.zeros(2**26, device="cuda")
@@ -447,8 +447,8 @@ def test_memory_of_earlier_runs_does_not_count(tmp_path: Path) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("graph", [False, True])
 def test_an_ordinary_step_does_not_synchronise(graph: bool, tmp_path: Path) -> None:
-    never = ["update_every=100", "refresh_every=100", "steps=8", "amp=bf16"]
-    training = on_gpu(never, tmp_path / "run", graph=graph)
+    ordinary = ["update_every=100", "refresh_every=100", "steps=8", "amp=bf16"]
+    training = on_gpu(ordinary, tmp_path / "run", graph=graph)
     assert training.optimizer.state[training.model.head.weight]["step"] == 8  # next refresh: 16
     torch.cuda.set_sync_debug_mode("error")
     try:

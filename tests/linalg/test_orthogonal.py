@@ -34,7 +34,7 @@ def quantised(U: Tensor, bits: int = 4) -> Tensor:
 
 @ORDERS
 @pytest.mark.parametrize("steps", [0, 1, 4])
-def test_bjorck_is_the_formula(n: int, steps: int, device: torch.device) -> None:
+def test_bjorck_matches_the_formula(n: int, steps: int, device: torch.device) -> None:
     V = quantised(orthogonal(3, n, n))
     expected = torch.stack([oracle.bjorck(v.double(), steps) for v in V])
     assert relative_error(bjorck(V.to(device), steps), expected) < 1e-6
@@ -81,17 +81,17 @@ def test_qr_takes_tall_matrices(qr: QR, device: torch.device) -> None:
 
 @pytest.mark.parametrize("kind", ["ill-conditioned", "rank one", "zero", "zero column", "nan"])
 def test_cholesky_qr_reports_failures(kind: str, device: torch.device) -> None:
-    """One bad matrix fails and leaves the others unchanged; Householder handles it."""
+    """One bad matrix fails and does not affect the others. Householder handles it."""
     n = 40
-    fine = spd(1, n, 10.0)[0]
+    well_conditioned = spd(1, n, 10.0)[0]
     bad = {
         "ill-conditioned": spd(1, n, 1e9)[0] @ orthogonal(n, n),
         "rank one": torch.ones(n, n).double(),
         "zero": torch.zeros(n, n).double(),
-        "zero column": fine * (torch.arange(n) > 0),
-        "nan": torch.where(torch.eye(n) > 0, torch.nan, fine),
+        "zero column": well_conditioned * (torch.arange(n) > 0),
+        "nan": torch.where(torch.eye(n) > 0, torch.nan, well_conditioned),
     }[kind]
-    X = torch.stack([fine, bad, fine]).float().to(device)
+    X = torch.stack([well_conditioned, bad, well_conditioned]).float().to(device)
     Q, good = cholesky_qr(X.clone())
     assert good.tolist() == [True, False, True]
     alone, _ = cholesky_qr(X[:1].clone())
@@ -221,7 +221,7 @@ def test_inverse_root_stays_finite(name: str, p: int, device: torch.device) -> N
     for damping in (0.0, 1e-6):
         root = inverse_root(A, p, damping, 10)
         assert torch.isfinite(root).all()
-        assert torch.equal(A, before), "the input is never written to"
+        assert torch.equal(A, before), "the input was changed"
     if name == "zero":
         assert torch.equal(root, torch.eye(n, device=device)[None])
 
@@ -266,7 +266,7 @@ def inherit_precision() -> None:
 @pytest.fixture(params=["legacy high", "legacy medium", "cuda tf32", "all tf32"])
 def _reduced(request: pytest.FixtureRequest) -> Iterator[None]:
     """Enter settings that allow less than float32 precision."""
-    inherit_precision()  # a setting left for one backend would hide the global one
+    inherit_precision()  # a leftover setting of one backend would hide the global one
     if request.param.startswith("legacy"):
         torch.set_float32_matmul_precision(request.param.split()[1])
     elif request.param == "cuda tf32":

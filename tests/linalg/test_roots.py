@@ -55,7 +55,7 @@ def test_roots_match_the_eigenvalues(
 @pytest.mark.parametrize("p", [pytest.param(1, marks=slow), pytest.param(2, marks=slow), 4])
 @pytest.mark.parametrize("n", [45, pytest.param(130, marks=slow)])
 def test_kernels_compute_the_same_roots(n: int, p: int, kernels: torch.device) -> None:
-    """Kernels compute only one half of symmetric products, in two parts."""
+    """Kernels compute one half of each symmetric product, with operands split in two parts."""
     lam = torch.arange(1, n + 1).double() ** -1.5
     A = torch.stack([with_spectrum(lam), with_spectrum(lam, 1) * 1e20, torch.zeros(n, n).double()])
     A = A.float()
@@ -77,7 +77,7 @@ def test_a_flat_spectrum_of_half_rank_at_the_default_damping(n: int, device: tor
     assert relative_error(root, exact(A, 4, raised)) < 0.05
 
 
-def test_power_iteration_may_miss_the_largest_eigenvalue() -> None:
+def test_roots_are_correct_if_power_iteration_misses_the_largest_eigenvalue() -> None:
     """The iteration starts at the largest diagonal element, which may be in another block."""
     A = torch.zeros(200, 200)
     A[0, 0], A[1:, 1:] = 1.0, 0.9  # λ = 1 and 179
@@ -143,12 +143,12 @@ def test_other_roots_are_refused() -> None:
 def assert_batch_matches_separate_roots(
     orders: list[int], p: int, damping: float, device: torch.device
 ) -> None:
-    """Check that batched roots equal separate ones to the bit; the last matrix is zero."""
+    """Check that batched and separate roots are bitwise equal. The last matrix is zero."""
     A = [with_spectrum(torch.arange(1, n + 1) ** -1.0, i).float() for i, n in enumerate(orders)]
     A[-1].zero_()
-    pad = [functional.pad(a, (0, orders[0] - len(a), 0, orders[0] - len(a))) for a in A]
+    padded = [functional.pad(a, (0, orders[0] - len(a), 0, orders[0] - len(a))) for a in A]
     sizes = torch.tensor(orders, dtype=torch.int32).to(device)
-    actual = converged_inverse_root(torch.stack(pad).to(device), p, damping, sizes)
+    actual = converged_inverse_root(torch.stack(padded).to(device), p, damping, sizes)
     for n, one, root in zip(orders, A, actual, strict=True):
         alone = converged_inverse_root(one[None].clone().to(device), p, damping)[0]
         assert torch.equal(root[:n, :n], alone)
@@ -165,13 +165,13 @@ def assert_batch_matches_separate_roots(
 )
 def test_roots_do_not_depend_on_the_batch(p: int, damping: float, kernels: torch.device) -> None:
     """Tiles of padding are skipped, and the padding of small matrices gets no ridge."""
-    several_tiles = kernels.type == "cuda" or p == 4  # several tiles take long when interpreted
+    several_tiles = kernels.type == "cuda" or p == 4  # several interpreted tiles take long
     assert_batch_matches_separate_roots([140 if several_tiles else 60, 45, 12], p, damping, kernels)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("p", [1, 2, 4])
-def test_tiles_of_many_matrices_side_by_side(p: int) -> None:
+def test_tiles_of_many_matrices_run_concurrently(p: int) -> None:
     """Programs on a GPU run concurrently and wait for each other."""
     assert_batch_matches_separate_roots([600, 520, 300, 130, 45] * 9, p, 1e-4, torch.device("cuda"))
 
@@ -218,15 +218,15 @@ def test_no_line_of_a_polynomial_overwrites_a_later_operand(
     lines[checked] = lines[checked]._replace(C=which % (checked + 1))
     polynomial = Polynomial(tuple(lines), checked + 1, 0.1)
     places = _places(polynomial)
-    held = {0: 0}  # line number by place
+    line_at = {0: 0}  # line number by place
     for number, (line, place) in enumerate(zip(lines, places, strict=True), 1):
         out, *operands = place
         assert out not in operands
-        assert [held.get(place) for place in operands] == [line.A, line.B, line.C]
-        held[out] = number
+        assert [line_at.get(place) for place in operands] == [line.A, line.B, line.C]
+        line_at[out] = number
     last = max(map(max, places))
     assert places[-1][0] == last > 0
-    assert held[places[checked][3]] == lines[checked].C
+    assert line_at[places[checked][3]] == lines[checked].C
 
 
 def test_batches_of_roots_are_few_and_full() -> None:

@@ -29,7 +29,7 @@ def parameter() -> nn.Parameter:
     return nn.Parameter(torch.randn(66, 70))
 
 
-def moved(optimizer: torch.optim.Optimizer, p: nn.Parameter, steps: int = 3) -> torch.Tensor:
+def trained(optimizer: torch.optim.Optimizer, p: nn.Parameter, steps: int = 3) -> torch.Tensor:
     generator = torch.Generator().manual_seed(1)
     for _ in range(steps):
         p.grad = torch.randn(66, 70, generator=generator)
@@ -44,8 +44,8 @@ def test_names_build_the_bases_of_the_paper(name: str) -> None:
     by_name = Shampoo([p], base=name, lr=1e-2)
     assert type(by_name.base) is kind
     assert settings.items() <= by_name.param_groups[0].items()
-    ready = Shampoo(kind([q], lr=1e-2, **settings))
-    assert torch.equal(moved(by_name, p), moved(ready, q))
+    constructed = Shampoo(kind([q], lr=1e-2, **settings))
+    assert torch.equal(trained(by_name, p), trained(constructed, q))
 
 
 def test_options_override_the_defaults_of_a_name() -> None:
@@ -152,7 +152,7 @@ def test_schedule_free_bases_switch_modes() -> None:
         p = parameter()
         optimizer = Shampoo([p], base=name, lr=0.1, update_every=1, refresh_every=2)
         optimizer.train()
-        moved(optimizer, p)
+        trained(optimizer, p)
         training = p.detach().clone()
         optimizer.eval()
         assert not torch.equal(p, training)
@@ -163,23 +163,23 @@ def test_schedule_free_bases_switch_modes() -> None:
     plain.eval()
 
 
-def test_8_bit_adamw() -> None:
+def test_8_bit_adamw_keeps_8_bit_state() -> None:
     pytest.importorskip("bitsandbytes")
     p = parameter()
     optimizer = Shampoo([p], base="adamw8bit", lr=1e-2, update_every=1, refresh_every=2)
     before = p.detach().clone()
-    moved(optimizer, p)
+    trained(optimizer, p)
     assert not torch.equal(p, before)
     assert optimizer.state[p]["base"]["state1"].dtype == torch.uint8
 
 
 def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     find_spec = importlib.util.find_spec
-    absent = {"bitsandbytes", "torchao", "schedulefree"}
+    missing = {"bitsandbytes", "torchao", "schedulefree"}
     monkeypatch.setattr(
         importlib.util,
         "find_spec",
-        lambda name, *a: None if name in absent else find_spec(name, *a),
+        lambda name, *a: None if name in missing else find_spec(name, *a),
     )
     with pytest.raises(ImportError, match=r"pip install bitsandbytes.*pip install torchao"):
         Shampoo([parameter()], base="adamw8bit", lr=0.1)
@@ -219,13 +219,13 @@ class Elsewhere(torch.Tensor):
 
 
 def test_counters_of_the_base_stay_on_the_host() -> None:
-    """Lightning moves all state to the device after a resume. F would then wait at every step."""
+    """After a resume, Lightning moves all state to the device, so F would wait at every step."""
     p = parameter()
     optimizer = Shampoo([p], base="adamw", lr=1e-2)
-    moved(optimizer, p)
+    trained(optimizer, p)
     base = optimizer.state[p]["base"]
     optimizer.state[p]["base"] = {**base, "step": base["step"].as_subclass(Elsewhere)}
-    moved(optimizer, p)
+    trained(optimizer, p)
     assert type(optimizer.base.state[p]["step"]) is torch.Tensor
     assert optimizer.base.state[p]["step"] == 6
 

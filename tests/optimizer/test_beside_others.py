@@ -112,7 +112,7 @@ def test_two_optimizers_of_one_model_equal_one_optimizer(make: Any) -> None:
 @pytest.mark.filterwarnings("ignore:.*duplicate parameters")
 @pytest.mark.parametrize("keep", [False, True])
 def test_a_parameter_listed_twice_has_one_state(keep: bool) -> None:
-    """Torch only warns of duplicate parameters, and F takes two steps with the same G̃."""
+    """PyTorch only warns of duplicate parameters, and F steps twice with the same G̃."""
     tied, twin = network(), network()
     first, bias, *rest = tied.parameters()
     plain_sgd: Any = {"base": torch.optim.SGD, "lr": 1e-2, **OPTIONS}

@@ -1,4 +1,4 @@
-"""Options: their checks, their defaults, and the schedule that they give."""
+"""Options: their checks, their defaults, and the schedule that they define."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ def test_before_the_first_refresh_a_run_is_bitwise_equal_to_the_base(
 
 
 def test_32_bit_eigen_with_many_qr_iterations_converges_to_dense() -> None:
-    """To be exact enough, `dense` needs more than the paper's ten Newton steps."""
+    """`dense` is exact enough only with more than the paper's ten Newton steps."""
     preconditioned = {}
     for name, options in {
         "eigen": {"method": "eigen", "qr_iterations": 300},
@@ -145,7 +145,7 @@ def test_mixed_devices_in_one_optimizer() -> None:
 
 @pytest.mark.parametrize("kind", ["clear", "clear entries", "replace"])
 def test_a_reset_state_is_a_fresh_start(kind: str) -> None:
-    """After the state is cleared or replaced, F's moments and step counts also start at zero."""
+    """After the state is cleared or replaced, F's moments and step counts also start from zero."""
     model, twin = network(), network()
     optimizer = Shampoo(model.parameters(), lr=1e-2, **FAST)
     run(model, optimizer, 5)
@@ -295,7 +295,7 @@ def test_replaced_state_is_noticed_and_used() -> None:
         backward(model, 0)
         optimizer.step()
         leaf = optimizer.state[model.linear.weight]["block_0"]["left"]
-        assert (leaf["eigenvalues"] > 6).all()  # also after the update at the second step
+        assert (leaf["eigenvalues"] > 6).all()  # even after the update at the second step
         assert (leaf["eigenvalues"] is not replacement) == noticed
     leaf["eigenvalues"] = torch.zeros(3)
     optimizer.step()
@@ -382,7 +382,7 @@ def test_step_hooks_run_and_nothing_warns() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("fused", [True, False])
-def test_grad_scaler_and_fused_bases(fused: bool) -> None:
+def test_grad_scaler_works_with_fused_bases(fused: bool) -> None:
     """The scaler unscales gradients before the step. On overflow, it skips the step and t stays."""
     model = network("cuda")
     optimizer = Shampoo(torch.optim.AdamW(model.parameters(), lr=1e-3, fused=fused), **FAST)
@@ -512,7 +512,7 @@ def test_an_ordinary_step_never_waits_for_the_device(dtype: torch.dtype) -> None
 
 
 def test_state_that_the_base_creates_late_is_shared() -> None:
-    """The base fills its dicts in place, so the only sign is that they are no longer empty."""
+    """The base fills its dicts in place: the only sign is that they are no longer empty."""
 
     class Late(torch.optim.SGD):
         steps = 0
@@ -550,17 +550,17 @@ def test_old_stacks_are_freed_without_a_garbage_collection() -> None:
     gc.collect()
     gc.disable()
     try:
-        former = stacks()
+        old_stacks = stacks()
         optimizer.load_state_dict(deepcopy(optimizer.state_dict()))
-        assert former() is None
+        assert old_stacks() is None
         run(model, optimizer, 1, first=5)
-        former = stacks()
+        old_stacks = stacks()
         for entry in optimizer.state.values():  # as offloading does
             for block in (value for key, value in entry.items() if key.startswith("block")):
                 for side, leaves in block.items():
                     block[side] = {name: leaf.clone() for name, leaf in leaves.items()}
         run(model, optimizer, 2, first=6)
-        assert former() is None
+        assert old_stacks() is None
     finally:
         gc.enable()
 

@@ -222,7 +222,7 @@ def test_learning_rate_schedulers_work_with_numbers_and_tensors(kind: Any) -> No
         assert float(optimizer.param_groups[0]["lr"]) == pytest.approx(1e-2 / 4)
         results.append(weights(model))
     assert same(*results)
-    momenta = torch.optim.lr_scheduler.OneCycleLR(
+    one_cycle = torch.optim.lr_scheduler.OneCycleLR(
         Shampoo(network().parameters(), lr=1e-2), max_lr=0.1, total_steps=10
     )
-    assert momenta.optimizer.param_groups[0]["betas"][0] == pytest.approx(0.95)
+    assert one_cycle.optimizer.param_groups[0]["betas"][0] == pytest.approx(0.95)

@@ -77,6 +77,6 @@ def test_an_algorithm_steps_matrices_and_the_base_the_rest() -> None:
         optimizer.step()
         adamw.step()
     assert all(map(torch.equal, model.parameters(), reference.parameters()))
-    held = {p.dim() for p, state in optimizer.base.state.items() if state}
-    assert held == {1}
+    dims = {p.dim() for p, state in optimizer.base.state.items() if state}
+    assert dims == {1}
     assert {entry["step"] for entry in optimizer.state.values()} == {3}

@@ -52,6 +52,8 @@ def _run_out_of_memory(*_: Any) -> None:
 
 
 class Machine(RuleBasedStateMachine):
+    """The actions that users take, in random order."""
+
     counts: ClassVar[Counter[str]] = Counter()
 
     @initialize(seed=numbers)

@@ -1,4 +1,4 @@
-"""Kronbit around torch's optimizers has the properties that torch's tests check.
+"""kronbit around torch's optimizers has the properties that torch's tests check.
 
 Options and bad inputs are those of ``torch.testing._internal.common_optimizers``.
 """

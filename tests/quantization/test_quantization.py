@@ -84,7 +84,7 @@ def test_codes_and_scales_are_the_nearest(
 def test_ties_take_the_lower_index_and_their_neighbours_the_nearest(
     bits: int, mapping: str, device: torch.device
 ) -> None:
-    """Values are all midpoints and the next float32 on either side. The leading 1 is the scale."""
+    """Values are all midpoints and the next float32 on either side. A leading 1 sets the scale."""
     middle = thresholds(mapping, bits)
     around = [middle, *(torch.nextafter(middle, torch.full_like(middle, x)) for x in (-2.0, 2.0))]
     x = torch.cat([torch.ones(1), *around]).to(device)
@@ -174,7 +174,7 @@ def test_zero_blocks_give_zeros_and_tiny_ones_survive(bits: int, device: torch.d
 
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("shape", [(0,), (3, 0), (0, 5), (2, 0, 7)])
-def test_empty_tensors(bits: int, shape: tuple[int, ...]) -> None:
+def test_empty_tensors_keep_their_shape(bits: int, shape: tuple[int, ...]) -> None:
     quantizer = Quantizer(bits)
     quantized = quantizer.quantize(torch.zeros(shape))
     assert quantizer.dequantize(quantized, shape[-1]).shape == shape
@@ -220,8 +220,8 @@ def test_no_temporary_is_larger_than_twice_the_input(
 
 def test_4_bits_at_block_64_take_4_and_a_half_bits() -> None:
     quantized = Quantizer(4, "linear2", 64).quantize(torch.randn(128, 1280))
-    held = sum(tensor.numel() * tensor.element_size() for tensor in quantized)
-    assert held * 8 == 4.5 * 128 * 1280
+    size = sum(tensor.numel() * tensor.element_size() for tensor in quantized)
+    assert size * 8 == 4.5 * 128 * 1280
 
 
 @pytest.mark.parametrize(
@@ -252,7 +252,7 @@ def test_gradients_do_not_flow_through_codes(length: int) -> None:
     assert not quantizer.dequantize(Quantized(quantized.codes, scales), length).requires_grad
 
 
-def test_tables_made_under_a_fake_tensor_mode_are_not_kept() -> None:
+def test_tables_made_under_a_fake_tensor_mode_are_not_cached() -> None:
     CODEBOOKS.clear()
     THRESHOLDS.clear()
     quantizer = Quantizer(6, "dt", 32)

@@ -1,4 +1,4 @@
-"""Memory of the state, its estimates, and the peak during steps."""
+"""Estimates equal the memory of the state, and the peak of a step stays in the workspace."""
 
 from __future__ import annotations
 
@@ -207,7 +207,7 @@ def test_memory_before_the_first_step_is_zero() -> None:
     ids=str,
 )
 def test_the_peak_stays_within_the_workspace(make: Any, options: dict[str, Any]) -> None:
-    """Every kind of step stays within it, although stacks are much larger than this limit."""
+    """Every kind of step stays within this limit, although gradients and stacks are larger."""
     workspace = 2 * 2**20
     shapes = [(64, 64)] * 90 + [(64, 192)] * 30 + [(151, 100)] * 30 + [(300, 300)]
     params = [nn.Parameter(torch.randn(shape)) for shape in shapes]
@@ -304,9 +304,9 @@ def test_state_bytes_of_the_layout_equal_those_of_the_stacks() -> None:
             sum(state_bytes(member.blocking, member.config).values())
             for member in preconditioner.stacks.members
         ]
-        held = sum(
+        actual = sum(
             sum_of_tensors(factors.tensors)
             for group in preconditioner.stacks.groups
             for factors in (group.left, group.right)
         )
-        assert sum(expected) == held
+        assert sum(expected) == actual

@@ -483,7 +483,7 @@ def test_wrong_entries_are_refused(path: tuple[Any, ...], value: Any, message: s
         ("block_0", Tensor.to_sparse, "is torch.sparse_coo; expected a strided tensor with data"),
     ],
 )
-def test_tensors_without_numbers_are_refused(side: str, change: Any, message: str) -> None:
+def test_tensors_without_data_are_refused(side: str, change: Any, message: str) -> None:
     state = small_checkpoint()
     leaves = state["state"][0][side]
     leaves = leaves if side == "base" else leaves["left"]
@@ -538,7 +538,7 @@ def test_too_few_parameter_names_are_refused_and_nothing_changes(names: Any) -> 
 
 
 def test_state_of_the_base_that_overflowed_loads_with_a_warning() -> None:
-    """Squares of float16 gradients overflow in AdamW's state. torch reloads it, and so does F."""
+    """Squares of float16 gradients overflow in AdamW. Like torch, kronbit loads that state."""
     p = nn.Parameter(torch.randn(66, 40, dtype=torch.float16))
 
     def make() -> Shampoo:
@@ -555,7 +555,7 @@ def test_state_of_the_base_that_overflowed_loads_with_a_warning() -> None:
 
 
 class UnrelatedBase(torch.optim.Optimizer):
-    """A base whose state uses names of torch's optimizers for other quantities."""
+    """A base whose state has familiar names with other meanings."""
 
     def __init__(self, params: Any, lr: float) -> None:
         super().__init__(params, {"lr": lr})
@@ -567,7 +567,7 @@ class UnrelatedBase(torch.optim.Optimizer):
             self.state[p].update(step=-1, least=float("inf"), note=None)
 
 
-def test_numbers_of_the_base_are_not_judged() -> None:
+def test_numbers_of_the_base_are_not_checked() -> None:
     p = nn.Parameter(torch.randn(66, 40))
     optimizer = Shampoo([p], UnrelatedBase, lr=1e-2, **FAST)
     p.grad = torch.randn(66, 40)
@@ -737,7 +737,7 @@ def test_load_hooks_run() -> None:
 
 @pytest.mark.parametrize("flat", [False, True])
 def test_distributed_checkpoint_round_trip(flat: bool, tmp_path: Path) -> None:
-    """Torch creates the state by a step without gradient and lr, which does not change weights."""
+    """PyTorch creates the state by a step with zero gradients and lr=0, which changes no weight."""
     options = StateDictOptions(flatten_optimizer_state_dict=flat)
     # A layer without gradients has no state in torch's optimizers until that step.
     model = network()

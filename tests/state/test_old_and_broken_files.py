@@ -102,7 +102,7 @@ def loads(path: Path, checked: bool) -> bool:
 def test_damaged_files_load_completely_or_not_at_all(
     count: int, checked: bool, tmp_path: Path
 ) -> None:
-    """Files have a flipped bit or are truncated, in all regions of the file.
+    """Each file has one flipped bit or is truncated, in all regions of the file.
 
     The lab verifies checksums, so it detects every changed number. Without checksums, a number may
     be wrong, but it is always finite, and a checkpoint is never loaded in part.
@@ -147,7 +147,7 @@ def test_loading_a_checkpoint_runs_none_of_its_code(
 
 
 def test_no_source_unpickles_untrusted_files() -> None:
-    """The library reads files that could hold code only with functions that do not run it."""
+    """Files that could contain code are read only with functions that do not run it."""
     sources = [
         *(ROOT.parents[1] / "src").rglob("*.py"),
         *(ROOT.parents[1] / "examples").glob("*.py"),
@@ -167,7 +167,7 @@ def test_no_source_unpickles_untrusted_files() -> None:
 def test_the_error_for_a_read_only_folder_names_the_last_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The test simulates the error of the file system, because root may write to any folder."""
+    """The error is simulated, because root may write to any folder."""
     checkpoints.save(tmp_path, 1, {"model": {}}, keep=2)
     real = Path.open
 

@@ -17,9 +17,9 @@ from support.layers import (
     after_gradients_were_dropped,
     beside_evaluation,
     hooks,
+    one_pass,
     output_gradients,
     patches,
-    plainly,
     sgd,
     step,
     through_a_copy,
@@ -61,8 +61,8 @@ def test_statistics_of_linear_layers_match_explicit_computations(device: torch.d
     h = torch.tanh(model[0].double()(x.double())).detach()
     model.float().to(device)
     optimizer = KFAC(sgd(model), model=model, **EXACT)
-    goal = target.to(device)
-    step(model, optimizer, lambda out: functional.cross_entropy(out, goal), x.to(device))
+    device_target = target.to(device)
+    step(model, optimizer, lambda out: functional.cross_entropy(out, device_target), x.to(device))
     for layer, y, rows in ((model[0], y0, with_one(x)), (model[2], y2, h)):
         L, R = statistics(optimizer, layer.weight)
         assert relative_error(L, mean_square(y)) < 1e-5
@@ -95,7 +95,7 @@ def test_statistics_of_convolutions_match_explicit_computations(
     model.to(device)
     optimizer = KFAC(sgd(model), model=model, shared=shared, workspace_mb=0.005, **EXACT)
     step(model, optimizer, loss, x.to(device))
-    by_group = y.flatten(2).unflatten(1, (conv.groups, -1))  # images, groups, outputs, places
+    by_group = y.flatten(2).unflatten(1, (conv.groups, -1))  # images, groups, outputs, positions
     for group in range(conv.groups):
         inputs, outputs = rows[group], by_group[:, group].mT.flatten(0, 1)
         if shared == "reduce":
@@ -206,7 +206,7 @@ def test_training_matches_the_oracle(
     """Updates are at steps 2, 4, 6 and 8, refreshes at 4 and 8. Orders are around 64.
 
     Rounding may move a code across a threshold, and a code near a small eigenvalue changes a step
-    by 5 %. It depends on the CPU for which seed this happens, so one of three seeds may deviate.
+    by 5 %. For which seed this happens depends on the CPU, so one of three seeds may deviate.
     """
     tolerance = {32: 1e-3, 8: 1e-2, 4: 1e-2, 3: 3e-2}[bits]
     errors = (deviation(kind, method, bits, storage, device, seed) for seed in (1, 2, 3))
@@ -285,16 +285,16 @@ def in_two_passes(model: nn.Module, optimizer: KFAC, x: Tensor) -> None:
     "passes",
     [after_a_failure, after_gradients_were_dropped, beside_evaluation, through_a_copy],
 )
-def test_only_passes_that_made_the_gradient_count(
+def test_passes_that_do_not_contribute_to_the_gradient_are_ignored(
     passes: Callable[[nn.Module, KFAC, Tensor], None],
 ) -> None:
-    for result, expected in zip(after_one_update(passes), after_one_update(plainly), strict=True):
+    for result, expected in zip(after_one_update(passes), after_one_update(one_pass), strict=True):
         assert torch.equal(result, expected)
 
 
 def test_several_backward_passes_are_one_batch() -> None:
-    """Each loss is a mean over half of the batch, so y is scaled. All else is as for one batch."""
-    (L, R), (L2, R2) = after_one_update(plainly), after_one_update(in_two_passes)
+    """Each loss is a mean over half of the batch, so y doubles. All else is as for one batch."""
+    (L, R), (L2, R2) = after_one_update(one_pass), after_one_update(in_two_passes)
     assert relative_error(R2, R) < 1e-6
     assert relative_error(L2, 4 * L) < 1e-6
 
@@ -306,7 +306,7 @@ def test_activation_checkpointing_does_not_count_twice(reentrant: bool) -> None:
         out.square().mean().backward()
 
     for result, expected in zip(
-        after_one_update(checkpointed), after_one_update(plainly), strict=True
+        after_one_update(checkpointed), after_one_update(one_pass), strict=True
     ):
         assert torch.equal(result, expected)
 
@@ -356,7 +356,7 @@ def test_statistics_are_unscaled() -> None:
         scaler.unscale_(optimizer)
 
     for result, expected in zip(
-        after_one_update(scaled, grad_scaler=scaler), after_one_update(plainly), strict=True
+        after_one_update(scaled, grad_scaler=scaler), after_one_update(one_pass), strict=True
     ):
         assert relative_error(result, expected) < 1e-6
 
@@ -373,7 +373,7 @@ def test_steps_skipped_by_a_scaler_leave_no_rows() -> None:
         scaler.step(optimizer)
         scaler.update()
     for result, expected in zip(
-        statistics(optimizer, model[0].weight), after_one_update(plainly), strict=True
+        statistics(optimizer, model[0].weight), after_one_update(one_pass), strict=True
     ):
         assert relative_error(result, expected) < 1e-6
 
@@ -447,7 +447,7 @@ def test_excluded_layers_have_no_hooks() -> None:
 
 @slow
 def test_nonfinite_gradients_of_excluded_layers_become_zero(kernels: torch.device) -> None:
-    """A layer above max_order keeps its gradients and its guard."""
+    """A layer above max_order is not preconditioned, but its gradients are still guarded."""
     results = []
     for zeroed in (True, False):
         torch.manual_seed(5)
@@ -559,22 +559,22 @@ def test_staggered_layers_miss_no_statistics_if_copied_at_every_step() -> None:
         assert all(A.any() for A in statistics(optimizer, layer.weight))
 
 
-def test_functional_calls_and_changed_inputs_do_not_count() -> None:
+def test_functional_calls_and_changed_inputs_are_ignored() -> None:
     def with_others(model: nn.Module, optimizer: KFAC, x: Tensor) -> None:
         others = {name: p.detach() * 2 for name, p in model.named_parameters()}
         functional_call(model, others, (x.clone().requires_grad_(),)).sum().backward()
         torch.func.vmap(lambda row: model(row))(x)
-        plainly(model, optimizer, x)
+        one_pass(model, optimizer, x)
 
     def with_another_pass(model: nn.Module, optimizer: KFAC, x: Tensor) -> None:
-        spoilt = x * 3
+        overwritten = x * 3
         with torch.autocast("cpu", dtype=torch.bfloat16):  # autograd saves a bf16 copy
-            out = model[0](spoilt)
-            spoilt.zero_()
+            out = model[0](overwritten)
+            overwritten.zero_()
         out.sum().backward()
         model[2](torch.relu(model[0](x))).square().mean().backward()
 
-    expected = after_one_update(plainly)
+    expected = after_one_update(one_pass)
     for result, reference in zip(after_one_update(with_others), expected, strict=True):
         assert torch.equal(result, reference)
     for result, reference in zip(after_one_update(with_another_pass), expected, strict=True):
@@ -593,7 +593,7 @@ def test_hooks_do_not_keep_an_optimizer_alive() -> None:
 
 @pytest.mark.parametrize("method", ["dense", "eigen", "naive", "cholesky"])
 def test_fewer_rows_than_columns_still_give_roots(method: str) -> None:
-    """With low-rank statistics at 8 bits, the update is closer to the exact update than G is."""
+    """With low-rank statistics at 8 bits, the update is closer to the exact one than G is."""
     torch.manual_seed(6)
     model = nn.Linear(99, 90)
     bits = 32 if method == "dense" else 8

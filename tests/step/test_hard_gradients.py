@@ -1,4 +1,4 @@
-"""Hard gradients, as in failing trainings, keep all state finite and affect no other parameter."""
+"""Hard gradients, as in failing trainings, keep the state finite and affect no other parameter."""
 
 from __future__ import annotations
 
@@ -85,9 +85,9 @@ def check_any_gradient(walk: list[tuple[int, str]], method: tuple[str, int], mak
     options = {"method": method[0], "bits": method[1], "storage": "paper"}
     params, optimizer = build(make, **options)
     twins, reference = build(make, **options)
-    touched = set()
+    affected = set()
     for t, (number, kind) in enumerate(walk):
-        touched |= {number} if kind != "ordinary" else set()
+        affected |= {number} if kind != "ordinary" else set()
         for i, (p, q) in enumerate(zip(params, twins, strict=True)):
             q.grad = gradient("ordinary", p.shape, 100 * t + i)
             p.grad = gradient(kind, p.shape, 100 * t + i) if i == number else q.grad.clone()
@@ -95,7 +95,7 @@ def check_any_gradient(walk: list[tuple[int, str]], method: tuple[str, int], mak
         reference.step()
         for i, (p, q) in enumerate(zip(params, twins, strict=True)):
             assert torch.isfinite(p).all(), (t, i)
-            assert i in touched or torch.equal(p, q), (t, i)
+            assert i in affected or torch.equal(p, q), (t, i)
     # Loading refuses state that is not finite or does not fit.
     _, resumed = build(make, **options)
     resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
@@ -104,11 +104,13 @@ def check_any_gradient(walk: list[tuple[int, str]], method: tuple[str, int], mak
 
 @examples(15)
 @hypothesis.given(steps, methods, st.sampled_from([Shampoo, CASPR]))
-def test_any_gradient(walk: list[tuple[int, str]], method: tuple[str, int], make: Any) -> None:
+def test_state_stays_valid_for_any_gradient(
+    walk: list[tuple[int, str]], method: tuple[str, int], make: Any
+) -> None:
     check_any_gradient(walk, method, make)
 
 
-# The scale of a layer's inputs.
+# Scales of a layer's inputs.
 INPUTS = {"ordinary": 1.0, "zero": 0.0, "denormal": 1e-40, "huge": 1e30, "inf": math.inf}
 INPUTS |= {"nan": math.nan}
 
@@ -118,7 +120,9 @@ INPUTS |= {"nan": math.nan}
     st.lists(st.tuples(st.sampled_from([*INPUTS]), st.sampled_from(KINDS)), min_size=2, max_size=6),
     st.sampled_from([KFAC, AdaBK]),
 )
-def test_any_input_and_gradient_of_a_layer(walk: list[tuple[str, str]], make: Any) -> None:
+def test_hard_inputs_and_gradients_do_not_affect_other_layers(
+    walk: list[tuple[str, str]], make: Any
+) -> None:
     """Hard inputs and gradients of one layer do not affect another layer."""
 
     def build() -> tuple[nn.ModuleList, Any]:
@@ -151,7 +155,7 @@ def test_any_input_and_gradient_of_a_layer(walk: list[tuple[str, str]], make: An
 @slow
 @examples(500)
 @hypothesis.given(steps, methods, st.sampled_from([Shampoo, CASPR]))
-def test_any_gradient_many_examples(
+def test_state_stays_valid_for_many_gradients(
     walk: list[tuple[int, str]], method: tuple[str, int], make: Any
 ) -> None:
     check_any_gradient(walk, method, make)

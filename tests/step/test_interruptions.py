@@ -168,13 +168,13 @@ def test_the_note_says_if_the_step_counts(keep: bool) -> None:
         try:
             with interrupted_at(nth):
                 optimizer.step()
-            break  # beyond the last line
+            break  # nth is beyond the last line
         except KeyboardInterrupt as error:
             note = note_of(error)
-        through = "The step is complete and counts: do not take it again" in note
-        assert optimizer.state_dict()["state"][0]["step"] == 3 + through
-        outcomes.add((through, "had begun" in note))
-        if through:
+        complete = "The step is complete and counts: do not take it again" in note
+        assert optimizer.state_dict()["state"][0]["step"] == 3 + complete
+        outcomes.add((complete, "had begun" in note))
+        if complete:
             assert all(map(torch.equal, weights(model), third))
             assert not keep or all(map(torch.equal, grads(model), old_grads))
         elif "had begun" not in note:
@@ -302,7 +302,7 @@ def test_a_step_repeated_with_recomputed_gradients_gives_the_same_result() -> No
     with NthOperation() as operations:
         optimizer.step()
     notes = []
-    for back in range(1, operations.count, 2):  # from the end: F, then the gradients
+    for back in range(1, operations.count, 2):  # from the end: first in F, then before it
         model, optimizer = start("default")
         old = weights(model)
         with NthOperation(operations.count - back), pytest.raises(torch.OutOfMemoryError) as caught:
@@ -321,7 +321,7 @@ def test_a_step_repeated_with_recomputed_gradients_gives_the_same_result() -> No
     assert len(notes) == 4
 
 
-def test_two_failures_in_a_row_and_other_gradients() -> None:
+def test_a_step_can_be_repeated_after_two_failures() -> None:
     """Each statistic is updated once per step, with the gradient of its first complete update."""
     model, optimizer = start("default")
     with NthOperation() as operations:
@@ -370,7 +370,7 @@ def test_failing_closures_and_hooks_change_nothing() -> None:
 
 
 def test_interrupted_planning_is_repeated() -> None:
-    """A step makes a plan if it is the first one or if the state was replaced from outside."""
+    """The first step makes a plan, and so does a step after tensors were replaced from outside."""
     for steps in (0, 3):
         _, reference = start("default", steps=steps)
         reference.step()
@@ -442,7 +442,7 @@ def _replaced(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("keep", [True, False])
-def test_memory_runs_out_on_a_gpu(keep: bool) -> None:
+def test_a_step_can_be_repeated_after_memory_runs_out_on_a_gpu(keep: bool) -> None:
     """All free memory is allocated before a step that needs a workspace."""
 
     def make() -> tuple[nn.Module, Any]:

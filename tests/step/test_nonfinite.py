@@ -1,4 +1,4 @@
-"""Gradients that are not finite: each value of the option, warnings, and extreme numbers."""
+"""Non-finite and extreme gradients: each value of the option, warnings, and fallbacks."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ def test_a_checkpoint_is_converted_when_loaded_with_offloading(device: torch.dev
 def test_the_gpu_holds_only_the_roots() -> None:
     allocated = {}
     for offload in (False, True):
-        gc.collect()  # otherwise garbage of an earlier test may be freed in between
+        gc.collect()  # otherwise an earlier test's memory may be freed in between
         before = torch.cuda.memory_allocated()
         p = nn.Parameter(torch.zeros(2048, 2048, device="cuda"))
         p.grad = torch.randn_like(p)

@@ -56,8 +56,8 @@ def test_blocks_of_a_turn_have_similar_orders_unless_there_are_few(
     groups = grouping.make_groups(members, torch.device("cpu"))
     phases = {s.member: s.phase for group in groups for s in group.spans}
     numbers = [round(phases[i] * len(set(phases.values()))) for i in range(len(orders))]
-    # Four blocks of order 96 fill a batch. The fifth joins those of order 70, which is close. 20
-    # and 8 are not close to 40, but these blocks are too small for a second batch.
+    # Four blocks of order 96 fill a batch. The fifth joins those of order 70, which is close.
+    # Orders 20 and 8 are not close to 40, but these blocks are too small for another batch.
     assert numbers == [0] * 4 + [1] * 3 + [2] * 4
 
 

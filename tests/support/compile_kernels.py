@@ -43,8 +43,8 @@ from kronbit.step.warm_up import warm_up
 CPU = torch.device("cpu")
 
 
-class NoDevice:
-    """The part of a driver that the compiler calls."""
+class FakeDriver:
+    """A driver without a device, with the methods that the compiler calls."""
 
     def get_current_target(self) -> GPUTarget:
         return GPUTarget("cuda", 90, 32)
@@ -68,7 +68,8 @@ def compile_only(self, *args, grid, warmup, **options):  # type: ignore[no-untyp
         print(self.__name__, units, "shared", kernel.metadata.shared)
 
 
-def matrices(n: int) -> None:
+def launch_matrix_kernels(n: int) -> None:
+    """Launch the kernels that work on stacks of matrices of order n."""
     for bits in (3, 4, 6, 8):
         X = torch.randn(1, n, n)
         codes, scales, diagonal = quantiser.encode(X, True, bits, "linear2", 64)
@@ -113,13 +114,13 @@ def matrices(n: int) -> None:
 
 
 def main() -> None:
-    driver.set_active(NoDevice())
+    driver.set_active(FakeDriver())
     JITFunction.run = compile_only
     guard.why_not = lambda device: None
-    matrices(97)
+    launch_matrix_kernels(97)
     before = len(compiled)
     for n in (64, 33, 130):
-        matrices(n)
+        launch_matrix_kernels(n)
     assert len(compiled) == before, "a kernel was specialised on the value of an integer"
     grads = [torch.zeros(70, 66), torch.zeros(12, 40)]
     addresses = AddressTable(2, CPU)

@@ -22,7 +22,7 @@ class NthOperation(TorchDispatchMode):
 
     Args:
         nth: Number of the operation, from 1; -1 only counts operations.
-        name: Count only operations whose name contains this.
+        name: Count only operations whose name contains this text.
         lasting: Also fail all later operations that allocate memory.
     """
 

@@ -51,7 +51,7 @@ def step(model: nn.Module, optimizer: KFAC, loss: Callable[[Tensor], Tensor], *x
 
 
 def patches(conv: nn.Conv2d, x: Tensor) -> Tensor:
-    """Return patches (groups, images x positions, channels x kernel), from the definition."""
+    """Return patches (groups, images x positions, channels x kernel), by the definition."""
     mode = "constant" if conv.padding_mode == "zeros" else conv.padding_mode
     before = conv._reversed_padding_repeated_twice
     x = functional.pad(x.double(), before, mode=mode)
@@ -67,7 +67,7 @@ def patches(conv: nn.Conv2d, x: Tensor) -> Tensor:
     return torch.stack(windows, 1)
 
 
-def plainly(model: nn.Module, optimizer: KFAC, x: Tensor) -> None:
+def one_pass(model: nn.Module, optimizer: KFAC, x: Tensor) -> None:
     model(x).square().mean().backward()
 
 
@@ -75,13 +75,13 @@ def after_a_failure(model: nn.Module, optimizer: KFAC, x: Tensor) -> None:
     model(x * 3).square().mean().backward()
     optimizer.zero_grad()
     model[0](x)  # no backward pass, as after an exception
-    plainly(model, optimizer, x)
+    one_pass(model, optimizer, x)
 
 
 def after_gradients_were_dropped(model: nn.Module, optimizer: KFAC, x: Tensor) -> None:
     model(x * 3).square().mean().backward()
     model.zero_grad()
-    plainly(model, optimizer, x)
+    one_pass(model, optimizer, x)
 
 
 def beside_evaluation(model: nn.Module, optimizer: KFAC, x: Tensor) -> None:
@@ -91,14 +91,14 @@ def beside_evaluation(model: nn.Module, optimizer: KFAC, x: Tensor) -> None:
     model.train()
     with torch.no_grad():
         model(x * 7)
-    plainly(model, optimizer, x)
+    one_pass(model, optimizer, x)
 
 
 def through_a_copy(model: nn.Module, optimizer: KFAC, x: Tensor) -> None:
     twin = copy.deepcopy(model)
     pickle.loads(pickle.dumps(twin))(x * 3).sum().backward()
     twin(x * 3).square().mean().backward()
-    plainly(model, optimizer, x)
+    one_pass(model, optimizer, x)
 
 
 def hooks(model: nn.Module) -> int:

@@ -299,7 +299,7 @@ class Factor:
         return X @ X.T if self.o.method == "cholesky" else X
 
     def update(self, M: Tensor) -> None:
-        """PU."""
+        """Take in a new matrix: the paper's PU."""
         o = self.o
         A = self.matrix() + M if o.beta == 1 else o.beta * self.matrix() + (1 - o.beta) * M
         if o.method != "eigen":
@@ -313,7 +313,7 @@ class Factor:
         self.kept = self.keep(P.T.contiguous(), self.bits, diagonal=False)
 
     def refresh(self) -> None:
-        """PIRU."""
+        """Compute the inverse root: the paper's PIRU."""
         o = self.o
         if o.method == "eigen" and o.root == "eigen":
             V = self.vectors(o.refresh_rectify)

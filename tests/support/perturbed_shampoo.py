@@ -1,7 +1,7 @@
 """The perturbed Shampoo of the paper's convergence appendix, on online convex problems.
 
-Everything is in float64 except the perturbation, which is the effect of kronbit's updates and its
-quantiser on a preconditioner, in float32.
+Everything is in float64, except the perturbation: the effect that kronbit's updates and quantiser
+have on a preconditioner, in float32.
 """
 
 from __future__ import annotations

@@ -85,7 +85,7 @@ class Restored:
 def restored(
     statistic: Statistic, quantizer: Quantizer, steps: int, powers: Iterable[float]
 ) -> Restored:
-    """Quantise a matrix's eigenvectors, take ``steps`` of Björck's, and measure the error."""
+    """Quantise a matrix's eigenvectors, take ``steps`` Björck steps, and measure the error."""
     V, U, lam = restored_vectors(statistic, quantizer, steps), statistic.U, statistic.lam
     # Decompose V Λ Vᵀ: unless V is orthogonal, its powers are not V Λ^s Vᵀ.
     eigenvalues, Q = torch.linalg.eigh((V * lam) @ V.mT)

@@ -1,4 +1,4 @@
-"""Run functions on several ranks, each in a process, for distributed tests."""
+"""Run functions on several ranks, each in a separate process, for distributed tests."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def run_on_ranks(
                     for rank, process in enumerate(processes)
                     if process.exitcode and rank not in failed
                 ]
-                if dead:  # without an answer, as after a signal
+                if dead:  # died without an answer, for example by a signal
                     failed |= {rank: f"exit code {processes[rank].exitcode}" for rank in dead}
                     break
                 continue
@@ -139,7 +139,7 @@ def _script(rank: int, script: str, arguments: tuple[str, ...]) -> str:
 
 
 def in_turn(rank: int, *functions: Callable[[int], Any]) -> list[Any]:
-    """Call several functions on the same ranks, because starting ranks takes longer than most."""
+    """Call several functions on the same ranks: starting ranks takes longer than most calls."""
     return [function(rank) for function in functions]
 
 

@@ -54,7 +54,7 @@ EVERY_SCHEME = pytest.mark.parametrize("scheme", ["exact", *PERTURBED])
 
 # -------------------------------------------------------------------------------- the perturbation
 
-# Upper limit of the change of J in one round, relative to its largest eigenvalue.
+# Upper limit of the error of one round, relative to the largest eigenvalue of J.
 LARGEST_ERROR = {
     "dense, 32 bits": 1e-6,
     "naive, paper": 0.08,
@@ -126,7 +126,7 @@ def least_eigenvalue(A: Tensor) -> float:
 def test_accumulated_errors_keep_preconditioners_in_order(scheme: str) -> None:
     """B_t = ρ_t I + L_t: B_{t-1} + X_t ⪯ B_t, and Σ X ⪯ B_t ⪯ 2 ρ_t I + Σ X."""
     side = Side(64, SCHEMES[scheme])
-    before, without, negative = side.perturbed, 0.0, 0.0
+    before, unordered, negative = side.perturbed, 0.0, 0.0
     eye = torch.eye(64, dtype=torch.float64)
     torch.manual_seed(0)
     for _ in range(30):
@@ -138,11 +138,11 @@ def test_accumulated_errors_keep_preconditioners_in_order(scheme: str) -> None:
         assert least_eigenvalue(B - before - X) >= -rounding
         assert least_eigenvalue(B - side.total) >= -rounding
         assert least_eigenvalue(2 * side.rho * eye + side.total - B) >= -rounding
-        without = min(without, least_eigenvalue(side.perturbed - old - X))
+        unordered = min(unordered, least_eigenvalue(side.perturbed - old - X))
         negative = min(negative, least_eigenvalue(side.perturbed))
         before = B
     # ρ is needed: L_t alone is not ordered, and the naive L_t is indefinite.
-    assert without < -1
+    assert unordered < -1
     assert (negative < -1) == (scheme == "naive, paper")
 
 
@@ -184,7 +184,7 @@ def test_the_sum_of_gradient_norms_is_at_most_twice_a_trace(
     assert total <= 2 * float(lam.sqrt().sum())
 
 
-def test_the_rank_matters() -> None:
+def test_kronecker_products_need_the_rank_as_a_factor() -> None:
     """For the identity (rank 2), the product dominates g gᵀ / 2 but not g gᵀ."""
     G = torch.eye(2).double()
     g, product = G.flatten(), kronecker_root(G, G)
@@ -263,7 +263,7 @@ def test_the_bound_is_tight_for_one_weight() -> None:
 
 @pytest.mark.parametrize("scheme", [*PERTURBED, "cholesky, compact, 3 bits"])
 def test_the_bound_is_fairly_tight_for_a_few_quantised_weights(scheme: str) -> None:
-    """The bound is tight enough that a missing factor (r, the gradients' term) breaks the test."""
+    """The bound is tight enough for the test to notice a missing factor r or a missing term."""
     case = linear_losses(4, 4, 2, 20)
     outcome = perturbed_shampoo(case, SCHEMES[scheme], case.natural_rate())
     assert min(outcome.left.rho, outcome.right.rho) > 0.1

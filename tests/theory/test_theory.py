@@ -230,7 +230,7 @@ def test_lemma_2_cosine_is_least_at_its_turning_point(
 
 
 @given(ratios, st.floats(0, 3).map(lambda x: 10**x), factors, st.floats(-2, -1e-3))
-def test_lemma_2_remarks(c: float, k: float, ell: float, s: float) -> None:
+def test_lemma_2_remarks_hold(c: float, k: float, ell: float, s: float) -> None:
     t = k / c
     assert h_1(1.0, ell, c, k) <= t * math.sqrt(ell)
     share = ell * t ** (2 * s)

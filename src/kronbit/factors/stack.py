@@ -15,7 +15,7 @@ from kronbit.factors.cholesky import Cholesky
 from kronbit.factors.dense import Dense
 from kronbit.factors.eigen import Eigen
 from kronbit.factors.storage import Layout, Leaves, MatrixStorage, is_root
-from kronbit.interruptions import to_the_end
+from kronbit.interruptions import run_to_completion
 from kronbit.linalg.backend import backend
 
 if TYPE_CHECKING:
@@ -284,7 +284,7 @@ class Batch:
                 replace()
             self.replaced = accepted
 
-        to_the_end(write)
+        run_to_completion(write)
         return accepted
 
 

@@ -11,7 +11,7 @@ from kronbit.blocks.batches import Part, rows_of
 from kronbit.blocks.gradients import StepGradients
 from kronbit.config import Config
 from kronbit.factors import Batch, Factors
-from kronbit.interruptions import ending
+from kronbit.interruptions import cleaning_up
 
 _AGAIN = (
     "Once the cause is removed, step() can be called again (with several ranks: load the last "
@@ -85,7 +85,7 @@ def writable(gradients: StepGradients, config: Config) -> Iterator[StepGradients
         for p, grad in zip(gradients.params, gradients.grads, strict=True):
             p.grad = grad
 
-    with ending(put_back):
+    with cleaning_up(put_back):
         copies = [grad.clone() for grad in gradients.grads]
         for p, copy in zip(gradients.params, copies, strict=True):
             p.grad = copy

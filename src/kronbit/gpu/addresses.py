@@ -21,10 +21,10 @@ _TYPES = {Tensor, type(None)}  # kernels see only a part of a distributed tensor
 _NONE: frozenset[int] = frozenset()
 
 
-def takes(dtypes: set[torch.dtype] | None, grads: Sequence[Tensor | None]) -> bool:
+def supported(dtypes: set[torch.dtype] | None, grads: Sequence[Tensor | None]) -> bool:
     """True if the kernels can read and write all of these gradients.
 
-    ``dtypes`` are the ``plain_dtypes`` of these, or of more, gradients.
+    ``dtypes`` is the result of ``plain_dtypes`` for a list that contains these gradients.
     """
     return dtypes is not None and dtypes <= _TAGS.keys() and set(map(type, grads)) <= _TYPES
 
@@ -39,15 +39,15 @@ def channels_last(grads: Sequence[Tensor | None]) -> frozenset[int]:
     )
 
 
-def takable(grads: Sequence[Tensor | None], taps: Sequence[int]) -> list[Tensor | None]:
-    """Return the gradients that the kernels can read and write, ``None`` for the others.
+def supported_or_none(grads: Sequence[Tensor | None], taps: Sequence[int]) -> list[Tensor | None]:
+    """Return the gradients, with ``None`` for those that the kernels cannot read and write.
 
     For ``taps``, see ``NonfiniteGuard.measure``.
     """
     return [
         grad
         if grad is not None
-        and takes(plain_dtypes([grad]), [grad])
+        and supported(plain_dtypes([grad]), [grad])
         and (grad.is_contiguous() or not taps or taps[i] != 1)
         else None
         for i, grad in enumerate(grads)

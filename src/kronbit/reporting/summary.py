@@ -77,7 +77,7 @@ def summary(title: str, params: list[Row], route: Route, base: Optimizer, config
 
 
 def _formats(config: Config, orders: Iterable[int]) -> tuple[str, str]:
-    """Return the methods and the bits that factors of these orders have."""
+    """Return the methods and the bits of factors of these orders."""
     formats = [config.format(order) for order in orders]
     methods = {format.method for format in formats}
     bits = {stored.bits for format in formats for stored in (format.statistic, format.root)}

@@ -65,7 +65,7 @@ class OuterProducts:
         size = largest = 0
         for part in parts:
             m, n = part.group.shape
-            for row, member, _, first, stride, taps in part.group.places(self._members):
+            for row, member, _, first, stride, taps in part.group.locate(self._members):
                 if not part.rows.start <= row < part.rows.stop:
                     continue
                 depth = padded(m if part.right else n)

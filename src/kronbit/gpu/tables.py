@@ -194,7 +194,7 @@ def make_tables(
     blocks = [
         TableBlock(member, number, group, row, first, stride, taps, member in channels_last)
         for group in stacks.groups
-        for row, member, number, first, stride, taps in group.places(members)
+        for row, member, number, first, stride, taps in group.locate(members)
         if member in wanted
     ]
     blocks.sort(key=lambda block: (block.member, block.number))

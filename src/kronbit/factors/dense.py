@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Square(NamedTuple):
-    """The matrices themselves, (k, n, n)."""
+    """The matrices A themselves, (k, n, n)."""
 
     A: Tensor
 

@@ -59,7 +59,7 @@ class Triangle(NamedTuple):
         """Return A = C Cᵀ."""
         k, n, _ = self.C.shape
         c = operand(self.C)
-        A = backend(self.C.device).room(k, n, self.C.device)
+        A = backend(self.C.device).evaluation_buffer(k, n, self.C.device)
         return multiply(c, c.mT, symmetric=True, triangular=True, out=A)
 
 

@@ -20,7 +20,7 @@ from kronbit.kernels.launch import launch
 from kronbit.kernels.matmul import PRODUCT, accumulate, mirrored_tile, store_tile, tiles, wrapped
 from kronbit.kernels.polynomial import Polynomial
 from kronbit.kernels.split import UNIT, load_parts, magnitude_bits, padded, split_quotients
-from kronbit.kernels.taking_turns import take, tell, wait_for
+from kronbit.kernels.task_queue import take, tell, wait_for
 
 # A line has places (out, A, B, C), which index ``parts``, and numbers (alpha times the units of A
 # and B, beta, the unit of C, the diagonal, the inverse of the unit of out). Parts hold a matrix

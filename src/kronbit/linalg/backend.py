@@ -314,7 +314,7 @@ def backend(where: torch.device | Operand) -> type[Backend]:
 def _backend_by_kernels() -> type[Backend]:
     """Return the backend that runs kernels. Triton, which it imports, may not be installed."""
     from kronbit.kernels import cholesky, compact, evaluation, matmul, power, quantization, split
-    from kronbit.kernels.keeping import replace_rows_ as replace
+    from kronbit.kernels.replacement import replace_rows_ as replace
 
     class TritonBackend(Backend):
         """Functions on stacks of float32 matrices on one GPU, by kernels."""

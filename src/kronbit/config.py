@@ -209,7 +209,7 @@ class Config:
         return replace(self, **{name: group[name] for name in GROUP_OPTIONS if name in group})
 
     def format(self, order: int) -> Format:
-        """Return the storage format of factors of this order. Small ones are kept in 32 bits."""
+        """Return the storage format of factors of this order. Small factors stay in 32 bits."""
         method = self.method or ("dense" if self.bits == 32 else "cholesky")
         p = round(-1 / self.exponent)
         if order * order < self.min_quantized_numel:

@@ -74,7 +74,7 @@ class SecondOrder(Around):
         return GradientStatistics()
 
     def _start_unplanned(self) -> None:
-        """Drop all derived data: the next step plans from ``param_groups`` and ``state``."""
+        """Drop all derived data: the next step plans from ``param_groups`` and ``state`` alone."""
         self._keeper = StateKeeper()
         self._keeper.base_link.join(self.state, self.base.state)
         self._guards: dict[torch.device, NonfiniteGuard] = {}
@@ -190,7 +190,7 @@ class SecondOrder(Around):
         due = partial(is_due, gradients, self.state)
         with nullcontext(gradients) if ranks.alone else ranks.whole(gradients, due) as whole:
             plan, whole = self._keeper.step_plan(
-                whole, self.state, self.base.state, self._groups.name, self._replanned
+                whole, self.state, self.base.state, self._groups.name, self._replan
             )
             grads, planned = whole.grads, plan.state_plan.locations
             collected = statistics.collects and statistics.matrices(plan.params, planned, grads)
@@ -201,7 +201,7 @@ class SecondOrder(Around):
                         refuse_nonfinite(plan.devices, ranks.any_rank, self._groups.name)
                     yield plan
 
-    def _replanned(self, present: Collection[Tensor]) -> StatePlan:
+    def _replan(self, present: Collection[Tensor]) -> StatePlan:
         """Lay out all state anew. Existing values are copied; missing ones start fresh."""
         old, rows, owns = self._keeper.plan, self._groups.rows(), self._ranks.owns
         present, params = set(present), [p for _, p, _ in rows]
@@ -313,7 +313,7 @@ class SecondOrder(Around):
         return account(self.state, self.base.state)
 
     def summary(self) -> str:
-        """Return a table of parameters: shape, blocks, method, bits, bytes, or why left to F."""
+        """Return a table of parameters: blocks, method, bits, bytes, or why they are left to F."""
         rows, route = self._groups.rows(), self._statistics.route
         return summary(type(self).__name__, rows, route, self.base, self.config)
 

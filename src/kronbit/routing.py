@@ -132,7 +132,7 @@ class Groups:
                     group.setdefault(name, value)
 
     def rows(self) -> list[Row]:
-        """Return all parameters with their names and options, each once."""
+        """Return each parameter once, with its name and options."""
         return rows(self._base.param_groups, self.config_of)
 
     def name(self, p: Tensor) -> str:

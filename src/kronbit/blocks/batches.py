@@ -72,11 +72,11 @@ class Part:
         return self.group.right if self.right else self.group.left
 
     def row(self, row: int) -> Part:
-        """Return the part with one row only."""
+        """Return a part with this row only."""
         return replace(self, rows=slice(row, row + 1))
 
     def damped_by(self, factor: float) -> Part:
-        """Return the part with a damping larger by a factor."""
+        """Return the part with its damping multiplied by a factor."""
         damping = max(self.config.damping, LEAST_RIDGE) * factor
         return replace(self, config=replace(self.config, damping=damping))
 
@@ -87,7 +87,7 @@ Portion: TypeAlias = tuple[Sequence[Part], Batch, Tensor]
 
 
 def portion_of(parts: Sequence[Part]) -> Portion:
-    """Return some rows with their factors and members."""
+    """Return the given rows with their factors and members."""
     batch = Batch([(part.factors, part.rows) for part in parts])
     owners = [part.group.owner[part.rows] for part in parts]
     return parts, batch, owners[0] if len(owners) == 1 else torch.cat(owners)

@@ -91,7 +91,7 @@ class GradientBlocks:
         self._written: dict[int, Tensor] = {}
 
     def gather(self, group: Group, rows: slice) -> Tensor:
-        """Return G, the blocks of some rows, as a new float32 stack (rows, m, n)."""
+        """Return G, the blocks of the given rows, as a new float32 stack (rows, m, n)."""
         shape = (rows.stop - rows.start, *group.shape)
         stack = torch.empty(shape, dtype=torch.float32, device=group.owner.device)
         for member, grid, box, target in _pieces(group, rows):
@@ -136,7 +136,7 @@ class GradientBlocks:
 
 
 def _pieces(group: Group, rows: slice) -> tuple[Piece, ...]:
-    """Return the pieces of gradients that hold some rows; computed once."""
+    """Return the pieces of gradients that hold the given rows; computed once."""
     key = rows.start, rows.stop
     if key not in group.pieces:
         group.pieces[key] = tuple(_cut(group.spans, *key))

@@ -13,7 +13,7 @@ def divide(parts: Iterable[Part], ranks: int) -> list[list[Part]]:
 
     A row costs the cube of its order. Each rank gets the same number of rows of a part; remaining
     rows go to the ranks with the smallest loads, and ties start at a different rank each time.
-    Returns the rows of each rank, which all ranks compute alike.
+    Returns the rows of each rank; the result is the same on all ranks.
     """
     shares: list[list[Part]] = [[] for _ in range(ranks)]
     loads = [0] * ranks
@@ -32,7 +32,7 @@ def divide(parts: Iterable[Part], ranks: int) -> list[list[Part]]:
 
 
 def assign(costs: Sequence[int], ranks: int) -> list[int]:
-    """Return the rank of each item. The most expensive is first; each goes to the smallest load."""
+    """Return the rank of each item. Each goes to the smallest load, the most expensive first."""
     loads = [0] * ranks
     owners = [0] * len(costs)
     for number, i in enumerate(sorted(range(len(costs)), key=lambda i: -costs[i])):

@@ -104,7 +104,7 @@ def message_device(group: ProcessGroup, device: torch.device) -> torch.device | 
 
 
 def gather(streams: Streams, link: Link, workspace: int) -> int:
-    """Give all ranks the tensors of each rank.
+    """Gather the tensors of each rank on all ranks.
 
     Args:
         streams: For each rank, the contiguous tensors that it sends, of the same shapes on all
@@ -133,7 +133,7 @@ def gather(streams: Streams, link: Link, workspace: int) -> int:
 
 
 def exchange(sent: Streams, received: Streams, link: Link) -> int:
-    """Send tensors to each rank and receive others, by one uneven all-to-all.
+    """Send tensors to each rank and receive tensors from it, by one uneven all-to-all.
 
     Args:
         sent: For each rank, contiguous tensors to send.
@@ -175,7 +175,7 @@ def _bytes_of_all(streams: Streams) -> list[Tensor]:
 def _overlaps(
     buffer: Tensor, stream: Sequence[Tensor], start: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield views of a buffer, each with the bytes of a tensor that belong into it.
+    """Yield pairs of a view of the buffer and the bytes of a tensor that it holds.
 
     The buffer holds the bytes of the stream from byte ``start`` on.
     """

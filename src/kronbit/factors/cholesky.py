@@ -34,11 +34,11 @@ class Triangle(NamedTuple):
     smaller: tuple[tuple[slice, int], ...] = ()
 
     def part(self, rows: slice, order: int) -> Triangle:
-        """Return some of the matrices without their padding."""
+        """Return the matrices of the given rows without their padding."""
         return Triangle(self.C[rows, :order, :order])
 
     def orders(self) -> Tensor | None:
-        """Return the orders before padding, int32 (k,), on the device; None if none is padded."""
+        """Return the orders before padding, int32 (k,), on the device; None without padding."""
         if not self.smaller:
             return None
         k, largest, _ = self.C.shape

@@ -35,7 +35,7 @@ class Spectrum(NamedTuple):
     vectors: Operand
 
     def part(self, rows: slice, order: int) -> Spectrum:
-        """Return some of the matrices without their padding."""
+        """Return the matrices of the given rows without their padding."""
         assert isinstance(self.vectors, Tensor)
         return Spectrum(self.lam[rows, :order], self.vectors[rows, :order, :order])
 

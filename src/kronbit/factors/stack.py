@@ -26,8 +26,8 @@ class Method(Protocol):
     """A way to store a preconditioner A and its root: pure functions on a stack's tensors.
 
     Q quantises and D restores. Each method has a type for its statistic, the result of D, such
-    as (λ, V). ``statistic.part(rows, order)`` returns some of the matrices without their padding,
-    and ``statistic.trace()`` the traces of A, (k,).
+    as (λ, V). ``statistic.part(rows, order)`` returns the matrices of rows without their padding,
+    and ``statistic.trace()`` returns the traces of A, (k,).
     """
 
     p: int
@@ -144,7 +144,7 @@ class Factors:
         self.whole, self.first = self.tensors, 0
 
     def window(self, first: int, rows: int) -> Factors:
-        """Return a window of some rows, with counters that start at 0."""
+        """Return a window of adjacent rows, with counters that start at 0."""
         part = copy(self)
         part.rows, part.first = rows, self.first + first
         part.counters = dict.fromkeys(self.COUNTERS, 0)
@@ -152,7 +152,7 @@ class Factors:
         return part
 
     def roots(self, rows: slice) -> Tensor:
-        """Return Â of some rows, float32: do not write to it."""
+        """Return Â of the given rows, float32: do not write to it."""
         return self.method.root.decode(self.leaves(rows))
 
     def is_identity(self, rows: slice) -> Tensor:
@@ -170,11 +170,11 @@ class Factors:
         return worst
 
     def slot(self, row: int) -> Leaves:
-        """Return the state of one row: views, in the order of the layout."""
+        """Return views of the state of one row, in the order of the layout."""
         return {name: tensor[row] for name, tensor in self.tensors.items()}
 
     def leaves(self, rows: slice) -> Leaves:
-        """Return the tensors of some rows: views."""
+        """Return views of the tensors of the given rows."""
         return {name: tensor[rows] for name, tensor in self.tensors.items()}
 
 
@@ -232,7 +232,7 @@ class Batch:
         return good, self._write(lambda rows, n: encode(new.part(rows, n)), finite & good)
 
     def refresh(self, config: Config) -> Tensor:
-        """Run PIRU. Return bool (rows,), True if the root was replaced: the new one is finite."""
+        """Run PIRU. Return bool (rows,), True if the new root is finite and replaced the old."""
         scale = self._trace_scale() if config.trace_scaling else None
         new = self.method.refresh(self.restored(), config)
         if scale is not None:

@@ -132,7 +132,7 @@ class CompactStorage:
     shape: Shape
 
     def tile(self, order: int) -> int | None:
-        """Return the side of the tiles that need the least memory; None if rows need less."""
+        """Return the side of the tiles that need the least memory; None for storage by rows."""
         return None if self.shape == "square" else _best_tile(self, order)
 
     def layout(self, order: int) -> Layout:

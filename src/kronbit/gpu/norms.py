@@ -61,7 +61,7 @@ class KernelNorms:
         launch(norms_kernel, (len(self.sizes),), *numbers, COUNT=count, BLOCK=_SUMMED)
 
     def zero_nonfinite(self, addresses: Tensor) -> None:
-        """Zero non-finite gradients; the others keep their bits."""
+        """Zero non-finite gradients; all other gradients are unchanged."""
         if self._programs:
             self._launch(zero_kernel, addresses, self._finite)
 

@@ -128,7 +128,7 @@ class GroupedProducts:
         self, kernel: Any, strips: range, wide: bool, addresses: AddressTable, precise: bool,
         numbers: Tensor,
     ) -> None:  # fmt: skip
-        """Gather or scatter some rows, with one program for each strip of gradients."""
+        """Gather or scatter rows, with one program for each strip of gradients."""
         tables = self._tables.programs[-1], strips.start, self._tables.lines
         arguments = *tables, addresses.tensor, self._buffers.tensor, numbers
         constants = {"ROWS": kernels.STRIP, "COLUMNS": _COLUMNS, "PRECISE": precise}

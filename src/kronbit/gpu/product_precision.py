@@ -107,7 +107,7 @@ class KernelProducts:
     def step(
         self, chosen: tuple[tuple[int, frozenset[int]], ...], addresses: AddressTable, norms: Tensor
     ) -> None:
-        """Write G̃ over some gradients.
+        """Write G̃ over the gradients of the chosen members.
 
         Args:
             chosen: Pairs of bits and the members whose products have these bits.
@@ -178,7 +178,7 @@ class KernelProducts:
         return GroupedProducts(self._stacks, members, precision, channels_last)
 
     def _tables(self, key: _Key) -> GroupedProducts:
-        """Return the tables of some members, from the cache if possible."""
+        """Return the tables for a key, from the cache if possible."""
         return self._grouped.obtain(key, lambda: self._make(key))
 
 

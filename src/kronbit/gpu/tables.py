@@ -150,7 +150,7 @@ class TableWave(NamedTuple):
 
 
 class Tables(NamedTuple):
-    """Tables of an ordinary step for some members.
+    """Tables of an ordinary step.
 
     Attributes:
         lines: The blocks' lines of integers.

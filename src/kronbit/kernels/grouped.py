@@ -240,7 +240,7 @@ def gather_kernel(
     programs, begin, blocks, addresses, buffers, anchor,
     PRECISE: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Copy some rows of G into scratch."""
+    """Copy a strip of G into the scratch."""
     number = begin + tl.program_id(0)
     program = programs + number * 2
     line = blocks + tl.load(program) * LINE
@@ -268,7 +268,7 @@ def scatter_kernel(
     programs, begin, blocks, addresses, buffers, scales,
     PRECISE: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Write some rows of G̃ over the gradient."""
+    """Write a strip of G̃ over the gradient."""
     number = begin + tl.program_id(0)
     program = programs + number * 2
     line = blocks + tl.load(program) * LINE

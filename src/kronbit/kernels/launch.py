@@ -114,7 +114,7 @@ def _compile(device: torch.device, call: Callable[[], Any]) -> None:
 
 
 def load(compiled: Any) -> None:
-    """Load a compiled kernel onto the current GPU, while no other thread or process builds.
+    """Load a compiled kernel onto the current GPU. Only one thread or process builds at a time.
 
     Args:
         compiled: Result of ``kernel.warmup``; None where a hook keeps Triton from compiling.

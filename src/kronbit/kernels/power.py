@@ -23,7 +23,7 @@ _PER_PROCESSOR = 8  # programs that wait for memory side by side
 
 @triton.jit(do_not_specialize=["n"])
 def _squares_kernel(a, out, n, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Sum up the squares of some rows in float64: float32 would overflow."""
+    """Sum up the squares of a program's rows in float64: float32 would overflow."""
     matrix = tl.program_id(1).to(tl.int64)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     total = tl.zeros((ROWS, COLUMNS), dtype=tl.float64)

@@ -22,7 +22,7 @@ _ROWS, _COLUMNS = 16, 256  # rows per program; columns per program that restores
 
 @triton.jit
 def code_at(codes, columns, mask, BITS: tl.constexpr):
-    """Load codes at some columns of rows; ``codes`` points at the first code of each row."""
+    """Load the codes of columns of rows; ``codes`` points at the first code of each row."""
     bit = columns * BITS
     word = tl.load(codes + bit // 8, mask=mask, other=0).to(tl.int32)
     shift = bit % 8
@@ -186,14 +186,14 @@ def encode(
     k, n, _ = X.shape
     codes = torch.empty(k, n, packed_length(n, bits), dtype=torch.uint8, device=X.device)
     scales = torch.empty(k, n, block_count(n, block_size), dtype=torch.float32, device=X.device)
-    apart = torch.empty(k, n, dtype=torch.float32, device=X.device) if diagonal else None
-    tensors = X, codes, scales, scales if apart is None else apart
+    diagonals = torch.empty(k, n, dtype=torch.float32, device=X.device) if diagonal else None
+    tensors = X, codes, scales, scales if diagonals is None else diagonals
     numbers = n, codes.shape[-1], scales.shape[-1], *strides(X)
     constants = {"TRANSPOSED": X.stride(2) != 1, "BITS": bits, "BLOCK": block_size}
     constants |= {"WIDE": triton.next_power_of_2(block_size), "DIAGONAL": diagonal, "ROWS": _ROWS}
     grid, borders = (-(-n // _ROWS), scales.shape[-1], k), thresholds(mapping, bits, X.device)
     launch(_encode_kernel, grid, *tensors, borders, *numbers, **constants)
-    return codes, scales, apart
+    return codes, scales, diagonals
 
 
 def strides(X: Tensor) -> tuple[int, int]:

@@ -91,7 +91,7 @@ def replace_rows_(old: Sequence[Tensor], new: Sequence[Tensor], accepted: Tensor
 def _launch(
     kernel: Any, accepted: Tensor, lists: list[list[Any]], size: int, **constants: Any
 ) -> None:
-    """Launch a kernel on tensors whose rows have elements of some size."""
+    """Launch a kernel on tensors whose elements have the given size."""
     lengths = [tensor.nbytes // len(tensor) // size for tensor in lists[0]]
     programs = min(_PROGRAMS, -(-max(lengths) // _ELEMENTS))
     arguments = [value for values in [*lists, lengths] for value in _filled(values)]

@@ -225,11 +225,11 @@ class Backend:
 
         If ``diagonal`` is true, the diagonal is returned, and zeros are quantised in its place.
         """
-        apart = None
+        diagonals = None
         if diagonal:
-            apart = X.diagonal(dim1=-2, dim2=-1).clone()
+            diagonals = X.diagonal(dim1=-2, dim2=-1).clone()
             X.diagonal(dim1=-2, dim2=-1).zero_()
-        return *reference.quantize(X, bits, mapping, block_size), apart
+        return *reference.quantize(X, bits, mapping, block_size), diagonals
 
     @staticmethod
     def decode_rows(

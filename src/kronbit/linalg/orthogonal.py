@@ -142,6 +142,6 @@ def subspace_iteration(A: Operand, AV: Tensor, steps: int, qr: QR) -> tuple[Tens
     with full_precision():
         P, good = qr(AV)
         for _ in range(steps - 1):
-            P, again = qr(multiply(A, operand(P, bound=1.0)))
-            good = good & again
+            P, trusted = qr(multiply(A, operand(P, bound=1.0)))
+            good = good & trusted
     return P, good

@@ -29,7 +29,7 @@ _NUMERIC = ("blocks", "bits", "bytes")
 def rows(
     groups: Iterable[Mapping[str, Any]], config_of: Callable[[Mapping[str, Any]], Config]
 ) -> list[Row]:
-    """Return all parameters of param groups, each once, with their names and options."""
+    """Return each parameter of the param groups once, with its name and options."""
     by_parameter = {
         p: (parameter_name(group, index, number), p, config_of(group))
         for index, group in enumerate(groups)

@@ -220,12 +220,12 @@ class StateKeeper:
         Returns:
             The plan, and the gradients in its order.
         """
-        known = self._step_plan
-        if known is not None and known.holds(gradients) and self._holds(known, state, base_state):
-            writes = known.schedule()
+        last = self._step_plan
+        if last is not None and last.holds(gradients) and self._holds(last, state, base_state):
+            writes = last.schedule()
             # A step that writes to the state compares all tensors first; others compare at the end.
             if not writes or self._binding.holds_tensors():
-                return known, gradients
+                return last, gradients
         gradients = gradients.once()
         plan = self.plan
         if (
@@ -240,14 +240,14 @@ class StateKeeper:
         self._step_plan.schedule()
         return self._step_plan, gradients
 
-    def _holds(self, known: StepPlan, state: State, base_state: BaseState) -> bool:
+    def _holds(self, last: StepPlan, state: State, base_state: BaseState) -> bool:
         """True if the state has not changed since the last step with this plan."""
         return (
-            known.state_plan is self.plan
+            last.state_plan is self.plan
             and self._tensors_intact
-            and known.states.holds(state)
+            and last.states.holds(state)
             and self._binding.holds_blocks()
-            and self.base_link.holds(known.entries, base_state)
+            and self.base_link.holds(last.entries, base_state)
         )
 
     def bind(

@@ -68,7 +68,7 @@ class Checkpoint:
     entries: dict[Tensor, Entry]
 
     def owned_by(self, owns: Callable[[Tensor], bool]) -> Checkpoint:
-        """Drop the blocks of parameters that other ranks own."""
+        """Return the checkpoint without the blocks of parameters that other ranks own."""
         others = {p: replace(entry, blocks={}) for p, entry in self.entries.items() if not owns(p)}
         return replace(self, entries={**self.entries, **others})
 

@@ -161,7 +161,7 @@ class ActivationStatistics(Statistics):
     def matrices(
         self, params: Sequence[Tensor], planned: Container[Tensor], grads: list[Tensor]
     ) -> Iterator[list[Tensor]]:
-        """Provide the gradients; for preconditioned layers with a bias, the one of [W | b]."""
+        """Provide the gradients, and that of [W | b] for preconditioned layers with a bias."""
         layers = {
             i: self._layers[p]
             for i, p in enumerate(params)
@@ -251,7 +251,7 @@ class ActivationStatistics(Statistics):
         return {i: due[i] for i in sums}, partial(_mean_squares, sums, stacks.device)
 
     def _all_reduce(self, layers: Sequence[Layer]) -> None:
-        """Add up the sums of all ranks. All ranks take part, even those without rows."""
+        """Add up the sums of all ranks. All ranks take part, even ranks without rows."""
         group = self.process_group
         started = dist.is_available() and dist.is_initialized()
         if not layers or group is False or not started or dist.get_world_size(group) == 1:

@@ -45,18 +45,18 @@ class Stage:
     def __str__(self) -> str:
         if self.complete:
             return "The step is complete and counts: do not take it again."
-        weights, again = "no weight has changed", _AGAIN
+        weights, remedy = "no weight has changed", _AGAIN
         if self.in_base:
             weights = "the base optimizer had begun, so some weights may have changed"
-            again = f"{_AGAIN}; weights that have changed are"
+            remedy = f"{_AGAIN}; weights that have changed are"
         if self._keep or not self.rewriting:
             but = ", except that non-finite ones may be zero now" * (
                 self._zeroes and not self._keep
             )
-            return f"In this step, {weights}, and gradients are unchanged{but}. {again}."
+            return f"In this step, {weights}, and gradients are unchanged{but}. {remedy}."
         return (
             f"In this step, {weights}, but gradients may be preconditioned already: compute them "
-            f"again (keep_gradients=True would have kept them). {again}."
+            f"again (keep_gradients=True would have kept them). {remedy}."
         )
 
 

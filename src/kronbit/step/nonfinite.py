@@ -127,10 +127,10 @@ class NonfiniteGuard:
 
     def warn_once(self) -> None:
         """Warn, once, when a non-finite gradient has been counted."""
-        if not self._warned and (seen := self._arrived()):
+        if not self._warned and (count := self._arrived()):
             self._warned = True
             warn(
-                f"{seen} non-finite gradient(s) so far: kept out of the statistics; see "
+                f"{count} non-finite gradient(s) so far: kept out of the statistics; see "
                 "diagnostics()['skipped_gradients'] and the option 'nonfinite'"
             )
 

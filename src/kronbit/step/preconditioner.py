@@ -148,7 +148,7 @@ class Preconditioner:
     def _update(
         self, portions: Iterable[Portion], M_of: MatrixOf, finite: Tensor, attempt: int = 0
     ) -> list[Part]:
-        """Run PU on some rows; return the rows whose factorisation failed, which are unchanged."""
+        """Run PU on batches of rows; return the rows whose factorisation failed, left unchanged."""
         done: list[Part] = []
         flags: list[Tensor] = []
         for parts, batch, owners in portions:
@@ -218,12 +218,12 @@ class Preconditioner:
         with self.exchange.shared(self.stacks, due, measured.norms, is_root):
             self._refresh_assigned(due)
         staggered = {i for i, blocks in due.items() if blocks.turns is not None}
-        known = set(self.stacks.refreshed)
+        before = set(self.stacks.refreshed)
         self.find_refreshed(due.keys() - staggered)
         self.find_refreshed(staggered, whole=True)
         # All blocks of a staggered member are measured together, at its last turn.
         at_last_turn = {i for i in staggered if self.turns[i][-1] in (due[i].turns or ())}
-        self.progress.new |= self.stacks.refreshed - known
+        self.progress.new |= self.stacks.refreshed - before
         new = self.progress.new
         unmeasured = staggered - at_last_turn - new
         self.products.choose(measured, [i for i in due if i not in unmeasured], new)
@@ -237,7 +237,7 @@ class Preconditioner:
             failed = self._refresh(self._cut(damped, refresh_cost, attempt=None))
 
     def _refresh(self, portions: Iterable[Portion]) -> list[Part]:
-        """Run PIRU on some rows; return the rows that keep the old root: the new is not finite."""
+        """Run PIRU on batches of rows; return the rows whose new root is not finite, nor stored."""
         done: list[Part] = []
         flags: list[Tensor] = []
         for parts, batch, _ in portions:
@@ -312,7 +312,7 @@ class Preconditioner:
             blocks.flush()
 
     def _product(self, blocks: GradientBlocks, group: Group, rows: slice) -> tuple[Tensor, Tensor]:
-        """Return G and Ĝ of some rows."""
+        """Return G and Ĝ of the given rows."""
         G = blocks.gather(group, rows)
         return G, combine(self.stacks.rule, group.left.roots(rows), G, group.right.roots(rows))
 

@@ -317,7 +317,7 @@ def replacement(old: Mapping[str, Tensor], new: Leaves, accepted: Tensor) -> Cal
 
 def _copy_all(old: Sequence[Tensor], new: Sequence[Tensor]) -> None:
     for target, leaf in zip(old, new, strict=True):
-        # Readers on the host wait for the device first, as all updates do.
+        # Readers on the host must wait for the device first, as all updates do.
         target.copy_(leaf, non_blocking=True)
 
 

@@ -267,7 +267,7 @@ def roots(optimizer: kronbit.Shampoo | kronbit.CASPR) -> dict[str, float]:
             multiply(x, x, out=out)
 
     def refresh() -> None:
-        preconditioner._refresh(preconditioner._remembered(due, refresh_cost))
+        preconditioner._refresh(preconditioner._cut_due(due, refresh_cost))
 
     refreshes, floors = [], []
     with torch.no_grad(), full_precision():

@@ -40,7 +40,7 @@ class Shampoo(SecondOrder):
             refreshes among themselves. ``None``: all ranks, if torch's distributed package is
             initialised. ``False``: this rank works alone. For sharded parameters (FSDP2), their
             mesh defines the ranks.
-        **options: Fields of ``kronbit.Config``. All others are passed to the base.
+        **options: Fields of ``kronbit.Config``. All other keywords are passed to the base.
     """
 
     algorithm = Algorithm(rules.KRONECKER)
@@ -55,7 +55,7 @@ class CASPR(SecondOrder):
     algorithm = Algorithm(rules.CASPR)
 
 
-# Of K-FAC and AdaBK.
+# Defaults of K-FAC and AdaBK.
 _DEFAULTS: tuple[tuple[str, Any], ...] = (
     ("beta", 0.9),
     ("start", 0.0),
@@ -86,7 +86,7 @@ class KFAC(SecondOrder):
         model: The model with these parameters. Its layers are observed before steps that update
             statistics, in training mode while gradients are enabled.
         shared: ``"expand"``: every token, or every position of a convolution, has an x and a y.
-            ``"reduce"``: every example has one of each: the mean of x and the sum of y.
+            ``"reduce"``: every example has one x, the mean, and one y, the sum over positions.
         grad_scaler: Scaler of the loss, if any; its scale is removed from y.
         process_group: As for ``Shampoo``; statistics are also averaged over these ranks.
         **options: As for ``Shampoo``, but layers are not cut: a layer with a side above
@@ -110,14 +110,15 @@ class KFAC(SecondOrder):
         process_group: ProcessGroup | Literal[False] | None = None,
         **options: Any,
     ) -> None:
-        self._watched = model, shared, grad_scaler, process_group
+        self._statistics_args = model, shared, grad_scaler, process_group
         super().__init__(params, base, process_group=process_group, **options)
 
     def _make_statistics(self) -> ActivationStatistics:
-        return ActivationStatistics(*self._watched, int(self.config.workspace_mb * 2**20))
+        workspace = int(self.config.workspace_mb * 2**20)
+        return ActivationStatistics(*self._statistics_args, workspace)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Reset gradients, and the sums that were collected for the next update."""
+        """Reset the gradients and the sums collected for the next update."""
         self._statistics.forget()
         super().zero_grad(set_to_none)
 

@@ -1,4 +1,4 @@
-"""F, the first-order optimizer that receives preconditioned gradients: resolved and wrapped."""
+"""Construction and wrapping of F, the first-order optimizer that takes the step."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _adamw8bit() -> BaseFactory:
 
 def _schedulefree(name: str) -> BaseFactory:
     if importlib.util.find_spec("schedulefree") is None:
-        raise ImportError("schedule-free bases need a package: pip install schedulefree")
+        raise ImportError(f"{name} needs the package schedulefree: pip install schedulefree")
     return _import(f"schedulefree.{name}", "a schedule-free base")
 
 
@@ -97,7 +97,7 @@ def resolve(
             )
         if params is not None and not _same_parameters(params, base):
             raise TypeError(
-                f"base={type(base).__name__} does not optimize the given parameters: leave them out"
+                f"base={type(base).__name__} does not optimize the given parameters: omit params"
             )
         optimizer = base
     elif params is None:
@@ -132,8 +132,8 @@ def _check(optimizer: Optimizer) -> None:
         )
     if any(FORMAT_KEY in group for group in optimizer.param_groups):
         raise TypeError(
-            f"{name} is already wrapped in a kronbit optimizer, and gradients must be "
-            f"preconditioned once: build a new {name}"
+            f"{name} is already wrapped in a kronbit optimizer, and gradients must not be "
+            f"preconditioned twice: build a new {name}"
         )
     clash = sorted(set(OPTIONS) & optimizer.defaults.keys())
     if clash:
@@ -172,7 +172,7 @@ def _factory(base: str | BaseFactory) -> tuple[BaseFactory, Mapping[str, Any]]:
 
 
 def _check_keywords(factory: BaseFactory, options: Mapping[str, Any]) -> None:
-    """Refuse keywords that are neither options of kronbit nor of F."""
+    """Refuse keywords that are options of neither kronbit nor F."""
     known = inspect.signature(factory).parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values()):
         return
@@ -189,7 +189,7 @@ def _nearest(name: str, names: Iterable[str]) -> str:
 
 
 def _step_without_hooks(optimizer: Optimizer) -> None:
-    """Take a step without torch's global optimizer hooks: the step is not part of training."""
+    """Take a step without torch's global optimizer hooks, since it is not part of training."""
     step: Any = type(optimizer).step
     if getattr(step, "hooked", False):  # torch has wrapped the method of the class
         step = step.__wrapped__
@@ -201,19 +201,19 @@ def state_on_meta(
 ) -> dict[int, dict[str, Any]]:
     """Return F's state after a step on the meta device, which takes no memory.
 
-    An F that cannot run there raises its error.
+    If F cannot run there, its error is raised.
 
     Returns:
         The state of each parameter, by its index across all groups.
     """
-    twins: list[Tensor] = []
+    meta_params: list[Tensor] = []
     meta_groups = []
     for group in groups:
         params = []
         for p in group["params"]:
             params.append(nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=True))
             params[-1].grad = torch.empty_like(params[-1])
-        twins += params
+        meta_params += params
         dropped = (*IMPLEMENTATION, "param_names")
         plain = {name: value for name, value in group.items() if name not in dropped}
         if isinstance(plain.get("lr"), Tensor):
@@ -223,11 +223,11 @@ def state_on_meta(
     if hasattr(optimizer, "train"):  # schedule-free
         optimizer.train()
     _step_without_hooks(optimizer)
-    return {i: dict(optimizer.state.get(p, {})) for i, p in enumerate(twins)}
+    return {i: dict(optimizer.state.get(p, {})) for i, p in enumerate(meta_params)}
 
 
 class Around(Optimizer):
-    """An optimizer that wraps a first-order one, F, which takes the step.
+    """An optimizer that wraps a first-order optimizer F, which takes the step.
 
     Attributes:
         base: F; ``param_groups`` is F's list.

@@ -47,9 +47,9 @@ _FLOAT32 = Quantizer(bits=32)
 class Config:
     """Options of a second-order optimizer.
 
-    The paper's symbol stands first where an option has one. F is the base optimizer, L and R are a
-    block's statistics, L̂ and R̂ their inverse roots, and G̃ is the preconditioned gradient. All
-    options but the last seven can also be set per param group.
+    A description starts with the paper's symbol, if there is one. F is the base optimizer, L and R
+    are the statistics of a block, L̂ and R̂ their inverse roots, and G̃ is the preconditioned
+    gradient. All options but the last seven can also be set per param group.
 
     Attributes:
         bits: b. Width of the stored statistics: 3, 4, 6, 8 or 32.
@@ -66,35 +66,35 @@ class Config:
             bit for bit. ``None``: ``"compact"`` if ``block_size`` is 64, else ``"paper"``.
         exponent: Exponent of the inverse root: -1/4 (the paper's), -1/2 or -1.
         trace_scaling: If True, L and R are divided by the square root of their trace before the
-            root. This changes the balance between the blocks of a parameter, but not the norm of
-            its update, which F determines.
-        beta: β. Decay of the statistics. 1 sums them up.
+            root is computed. This changes the balance between the blocks of a parameter, but not
+            the norm of its update, which F determines.
+        beta: β. Decay of the statistics. 1: a plain sum.
         damping: ε. Ridge of the root, relative to the largest eigenvalue. ``"cholesky"`` uses at
             least 5e-7. (``eps`` is an option of the base optimizer.)
         start: Initial statistics: L0 = R0 = start I. ``None``: ε I, as in the paper's Shampoo.
         update_every: T1. Steps between updates of the statistics.
         refresh_every: T2. Steps between refreshes of the inverse roots.
-        first_refresh: An integer k below T2: updates and refreshes come at steps k, 2k, 4k, ...
-            before T2, and from T2 on at T1 and T2. ``None``: the first refresh is at T2.
+        first_refresh: An integer k below T2. Before step T2, updates and refreshes run at steps k,
+            2k, 4k, ...; from then on, every T1 and T2 steps. ``None``: the first refresh is at T2.
         stagger: If True, updates and refreshes are spread over their intervals. Each block keeps
-            the schedule, with a delay below the longer interval, and R comes two steps after L.
-            False: all blocks at the same step, as in the paper.
+            the schedule, with a delay below the longer interval, and R follows two steps after L.
+            If False, all blocks are due at the same step, as in the paper.
         update_rectify: t1. Björck steps on the dequantised eigenvectors before an update. Only for
             ``"eigen"``.
         refresh_rectify: t2. Björck steps before a refresh. Only for ``"eigen"``.
         qr_iterations: QR iterations of the randomized SVD in each update. Only for ``"eigen"``.
-        root: Root of the method ``"eigen"``: ``"eigen"`` takes powers of the eigenvalues,
-            ``"schur_newton"`` iterates on the matrix, as the method ``"dense"`` does.
+        root: How ``method="eigen"`` computes the root: ``"eigen"`` takes powers of the eigenvalues,
+            ``"schur_newton"`` iterates on the matrix, as ``method="dense"`` does.
         newton_steps: Schur-Newton iterations. The paper's 10 do not converge at high condition
             numbers, which acts like a damping of 1e-5 to 1e-4.
         max_order: Largest side of a block. Larger matrices are cut.
         split: Sizes of the pieces of a cut side. ``"greedy"``, the paper's: max_order, max_order,
             ..., remainder. ``"even"``: equal pieces, rounded up to multiples of 64.
-        batch_dims: Number of leading axes that count matrices: 1 for stacked experts (E, m, n).
-        split_sizes: Row counts of matrices stacked in one parameter, such as a fused QKV. Each is
-            cut separately. Sizes that sum up to the columns, not to the rows, split the columns.
+        batch_dims: Number of leading axes that index matrices: 1 for stacked experts (E, m, n).
+        split_sizes: Row counts of matrices stacked in one parameter, such as a fused QKV. Each
+            matrix is cut separately. Sizes that add up to the number of columns split the columns.
         precondition: If False, the parameters are left to the base optimizer.
-        workspace_mb: Limit of transient memory, in MiB. A single large block may exceed it.
+        workspace_mb: Limit on transient memory, in MiB. A single large block may exceed it.
         offload_statistics: If True, the statistics of parameters on a GPU are kept in pinned host
             memory and copied to the GPU for updates and refreshes. The inverse roots stay on the
             GPU, since every step needs them.
@@ -104,11 +104,11 @@ class Config:
         blocks: Blocks of parameters whose rows are sharded over ranks (FSDP2). ``"whole"`` cuts the
             whole matrix, as in one process. ``"local"`` cuts each rank's rows and needs no
             communication, but the blocks depend on the number of ranks.
-        keep_gradients: If True, gradients are unchanged after the step. This takes a copy of them.
+        keep_gradients: If True, gradients are unchanged after the step, which works on a copy.
         cuda_graph: If True, the ordinary step on a GPU and the factorisation of updates are
             captured as CUDA graphs.
         nonfinite: Treatment of a parameter's non-finite gradient. ``"zero"`` sets it to zero,
-            ``"pass"`` hands it to the base optimizer, and ``"raise"`` raises an error, which waits
+            ``"pass"`` passes it to the base optimizer, and ``"raise"`` raises an error, which waits
             for the device at every step.
     """
 
@@ -166,11 +166,11 @@ class Config:
             raise ValueError(f"exponent must be one of {EXPONENTS}; got {self.exponent!r}")
         sizes = self.split_sizes
         if sizes is not None:
-            # Any sequence, such as a list of OmegaConf.
+            # Accept any sequence, such as OmegaConf's ListConfig.
             if not isinstance(sizes, Sequence) or isinstance(sizes, str) or not sizes:
                 raise TypeError(f"split_sizes must be a tuple of positive integers; got {sizes!r}")
-            for size in sizes:
-                _integer("each of split_sizes", size, 1)
+            for i, size in enumerate(sizes):
+                _integer(f"split_sizes[{i}]", size, 1)
             object.__setattr__(self, "split_sizes", tuple(sizes))
         self._check_combinations()
 
@@ -203,13 +203,13 @@ class Config:
         forbidden = sorted(GLOBAL_OPTIONS & group.keys())
         if forbidden:
             raise ValueError(
-                f"{forbidden[0]} holds for the whole optimizer and cannot be set in a param group: "
+                f"{forbidden[0]} applies to the whole optimizer and cannot be set in a group: "
                 "pass it to the constructor"
             )
         return replace(self, **{name: group[name] for name in GROUP_OPTIONS if name in group})
 
     def format(self, order: int) -> Format:
-        """Return the storage format of factors of this order. Small ones are kept in 32 bits."""
+        """Return the storage format of factors of this order. Small factors stay in 32 bits."""
         method = self.method or ("dense" if self.bits == 32 else "cholesky")
         p = round(-1 / self.exponent)
         if order * order < self.min_quantized_numel:
@@ -233,9 +233,9 @@ class Config:
 def take_options(
     keywords: MutableMapping[str, Any], defaults: Iterable[tuple[str, Any]] = ()
 ) -> Config:
-    """Remove the second-order options from an optimizer's keywords; the rest is for F.
+    """Take the second-order options out of an optimizer's keywords and leave the options of F.
 
-    ``defaults`` are an algorithm's, which override those of ``Config``.
+    ``defaults`` are an algorithm's defaults, which override those of ``Config``.
     """
     given = {name: keywords.pop(name) for name in OPTIONS if name in keywords}
     config = Config(**{**dict(defaults), **given})
@@ -272,9 +272,9 @@ _first_global = OPTIONS.index("workspace_mb")
 GROUP_OPTIONS, GLOBAL_OPTIONS = OPTIONS[:_first_global], frozenset(OPTIONS[_first_global:])
 # Options that only ``method="eigen"`` uses.
 EIGEN_OPTIONS = ("update_rectify", "refresh_rectify", "qr_iterations", "root")
-# Storage of matrices. Fixed once there is state, but checkpoints are converted.
+# Storage of matrices. Fixed once state exists, but checkpoints are converted.
 FORMAT_OPTIONS = OPTIONS[: OPTIONS.index("exponent") + 1]
-# Cut into blocks. Fixed once there is state, and checkpoints must agree.
+# Cut into blocks. Fixed once state exists, and checkpoints must agree.
 CUT_OPTIONS = ("max_order", "split", "batch_dims", "split_sizes", "precondition")
 STRUCTURAL_OPTIONS = FORMAT_OPTIONS + CUT_OPTIONS
 

@@ -44,8 +44,8 @@ def estimate_memory(
         ``{"statistics", "roots", "base", "total"}``, as ``opt.memory()``.
 
     Raises:
-        TypeError: If the first argument is none of these.
-        ValueError: If an option is wrong, or the base cannot run on the meta device.
+        TypeError: If the first argument has another type.
+        ValueError: If an option is invalid, or the base cannot run on the meta device.
     """
     params = list(_parameters(model_or_shapes, dtype))
     if not (isinstance(optimizer, type) and issubclass(optimizer, SecondOrder)):
@@ -94,7 +94,7 @@ def _base_bytes(params: list[Any], base: str | BaseFactory, options: Mapping[str
 def _parameters(source: Any, dtype: torch.dtype) -> Iterator[nn.Parameter]:
     """Yield the parameters to optimize, on the meta device."""
     if isinstance(source, Tensor):
-        raise TypeError("got one tensor: pass a list of parameters, or a module")
+        raise TypeError("got a single tensor: pass a list of parameters, or a module")
     for given in source.parameters() if isinstance(source, nn.Module) else source:
         named = isinstance(given, tuple) and len(given) == 2 and isinstance(given[1], Tensor)
         item = given[1] if named else given
@@ -104,4 +104,4 @@ def _parameters(source: Any, dtype: torch.dtype) -> Iterator[nn.Parameter]:
         elif isinstance(item, (tuple, list)) and all(type(size) is int for size in item):
             yield nn.Parameter(torch.empty(item, dtype=dtype, device="meta"))
         else:
-            raise TypeError(f"expected a module, parameters or shapes; got {given!r} among them")
+            raise TypeError(f"expected a module, or a list of parameters or shapes; got {given!r}")

@@ -1,4 +1,4 @@
-"""Code that runs to its end even if Ctrl-C arrives in the middle of it."""
+"""Code that runs to completion even if Ctrl-C interrupts it."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def ending(cleanup: Callable[[], None]) -> Iterator[None]:
-    """Run cleanup, which must be idempotent, at the end, even if Ctrl-C arrives while it runs.
+def cleaning_up(cleanup: Callable[[], None]) -> Iterator[None]:
+    """Run cleanup on exit, even if Ctrl-C interrupts it. cleanup must be idempotent.
 
     If Ctrl-C arrives while Python enters or leaves the context manager, cleanup may run late. Use
-    ``run_then`` where that would do harm.
+    ``run_then`` where a late cleanup would do harm.
     """
     try:
         try:
@@ -24,7 +24,7 @@ def ending(cleanup: Callable[[], None]) -> Iterator[None]:
 
 
 def run_then(body: Callable[[], object], cleanup: Callable[[], None]) -> None:
-    """Run body, then cleanup, which must be idempotent, even if Ctrl-C arrives in between."""
+    """Run body, then cleanup, even if Ctrl-C arrives in between. cleanup must be idempotent."""
     try:
         try:
             body()
@@ -35,6 +35,6 @@ def run_then(body: Callable[[], object], cleanup: Callable[[], None]) -> None:
         raise
 
 
-def to_the_end(action: Callable[[], None]) -> None:
-    """Run an action that must not stay half done, and must be idempotent."""
+def run_to_completion(action: Callable[[], None]) -> None:
+    """Run an action to completion, even if Ctrl-C arrives. action must be idempotent."""
     run_then(lambda: None, action)

@@ -21,7 +21,7 @@ _INSIDE = (
 
 
 def warn(message: str) -> None:
-    """Warn at the innermost line outside of kronbit and torch."""
+    """Issue a warning that points at the innermost line outside of kronbit and torch."""
     frame: FrameType | None = sys._getframe()
     level = 1
     while frame is not None and frame.f_code.co_filename.startswith(_INSIDE):
@@ -30,6 +30,6 @@ def warn(message: str) -> None:
 
 
 def parameter_name(group: Mapping[str, Any], index: int, number: int) -> str:
-    """Return the name given for a parameter, or its position in the param groups."""
+    """Return the user's name for a parameter, or else its position in the param groups."""
     names = group.get("param_names")
     return names[number] if names else f"group {index}, parameter {number}"

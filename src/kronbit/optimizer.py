@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 class SecondOrder(Around):
-    """A second-order optimizer: it rewrites gradients and hands them to F.
+    """Base class of the second-order optimizers, which rewrite gradients before F takes the step.
 
     Use one of the algorithms, such as ``kronbit.Shampoo``.
 
@@ -74,12 +74,12 @@ class SecondOrder(Around):
         return GradientStatistics()
 
     def _start_unplanned(self) -> None:
-        """Drop all derived data: the next step plans from ``param_groups`` and ``state``."""
+        """Drop all derived data: the next step plans from ``param_groups`` and ``state`` alone."""
         self._keeper = StateKeeper()
         self._keeper.base_link.join(self.state, self.base.state)
         self._guards: dict[torch.device, NonfiniteGuard] = {}
         self._past_counts: Counter[str] = Counter()
-        self._past_counts.subtract(self._statistics.counts())  # these restart as well
+        self._past_counts.subtract(self._statistics.counts())  # count from zero again
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group to F. Its options override those of the optimizer."""
@@ -110,7 +110,7 @@ class SecondOrder(Around):
         Unless ``keep_gradients`` is set, ``p.grad`` holds G̃ afterwards, not G.
 
         Args:
-            closure: Evaluates the model and returns the loss, as ``step`` does; called once.
+            closure: Evaluates the model and returns the loss, which ``step`` returns; called once.
         """
         refuse_capture()
         loss = None
@@ -133,7 +133,7 @@ class SecondOrder(Around):
             # t ← t + 1; W, s ← F(W, s, G̃)
             self._count_and_step(plan, stage)
             self._after_step(plan)
-            return loss  # inside, so that an error on this line says that the step counts
+            return loss  # inside report_failure: an interrupt here must say that the step counts
 
     def _rewrite(self, device: DevicePlan) -> None:
         """Replace the gradients of a device by directions. A seam: algorithms may override it."""
@@ -144,7 +144,7 @@ class SecondOrder(Around):
         self.base.step()
 
     def _count_and_step(self, plan: StepPlan, stage: Stage) -> None:
-        """Count the step and take F's: both or neither, even if F fails or Ctrl-C arrives."""
+        """Count the step and run F's step: both or neither, even if F fails or Ctrl-C arrives."""
         steps = [entry["step"] for entry in plan.entries]
 
         def count_and_step() -> None:
@@ -185,12 +185,12 @@ class SecondOrder(Around):
 
     @contextmanager
     def _matrices(self, gradients: StepGradients) -> Iterator[StepPlan]:
-        """Provide the step's plan with whole, measured matrices; at the end, write these back."""
+        """Provide the step's plan with whole, measured matrices; write them back at the end."""
         ranks, statistics = self._ranks, self._statistics
         due = partial(is_due, gradients, self.state)
         with nullcontext(gradients) if ranks.alone else ranks.whole(gradients, due) as whole:
             plan, whole = self._keeper.step_plan(
-                whole, self.state, self.base.state, self._groups.name, self._replanned
+                whole, self.state, self.base.state, self._groups.name, self._replan
             )
             grads, planned = whole.grads, plan.state_plan.locations
             collected = statistics.collects and statistics.matrices(plan.params, planned, grads)
@@ -201,8 +201,8 @@ class SecondOrder(Around):
                         refuse_nonfinite(plan.devices, ranks.any_rank, self._groups.name)
                     yield plan
 
-    def _replanned(self, present: Collection[Tensor]) -> StatePlan:
-        """Lay out all state anew: values that the state holds are copied, the rest starts fresh."""
+    def _replan(self, present: Collection[Tensor]) -> StatePlan:
+        """Lay out all state anew. Existing values are copied; missing ones start fresh."""
         old, rows, owns = self._keeper.plan, self._groups.rows(), self._ranks.owns
         present, params = set(present), [p for _, p, _ in rows]
         plan = self._make_plan(
@@ -210,7 +210,7 @@ class SecondOrder(Around):
             for _, p, config in rows
             if p.requires_grad or p in present or blocks_of(self.state.get(p, {}))
         )
-        # F's state begins on all ranks, or on none.
+        # All ranks create F's state of the same parameters.
         started = [p for p in params if p in plan.locations or (p.requires_grad and not owns(p))]
         self._past_counts.update(fallback_counts(old))
         self._keeper.bind(plan, started, self.state, self.base.state)
@@ -277,7 +277,7 @@ class SecondOrder(Around):
         checkpoint = checkpoint.owned_by(self._ranks.owns)
         base = BaseLoader(self.base, checkpoint)
         base.check()
-        self._groups.adopt()  # Lightning's finetuning replaces them
+        self._groups.adopt()  # Lightning's finetuning replaces the groups
         plan = self._make_plan(checkpoint.parameters(self.param_groups, self.config))
         with self._ranks.together():
             fill(plan, checkpoint.entries)
@@ -313,12 +313,12 @@ class SecondOrder(Around):
         return account(self.state, self.base.state)
 
     def summary(self) -> str:
-        """Return a table of parameters: shape, blocks, method, bits, bytes, or why F gets them."""
+        """Return a table of parameters: blocks, method, bits, bytes, or why they are left to F."""
         rows, route = self._groups.rows(), self._statistics.route
         return summary(type(self).__name__, rows, route, self.base, self.config)
 
     def diagnostics(self) -> dict[str, Any]:
-        """Return counters of every fallback, and figures per group. Waits for the device.
+        """Return counters of all fallbacks, and figures per group. Waits for the device.
 
         Counting starts at construction or at the last ``load_state_dict``.
         """

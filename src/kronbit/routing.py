@@ -31,8 +31,8 @@ def param_groups(
 ) -> list[dict[str, Any]]:
     """Return the named parameters of a model in groups; skipped ones have ``precondition=False``.
 
-    A weight that several modules share is skipped if one of them is: skipping ``nn.Embedding`` also
-    skips a head that is tied to it.
+    A weight that several modules share is skipped if any of these modules is: skipping
+    ``nn.Embedding`` also skips a head that is tied to it.
 
     Example::
 
@@ -44,7 +44,7 @@ def param_groups(
             parameters are all left to the base optimizer.
         low_rank_order: ``max_order`` of LoRA's factors, ``r x n`` and ``m x r``, which then form a
             separate group: a block of order n is far larger than the factors. ``None``: the same as
-            for all other parameters. (K-FAC and AdaBK cut nothing.)
+            for all other parameters. (K-FAC and AdaBK do not cut matrices.)
 
     Returns:
         Up to three groups. Options may be added to them.
@@ -94,10 +94,10 @@ def _matching(model: nn.Module, pattern: str | type[nn.Module]) -> set[Tensor]:
 
 
 class Groups:
-    """The param groups of F, with their options. Equal options are the same object.
+    """The param groups of F with their options. Equal options share one ``Config`` object.
 
     Args:
-        base: F, which has the list of groups.
+        base: F, which holds the list of groups.
         config: The optimizer's options, which a group may override.
         statistics: Determines how a parameter is cut.
 
@@ -109,7 +109,7 @@ class Groups:
         self._base, self._config, self._statistics = base, config, statistics
         options = {name: getattr(config, name) for name in GROUP_OPTIONS}
         self.defaults = {**options, FORMAT_KEY: FORMAT, STATISTICS_KEY: statistics.name}
-        self._known: dict[Any, Config] = {}  # keys: the options, and groups' values
+        self._known: dict[Any, Config] = {}  # keys: a group's option values, or the options
 
     def config_of(self, group: Mapping[str, Any]) -> Config:
         """Return the options of a group."""
@@ -132,7 +132,7 @@ class Groups:
                     group.setdefault(name, value)
 
     def rows(self) -> list[Row]:
-        """Return all parameters with their names and options, each once."""
+        """Return each parameter once, with its name and options."""
         return rows(self._base.param_groups, self.config_of)
 
     def name(self, p: Tensor) -> str:
@@ -140,17 +140,17 @@ class Groups:
         return next((name for name, other, _ in self.rows() if other is p), "a parameter")
 
     def adopt(self) -> None:
-        """Register the parameters that may be preconditioned with the statistics."""
+        """Tell the statistics which parameters may be preconditioned."""
         groups = [g for g in self._base.param_groups if self._config.for_group(g).precondition]
         self._statistics.adopt([p for group in groups for p in group["params"]])
 
     def check(self) -> None:
-        """Refuse bad options and parameters of all groups; see ``check_new``."""
+        """Refuse invalid options and parameters of all groups; see ``check_new``."""
         for index, group in enumerate(self._base.param_groups):
             self._check(group, self._base.param_groups[:index])
 
     def check_new(self, group: Mapping[str, Any]) -> None:
-        """Refuse bad options, and options that do not suit the parameters of a new group."""
+        """Refuse invalid options, and options that do not suit the parameters of a new group."""
         self._check(group, self._base.param_groups)
 
     def _check(self, group: Mapping[str, Any], earlier: Sequence[Mapping[str, Any]]) -> None:

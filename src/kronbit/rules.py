@@ -1,4 +1,4 @@
-"""The rule of an algorithm, which combines a gradient and two roots; and grafting."""
+"""Rules that combine a gradient with two roots, and grafting."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Pass(NamedTuple):
     right: bool
 
 
-# Passes that turn X = G into X = Ĝ. Data, not a function, because kernels read it, too.
+# Passes that turn X = G into X = Ĝ. A rule is data, not a function, so that kernels can read it.
 Rule: TypeAlias = tuple[Pass, ...]
 
 # Shampoo: Ĝ = L̂ G R̂.
@@ -42,7 +42,7 @@ class Algorithm:
 
 
 def combine(rule: Rule, L: Tensor, G: Tensor, R: Tensor) -> Tensor:
-    """Return Ĝ for stacks L̂ (k, m, m), G (k, m, n), R̂ (k, n, n), by torch."""
+    """Return Ĝ for stacks L̂ (k, m, m), G (k, m, n), R̂ (k, n, n), computed in torch."""
     X = G
     for step in rule:
         left = Backend.multiply(L, X) if step.left else None

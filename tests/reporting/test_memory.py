@@ -173,9 +173,9 @@ def test_estimates_skip_frozen_parameters() -> None:
 @pytest.mark.parametrize(
     ("argument", "message"),
     [
-        (nn.Parameter(torch.ones(3, 3)), "got one tensor"),
-        ([{"params": []}], "expected a module, parameters or shapes"),
-        ((64, 64), "expected a module, parameters or shapes; got 64"),
+        (nn.Parameter(torch.ones(3, 3)), "got a single tensor"),
+        ([{"params": []}], "expected a module, or a list of parameters or shapes"),
+        ((64, 64), "expected a module, or a list of parameters or shapes; got 64"),
     ],
 )
 def test_estimates_refuse_other_arguments(argument: Any, message: str) -> None:

@@ -424,7 +424,7 @@ def test_hooks_are_present_only_before_updates() -> None:
     optimizer.close()
     assert hooks(model) == 0
     before = [A.clone() for A in statistics(optimizer, model[0].weight)]
-    with pytest.warns(RuntimeWarning, match="2 layer.s., '0' first, have a gradient, but were not"):
+    with pytest.warns(RuntimeWarning, match="2 layer.s., such as '0', have a gradient, but were"):
         step(model, optimizer, lambda out: out.square().mean(), torch.randn(8, 6))
     assert optimizer.diagnostics()["missed_statistics"] == 2
     optimizer.load_state_dict(optimizer.state_dict())
@@ -823,7 +823,7 @@ def test_ranks_average_their_statistics() -> None:
         (
             {"batch_dims": 1},
             ValueError,
-            "batch_dims=1: matrices of layers are neither cut nor shared out; leave it",
+            "batch_dims=1: matrices of layers are neither cut nor divided among ranks; omit",
         ),
         ({"split": "even"}, ValueError, "split='even': matrices of layers are neither cut"),
         ({"model": nn.Linear(3, 3)}, ValueError, "model has none of the parameters"),

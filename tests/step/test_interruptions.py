@@ -288,7 +288,7 @@ def test_the_note_names_a_remedy(where: str, monkeypatch: pytest.MonkeyPatch) ->
         assert "no weight has changed" in note
         assert all(map(torch.equal, weights(model), old))
         intact = keep or where != "precondition"
-        assert ("gradients are as they were" in note) == intact
+        assert ("gradients are unchanged" in note) == intact
         assert ("compute them again" in note) == (not intact)
         assert "step() can be called again" in note
         if intact:
@@ -382,8 +382,8 @@ def test_interrupted_planning_is_repeated() -> None:
             optimizer = _replaced(start("default", steps=steps)[1])
             with interrupted_at(nth), pytest.raises(KeyboardInterrupt) as caught:
                 optimizer.step()
-            notes = getattr(caught.value, "__notes__", ["gradients are as they were"])
-            if "gradients are as they were" in notes[0]:
+            notes = getattr(caught.value, "__notes__", ["gradients are unchanged"])
+            if "gradients are unchanged" in notes[0]:
                 repeated += 1
                 optimizer.step()
                 assert_same_state(optimizer.state_dict()["state"], reference.state_dict()["state"])

@@ -120,7 +120,7 @@ def test_raise_names_the_parameter_and_changes_nothing(device: torch.device) -> 
     weights, grads = ([x.clone() for x in xs] for xs in (params, [p.grad for p in params]))
     state = copy.deepcopy(optimizer.state_dict())
     with pytest.raises(
-        FloatingPointError, match=r"group 0, parameter 1 first, at its step 4; nothing was changed"
+        FloatingPointError, match=r"group 0, parameter 1 at its step 4; nothing was changed"
     ):
         optimizer.step()
     for p, weight, grad in zip(params, weights, grads, strict=True):

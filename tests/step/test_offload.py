@@ -105,7 +105,7 @@ def test_the_gpu_holds_only_the_roots() -> None:
 
 def test_offloading_is_an_option_of_the_whole_optimizer() -> None:
     p = nn.Parameter(torch.zeros(3, 3))
-    with pytest.raises(ValueError, match="offload_statistics holds for the whole optimizer"):
+    with pytest.raises(ValueError, match="offload_statistics applies to the whole optimizer"):
         Shampoo([{"params": [p], "offload_statistics": True}], lr=0.1)
     with pytest.raises(ValueError, match="offload_statistics must be one of"):
         Shampoo([p], lr=0.1, offload_statistics="yes")

@@ -24,7 +24,7 @@ from kronbit.gpu.measured import Measured
 from kronbit.gpu.norms import KernelNorms
 from kronbit.gpu.ordinary_step import GroupedProducts
 from kronbit.gpu.precision import Precision
-from kronbit.kernels import compact, guard, keeping
+from kronbit.kernels import compact, guard, replacement
 from kronbit.kernels import quantization as quantiser
 from kronbit.kernels.cholesky import factor_, inverse_factor_
 from kronbit.kernels.matmul import compose, correction, multiply
@@ -103,10 +103,10 @@ def launch_matrix_kernels(n: int) -> None:
     scale_rows(a, torch.ones(1, n), torch.ones(1))
     column_dots(torch.randn(1, n, n), torch.randn(1, n, n))
     power_iteration(torch.randn(1, n, n))
-    for count in range(1, keeping.MOST + 1):
+    for count in range(1, replacement.MOST + 1):
         for size in (4 * n, n):
             old = [torch.ones(2, n), *[torch.zeros(2, size, dtype=torch.uint8)] * (count - 1)]
-            keeping.replace_rows_(old, old, torch.ones(2, dtype=torch.bool))
+            replacement.replace_rows_(old, old, torch.ones(2, dtype=torch.bool))
     for orders in (None, torch.ones(1, dtype=torch.int32)):
         converged_inverse_root(torch.eye(n).unsqueeze(0).contiguous(), 4, 1e-6, orders)
     factor_(torch.eye(n).unsqueeze(0).contiguous())

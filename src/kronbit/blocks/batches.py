@@ -31,8 +31,8 @@ class Cost:
     Attributes:
         square: Matrices of the order, n x n. The larger order if both sides are in use.
         block: Matrices of the gradient's shape, m x n.
-        gathered: Matrices of the gradient's shape in the phase before, beside one square matrix.
-        cropped: True if nothing is computed on the padding of matrices.
+        gathered: Matrices of the gradient's shape while G is gathered, beside one square matrix.
+        cropped: True if kernels skip the padding of matrices.
     """
 
     square: int
@@ -72,22 +72,22 @@ class Part:
         return self.group.right if self.right else self.group.left
 
     def row(self, row: int) -> Part:
-        """Return the part with one row only."""
+        """Return a part with this row only."""
         return replace(self, rows=slice(row, row + 1))
 
     def damped_by(self, factor: float) -> Part:
-        """Return the part with a damping larger by a factor."""
+        """Return the part with its damping multiplied by a factor."""
         damping = max(self.config.damping, LEAST_RIDGE) * factor
         return replace(self, config=replace(self.config, damping=damping))
 
 
-# Rows of one format and with equal options that are updated or refreshed together, their factors,
-# and the member of each row, on the device.
+# Rows of equal format and options that are updated or refreshed together, their factors, and the
+# member of each row, on the device.
 Portion: TypeAlias = tuple[Sequence[Part], Batch, Tensor]
 
 
 def portion_of(parts: Sequence[Part]) -> Portion:
-    """Return the factors and the members of some rows."""
+    """Return the given rows with their factors and members."""
     batch = Batch([(part.factors, part.rows) for part in parts])
     owners = [part.group.owner[part.rows] for part in parts]
     return parts, batch, owners[0] if len(owners) == 1 else torch.cat(owners)
@@ -127,8 +127,8 @@ def batches(
 ) -> Iterator[list[Part]]:
     """Yield batches of rows of equal format and options, as large as the workspace allows.
 
-    Launches dominate the time of small matrices. Orders share a batch if ``mixed`` returns True for
-    a part.
+    Launches dominate the time of small matrices, so parts for which ``mixed`` returns True share
+    batches with other orders.
     """
     classes: dict[tuple[Format, Config], dict[int, list[Part]]] = {}
     by_id: dict[tuple[int, int], dict[int, list[Part]]] = {}  # hashing options is slow
@@ -140,21 +140,21 @@ def batches(
     for (format, _), orders in classes.items():
         first = next(iter(orders.values()))[0]
         row_cost = cost if isinstance(cost, Cost) else cost(first)
-        # One copy more for scattered rows of 32 bits, and one for offloaded statistics.
+        # One more copy for scattered rows of 32 bits, and one for offloaded statistics.
         copies = (format.statistic.bits == 32) + first.factors.offloaded
         row_cost = replace(row_cost, square=row_cost.square + copies)
         if row_cost.cropped and mixed(first):
-            yield from _packed(orders, workspace, row_cost)
+            yield from _pack(orders, workspace, row_cost)
             continue
-        for rows in _shared(orders, workspace, row_cost) if mixed(first) else orders.values():
+        for rows in _join(orders, workspace, row_cost) if mixed(first) else orders.values():
             rows.sort(key=lambda part: (part.factors.order, part.factors.first + part.rows.start))
-            size, total = _room_for(rows, workspace, row_cost), _count(rows)
+            size, total = _capacity(rows, workspace, row_cost), _count(rows)
             # Equal batches: a small last batch would not fill the device.
             equal = -(-total // -(-total // size))
             yield from _cut(rows, dict.fromkeys(orders, equal).__getitem__)
 
 
-def _room_for(parts: Sequence[Part], workspace: int, cost: Cost) -> int:
+def _capacity(parts: Sequence[Part], workspace: int, cost: Cost) -> int:
     """Return the number of rows that a batch of these parts may have."""
     largest = max((part.group.shape for part in parts), key=math.prod)
     return cost.rows(order_of(parts), largest, workspace)
@@ -164,10 +164,10 @@ def _count(parts: Sequence[Part]) -> int:
     return sum(part.rows.stop - part.rows.start for part in parts)
 
 
-def _shared(orders: Mapping[int, list[Part]], workspace: int, cost: Cost) -> Iterator[list[Part]]:
+def _join(orders: Mapping[int, list[Part]], workspace: int, cost: Cost) -> Iterator[list[Part]]:
     """Join small orders of few rows to a larger order, to which their matrices are padded.
 
-    The extra work is accepted up to a fraction of a batch, since it saves one.
+    Padding may cost a fraction of a batch, since joining saves a batch.
     """
     joined: list[Part] = []
     largest, budget = 0, 0.0
@@ -176,19 +176,19 @@ def _shared(orders: Mapping[int, list[Part]], workspace: int, cost: Cost) -> Ite
         rows = _count(parts)
         joinable = bool(joined) and thousands(order) == thousands(largest)
         padding = rows * (1 - (order / largest) ** 3) if joinable else math.inf
-        if padding <= budget and rows <= _room_for(parts, workspace, cost):
+        if padding <= budget and rows <= _capacity(parts, workspace, cost):
             joined += parts
             budget -= padding
             continue
         if joined:
             yield joined
         joined, largest = list(parts), order
-        budget = _PADDING * _room_for(parts, workspace, cost)
+        budget = _PADDING * _capacity(parts, workspace, cost)
     yield joined
 
 
-def _packed(orders: Mapping[int, list[Part]], workspace: int, cost: Cost) -> Iterator[list[Part]]:
-    """Yield the fewest possible batches, about equal in size, each filled with smaller orders."""
+def _pack(orders: Mapping[int, list[Part]], workspace: int, cost: Cost) -> Iterator[list[Part]]:
+    """Yield the fewest batches, of about equal size; smaller orders fill up each batch."""
     descending = sorted(orders, reverse=True)
     for _, joinable in groupby(descending, key=thousands):
         selected = {order: orders[order] for order in joinable}
@@ -207,44 +207,44 @@ def _packed_sizes(
 
     ``counts`` are pairs of order and number of rows, in descending order.
     """
-    rooms = {order: cost.rows(order, (0, 0), workspace) for order, _ in counts}
-    sizes = rooms
+    capacities = {order: cost.rows(order, (0, 0), workspace) for order, _ in counts}
+    sizes = capacities
     for sixteenths in range(15, 0, -1):
-        smaller = {order: -(-sixteenths * room // 16) for order, room in rooms.items()}
-        if _count_batches(counts, smaller) > _count_batches(counts, rooms):
+        smaller = {order: -(-sixteenths * size // 16) for order, size in capacities.items()}
+        if _count_batches(counts, smaller) > _count_batches(counts, capacities):
             break
         sizes = smaller
     return sizes
 
 
-def _count_batches(counts: Iterable[tuple[int, int]], rooms: Mapping[int, int]) -> int:
+def _count_batches(counts: Iterable[tuple[int, int]], sizes: Mapping[int, int]) -> int:
     """Count the batches if the order of the first row determines the size of a batch."""
     count, free = 0, 0
     for order, rows in counts:
-        new = -(-max(0, rows - free) // rooms[order])
+        new = -(-max(0, rows - free) // sizes[order])
         count += new
-        free += new * rooms[order] - rows
+        free += new * sizes[order] - rows
     return count
 
 
-def _cut(parts: Sequence[Part], room_of: Callable[[int], int]) -> Iterator[list[Part]]:
+def _cut(parts: Sequence[Part], size_of: Callable[[int], int]) -> Iterator[list[Part]]:
     """Cut parts into batches, and divide parts where a batch ends.
 
-    ``room_of`` maps the order of a batch's first row to the number of rows in the batch.
+    ``size_of`` maps the order of a batch's first row to the number of rows in the batch.
     """
     batch: list[Part] = []
-    room = 0
+    free = 0
     for part in parts:
         start = part.rows.start
         while start < part.rows.stop:
-            if room == 0:
+            if free == 0:
                 if batch:
                     yield batch
-                batch, room = [], room_of(part.factors.order)
-            stop = min(part.rows.stop, start + room)
+                batch, free = [], size_of(part.factors.order)
+            stop = min(part.rows.stop, start + free)
             rows = slice(start, stop)
             batch.append(part if rows == part.rows else replace(part, rows=rows))
-            room -= stop - start
+            free -= stop - start
             start = stop
     if batch:
         yield batch

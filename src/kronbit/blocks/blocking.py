@@ -1,4 +1,4 @@
-"""The cut of parameters into matrices and blocks. Shapes only, no tensors.
+"""The cut of parameters into matrices and blocks: only shapes, no tensors.
 
 A parameter is a stack of E matrices of M rows and N columns. Rows and columns are cut so that no
 side of a block exceeds ``max_order``. Blocks are numbered row by row, and the number is part of the
@@ -37,7 +37,7 @@ class Grid:
         matrices: E, the number of stacked matrices.
         rows: The first row of each block row; its step is m.
         columns: The first column of each block column; its step is n.
-        first: Numbers of the first block row and of the first block column in a matrix.
+        first: Indices of the first block row and the first block column within the matrix.
         total: Numbers of block rows and block columns of a matrix, in all of its grids.
     """
 
@@ -106,7 +106,7 @@ def cut(length: int, max_order: int, split: str) -> list[int]:
 
 
 def _runs(sizes: Sequence[int]) -> Iterator[tuple[int, range]]:
-    """Yield runs of equal pieces: the number of the first piece, and where each piece starts."""
+    """Yield runs of equal pieces: the index of the first piece, and the start of every piece."""
     number = start = 0
     for size, run in groupby(sizes):
         count = len(list(run))

@@ -18,7 +18,7 @@ from kronbit.config import Config
 
 _REAL = {torch.float32, torch.bfloat16, torch.float16, torch.float64}
 # Rows of a group that are one strided view of a gradient: the member, the grid, the blocks as
-# slices of the grid, and the same blocks as a slice of a stack of the requested rows.
+# slices of the grid, and the blocks as a slice of the stack of requested rows.
 Piece: TypeAlias = tuple[int, Grid, tuple[slice, ...], slice]
 
 _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}  # by the number of axes
@@ -64,7 +64,7 @@ def problem(grad: Tensor) -> str | None:
 
 
 def overlaps_itself(grad: Tensor) -> bool:
-    """True if elements share memory, as in an expanded tensor: it must not be written to."""
+    """True if elements share memory, as in an expanded tensor, which must not be written to."""
     return any(
         stride == 0 and size > 1 for size, stride in zip(grad.shape, grad.stride(), strict=True)
     )
@@ -82,8 +82,8 @@ def view_blocks(grid: Grid, matrices: Tensor) -> Tensor:
 class GradientBlocks:
     """Reads and writes blocks of the gradients of one step.
 
-    A gradient whose strides do not allow a view as a matrix (a channels-last convolution, if
-    no kernels are used) is copied at each read. Writes go to a copy, which ``flush`` writes back.
+    A gradient whose strides do not allow a view as a matrix (a channels-last convolution without
+    kernels) is copied at each read. Writes go to a copy, which ``flush`` writes back.
     """
 
     def __init__(self, members: Sequence[Member], grads: Sequence[Tensor | None]) -> None:
@@ -91,7 +91,7 @@ class GradientBlocks:
         self._written: dict[int, Tensor] = {}
 
     def gather(self, group: Group, rows: slice) -> Tensor:
-        """Return G, the blocks of some rows, as a new float32 stack (rows, m, n)."""
+        """Return G, the blocks of the given rows, as a new float32 stack (rows, m, n)."""
         shape = (rows.stop - rows.start, *group.shape)
         stack = torch.empty(shape, dtype=torch.float32, device=group.owner.device)
         for member, grid, box, target in _pieces(group, rows):
@@ -136,7 +136,7 @@ class GradientBlocks:
 
 
 def _pieces(group: Group, rows: slice) -> tuple[Piece, ...]:
-    """Return the pieces of gradients that hold some rows; computed once."""
+    """Return the pieces of gradients that hold the given rows; computed once."""
     key = rows.start, rows.stop
     if key not in group.pieces:
         group.pieces[key] = tuple(_cut(group.spans, *key))
@@ -183,7 +183,7 @@ def _under(line: int, inner: tuple[tuple[slice, ...], ...]) -> tuple[tuple[slice
 
 
 def elements(grad: Tensor) -> Tensor:
-    """Return a real strided view of the numbers that a gradient stores, even sparse or complex."""
+    """Return a real strided view of the stored numbers of any gradient, even sparse or complex."""
     if grad.layout == torch.sparse_coo:
         grad = grad._values()
     elif grad.layout != torch.strided:
@@ -196,8 +196,8 @@ class StepGradients(NamedTuple):
 
     Attributes:
         params: The parameters.
-        configs: The options of each.
-        grads: The gradient of each.
+        configs: The options of each parameter.
+        grads: The gradient of each parameter.
         dtypes: The dtypes of the gradients, as returned by ``plain_dtypes``.
     """
 
@@ -244,7 +244,7 @@ def collect(
     route: Callable[[Tensor, Config], Blocking | str],
     name: Callable[[Tensor], str],
 ) -> StepGradients:
-    """Collect a step's gradients. Those that cannot be written to are replaced by copies.
+    """Collect a step's gradients, and replace those that cannot be written to by copies.
 
     Raises:
         RuntimeError: If a gradient cannot be preconditioned.

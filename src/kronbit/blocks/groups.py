@@ -1,4 +1,4 @@
-"""Blocks of one shape form a group: row i of every stack is one block.
+"""Groups of blocks of one shape: row i of every stack belongs to one block.
 
 The blocks of a group also share formats and start value, so one tensor can hold their state.
 """
@@ -24,7 +24,7 @@ from kronbit.rules import Rule
 _Key: TypeAlias = tuple[tuple[int, int], Format, Format, float]
 
 # The point in an interval at which a statistic and its root are due, under ``stagger``: the block's
-# phase, its position in the interval, in [0, 1); and True for R, which comes after L.
+# phase, which is its position in the interval, in [0, 1); and True for R, which follows L.
 Turn: TypeAlias = tuple[float, bool]
 
 _BATCH = 2**23  # largest number of elements in the larger factors of one turn
@@ -52,7 +52,7 @@ class Span:
     Attributes:
         member: The member.
         grid: The grid of the blocks.
-        first: Number of the first block within the grid.
+        first: Index of the first block within the grid.
         start: The first row.
         stop: One past the last row.
         phase: Position of the blocks in the interval, in [0, 1), under ``stagger``.
@@ -93,8 +93,8 @@ class Group:
         right: R and R̂, order n.
         spans: The rows of each grid of each member, in row order.
         owner: The member of each row, on the device.
-        number: The number of each row's block among all blocks of the device, on the device.
-            Blocks are counted member by member.
+        number: The index of each row's block among all blocks of the device, counted member by
+            member, on the device.
         pieces: Cache of ``gradients.GradientBlocks``: (start, stop) -> views that hold these rows.
     """
 
@@ -111,8 +111,8 @@ class Group:
         start, current = 0, None
         for span in self.spans:
             due = wanted.get(span.member)
-            here = due is not None and (due.turns is None or (span.phase, right) in due.turns)
-            config = due.config if due is not None and here else None
+            is_due = due is not None and (due.turns is None or (span.phase, right) in due.turns)
+            config = due.config if due is not None and is_due else None
             if config == current:
                 continue
             if current is not None:
@@ -121,11 +121,11 @@ class Group:
         if current is not None:
             yield slice(start, self.spans[-1].stop), current
 
-    def places(self, members: Sequence[Member]) -> Iterator[tuple[int, int, int, int, int, int]]:
+    def locate(self, members: Sequence[Member]) -> Iterator[tuple[int, int, int, int, int, int]]:
         """Yield the location of each row's block in its gradient.
 
-        This is the row, its member, the number of the block within the member, the offset of the
-        block in the gradient, the stride between its rows, and its taps.
+        A location is the row, its member, the index of the block within the member, the offset of
+        the block in the gradient, the stride between the block's rows, and its taps.
         """
         for span in self.spans:
             blocking = members[span.member].blocking
@@ -191,8 +191,8 @@ def _allocate(
 def _phases(rows: Mapping[_Key, int]) -> dict[_Key, list[float]]:
     """Assign each group's rows to slots of the interval; return the phases of the rows.
 
-    The rows of one slot keep a GPU busy. Large blocks come first, so that the blocks of a slot have
-    similar orders and can share batches, unless they are few.
+    The rows of one slot suffice to keep a GPU busy. Large blocks come first, so that the blocks of
+    a slot have similar orders and can share batches, unless there are only a few of an order.
     """
     slots: dict[_Key, list[int]] = {}
     slot = filled = largest = 0
@@ -226,7 +226,7 @@ class DeviceStacks:
     Args:
         members: The parameters, in order.
         rule: (L̂, G, R̂) -> Ĝ.
-        workspace: Bound of transient memory in bytes.
+        workspace: Limit on transient memory, in bytes.
         device: The device.
 
     Attributes:

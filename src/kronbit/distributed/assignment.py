@@ -1,4 +1,4 @@
-"""Rows of stacks, or parameters, divided among ranks by their costs."""
+"""Division of rows of stacks, or of parameters, among ranks by cost."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from kronbit.blocks.batches import Part
 def divide(parts: Iterable[Part], ranks: int) -> list[list[Part]]:
     """Divide rows among ranks. Each rank gets adjacent rows, and about the same load.
 
-    A row costs the cube of its order. All ranks get the same number of rows of a part, and the rest
-    goes to the smallest loads; ties start at a different rank each time. All ranks compute the same
-    result, the rows of each rank.
+    A row costs the cube of its order. Each rank gets the same number of rows of a part; remaining
+    rows go to the ranks with the smallest loads, and ties start at a different rank each time.
+    Returns the rows of each rank; the result is the same on all ranks.
     """
     shares: list[list[Part]] = [[] for _ in range(ranks)]
     loads = [0] * ranks
     largest_first = sorted(parts, key=lambda part: part.factors.order, reverse=True)
     for number, part in enumerate(largest_first):
-        each, rest = divmod(part.rows.stop - part.rows.start, ranks)
-        with_one_more = set(_by_load(loads, number)[:rest])
+        rows_per_rank, remaining = divmod(part.rows.stop - part.rows.start, ranks)
+        with_one_more = set(_by_load(loads, number)[:remaining])
         start = part.rows.start
         for rank in range(ranks):
-            stop = start + each + (rank in with_one_more)
+            stop = start + rows_per_rank + (rank in with_one_more)
             if stop > start:
                 shares[rank].append(replace(part, rows=slice(start, stop)))
                 loads[rank] += (stop - start) * part.factors.order**3
@@ -32,7 +32,7 @@ def divide(parts: Iterable[Part], ranks: int) -> list[list[Part]]:
 
 
 def assign(costs: Sequence[int], ranks: int) -> list[int]:
-    """Return the rank of each item: the most expensive first, each to the smallest load so far."""
+    """Return the rank of each item. Each goes to the smallest load, the most expensive first."""
     loads = [0] * ranks
     owners = [0] * len(costs)
     for number, i in enumerate(sorted(range(len(costs)), key=lambda i: -costs[i])):

@@ -19,42 +19,42 @@ _ALIGNMENT, _SMALLEST_PIECE = 16, 2**20  # bytes
 
 
 class Link:
-    """A process group that sends tensors of a device.
+    """A process group that exchanges tensors of a device.
 
     Attributes:
-        device: Device that messages travel on; may be another one.
+        device: Device of the messages, which may differ from the device of the tensors.
         rank: This rank within the group.
         ranks: Number of ranks in the group.
     """
 
     def __init__(self, group: ProcessGroup, device: torch.device) -> None:
-        travels = message_device(group, device)
-        if travels is None:
+        transport = message_device(group, device)
+        if transport is None:
             raise ValueError(
                 f"process_group cannot send tensors of {device.type}: initialise it with a backend "
                 "for that device"
             )
-        self.group, self.device = group, travels
+        self.group, self.device = group, transport
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
 
     def any_rank(self, flag: bool) -> bool:
-        """True on all ranks if the flag is true on any. Waits for the other ranks."""
+        """True on all ranks if the flag is true on any rank. Waits for the other ranks."""
         return any(self.sums([flag]))
 
     @contextmanager
     def together(self, problem: str) -> Iterator[None]:
-        """Raise an error on all ranks if one of them fails inside. Waits for the others.
+        """Raise an error on all ranks if one of them fails inside. Waits for the other ranks.
 
         Ranks that have not failed raise a RuntimeError with the message ``problem``, in which
-        ``{rank}`` is the first rank that has, and ``{ranks}`` the number of ranks.
+        ``{rank}`` is the first rank that has failed, and ``{ranks}`` the number of ranks.
         """
         failure: Exception | None = None
         try:
             yield
-        except Exception as error:  # the others wait for this rank and must be told
+        except Exception as error:  # raised below: the other ranks wait for this one
             failure = error
-        here = failure is not None
-        failed = self.sums([here and rank == self.rank for rank in range(self.ranks)])
+        failed_here = failure is not None
+        failed = self.sums([failed_here and rank == self.rank for rank in range(self.ranks)])
         if failure is not None:
             raise failure
         if any(failed):
@@ -67,7 +67,7 @@ class Link:
         return tensor.tolist()
 
     def agree(self, *contents: bytes) -> list[bool]:
-        """Return, for each content, True if it is the same on all ranks. Compares hashes."""
+        """Return, for each of ``contents``, True if all ranks have the same. Compares hashes."""
         hashes = [hashlib.blake2b(content, digest_size=8).digest() for content in contents]
         numbers = [int.from_bytes(digest, "little", signed=True) for digest in hashes]
         local = torch.tensor(numbers, device=self.device)
@@ -84,7 +84,7 @@ class Link:
         return gathered
 
     def send_to_first(self, value: Any, sender: int) -> Any:
-        """Move an object from a rank to the first one. Waits for both; others return None."""
+        """Send an object to the first rank, which returns it; all other ranks return None."""
         box, device = [value], self.device
         first, other = (dist.get_global_rank(self.group, rank) for rank in (0, sender))
         if sender != 0 and self.rank == sender:
@@ -104,11 +104,11 @@ def message_device(group: ProcessGroup, device: torch.device) -> torch.device | 
 
 
 def gather(streams: Streams, link: Link, workspace: int) -> int:
-    """Give all ranks the tensors of each rank.
+    """Gather the tensors of each rank on all ranks.
 
     Args:
-        streams: For each rank, the contiguous tensors that it sends, on all ranks of the same
-            shapes; those of other ranks are overwritten.
+        streams: For each rank, the contiguous tensors that it sends, of the same shapes on all
+            ranks. The tensors of other ranks are overwritten.
         link: The ranks.
         workspace: Limit on the bytes of the buffers, unless it is very small.
 
@@ -133,7 +133,7 @@ def gather(streams: Streams, link: Link, workspace: int) -> int:
 
 
 def exchange(sent: Streams, received: Streams, link: Link) -> int:
-    """Send tensors to each rank and receive others, by one uneven all-to-all.
+    """Send tensors to each rank and receive tensors from it, by one uneven all-to-all.
 
     Args:
         sent: For each rank, contiguous tensors to send.
@@ -175,7 +175,7 @@ def _bytes_of_all(streams: Streams) -> list[Tensor]:
 def _overlaps(
     buffer: Tensor, stream: Sequence[Tensor], start: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield views of a buffer, each with the bytes of a tensor that belong there.
+    """Yield pairs of a view of the buffer and the bytes of a tensor that it holds.
 
     The buffer holds the bytes of the stream from byte ``start`` on.
     """

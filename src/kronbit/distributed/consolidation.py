@@ -49,8 +49,8 @@ def consolidate_state_dict(optimizer: ShardedOptimizer) -> dict[str, Any]:
     """
     if optimizer.config.blocks == "local" and optimizer._ranks.localises:
         raise RuntimeError(
-            "blocks='local' has cut each rank's rows separately, so there is no state dict of a "
-            "single process: use torch.distributed.checkpoint, and load it on as many ranks"
+            "blocks='local' has cut each rank's rows separately, so no single process could load "
+            "the state: use torch.distributed.checkpoint, and load with the same number of ranks"
         )
     owners = optimizer._ranks.owners
     state_dict = optimizer._local_state_dict()
@@ -78,7 +78,7 @@ def load_consolidated(optimizer: ShardedOptimizer, state_dict: Mapping[str, Any]
             weights_only=True)`` keeps it out of memory.
 
     Raises:
-        ValueError: If the state dict does not fit. Nothing has been changed then.
+        ValueError: If the state dict does not fit. The optimizer is unchanged.
     """
     params = [p for group in optimizer.param_groups for p in group["params"]]
     keys = [key for group in state_dict["param_groups"] for key in group["params"]]

@@ -1,4 +1,4 @@
-"""Ranks that hold the same state, as under DistributedDataParallel: each does a part of the work.
+"""Ranks that hold the same state, as in DistributedDataParallel: each does a part of the work.
 
 Results are gathered, so that every rank has the whole state again. Ordinary steps send nothing.
 """
@@ -27,12 +27,12 @@ class Exchange:
 
     Args:
         link: The ranks; None for a single rank, which does all of the work.
-        given: True if the user has stated that they hold the same parameters. Otherwise, ranks with
-            different gradients are treated as independent trainings.
+        given: True if the user has declared that the ranks hold the same parameters. If not, ranks
+            with different gradients are treated as independent training runs.
 
     Attributes:
         divides: True while the work is divided among the ranks.
-        apart: How often each rank did all of the work, because gradients differed.
+        apart: Number of times that each rank did all of the work, because gradients differed.
         received: Bytes that this rank has received from others.
     """
 
@@ -63,7 +63,7 @@ class Exchange:
         Args:
             stacks: The state.
             due: Members that are due, with their options and blocks.
-            norms: Norms of gradients. Ranks with different ones do not hold the same state.
+            norms: Norms of gradients. Ranks with different norms do not hold the same state.
             wanted: Returns True for the name of a tensor that is written.
 
         Raises:
@@ -108,7 +108,7 @@ class Exchange:
     def _same_gradients(
         self, link: Link, stacks: DeviceStacks, due: Mapping[int, Due], norms: Tensor
     ) -> bool:
-        """True if all ranks have the same gradients. Raise an error if their work differs."""
+        """True if all ranks have the same gradients. Raises an error if their work differs."""
         values = norms[: len(stacks.members)].cpu().numpy().tobytes()
         same_work, same_gradients = link.agree(_describe(stacks, due), values)
         if not same_work:
@@ -126,8 +126,8 @@ class Exchange:
             )
         if not self.apart:
             warn(
-                f"gradients differ between the {link.ranks} ranks, so each of them does all of its "
-                "updates and refreshes; if that is intended, set process_group=False"
+                f"gradients differ between the {link.ranks} ranks, so each rank does all of its "
+                "updates and refreshes itself; if that is intended, set process_group=False"
             )
         self.apart += 1
         return False

@@ -1,8 +1,8 @@
 """Owners: one rank holds the state of a parameter, and preconditions its whole gradient.
 
-If parameters are sharded (FSDP2, HSDP), owners receive the rows of their gradients from all ranks,
-and send them back preconditioned, by one uneven all-to-all each way. If every rank has all
-gradients (``shard_state=True``), owners send the preconditioned ones to all ranks.
+If parameters are sharded (FSDP2, HSDP), owners receive the rows of their gradients from all ranks
+and send the preconditioned rows back, by one uneven all-to-all each way. If every rank has all
+gradients (``shard_state=True``), owners send preconditioned gradients to all ranks.
 
 Owners compute on the same numbers as a single process, so the results are the same.
 """
@@ -43,7 +43,8 @@ class Owners:
         placement: Placement of sharded parameters; None if every rank has all parameters.
 
     Attributes:
-        owner_of: Parameter -> the rank that owns it. Every rank has the state of all others.
+        owner_of: Parameter -> the rank that owns it. Every rank has the state of parameters
+            without an owner.
         bytes: Bytes of gradients that this rank has sent or, if every rank receives all gradients,
             received.
     """
@@ -68,7 +69,8 @@ class Owners:
     def whole(self, gradients: StepGradients, careful: bool) -> Iterator[StepGradients]:
         """Provide whole gradients to their owners; at the end, write them back on all ranks.
 
-        If ``careful``, verify that all ranks have the same gradients, and that none fails inside.
+        If ``careful``, verify that all ranks have gradients of the same parameters, and that no
+        rank fails inside.
         """
         if careful:
             self._compare(gradients)
@@ -78,29 +80,29 @@ class Owners:
         if self._config.nonfinite != "raise":
             rows = compress(zip(gradients.params, plain, strict=True), sharded)
             self._spread_nonfinite([grad for p, grad in rows if p not in self.owner_of])
-        shown, to_owners, from_ranks, replicated = self._sorted(gradients.params, plain, sharded)
+        assembled, to_owners, from_ranks, replicated = self._sort(gradients.params, plain, sharded)
         if any(sharded):
             self.bytes += exchange(to_owners, from_ranks, self.link)
         with self.together() if careful else nullcontext():
-            yield gradients._replace(grads=shown, dtypes=plain_dtypes(shown))
+            yield gradients._replace(grads=assembled, dtypes=plain_dtypes(assembled))
         if any(sharded):
             self.bytes += exchange(from_ranks, to_owners, self.link)
         if any(replicated):
             self.bytes += gather(replicated, self.link, int(self._config.workspace_mb * 2**20))
         copy_all((to, copy) for to, copy in zip(grads, plain, strict=True) if to is not copy)
 
-    def _sorted(
+    def _sort(
         self, params: Sequence[Tensor], grads: Sequence[Tensor], sharded: Sequence[bool]
     ) -> tuple[list[Tensor], Streams, Streams, Streams]:
         """Sort gradients by owner; allocate the whole gradients that this rank owns.
 
         Returns:
-            The gradients that this rank preconditions (those of other owners are empty); for each
-            owner, the rows of its gradients that this rank has; for each rank, the rows that it has
-            of the gradients that this rank owns, as views; and for each owner, its gradients that
-            every rank has.
+            assembled: The gradients, whole if this rank owns them, empty if another rank does.
+            to_owners: For each owner, this rank's rows of its gradients.
+            from_ranks: For each rank, its rows of the gradients that this rank owns, as views.
+            replicated: For each owner, those of its gradients that every rank has.
         """
-        shown = list(grads)
+        assembled = list(grads)
         streams: list[Streams] = [[[] for _ in range(self.link.ranks)] for _ in range(3)]
         to_owners, from_ranks, replicated = streams
         for i, (p, grad) in enumerate(zip(params, grads, strict=True)):
@@ -109,13 +111,14 @@ class Owners:
                 continue
             (to_owners if sharded[i] else replicated)[owner].append(grad)
             if owner != self.link.rank:
-                shown[i] = grad.new_empty(0)
+                assembled[i] = grad.new_empty(0)
             elif sharded[i]:
-                shown[i] = grad.new_empty(p.shape)
+                assembled[i] = grad.new_empty(p.shape)
                 # The last ranks may have no rows. Shard(0) divides rows as chunk does.
-                for rows, chunk in zip(from_ranks, shown[i].chunk(self.link.ranks), strict=False):
+                chunks = assembled[i].chunk(self.link.ranks)
+                for rows, chunk in zip(from_ranks, chunks, strict=False):
                     rows.append(chunk)
-        return shown, to_owners, from_ranks, replicated
+        return assembled, to_owners, from_ranks, replicated
 
     def together(self) -> AbstractContextManager[None]:
         """Raise an error on all ranks if one of them fails inside; see ``Link.together``."""
@@ -130,11 +133,11 @@ class Owners:
         if not all(self.link.agree(described.encode())):
             raise RuntimeError(
                 f"the {self.link.ranks} ranks have gradients of different parameters: every rank "
-                "needs a gradient of every parameter; set it to zeros if there is none"
+                "needs a gradient of every parameter; set missing gradients to zeros"
             )
 
     def _spread_nonfinite(self, grads: Sequence[Tensor]) -> None:
-        """Make a gradient NaN on all ranks if it is not finite on one of them."""
+        """Make a gradient NaN on all ranks if it is not finite on any rank."""
         grads = [grad for grad in grads if grad.is_floating_point()]
         if not grads:
             return

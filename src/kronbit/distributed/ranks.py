@@ -31,10 +31,10 @@ class Ranks:
     """The ranks that take steps together: where state is, and which rank does which work.
 
     Args:
-        exchange: Divides work among ranks that hold the same state, if there are any.
-        owners: Owners of parameters whose state is on one rank each, if there are any.
-        link: All ranks that take steps together, if there are several.
-        localises: True if there are DTensors, of which this rank uses its local part.
+        exchange: Divides work among ranks that hold the same state; None without such ranks.
+        owners: Owners of the parameters; None if every rank has the state of all parameters.
+        link: All ranks that take steps together; None if this rank works alone.
+        localises: True if parameters are DTensors, of which this rank uses the local part.
 
     Attributes:
         alone: True if this rank preconditions its gradients as they are.
@@ -81,7 +81,7 @@ class Ranks:
         return nullcontext(gradients)
 
     def grow(self, larger: Ranks) -> None:
-        """Become the result of ``find_ranks`` with new parameters. Known ones keep their owners."""
+        """Become ``larger``, found with new parameters. Known parameters keep their owners."""
         if self.owners is not None and larger.owners is not None:
             larger.owners.owner_of |= self.owners.owner_of
         if self.exchange.link is not None and larger.exchange.link is not None:
@@ -108,7 +108,7 @@ class Ranks:
             )
 
     def any_rank(self, flag: bool) -> bool:
-        """True if the flag is true on any rank that would wait for this one."""
+        """True if the flag is true on any rank that waits for this one during the step."""
         if self._link is not None and (self.owners is not None or self.localises):
             return self._link.any_rank(flag)
         return flag
@@ -138,7 +138,7 @@ class Ranks:
 def agreement_lines(
     optimizer: Optimizer, base: Optimizer, config: Config, state: Mapping[Tensor, Any]
 ) -> list[str]:
-    """Return, line by line, what ranks that step together must have in common."""
+    """Describe, line by line, everything that ranks that step together must have in common."""
     lines = [type(optimizer).__name__, f"base {type(base).__name__}"]
     lines += [f"{name}={getattr(config, name)!r}" for name in sorted(GLOBAL_OPTIONS)]
     for index, group in enumerate(optimizer.param_groups):
@@ -169,7 +169,7 @@ def find_ranks(
         blocking, placement = route(p, options), placement_of(p)
         if isinstance(blocking, Blocking):
             blockings[p] = blocking
-        # Even if this rank has no rows of it: other ranks must decide the same.
+        # Even without rows on this rank: all ranks must decide the same.
         if options.precondition and placement is not None:
             placements[p] = placement
     if not (blockings or placements) or not (dist.is_available() and dist.is_initialized()):
@@ -193,7 +193,7 @@ def find_ranks(
     if any(options.stagger for _, _, options in parameters):
         raise ValueError(
             "stagger=True spreads the blocks of all parameters over steps, but if parameters have "
-            "owners (FSDP2, shard_state=True), no rank has all of them: leave it out"
+            "owners (FSDP2, shard_state=True), no rank has all blocks: omit stagger"
         )
     owners = Owners(link, config, placement)
     owners.choose(blockings)

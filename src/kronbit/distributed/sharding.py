@@ -1,4 +1,4 @@
-"""Parameters that are sharded over ranks: their placement, and those that are not supported."""
+"""Parameters that are sharded over ranks: their placement, and checks that it is supported."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ class Placement(NamedTuple):
 def refuse(name: str, p: Tensor, shards: bool, known: Iterable[Tensor] = ()) -> None:
     """Refuse a parameter whose matrix cannot be assembled.
 
-    ``shards`` is True if rows on several ranks can be assembled. ``known`` are the parameters that
-    have been accepted before.
+    ``shards`` is True if rows on several ranks can be assembled. ``known`` are the parameters
+    accepted so far.
 
     Raises:
         TypeError: The message names the parameter and the remedy.
@@ -112,7 +112,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def local_gradients(gradients: StepGradients) -> list[Tensor]:
-    """Return the local parts of gradients, redistributed if placed differently than parameters."""
+    """Return the local parts of gradients, redistributed to the placements of the parameters."""
     for i, (p, grad) in enumerate(zip(gradients.params, gradients.grads, strict=True)):
         if is_distributed(p) and is_distributed(grad) and grad.placements != p.placements:
             p.grad = gradients.grads[i] = grad.redistribute(placements=p.placements)
@@ -126,4 +126,4 @@ def first_rows(p: Tensor) -> str:
         return ""
     rank, ranks = placement.mesh.get_local_rank(placement.dim), placement.mesh.size(placement.dim)
     rows = p.shape[0]
-    return f"rows_{min(rank * -(-rows // ranks), rows)}_"  # all but the last ranks have as many
+    return f"rows_{min(rank * -(-rows // ranks), rows)}_"  # only the last ranks may have fewer

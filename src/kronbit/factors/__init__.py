@@ -1,4 +1,4 @@
-"""Factors: batches of preconditioners of one order and their inverse roots."""
+"""Factors: stacks of preconditioners of one order and their inverse roots."""
 
 from kronbit.factors.stack import Batch, Factors, make_method
 from kronbit.factors.storage import Layout, Leaves, is_root, is_statistic

@@ -34,15 +34,15 @@ class Triangle(NamedTuple):
     smaller: tuple[tuple[slice, int], ...] = ()
 
     def part(self, rows: slice, order: int) -> Triangle:
-        """Return some of the matrices without their padding."""
+        """Return the matrices of the given rows without their padding."""
         return Triangle(self.C[rows, :order, :order])
 
     def orders(self) -> Tensor | None:
-        """Return the orders before padding, int32 (k,), on the device; None if none is padded."""
+        """Return the orders before padding, int32 (k,), on the device; None without padding."""
         if not self.smaller:
             return None
         k, largest, _ = self.C.shape
-        # By name: the default device may be another.
+        # Name the device: the user may have set another default.
         orders = torch.full((k,), largest, dtype=torch.int32, device="cpu")
         for rows, n in self.smaller:
             orders[rows] = n
@@ -59,15 +59,15 @@ class Triangle(NamedTuple):
         """Return A = C Cᵀ."""
         k, n, _ = self.C.shape
         c = operand(self.C)
-        A = backend(self.C.device).room(k, n, self.C.device)
+        A = backend(self.C.device).evaluation_buffer(k, n, self.C.device)
         return multiply(c, c.mT, symmetric=True, triangular=True, out=A)
 
 
 class Cholesky:
-    """Stores C with A = C Cᵀ: the diagonal in float32, the rest quantised.
+    """Stores C with A = C Cᵀ: the diagonal in float32, all other elements quantised.
 
-    C Cᵀ is positive semi-definite whatever the quantisation error, which matters less, since the
-    condition number of C is the square root of A's.
+    C Cᵀ is positive semi-definite whatever the quantisation error. The error also matters less,
+    since the condition number of C is the square root of A's.
     """
 
     repairs: tuple[str, ...] = ("jittered",)
@@ -79,7 +79,7 @@ class Cholesky:
         self.root = root_storage(format)
 
     def allows_padding(self, config: Config, attempt: int | None) -> bool:
-        """True unless jitter or traces are needed, which depend on the whole matrix."""
+        """True unless jitter or a trace is needed, which depends on the whole matrix."""
         return not config.trace_scaling if attempt is None else attempt == 0 and config.beta > 0
 
     def layout(self, order: int) -> Layout:
@@ -112,7 +112,7 @@ class Cholesky:
     def update(
         self, statistic: Triangle, M: Tensor, config: Config, attempt: int, chain: Chain | None
     ) -> tuple[Triangle, Tensor]:
-        """PU: return the factor of β C Cᵀ + (1 - β) M. The second attempt adds jitter as needed."""
+        """PU: return the factor of β C Cᵀ + (1 - β) M. The second attempt adds jitter if needed."""
         decay, weight = decay_weights(config.beta)
         c = operand(statistic.C)
         A = multiply(c, c.mT, C=M, alpha=decay, beta=weight, symmetric=True, triangular=True, out=M)

@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
 
 class Square(NamedTuple):
-    """The matrices themselves, (k, n, n)."""
+    """The matrices A themselves, (k, n, n)."""
 
     A: Tensor
 
     def part(self, rows: slice, order: int) -> Square:
-        """Return some of the matrices."""
+        """Return the matrices of the given rows."""
         return Square(self.A[rows])
 
     def trace(self) -> Tensor:
@@ -31,7 +31,7 @@ class Square(NamedTuple):
 
 
 class Dense:
-    """A ← β A + (1 - β) M; Â = (A + λmax ε I)^(-1/p) by Schur-Newton.
+    """Stores A: A ← β A + (1 - β) M; Â = (A + λmax ε I)^(-1/p) by Schur-Newton.
 
     At 32 bits this is the method ``"dense"``. With fewer bits it is ``"naive"``, the paper's
     baseline: the same on the dequantised A, whose diagonal stays float32.

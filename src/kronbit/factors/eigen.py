@@ -25,7 +25,7 @@ from kronbit.linalg.roots import inverse_root
 if TYPE_CHECKING:
     from kronbit.kernels.cholesky import Chain
 
-_TO_THE_END = 4  # Björck steps after which 4-bit eigenvectors are orthogonal up to float32 rounding
+_CONVERGED = 4  # Björck steps after which 4-bit eigenvectors are orthogonal up to float32 rounding
 
 
 class Spectrum(NamedTuple):
@@ -35,7 +35,7 @@ class Spectrum(NamedTuple):
     vectors: Operand
 
     def part(self, rows: slice, order: int) -> Spectrum:
-        """Return some of the matrices without their padding."""
+        """Return the matrices of the given rows without their padding."""
         assert isinstance(self.vectors, Tensor)
         return Spectrum(self.lam[rows, :order], self.vectors[rows, :order, :order])
 
@@ -45,9 +45,9 @@ class Spectrum(NamedTuple):
 
 
 class Eigen:
-    """A = V Λ Vᵀ as (λ, Ū): Algorithms PU and PIRU.
+    """Stores A = V Λ Vᵀ as (λ, Ū): Algorithms PU and PIRU.
 
-    U is stored transposed: a row is an eigenvector, so a quantisation block never spans two.
+    U is stored transposed: a row is an eigenvector, so no quantisation block spans two of them.
     Float32 eigenvectors (32 bits, or a small order) are orthogonal and are not rectified.
     """
 
@@ -88,18 +88,18 @@ class Eigen:
         A matrix of a smaller order is padded with unit eigenvectors, whose λ is its largest.
         Neither update nor root mixes the matrix and the padding.
         """
-        lam = [_padded(leaves["eigenvalues"], order) for leaves in slices]
-        together = lam[0] if len(lam) == 1 else torch.cat(lam)
-        return Spectrum(together, self.vectors.operand(slices, order))
+        lams = [_padded(leaves["eigenvalues"], order) for leaves in slices]
+        lam = lams[0] if len(lams) == 1 else torch.cat(lams)
+        return Spectrum(lam, self.vectors.operand(slices, order))
 
     def update(
         self, statistic: Spectrum, M: Tensor, config: Config, attempt: int, chain: Chain | None
     ) -> tuple[Spectrum, Tensor]:
-        """PU: rectify, average M in, run one or more QR iterations."""
+        """PU: rectify the eigenvectors, average M in, and run one or more QR iterations."""
         lam, Vt = statistic.lam, self._rectified(statistic, config.update_rectify)
         del statistic
         decay, weight = decay_weights(config.beta)
-        # No element of a positive semi-definite matrix exceeds its largest diagonal one.
+        # No element of a positive semi-definite matrix exceeds its largest diagonal element.
         largest = lam.amax(-1)
         bound = M.diagonal(dim1=-2, dim2=-1).amax(-1).mul_(weight).add_(largest, alpha=decay)
         # A = β V Λ Vᵀ + (1 - β) M
@@ -138,7 +138,7 @@ class Eigen:
     def matrix(self, leaves: Mapping[str, Tensor]) -> Tensor:
         """Return A = V Λ Vᵀ, float32, from eigenvectors rectified to full orthogonality."""
         statistic = self.restore([leaves], leaves["eigenvalues"].shape[-1])
-        return self._matrix(statistic, rectify=_TO_THE_END)
+        return self._matrix(statistic, rectify=_CONVERGED)
 
     def encode_matrix(self, A: Tensor) -> Leaves:
         """Encode a given A."""
@@ -155,7 +155,7 @@ class Eigen:
         }
 
     def _rectified(self, statistic: Spectrum, steps: int) -> Operand:
-        """Return Vᵀ, eigenvectors as rows, after Björck's steps if they were quantised."""
+        """Return Vᵀ, eigenvectors as rows; quantised ones are rectified by Björck's steps."""
         exact = self.vectors.quantizer.bits == 32
         return rectified(statistic.vectors, 0 if exact else steps)
 
@@ -164,7 +164,7 @@ class Eigen:
 
 
 def _padded(lam: Tensor, order: int) -> Tensor:
-    """Pad λ (k, n) with its largest."""
+    """Pad λ (k, n) with its largest element."""
     n = lam.shape[-1]
     if n == order:
         return lam

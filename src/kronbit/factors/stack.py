@@ -1,4 +1,4 @@
-"""A batch of preconditioners of one order, and their inverse roots."""
+"""Stacks of preconditioners of one order with their inverse roots, and batches of their rows."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kronbit.factors.cholesky import Cholesky
 from kronbit.factors.dense import Dense
 from kronbit.factors.eigen import Eigen
 from kronbit.factors.storage import Layout, Leaves, MatrixStorage, is_root
-from kronbit.interruptions import to_the_end
+from kronbit.interruptions import run_to_completion
 from kronbit.linalg.backend import backend
 
 if TYPE_CHECKING:
@@ -26,25 +26,25 @@ class Method(Protocol):
     """A way to store a preconditioner A and its root: pure functions on a stack's tensors.
 
     Q quantises and D restores. Each method has a type for its statistic, the result of D, such
-    as (λ, V). ``statistic.part(rows, order)`` returns some of the matrices without their padding,
-    and ``statistic.trace()`` the traces of A, (k,).
+    as (λ, V). ``statistic.part(rows, order)`` returns the matrices of rows without their padding,
+    and ``statistic.trace()`` returns the traces of A, (k,).
     """
 
     p: int
     root: MatrixStorage
-    # Counters of further attempts at an update, in order.
+    # Counters of repeated attempts at an update, in order.
     repairs: tuple[str, ...]
-    # Counters of further attempts at a refresh, each with ten times the damping.
+    # Counters of repeated attempts at a refresh, each with ten times the damping.
     root_repairs: tuple[str, ...]
 
     def allows_padding(self, config: Config, attempt: int | None) -> bool:
-        """True if matrices can be padded to a larger order without a change of the results.
+        """True if padding matrices to a larger order does not change the results.
 
         ``attempt`` counts the attempts at an update; it is ``None`` for a refresh.
         """
 
     def layout(self, order: int) -> Layout:
-        """Return name -> (shape, dtype) of a matrix and its root; a root's names begin "root"."""
+        """Return name -> (shape, dtype); names that begin with "root" belong to the root."""
 
     def start(self, eye: Tensor, value: float) -> Leaves:
         """Return A0 = value I; ``eye`` is (1, n, n)."""
@@ -57,8 +57,8 @@ class Method(Protocol):
     ) -> tuple[Any, Tensor]:
         """PU: return the new statistic, and bool (k,), True if trusted. M may be overwritten.
 
-        Attempts count from 0; later ones are more robust. ``chain`` launches the factorisations of
-        the first, if kernels do them.
+        Attempts count from 0; later attempts are more robust. ``chain`` launches the factorisations
+        of the first attempt, if kernels compute them.
         """
 
     def encode(self, statistic: Any) -> Leaves:
@@ -93,19 +93,19 @@ class Factors:
     Args:
         order: n.
         rows: Number of preconditioners.
-        format: How they are stored.
+        format: Storage format.
         start: A0 = start I.
         device: Device of the math, and of the roots.
-        offload: True if the statistics are in the host's memory instead.
+        offload: True if the statistics are kept in host memory.
 
     Attributes:
         layout: Name -> (shape, dtype) of one row.
         device: Device of the math.
-        offloaded: True if the statistics are in the host's memory, and the device is not the host.
+        offloaded: True if the statistics are in host memory, and the device is not the CPU.
         tensors: Name -> tensor with one row per block.
         whole: The tensors of the larger stack, if this is a window of one; else ``tensors``.
         first: The first row of the window.
-        counters: Numbers of repairs and refusals.
+        counters: Numbers of repairs and of discarded results.
     """
 
     COUNTERS = (
@@ -136,15 +136,15 @@ class Factors:
         self.offloaded = offload and self.device.type != "cpu"
         self.tensors: Leaves = {}
         for name, (shape, dtype) in self.layout.items():
-            away = self.offloaded and not is_root(name)
-            where = "cpu" if away else self.device
-            pinned = away and self.device.type == "cuda"
+            on_host = self.offloaded and not is_root(name)
+            where = "cpu" if on_host else self.device
+            pinned = on_host and self.device.type == "cuda"
             tensor = torch.empty((rows, *shape), dtype=dtype, device=where, pin_memory=pinned)
             self.tensors[name] = tensor.copy_(first[name].to(where))
         self.whole, self.first = self.tensors, 0
 
     def window(self, first: int, rows: int) -> Factors:
-        """Return a window of some rows, with counters that start at 0."""
+        """Return a window of adjacent rows, with counters that start at 0."""
         part = copy(self)
         part.rows, part.first = rows, self.first + first
         part.counters = dict.fromkeys(self.COUNTERS, 0)
@@ -152,7 +152,7 @@ class Factors:
         return part
 
     def roots(self, rows: slice) -> Tensor:
-        """Return Â of some rows, float32: do not write to it."""
+        """Return Â of the given rows, float32: do not write to it."""
         return self.method.root.decode(self.leaves(rows))
 
     def is_identity(self, rows: slice) -> Tensor:
@@ -170,11 +170,11 @@ class Factors:
         return worst
 
     def slot(self, row: int) -> Leaves:
-        """Return the state of one row: views, in the order of the layout."""
+        """Return views of the state of one row, in the order of the layout."""
         return {name: tensor[row] for name, tensor in self.tensors.items()}
 
     def leaves(self, rows: slice) -> Leaves:
-        """Return the tensors of some rows: views."""
+        """Return views of the tensors of the given rows."""
         return {name: tensor[rows] for name, tensor in self.tensors.items()}
 
 
@@ -182,8 +182,8 @@ class Batch:
     """Rows of several stacks of one format that are updated or refreshed together.
 
     Args:
-        parts: (stack, rows) in order. Neighbours in one larger stack need no copies. If orders
-            differ, all are padded to the largest.
+        parts: (stack, rows) in order. Adjacent rows of one larger stack need no copies. If orders
+            differ, all matrices are padded to the largest.
 
     Attributes:
         replaced: bool (rows,): True if the last write replaced the row.
@@ -202,14 +202,14 @@ class Batch:
                 if before.whole is factors.whole and span.stop == start:
                     start = stretches.pop()[1].start
             stretches.append((factors, slice(start, stop)))
-        # Tensors of some rows, the rows of the batch that they are, and their order.
+        # For each stretch: its tensors, its rows within the batch, and its order.
         self._slices: list[tuple[Leaves, slice, int]] = []
         first = 0
         for factors, rows in stretches:
             leaves = {name: tensor[rows] for name, tensor in factors.whole.items()}
-            place = slice(first, first + rows.stop - rows.start)
-            self._slices.append((leaves, place, factors.order))
-            first = place.stop
+            in_batch = slice(first, first + rows.stop - rows.start)
+            self._slices.append((leaves, in_batch, factors.order))
+            first = in_batch.stop
 
     def update(
         self,
@@ -221,7 +221,7 @@ class Batch:
     ) -> tuple[Tensor, Tensor]:
         """Run PU with M (rows, n, n), finite, which may be overwritten; see ``Method.update``.
 
-        A row stays as it is where ``finite``, bool (rows,), is False, or its factorisation fails.
+        A row is unchanged where ``finite``, bool (rows,), is False, or its factorisation fails.
 
         Returns:
             Two tensors, bool (rows,). The first is True if the factorisation can be trusted. The
@@ -229,17 +229,17 @@ class Batch:
         """
         new, good = self.method.update(self.restored(), M, config, attempt, chain)
         encode = self.method.encode
-        return good, self._keep(lambda rows, n: encode(new.part(rows, n)), finite & good)
+        return good, self._write(lambda rows, n: encode(new.part(rows, n)), finite & good)
 
     def refresh(self, config: Config) -> Tensor:
-        """Run PIRU. Return bool (rows,), True if the root was replaced: the new one is finite."""
+        """Run PIRU. Return bool (rows,), True if the new root is finite and replaced the old."""
         scale = self._trace_scale() if config.trace_scaling else None
         new = self.method.refresh(self.restored(), config)
         if scale is not None:
             new *= scale
         encode = self.method.root.encode
         all_rows = torch.ones(len(new), dtype=torch.bool, device=new.device)
-        return self._keep(lambda rows, n: encode(new[rows, :n, :n]), all_rows)
+        return self._write(lambda rows, n: encode(new[rows, :n, :n]), all_rows)
 
     def restored(self) -> Any:
         """D: return the statistic on the device, in the method's type, such as ``Triangle``."""
@@ -256,26 +256,26 @@ class Batch:
         return self.method.restore(slices, self._order)
 
     def _trace_scale(self) -> Tensor:
-        """Return (A / √tr A)^(-1/p) relative to A^(-1/p), a number; 1 for a zero matrix."""
+        """Return the ratio of (A / √tr A)^(-1/p) to A^(-1/p), a number; 1 for a zero matrix."""
         trace = self.restored().trace()
         scale = torch.where(trace == 0, 1.0, trace)
         for _ in range(self.method.p.bit_length()):  # the 2p-th root; not pow, see ``Eigen``
             scale.sqrt_()
         return scale[:, None, None]
 
-    def _keep(self, encoded: Callable[[slice, int], Leaves], accepted: Tensor) -> Tensor:
-        """Write new tensors where they are finite; elsewhere the old ones stay.
+    def _write(self, encode: Callable[[slice, int], Leaves], accepted: Tensor) -> Tensor:
+        """Replace accepted rows by new tensors where these are finite; return the replaced rows.
 
-        All memory is allocated before anything is written, and a write that has begun runs to its
-        end: codes and scales of a row always belong together.
+        All memory is allocated before anything is written, and a write that has begun runs to
+        completion: codes and scales of a row always belong together.
 
         Args:
-            encoded: (rows, order) -> their new tensors.
-            accepted: bool (rows,): False where the old tensors stay in any case. Overwritten by the
-                result: True if a row has new tensors.
+            encode: (rows, order) -> the new tensors of these rows.
+            accepted: bool (rows,): False for rows that must not be replaced. It is overwritten by
+                the result, bool (rows,): True for rows that were replaced.
         """
         replacements = [
-            replacement(leaves, encoded(rows, order), accepted[rows])
+            replacement(leaves, encode(rows, order), accepted[rows])
             for leaves, rows, order in self._slices
         ]
 
@@ -284,7 +284,7 @@ class Batch:
                 replace()
             self.replaced = accepted
 
-        to_the_end(write)
+        run_to_completion(write)
         return accepted
 
 
@@ -294,44 +294,44 @@ def replacement(old: Mapping[str, Tensor], new: Leaves, accepted: Tensor) -> Cal
     The function allocates nothing, and may be called again.
 
     Args:
-        old: Tensors by name, perhaps in the host's memory; those of other names stay.
+        old: Tensors by name, perhaps in host memory; names that ``new`` lacks are unchanged.
         new: The new tensors, on the device.
         accepted: bool (rows,), contiguous: True for rows that are replaced. Once the function has
             been called, it is False for rows that are not finite.
     """
-    kept, leaves = [old[name] for name in new], list(new.values())
-    away = kept[0].device != accepted.device
+    targets, leaves = [old[name] for name in new], list(new.values())
+    on_host = targets[0].device != accepted.device
     by = backend(accepted.device)
-    if by.by_kernels and not away:
+    if by.by_kernels and not on_host:
         leaves = [leaf.contiguous() for leaf in leaves]
     else:
         accepted &= _finite_rows(leaves)
-    if not away:
-        return partial(by.replace_rows_, kept, leaves, accepted)
+    if not on_host:
+        return partial(by.replace_rows_, targets, leaves, accepted)
     merged = [
-        torch.where(_per_row(accepted, leaf), leaf, row.to(leaf.device, non_blocking=True))
-        for row, leaf in zip(kept, leaves, strict=True)
+        torch.where(_per_row(accepted, leaf), leaf, target.to(leaf.device, non_blocking=True))
+        for target, leaf in zip(targets, leaves, strict=True)
     ]
-    return partial(_copy_all, kept, merged)
+    return partial(_copy_all, targets, merged)
 
 
 def _copy_all(old: Sequence[Tensor], new: Sequence[Tensor]) -> None:
     for target, leaf in zip(old, new, strict=True):
-        # Readers on the host wait for the device first, as all updates do.
+        # Readers on the host must wait for the device first, as all updates do.
         target.copy_(leaf, non_blocking=True)
 
 
 def _per_row(values: Tensor, leaf: Tensor) -> Tensor:
-    """Add axes to (rows,), so that it broadcasts to a leaf."""
+    """Add axes to values (rows,), so that they broadcast to a leaf."""
     return values.view(-1, *[1] * (leaf.dim() - 1))
 
 
 def _finite_rows(leaves: Sequence[Tensor]) -> Tensor:
-    """Return bool (rows,), True if finite: a non-finite element makes its scale non-finite."""
+    """Return bool (rows,), True if finite: the scale of a non-finite element is not finite."""
     checks = [
         torch.linalg.vector_norm(leaf.flatten(1), ord=torch.inf, dim=1) < torch.inf
         for leaf in leaves
         if leaf.is_floating_point()
     ]
-    together: Tensor = reduce(torch.logical_and, checks)
-    return together
+    finite: Tensor = reduce(torch.logical_and, checks)
+    return finite

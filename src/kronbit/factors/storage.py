@@ -1,6 +1,6 @@
 """Storage of matrices: by rows as in the paper, compact, or in float32.
 
-A stack of square matrices is a dict of tensors, whose first axis is that of the stack.
+A stack of square matrices is a dict of tensors, whose first axis indexes the rows of the stack.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kronbit.config import Format
 from kronbit.linalg.backend import Operand, backend, joined, tile_count
 from kronbit.quantization import Quantizer, reference
 
-# The tensors of a stack by name. Every one has the rows of the stack as its first axis.
+# The tensors of a stack by name.
 Leaves: TypeAlias = dict[str, Tensor]
 # Name -> (shape without the row axis, dtype).
 Layout: TypeAlias = dict[str, tuple[tuple[int, ...], torch.dtype]]
@@ -53,7 +53,7 @@ class MatrixStorage(Protocol):
     def operand(self, slices: Sequence[Mapping[str, Tensor]], order: int) -> Operand:
         """D: return an operand of concatenated stacks. No element may be far above 1.
 
-        ``order`` is the largest. Smaller matrices are padded by the identity.
+        ``order`` is the largest order. Smaller matrices are padded by the identity.
         """
 
 
@@ -63,10 +63,10 @@ class RowStorage:
 
     Attributes:
         quantizer: Q and D; at 32 bits the matrix is one float32 tensor.
-        plain: Name of that tensor.
+        plain: Name of the float32 tensor at 32 bits.
         prefix: Prefix of the names ``codes``, ``scales`` and ``diagonal``.
-        diagonal: True if the diagonal stays float32 and only the rest is quantised, as in the paper
-            for matrices whose diagonal dominates.
+        diagonal: True if the diagonal stays float32 and is not quantised, as in the paper for
+            matrices whose diagonal dominates.
     """
 
     quantizer: Quantizer
@@ -96,7 +96,7 @@ class RowStorage:
         return leaves | {f"{self.prefix}codes": codes, f"{self.prefix}scales": scales}
 
     def decode(self, leaves: Mapping[str, Tensor], out: Tensor | None = None) -> Tensor:
-        """D: return the stack; at 32 bits it is the stored tensor: do not write to it."""
+        """D: return the stack; at 32 bits, this is the stored tensor: do not write to it."""
         if out is not None:
             return out.copy_(self.decode(leaves))
         if self.quantizer.bits == 32:
@@ -123,8 +123,8 @@ class CompactStorage:
     """Storage without redundancy: one triangle, and quantised scales.
 
     The strictly lower part of a triangular or symmetric matrix is quantised, and the diagonal stays
-    float32. The lower part is cut into square tiles, in the order of rows, and a row of a tile is a
-    block. If rows take less memory, the lower part is stored by rows instead.
+    float32. The lower part is cut into square tiles, in row order, and a row of a tile is a block.
+    If storage by rows takes less memory, it is used instead.
     """
 
     quantizer: Quantizer
@@ -132,7 +132,7 @@ class CompactStorage:
     shape: Shape
 
     def tile(self, order: int) -> int | None:
-        """Return the side of the tiles that need the least memory; None if rows need less."""
+        """Return the side of the tiles that need the least memory; None for storage by rows."""
         return None if self.shape == "square" else _best_tile(self, order)
 
     def layout(self, order: int) -> Layout:
@@ -166,7 +166,7 @@ class CompactStorage:
         return leaves | {f"{self.prefix}{n}": leaf for n, leaf in zip(names, encoded, strict=True)}
 
     def decode(self, leaves: Mapping[str, Tensor], out: Tensor | None = None) -> Tensor:
-        """D: return a stack (k, n, n), new or ``out``; symmetric ones to the bit."""
+        """D: return a stack (k, n, n), new or ``out``. Symmetric matrices are exactly symmetric."""
         codes, scales, tops = (
             leaves[f"{self.prefix}{name}"] for name in ("codes", "scales", "top_scales")
         )
@@ -179,7 +179,7 @@ class CompactStorage:
         )
 
     def operand(self, slices: Sequence[Mapping[str, Tensor]], order: int) -> Operand:
-        """D: return an operand."""
+        """D: return an operand of concatenated stacks."""
         whole = joined([self.decode(leaves) for leaves in slices], order)
         return backend(whole.device).operand(whole, 1.0)
 

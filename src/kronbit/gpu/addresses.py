@@ -13,18 +13,18 @@ from torch import Tensor
 from kronbit.blocks.gradients import plain_dtypes
 from kronbit.kernels.gradients import CHANNELS_LAST, KIND_FROM
 
-# Numbers that are added to addresses, by the kind of the gradient.
+# Tags that are added to addresses, by the dtype of the gradient.
 _DTYPES_OF_KINDS = (torch.float32, torch.bfloat16, torch.float16)
 _TAGS = {dtype: kind << KIND_FROM for kind, dtype in enumerate(_DTYPES_OF_KINDS)}
 _DTYPES = {"i": torch.int32, "q": torch.int64}
-_TYPES = {Tensor, type(None)}  # kernels see only a part of a distributed tensor
+_TYPES = {Tensor, type(None)}  # of a distributed tensor, kernels would see only a part
 _NONE: frozenset[int] = frozenset()
 
 
-def takes(dtypes: set[torch.dtype] | None, grads: Sequence[Tensor | None]) -> bool:
+def supported(dtypes: set[torch.dtype] | None, grads: Sequence[Tensor | None]) -> bool:
     """True if the kernels can read and write all of these gradients.
 
-    ``dtypes`` are the ``plain_dtypes`` of these, or of more, gradients.
+    ``dtypes`` is the result of ``plain_dtypes`` for a list that contains these gradients.
     """
     return dtypes is not None and dtypes <= _TAGS.keys() and set(map(type, grads)) <= _TYPES
 
@@ -39,15 +39,15 @@ def channels_last(grads: Sequence[Tensor | None]) -> frozenset[int]:
     )
 
 
-def takable(grads: Sequence[Tensor | None], taps: Sequence[int]) -> list[Tensor | None]:
-    """Return the gradients that the kernels can read and write, ``None`` for the others.
+def supported_or_none(grads: Sequence[Tensor | None], taps: Sequence[int]) -> list[Tensor | None]:
+    """Return the gradients, with ``None`` for those that the kernels cannot read and write.
 
     For ``taps``, see ``NonfiniteGuard.measure``.
     """
     return [
         grad
         if grad is not None
-        and takes(plain_dtypes([grad]), [grad])
+        and supported(plain_dtypes([grad]), [grad])
         and (grad.is_contiguous() or not taps or taps[i] != 1)
         else None
         for i, grad in enumerate(grads)
@@ -75,10 +75,10 @@ class Integers:
 
     Args:
         count: Number of integers, which are zero at first.
-        device: Their device.
+        device: Device of the integers.
 
     Attributes:
-        values: The integers, once the device has done all copies.
+        values: The integers on the device after all pending copies.
         tensor: int64 (count,).
     """
 
@@ -87,7 +87,7 @@ class Integers:
         self.tensor = torch.zeros(count, dtype=torch.int64, device=device)
 
     def write(self, values: list[int]) -> None:
-        """Set all of them, in stream order and without waiting for the device."""
+        """Set all integers, in stream order and without waiting for the device."""
         if values != self.values:
             host = _sendable(array("q", values), self.tensor.device)
             self.tensor.copy_(host, non_blocking=True)
@@ -118,9 +118,9 @@ class AddressTable(Integers):
         """Write the addresses of gradients.
 
         Args:
-            grads: Gradients that the kernels can take; ``None`` where there is none. Entries of the
-                table beyond them become 0.
-            dtypes: All dtypes of the gradients, if they are known.
+            grads: Gradients that the kernels support, or None. Entries of the table beyond them
+                become 0.
+            dtypes: All dtypes of the gradients, if known.
             channels_last: Indices of gradients in channels-last order.
         """
         values: list[int] | None = None
@@ -129,11 +129,11 @@ class AddressTable(Integers):
             # Nearly every step takes this path; a loop in Python takes twice as long.
             (dtype,) = dtypes
             with suppress(TypeError):  # a gradient is None
-                places = list(map(Tensor.data_ptr, cast("Sequence[Tensor]", grads)))
-                last = places, dtypes, channels_last
+                pointers = list(map(Tensor.data_ptr, cast("Sequence[Tensor]", grads)))
+                last = pointers, dtypes, channels_last
                 if last == self._last:
                     return  # gradients often have the addresses of the last step
-                values = list(map(_TAGS[dtype].__add__, places))
+                values = list(map(_TAGS[dtype].__add__, pointers))
         self._last = None
         if dtypes is None:
             dtypes = {grad.dtype for grad in grads if grad is not None}
@@ -147,4 +147,4 @@ class AddressTable(Integers):
         if values != self.values:
             self.aligned = not any(map((15).__and__, values))
             self.write(values)
-        self._last = last  # only once it has been written
+        self._last = last  # only after a successful write

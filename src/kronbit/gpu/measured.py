@@ -15,12 +15,12 @@ class Measured(NamedTuple):
     """The gradients of a step and their norms.
 
     Attributes:
-        grads: The gradients; ``None`` where there is none.
-        norms: ‖G‖_F of each in float32; 0 where there is none. Not finite where G is not, or where
+        grads: The gradients; ``None`` for parameters without one.
+        norms: ‖G‖_F of each in float32; 0 without a gradient. Not finite where G is not, or where
             the sum of squares overflows float32.
         finite: bool, True if a norm is finite.
-        addresses: Table of the gradients that kernels can take; ``None`` without kernels.
-        by_kernels: True if kernels have measured the norms: then they can take all gradients.
+        addresses: Table of the gradients that kernels support; ``None`` without kernels.
+        by_kernels: True if kernels have measured the norms, and therefore support all gradients.
     """
 
     grads: Sequence[Tensor | None]

@@ -1,4 +1,4 @@
-"""Norms of many gradients by two launches; non-finite gradients are zeroed by another."""
+"""Norms of many gradients in two launches; a third launch zeroes non-finite gradients."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class KernelNorms:
         device: Device of the gradients.
 
     Attributes:
-        norms: ‖G‖_F of each in float32, as last measured.
+        norms: ‖G‖_F of each gradient in float32, as last measured.
         finite: bool, True if a norm is finite.
     """
 
@@ -47,12 +47,12 @@ class KernelNorms:
         self.finite = self._finite.view(torch.bool)
 
     def measure(self, addresses: Tensor, skipped: Tensor, count: bool) -> None:
-        """Measure norms and finiteness, with the same bits every time.
+        """Measure norms and finiteness, reproducibly to the bit.
 
         Args:
             addresses: Table of the gradients' addresses.
-            skipped: int64; the number of non-finite gradients is added to it.
-            count: True if it is added.
+            skipped: int64, a counter of non-finite gradients.
+            count: True if ``skipped`` is incremented.
         """
         if not self._programs:
             return
@@ -61,7 +61,7 @@ class KernelNorms:
         launch(norms_kernel, (len(self.sizes),), *numbers, COUNT=count, BLOCK=_SUMMED)
 
     def zero_nonfinite(self, addresses: Tensor) -> None:
-        """Zero non-finite gradients; the others keep their bits."""
+        """Zero non-finite gradients; all other gradients are unchanged."""
         if self._programs:
             self._launch(zero_kernel, addresses, self._finite)
 

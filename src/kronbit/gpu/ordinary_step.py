@@ -29,18 +29,18 @@ _DECODED = 128  # columns of a strip that are decoded together
 class GroupedProducts:
     """Preconditions members of one device by kernels.
 
-    Addresses are those of the members' gradients in order (``AddressTable``); more may follow. A
-    member whose address is 0 is skipped.
+    An ``AddressTable`` holds the members' gradients in order; more entries may follow. A member
+    whose address is 0 is skipped.
 
     Args:
         stacks: Members, blocks and factors.
         wanted: The members that are preconditioned.
         precision: Precision of the products.
-        channels_last: Members whose gradients are in that order.
+        channels_last: Members whose gradients are in channels-last order.
 
     Attributes:
-        scratch_bytes: Scratch of a step; a multiple of the alignment.
-        held_bytes: Memory in which a step holds Ĝ.
+        scratch_bytes: Size of a step's scratch memory; a multiple of the alignment.
+        held_bytes: Size of the memory that holds Ĝ.
     """
 
     def __init__(
@@ -64,18 +64,18 @@ class GroupedProducts:
         # The units of both roots of each block.
         self._units = torch.ones(2 * len(tables.lines), dtype=torch.float32, device=self._device)
 
-    def place(self, scratch: int, held: int, norms: Tensor) -> None:
+    def set_buffers(self, scratch: int, held: int, norms: Tensor) -> None:
         """Write the addresses of a step's buffers, and of ‖G‖_F of each gradient."""
         anchor = self._anchors[True]
         from_anchor = (scratch - anchor.data_ptr()) // anchor.itemsize  # both are aligned
         self._buffers.write([from_anchor, held, norms.data_ptr()])
 
     def compare(self, addresses: AddressTable, norms: Tensor, half: Precision) -> Tensor:
-        """Return (members, 3): ⟨a, b⟩, ⟨a, a⟩, ⟨b, b⟩ of Ĝ in this precision, a, and in another, b.
+        """Return ⟨a, b⟩, ⟨a, a⟩, ⟨b, b⟩, (members, 3): a is Ĝ in this precision, b in ``half``.
 
         Args:
             addresses: Table of the gradients.
-            norms: ‖G‖_F of each.
+            norms: ‖G‖_F of each gradient.
             half: Precision of b.
         """
         tables = self._tables
@@ -86,7 +86,7 @@ class GroupedProducts:
             size = sum(map(held_size, chunk.blocks))
             held = torch.empty(size, dtype=half.held, device=self._device)
             begin = held.data_ptr() - tables.offsets[chunk.blocks[0]] * held.element_size()
-            self.place(scratch.data_ptr(), begin, norms)
+            self.set_buffers(scratch.data_ptr(), begin, norms)
             self._products(chunk, addresses, half, self._squares)
             self._products(chunk, addresses, self._precision, sums, compare=True)
             del held
@@ -115,8 +115,8 @@ class GroupedProducts:
         """Write G̃ of a wave over the gradients."""
         scatter, scales = kernels.scatter_kernel, (self._precision.precise, self._scales)
         if wave.fits:
-            for wide, some in groupby(wave.chunks, lambda chunk: chunk.wide):
-                strips = [chunk.strips for chunk in some]
+            for wide, run in groupby(wave.chunks, lambda chunk: chunk.wide):
+                strips = [chunk.strips for chunk in run]
                 span = range(strips[0].start, strips[-1].stop)
                 self._move(scatter, span, wide, addresses, *scales)
             return
@@ -128,7 +128,7 @@ class GroupedProducts:
         self, kernel: Any, strips: range, wide: bool, addresses: AddressTable, precise: bool,
         numbers: Tensor,
     ) -> None:  # fmt: skip
-        """Gather or scatter some rows, with one program for each strip of gradients."""
+        """Gather or scatter rows, with one program for each strip of gradients."""
         tables = self._tables.programs[-1], strips.start, self._tables.lines
         arguments = *tables, addresses.tensor, self._buffers.tensor, numbers
         constants = {"ROWS": kernels.STRIP, "COLUMNS": _COLUMNS, "PRECISE": precise}
@@ -139,7 +139,7 @@ class GroupedProducts:
         self, chunk: Chunk, addresses: AddressTable, precision: Precision, sums: Tensor,
         compare: bool = False,
     ) -> None:  # fmt: skip
-        """Compute Ĝ of a chunk's blocks into the held stack, and sums of each program."""
+        """Compute Ĝ of a chunk's blocks into the held stack, and the sums of each program."""
         if not chunk.wide:
             precision = replace(precision, direct=False)
         self._restore(chunk, addresses, precision)
@@ -149,7 +149,7 @@ class GroupedProducts:
         self._passes(chunk, addresses, precision, sums, compare)
 
     def _restore(self, chunk: Chunk, addresses: AddressTable, precision: Precision) -> None:
-        """Restore roots of a chunk's blocks into the scratch."""
+        """Restore the roots of a chunk's blocks into the scratch."""
         where = self._tables.lines, addresses.tensor, self._buffers.tensor
         scratch = self._anchors[precision.precise], self._units
         squares = codebook(SCALE_MAPPING, SCALE_BITS, self._device)

@@ -1,4 +1,4 @@
-"""G Gᵀ and Gᵀ G of batches of blocks by kernels, read from the gradients."""
+"""G Gᵀ and Gᵀ G of batches of blocks by kernels that read the gradients."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from kronbit.kernels.matmul import PRODUCT, tiles
 from kronbit.kernels.outer import TILE
 from kronbit.kernels.split import padded
 
-_REMEMBERED = 256
+_CACHE_SIZE = 256
 
 
 class OuterProducts:
-    """Computes M, the new statistics, of members of one device.
+    """Computes M, which is G Gᵀ or Gᵀ G, for members of one device.
 
     Args:
         members: The parameters.
-        device: Their device.
+        device: Device of the parameters.
     """
 
     def __init__(self, members: Sequence[Member], device: torch.device) -> None:
         self._members, self._device = members, device
-        self._tables: BoundedCache[Any, tuple[Tensor, int, int]] = BoundedCache(_REMEMBERED)
+        self._tables: BoundedCache[Any, tuple[Tensor, int, int]] = BoundedCache(_CACHE_SIZE)
 
     def of(self, addresses: Tensor, finite: Tensor, parts: Sequence[Part]) -> Tensor:
         """Return M of a batch; zero beyond a row's order, and where the gradient is not finite.
@@ -57,15 +57,15 @@ class OuterProducts:
         return M
 
     def _make_lines(self, parts: Sequence[Part]) -> tuple[Tensor, int, int]:
-        """Return a line of integers per row, elements of all copies, and the programs of a block.
+        """Return a line of integers per row, the size of all copies, and the programs of a block.
 
-        There are as many programs as the largest block needs.
+        The largest block determines the number of programs.
         """
         lines = array("q")
         size = largest = 0
         for part in parts:
             m, n = part.group.shape
-            for row, member, _, first, stride, taps in part.group.places(self._members):
+            for row, member, _, first, stride, taps in part.group.locate(self._members):
                 if not part.rows.start <= row < part.rows.stop:
                     continue
                 depth = padded(m if part.right else n)

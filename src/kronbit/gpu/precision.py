@@ -9,7 +9,7 @@ import torch
 
 @dataclass(frozen=True)
 class Precision:
-    """Precision of products.
+    """Precision of the products of a step.
 
     Attributes:
         precise: True if roots, gradients, X and Y are sums of two bf16 numbers, not float16, and Ĝ

@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 FLOAT32, BF16X3, HALF = 24, 16, 11
 PRODUCT_BITS = (FLOAT32, BF16X3, HALF)
 
-# Largest angle, in degrees, between Ĝ in HALF and in BF16X3 at which each may be chosen. BF16X3 has
-# five more bits, so its error is a 32nd of this angle: either error is at most half a degree. These
-# are computed by kernels, the cheapest first.
+# Largest angle, in degrees, between Ĝ in HALF and in BF16X3 at which a precision may be chosen.
+# BF16X3 has five more bits, so its error is a 32nd of this angle: either error is at most half a
+# degree. Kernels compute these precisions, the cheapest first.
 _TOLERANCE = {HALF: 0.5, BF16X3: 16.0}
-_REMEMBERED = 64
+_CACHE_SIZE = 64
 
 
 # Precision, members, and members whose gradients are in channels-last order.
@@ -54,34 +54,34 @@ class KernelProducts:
         # gradients, for one table of addresses.
         self._replay = Replay(stacks.device, graphs)
         self._addresses: Tensor | None = None
-        # Graphs may hold the tables. No lambda: a cycle would keep the stacks in memory until a
-        # collection.
+        # Graphs may hold the tables. No lambda: a reference cycle would keep the stacks in memory
+        # until a collection.
         self._grouped: BoundedCache[_Key, GroupedProducts] = BoundedCache(
-            _REMEMBERED, keep_used=True, on_eviction=self._replay.forget
+            _CACHE_SIZE, keep_used=True, on_eviction=self._replay.forget
         )
         # For comparisons: under ``stagger``, the same members return every interval.
-        self._comparisons: BoundedCache[_Key, GroupedProducts] = BoundedCache(_REMEMBERED)
-        # Of the last step: refreshed members and their bits; bits and members of the kernels; and
-        # the other members, in order.
-        self._shared: tuple[set[int], dict[int, int]] = (set(), {})
+        self._comparisons: BoundedCache[_Key, GroupedProducts] = BoundedCache(_CACHE_SIZE)
+        # In the last step: refreshed members and their bits; bits and members that kernels
+        # compute; and the members that torch computes, in order.
+        self._divided: tuple[set[int], dict[int, int]] = (set(), {})
         self._by_kernels: list[tuple[int, frozenset[int]]] = []
-        self._left: tuple[int, ...] = ()
+        self._by_torch: tuple[int, ...] = ()
         # The key and the tables of the last step.
         self._last: tuple[Any, list[GroupedProducts]] = (None, [])
 
     def precondition(self, measured: Measured, addresses: AddressTable) -> Sequence[int]:
-        """Write G̃ over the gradients that kernels can take.
+        """Write G̃ over the gradients that kernels support.
 
         Args:
             measured: The members' gradients; others may follow.
-            addresses: Table of the gradients that the kernels can take.
+            addresses: Table of the gradients that the kernels support.
 
         Returns:
             The refreshed members that remain, in order; some may have no gradient.
         """
         refreshed = self._stacks.refreshed
-        if self._shared != (refreshed, self.bits):
-            self._share(set(refreshed), dict(self.bits))
+        if self._divided != (refreshed, self.bits):
+            self._divide(set(refreshed), dict(self.bits))
         entries = addresses.values
         # Members without a gradient are skipped: tables do not depend on which members have one.
         chosen = tuple(
@@ -92,27 +92,27 @@ class KernelProducts:
         if chosen:
             self.step(chosen, addresses, measured.norms)
         if measured.by_kernels:
-            return self._left
-        return [i for i in sorted(refreshed) if i in self._left or not entries[i]]
+            return self._by_torch
+        return [i for i in sorted(refreshed) if i in self._by_torch or not entries[i]]
 
-    def _share(self, refreshed: set[int], bits_of: dict[int, int]) -> None:
+    def _divide(self, refreshed: set[int], bits_of: dict[int, int]) -> None:
         """Group members by the bits of their products."""
         by_bits = {
             bits: frozenset(i for i in refreshed if bits_of[i] == bits) for bits in _TOLERANCE
         }
-        self._shared = refreshed, bits_of
+        self._divided = refreshed, bits_of
         self._by_kernels = [(bits, members) for bits, members in by_bits.items() if members]
-        self._left = tuple(i for i in sorted(refreshed) if bits_of[i] not in _TOLERANCE)
+        self._by_torch = tuple(i for i in sorted(refreshed) if bits_of[i] not in _TOLERANCE)
 
     def step(
         self, chosen: tuple[tuple[int, frozenset[int]], ...], addresses: AddressTable, norms: Tensor
     ) -> None:
-        """Write G̃ over some gradients.
+        """Write G̃ over the gradients of the chosen members.
 
         Args:
-            chosen: Ways, and their members.
+            chosen: Pairs of bits and the members whose products have these bits.
             addresses: Table of the gradients.
-            norms: ‖G‖_F of each. If that is not finite, the gradient stays as it is.
+            norms: ‖G‖_F of each gradient. If a norm is not finite, its gradient is unchanged.
         """
         kind = addresses.aligned, addresses.all_bf16, addresses.channels_last
         if (chosen, kind) != self._last[0]:
@@ -125,10 +125,10 @@ class KernelProducts:
         # One allocation: two take the host twice as long.
         scratch = max(table.scratch_bytes for table in tables)
         held = max(table.held_bytes for table in tables)
-        room = torch.empty(scratch + held, dtype=torch.uint8, device=norms.device)
-        begin = room.data_ptr()
+        buffer = torch.empty(scratch + held, dtype=torch.uint8, device=norms.device)
+        begin = buffer.data_ptr()
         for table in tables:
-            table.place(begin, begin + scratch, norms)
+            table.set_buffers(begin, begin + scratch, norms)
         if self._addresses is not addresses.tensor:
             self._addresses = addresses.tensor
             self._replay.forget()
@@ -145,8 +145,8 @@ class KernelProducts:
         Args:
             measured: The members' gradients, on which errors are measured.
             candidates: Members that have just been refreshed.
-            new: Members that were refreshed for the first time. Others switch to fewer bits only if
-                the error is at most half of the tolerance, because each change makes new tables.
+            new: Members that were refreshed for the first time. Other members switch to fewer bits
+                only if the error is at most half of the tolerance: every switch makes new tables.
         """
         chosen = dict.fromkeys(candidates, FLOAT32)
         addresses = measured.addresses
@@ -178,12 +178,12 @@ class KernelProducts:
         return GroupedProducts(self._stacks, members, precision, channels_last)
 
     def _tables(self, key: _Key) -> GroupedProducts:
-        """Return the tables of some members, from the cache if possible."""
+        """Return the tables for a key, from the cache if possible."""
         return self._grouped.obtain(key, lambda: self._make(key))
 
 
 def _least_bits(cosine: float, before: int) -> int:
-    """Return the least bits within tolerance, which is halved for fewer bits than before."""
+    """Return the fewest bits within tolerance, which is halved for fewer bits than before."""
     for bits, tolerance in _TOLERANCE.items():
         degrees = tolerance / (2 if bits < before else 1)
         if cosine >= math.cos(math.radians(degrees)):  # False for NaN, where there is no gradient

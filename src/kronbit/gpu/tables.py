@@ -1,8 +1,8 @@
 """Tables of the ordinary step: its blocks, and the work of every program.
 
-Blocks are cut into waves, which are grafted together; waves into chunks, which share the scratch;
-and chunks into programs. Tables depend on the plan alone, so they are made once. Addresses of
-gradients change from step to step, and have a small table in ``addresses``.
+Members are cut into waves, which are grafted together; waves into chunks, which share the scratch;
+and chunks into programs. Tables depend on the plan alone, so they are made once. The addresses of
+gradients change from step to step and are in a small table of ``addresses``.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def _tiles(block: TableBlock, shape: dict[str, int]) -> int:
 
 @dataclass(frozen=True, eq=False)  # two blocks are never the same
 class TableBlock:
-    """A block, and its place in the gradient: from ``first`` on, ``stride`` elements per row.
+    """A block and its location in the gradient: ``first`` element, and ``stride`` between rows.
 
     In channels-last order, a row has the same elements in another order.
     """
@@ -70,12 +70,12 @@ class TableBlock:
 
     @property
     def wide(self) -> bool:
-        """True if rows of the gradient are in order, and begin and end at multiples of 8."""
-        places = (self.group.shape[1], self.first, self.stride)
-        return not self.channels_last and all(place % 8 == 0 for place in places)
+        """True if rows of the gradient are contiguous, and begin and end at multiples of 8."""
+        lengths = (self.group.shape[1], self.first, self.stride)
+        return not self.channels_last and all(length % 8 == 0 for length in lengths)
 
     def scratch(self, precision: Precision) -> int:
-        """Return the elements of scratch: two roots, Y, and X if it is not the gradient itself."""
+        """Return the elements of scratch: two roots, Y, and X unless it is the gradient itself."""
         m, n = map(padded, self.group.shape)
         copies = 1 if precision.direct and self.wide else 2
         return precision.parts * (m * m + n * n + copies * m * n)
@@ -86,9 +86,9 @@ class RootKind(NamedTuple):
 
     Attributes:
         quantizer: Q and D.
-        words: True if eight codes are a word: if rows have a multiple of eight elements.
-        compact: True if only one triangle is kept, and scales are quantised.
-        tile: The side of the tiles; 0 if roots are kept by rows.
+        words: True if eight codes are read as a word: rows have a multiple of eight elements.
+        compact: True if only one triangle is stored, and scales are quantised.
+        tile: The side of the tiles; 0 if roots are stored by rows.
     """
 
     quantizer: Quantizer
@@ -119,11 +119,11 @@ class Chunk(NamedTuple):
 
     Attributes:
         blocks: The blocks.
-        roots: For each kind of root, the number of the list of the programs that restore:
-            (block, side, first) of each, where ``first`` is the first program of the block.
-        strips: Range of the tables' programs that gather or scatter its rows.
+        roots: For each kind of root, the index of a list of programs that restore roots. A program
+            is (block, side, first), where ``first`` is the first program of the block.
+        strips: Range of the tables' programs that gather or scatter the chunk's rows.
         wide: True if the rows of all gradients are wide, False if none are.
-        tiles: Number of the list of a product's programs: (block, first) of each.
+        tiles: Index of the list of a product's programs, each (block, first).
         square: Index of the first program's sum of squares.
     """
 
@@ -140,8 +140,8 @@ class TableWave(NamedTuple):
 
     Attributes:
         members: Range of the tables' members.
-        chunks: Its blocks in order.
-        fits: True if Ĝ of the wave is held until it is grafted; else it is computed twice.
+        chunks: The wave's blocks in order.
+        fits: True if Ĝ of the wave is held until it is grafted; else Ĝ is computed twice.
     """
 
     members: range
@@ -150,12 +150,12 @@ class TableWave(NamedTuple):
 
 
 class Tables(NamedTuple):
-    """Tables of an ordinary step for some members.
+    """Tables of an ordinary step.
 
     Attributes:
         lines: The blocks' lines of integers.
         members: For each member, (member, first, one past the last) of its sums of squares.
-        programs: The chunks' lists of programs; the last one has (block, first) of each program
+        programs: The chunks' lists of programs; the last list has (block, first) of each program
             that gathers or scatters rows.
         waves: The waves, in order.
         shape: Shape of the programs of products.
@@ -182,19 +182,19 @@ def make_tables(
     precision: Precision,
     channels_last: Collection[int],
 ) -> Tables:
-    """Cut members into waves whose Ĝ, and whose chunks' scratch, fit into the workspace.
+    """Cut members into waves so that Ĝ of a wave and scratch of a chunk fit into the workspace.
 
     Args:
-        stacks: Members, blocks and workspace: three eighths of it are scratch; the rest holds Ĝ.
+        stacks: Members, blocks and workspace. Scratch takes 3/8 of the workspace, and Ĝ 5/8.
         wanted: Indices of the members.
         precision: Precision of the products.
-        channels_last: Members whose gradients are in that order.
+        channels_last: Members whose gradients are in channels-last order.
     """
     members, workspace, device = stacks.members, stacks.workspace, stacks.device
     blocks = [
         TableBlock(member, number, group, row, first, stride, taps, member in channels_last)
         for group in stacks.groups
-        for row, member, number, first, stride, taps in group.places(members)
+        for row, member, number, first, stride, taps in group.locate(members)
         if member in wanted
     ]
     blocks.sort(key=lambda block: (block.member, block.number))
@@ -239,7 +239,7 @@ def cut_into_waves(blocks: Sequence[TableBlock], hold: int) -> Iterator[list[Tab
 
 
 def held_size(block: TableBlock) -> int:
-    """Return the elements of Ĝ of a block, padded."""
+    """Return the number of elements of a block's padded Ĝ."""
     m, n = map(padded, block.group.shape)
     return m * n
 
@@ -262,7 +262,7 @@ def cut_into_chunks(
 
 
 def _on_device(lists: Sequence[Sequence[tuple[int, ...]]], device: torch.device) -> list[Tensor]:
-    """Copy lists to a device. One copy is faster than many; each begins at 16 bytes' multiple."""
+    """Copy lists to a device in one copy, which is faster. Each list is aligned to 16 bytes."""
     table, starts = array("i"), []
     for rows in lists:
         starts.append(len(table))
@@ -295,15 +295,15 @@ class _Writer:
         self.offsets: dict[TableBlock, int] = {}
 
     def chunk(self, piece: Sequence[TableBlock], held: int) -> Chunk:
-        """Add blocks whose Ĝ are held from ``held`` on."""
-        place = 0  # in the scratch
+        """Add a chunk of blocks, whose Ĝ begin at element ``held`` of the held stack."""
+        offset = 0  # in the scratch
         first_strip, first_list, square = len(self.strips), len(self.programs), self.squares
         roots: dict[RootKind, list[tuple[int, ...]]] = {}
         tiles: list[tuple[int, ...]] = []
         for line, block in enumerate(piece, len(self.lines) // COUNT):
             self.offsets[block] = held
-            self.lines.extend(_line(block, self._precision, place, held))
-            place, held = place + block.scratch(self._precision), held + held_size(block)
+            self.lines.extend(_line(block, self._precision, offset, held))
+            offset, held = offset + block.scratch(self._precision), held + held_size(block)
             for side, factors in enumerate((block.group.left, block.group.right)):
                 kind = RootKind.of(factors)
                 programs = roots.setdefault(kind, [])
@@ -311,7 +311,7 @@ class _Writer:
             self.strips += [(line, len(self.strips))] * (padded(block.group.shape[0]) // STRIP)
             tiles += [(line, len(tiles))] * self._add_squares(block)
         self.programs += [*roots.values(), tiles]
-        self.scratch = max(self.scratch, place)
+        self.scratch = max(self.scratch, offset)
         return Chunk(
             blocks=tuple(piece),
             roots=tuple((kind, number) for number, kind in enumerate(roots, first_list)),
@@ -322,7 +322,7 @@ class _Writer:
         )
 
     def _add_squares(self, block: TableBlock) -> int:
-        """Count the programs of a block's product, and add them to its member's."""
+        """Return the number of programs of a block's product, and add it to the member's."""
         count = _tiles(block, self._shape)
         if not self.members or self.members[-3] != block.member:
             self.members.extend((block.member, self.squares, self.squares))
@@ -331,19 +331,19 @@ class _Writer:
         return count
 
 
-def _line(block: TableBlock, precision: Precision, place: int, held: int) -> list[int]:
+def _line(block: TableBlock, precision: Precision, left: int, held: int) -> list[int]:
     """Return the fields of ``kernels.gradients`` and ``kernels.grouped``."""
     m, n = map(padded, block.group.shape)
-    right = place + precision.parts * m * m
+    right = left + precision.parts * m * m
     y = right + precision.parts * n * n
     x = y + precision.parts * m * n
     head = block.member, *block.group.shape, block.first, block.stride, block.taps
     roots = (_root(factors, block.row) for factors in (block.group.left, block.group.right))
-    return [*head, place, right, x, y, held, *chain.from_iterable(roots)]
+    return [*head, left, right, x, y, held, *chain.from_iterable(roots)]
 
 
 def _root(factors: Factors, row: int) -> tuple[int, ...]:
-    """Return the fields of a root. At 32 bits, every (n + 1)-th element is the diagonal."""
+    """Return the fields of a root. At 32 bits, every (n + 1)-th element is on the diagonal."""
     if factors.format.root.bits == 32:
         address = _address(factors, "root", row)
         return address, 0, 0, address, factors.order + 1

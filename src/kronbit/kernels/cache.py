@@ -10,10 +10,10 @@ V = TypeVar("V")
 
 
 class BoundedCache(dict[K, V]):
-    """Values by key, at most ``size`` of them: a new value evicts the oldest.
+    """A dict of at most ``size`` values, in which a new value evicts the oldest.
 
     If ``keep_used``, a value counts as new whenever ``obtain`` returns it, so that the least
-    recently used one is evicted. ``on_eviction`` is called after a value has been evicted.
+    recently used value is evicted. ``on_eviction`` is called after an eviction.
     """
 
     def __init__(
@@ -22,7 +22,7 @@ class BoundedCache(dict[K, V]):
         self._size, self._keep_used, self._on_eviction = size, keep_used, on_eviction
 
     def obtain(self, key: K, make: Callable[[], V]) -> V:
-        """Return the value of a key. If there is none, evict if needed, and then make it."""
+        """Return the value of a key. Before a missing value is made, evict one if needed."""
         if key not in self:
             if len(self) == self._size:
                 del self[next(iter(self))]

@@ -4,10 +4,9 @@ A launch updates all tiles of the remaining matrix, and the program that updates
 tile also factors it, so nothing waits. R is stored in the upper tiles of S, which are never read,
 and, where C = Rᵀ is wanted, in the diagonal ones.
 
-R is inverted in blocks along its diagonal, and these are joined, two by two. All of that is a long
-chain of short launches, so it is replayed as a CUDA graph. Kernels find matrices by a table of
-addresses, so that the graph stays valid although matrices move. ``whitened`` is X R⁻¹ for
-Cholesky-QR.
+R is inverted in blocks along its diagonal, which are then joined in pairs. This is a long chain of
+short launches, so it is replayed as a CUDA graph. Kernels find matrices by a table of addresses, so
+that the graph stays valid when matrices move. ``whitened`` is X R⁻¹ for Cholesky-QR.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ _JOINED, _DEPTH = 64, 16  # tiles of the products that join two blocks
 _WARPS = 4
 _TILES = {"TILE": _TILE, "num_warps": 1}  # constants of an elimination
 
-# Places of addresses in the table.
+# Indices of addresses in the table.
 _S = tl.constexpr(0)
 _INVERSES = tl.constexpr(1)  # inverses of the diagonal tiles' factors
 _OUT = tl.constexpr(2)
@@ -63,12 +62,12 @@ def _wanted(places, matrix):
 def _factors(D, least, DIRECT: tl.constexpr, HALF: tl.constexpr):
     """Return L⁻¹, and L if DIRECT, of D = L Lᵀ; not finite where a pivot is not positive.
 
-    Pivots below the least one are replaced by it, and eliminate nothing: elements below them are
+    Pivots below ``least`` are replaced by it, and eliminate nothing: the elements below them are
     rounding errors, too, and would only grow.
 
-    Gaussian elimination, from D | I to Lᵀ | L⁻¹, except for the square roots of the pivots. Column
-    j of D is zero below the pivot from step j on, and column j of the right half is zero until
-    then, so both share one column.
+    This is Gaussian elimination, from D | I to Lᵀ | L⁻¹, up to the square roots of the pivots.
+    Column j of D is zero below the pivot from step j on, and column j of the right half is zero
+    before, so both share one column.
     """
     index = tl.arange(0, HALF)
     row, column = index[:, None], index[None, :]
@@ -253,8 +252,8 @@ def _blocks_kernel(places, n, tiles, BLOCK: tl.constexpr, TILE: tl.constexpr):
 def _join_kernel(places, n, size, SECOND: tl.constexpr, TILE: tl.constexpr, DEPTH: tl.constexpr):
     """Write R⁻¹ above B, where A and B are blocks along its diagonal, and C is R above B.
 
-    First compute T = C B, stored transposed below A in R, where nothing is read any more; then
-    -A T.
+    The first launch stores T = C B, transposed, below A in R, which is no longer read. The SECOND
+    computes -A T.
     """
     matrix = tl.program_id(2).to(tl.int64)
     if not _wanted(places, matrix):
@@ -298,7 +297,7 @@ def inverse_factor_(S: Tensor, least: float, only: Tensor, chain: Chain | None =
     Args:
         S: Symmetric matrices; upper tiles are not read.
         least: Smaller pivots are replaced by it; their rows of R are zero off the diagonal.
-        only: bool (k,): matrices whose results are wanted; others are undefined.
+        only: bool (k,): matrices whose results are wanted; other results are undefined.
         chain: Launches factorisations that are repeated.
 
     Returns:
@@ -346,16 +345,16 @@ class Chain:
 
     @property
     def graph_refused(self) -> str | None:
-        """Return why the launches could not be captured; ``None`` if nothing was refused."""
+        """Return why launches could not be captured as a graph; ``None`` if none was refused."""
         return self.replay.refused
 
     def _eliminate(self, k: int, n: int, least: float, direct: bool) -> int:
         tiles = -(-n // _TILE)
         for step in range(tiles):
-            left = tiles - step if step else 1
+            side = tiles - step if step else 1
             arguments = self.places, n, step, tiles, least
             flags = {"UPDATE": step > 0, "DIRECT": direct}
-            launch(_step_kernel, (left, left, k), *arguments, **flags, **_TILES)
+            launch(_step_kernel, (side, side, k), *arguments, **flags, **_TILES)
         return tiles
 
     def factor(self, k: int, n: int) -> None:
@@ -379,37 +378,37 @@ class Chain:
 
 
 def whitened(
-    X: Tensor, room: Tensor | None, least: float, limit: float, chain: Chain | None
+    X: Tensor, buffer: Tensor | None, least: float, limit: float, chain: Chain | None
 ) -> Split:
     """Return X R⁻¹; see ``linalg.backend``. Does not wait for the device.
 
-    Only the device knows which matrices need a second pass: it is launched for all of them, and
-    programs without work end at once.
+    Only the device knows which matrices need a second pass. The pass is launched for all matrices,
+    and programs without work end at once.
     """
     x = normalise_columns(X)
-    w, largest = _inverse_of_gram(x, room, least, _all_matrices(X), chain)
+    w, largest = _inverse_of_gram(x, buffer, least, _all_matrices(X), chain)
     y = compose(x, w)
     del x, w
     again = largest > _bits(limit)
     # No least pivot here: columns no longer have length 1.
-    w, _ = _inverse_of_gram(y, room, 0.0, again, chain)
+    w, _ = _inverse_of_gram(y, buffer, 0.0, again, chain)
     take_(y, compose(y, w, only=again), again)
     return y
 
 
-def shifted(X: Tensor, room: Tensor | None, shift: float) -> Tensor:
+def shifted(X: Tensor, buffer: Tensor | None, shift: float) -> Tensor:
     """Return X R⁻¹ with Rᵀ R = XᵀX + shift I; see ``linalg.backend``."""
     x = normalise_columns(X)
-    w, _ = _inverse_of_gram(x, room, 0.0, _all_matrices(X), None, shift)
+    w, _ = _inverse_of_gram(x, buffer, 0.0, _all_matrices(X), None, shift)
     return compose(x, w).float()
 
 
 def _inverse_of_gram(
-    x: Split, room: Tensor | None, least: float, only: Tensor, chain: Chain | None,
+    x: Split, buffer: Tensor | None, least: float, only: Tensor, chain: Chain | None,
     shift: float = 0.0,
 ) -> tuple[Split, Tensor]:  # fmt: skip
     """Return R⁻¹ with Rᵀ R = XᵀX + shift I, and the bits of its largest elements."""
-    S = multiply(x.mT, x, symmetric=True, out=room, only=only)
+    S = multiply(x.mT, x, symmetric=True, out=buffer, only=only)
     if shift:
         S.diagonal(dim1=-2, dim2=-1).add_(shift)
     return measured_split(inverse_factor_(S, least, only, chain), only)

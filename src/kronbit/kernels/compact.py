@@ -1,6 +1,6 @@
 """Compact storage by Triton kernels: the same codes as pure torch, from matrices of any strides.
 
-Every program handles a run of blocks below each other: the blocks of a tile, or 16 blocks if a
+Every program handles a run of blocks, one below the other: the blocks of a tile, or 16 blocks if a
 matrix is stored by rows. The scales of blocks are quantised, too; the scales of scales are tops.
 """
 
@@ -87,7 +87,7 @@ def restore_by_rows(
 def _run(
     number, n, TRIANGLE: tl.constexpr, BLOCK: tl.constexpr, TILED: tl.constexpr, ROWS: tl.constexpr
 ):
-    """Return a run's rows, columns, mask of elements that count, blocks, and their mask."""
+    """Return a run's rows, columns, mask of elements that count, blocks, and mask of blocks."""
     if TILED:
         i, j = tile_at(number)
         row, column = i * BLOCK + tl.arange(0, BLOCK), j * BLOCK + tl.arange(0, BLOCK)
@@ -126,7 +126,7 @@ def _scales_kernel(
 def _round_scales_kernel(
     scales, codes, tops, borders, squares, count, tops_count, BITS: tl.constexpr
 ):
-    """Quantise the scales that share a top, and overwrite them by D."""
+    """Quantise the scales that share a top, and overwrite them by their dequantised values."""
     matrix = tl.program_id(1).to(tl.int64)
     place = tl.program_id(0) * _PER_TOP + tl.arange(0, _PER_TOP)[None, :]
     mask = place < count
@@ -156,7 +156,7 @@ def _codes_kernel(
         codes += matrix * (count * BYTES) + line.to(tl.int64) * BYTES
         store_packed(codes, code, 0, BYTES, stored, BITS, BLOCK)
     else:
-        # Beyond the end of a row, no code is stored, not even that of zero.
+        # Beyond the end of a row, bits are 0, which is not the code of zero.
         code = tl.where((column < n)[None, :], code, 0)
         codes += matrix * (n * code_length) + row.to(tl.int64) * code_length
         byte = tl.min(column // BLOCK * BYTES)
@@ -179,7 +179,7 @@ def _decode_kernel(
         first = codes + matrix * count * (BLOCK * BITS // 8)
         value = restore_tile(first, scales, tops, table, squares, number, count, BITS, BLOCK)
         other = tl.trans(value) if MIRRORED else tl.zeros_like(value)
-        # On the diagonal both are in one tile.
+        # A tile on the diagonal has elements of both triangles.
         row, column = i * BLOCK + place[:, None], j * BLOCK + place[None, :]
         value = tl.where(row < column, other, value)
         on = tl.load(diagonal + matrix * n + row, mask=row < n, other=0.0)
@@ -216,7 +216,7 @@ def block_scales(X: Tensor, triangle: bool, block: int, tiled: bool) -> Tensor:
 
 
 def round_scales_(scales: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantise scales (k, blocks) to codes and tops. The scales are overwritten by D."""
+    """Quantise scales (k, blocks) to codes and tops; overwrite the scales by D of the result."""
     k, count = scales.shape
     codes = torch.empty(k, count, dtype=torch.uint8, device=scales.device)
     tops = scales.new_empty(k, block_count(count, reference.SCALES_PER_TOP))
@@ -270,7 +270,7 @@ def decode(
 
 
 def _runs(n: int, triangle: bool, block: int, tiled: bool) -> tuple[int, int, dict[str, int]]:
-    """Return the numbers of runs and of blocks of a matrix, and the kernels' constants of both."""
+    """Return the numbers of runs and of blocks of a matrix, and the constants of the kernels."""
     constants = {"TRIANGLE": triangle, "BLOCK": block, "TILED": tiled, "ROWS": _BY_ROWS}
     side = block_count(n, block)
     tiles = side * (side + 1) // 2

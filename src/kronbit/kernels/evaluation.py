@@ -1,7 +1,7 @@
-"""A polynomial of products in two launches: all lines but the last; after a check, the last.
+"""Evaluation of a polynomial in two launches: all lines but the last; after a check, the last.
 
 Programs take tiles in the order of lines, matrices and tiles, and wait until the previous lines of
-their matrix are done: no processor waits for the last tiles of a line, as between launches.
+their matrix are done. No processor idles at the end of a line, as it would with a launch per line.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ from kronbit.kernels.launch import launch
 from kronbit.kernels.matmul import PRODUCT, accumulate, mirrored_tile, store_tile, tiles, wrapped
 from kronbit.kernels.polynomial import Polynomial
 from kronbit.kernels.split import UNIT, load_parts, magnitude_bits, padded, split_quotients
-from kronbit.kernels.taking_turns import take, tell, wait_for
+from kronbit.kernels.task_queue import take, tell, wait_for
 
-# A line has places (out, A, B, C) and numbers (alpha times the units of A and B, beta, the unit of
-# C, the diagonal, the inverse of the unit of out). Parts hold a matrix divided by its unit.
+# A line has places (out, A, B, C), which index ``parts``, and numbers (alpha times the units of A
+# and B, beta, the unit of C, the diagonal, the inverse of the unit of out). Parts hold a matrix
+# divided by its unit.
 _WHERE = tl.constexpr(4)
 _NUMBERS = tl.constexpr(5)
 _ROWS, _COLUMNS = 8, 256  # rows and columns of a matrix, per program of the check
@@ -32,7 +33,7 @@ _PRODUCT = {name: value for name, value in PRODUCT.items() if name != "SUPER"}
 
 @triton.jit
 def _parts_of(parts, last, place, matrix, k, size, PLACES: tl.constexpr):
-    """Return the larger parts of the matrix in a place; the smaller parts follow all k of them."""
+    """Return the larger parts of a matrix; the smaller parts follow the larger parts of all k."""
     first = last if place == PLACES - 1 else parts + place * 2 * k * size
     return first + matrix * size
 
@@ -44,7 +45,7 @@ def _evaluate_kernel(
     DEPTH: tl.constexpr, PAD: tl.constexpr,
 ):  # fmt: skip
     """Compute lines of a polynomial from ``first`` on; or the last line alone, in float32."""
-    # Counters: finished tiles of each matrix, its distance from I, and the tiles that are taken.
+    # Counters: finished tiles of each matrix, its distance from I, and tiles already taken.
     taken, farthest = done + 2 * k, done + k
     last = out.to(tl.pointer_type(tl.float16), bitcast=True)
     padded_n = padded_n // PAD * PAD  # tell the compiler that it is a multiple of PAD
@@ -114,7 +115,7 @@ def _check_kernel(
     parts, out, places, numbers, orders, done, k, n, padded_n, line,
     MIXED: tl.constexpr, PLACES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Measure how far C of a line is from I, by the larger parts, as the bits of a float32."""
+    """Measure the distance of a line's C from I, by the larger parts, as the bits of a float32."""
     matrix = tl.program_id(1)
     order = tl.load(orders + matrix) if MIXED else n
     place, unit = tl.load(places + line * _WHERE + 3), tl.load(numbers + line * _NUMBERS + 2)
@@ -132,8 +133,8 @@ def _check_kernel(
     tl.atomic_max(done + k + matrix, tl.max(seen))
 
 
-def room(k: int, n: int, device: torch.device) -> Tensor:
-    """Allocate matrices (k, n, n) in float32, with storage for their parts later."""
+def evaluation_buffer(k: int, n: int, device: torch.device) -> Tensor:
+    """Allocate matrices (k, n, n) in float32, with storage that also fits their parts."""
     whole = torch.empty(k * padded(n) ** 2, dtype=torch.float32, device=device)
     return whole[: k * n**2].view(k, n, n)
 
@@ -148,7 +149,7 @@ def evaluate(
     parts = torch.empty(count - 1, 2, k, side, side, dtype=torch.float16, device=A.device)
     split_quotients(A, s, parts[0])
     if A.storage_offset() != 0 or A.untyped_storage().nbytes() != 4 * k * side**2:
-        A = room(k, n, A.device)
+        A = evaluation_buffer(k, n, A.device)
     counters = torch.zeros(2 * k + 2, dtype=torch.int32, device=A.device)
     tables = *_tables(polynomial, A.device), counters if orders is None else orders
     programs = min(processors(A.device), k * tiles(n) * (tiles(n) + 1) // 2)
@@ -170,7 +171,7 @@ def evaluate(
 def _places(polynomial: Polynomial) -> tuple[tuple[int, ...], ...]:
     """Return the places (out, A, B, C) of the matrices of each line, as few as possible.
 
-    No line writes where it reads. The first matrix is in place 0, the result in the last place.
+    No line overwrites its operands. The first matrix is in place 0, the result in the last place.
     """
     last_uses = polynomial.last_uses()
     last = len(polynomial.products)
@@ -194,7 +195,7 @@ def _places(polynomial: Polynomial) -> tuple[tuple[int, ...], ...]:
 
 @lru_cache(maxsize=64)
 def _tables(polynomial: Polynomial, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the lines of a polynomial, as the kernel reads them."""
+    """Return the places and numbers of a polynomial's lines, as the kernel reads them."""
     units = [UNIT]
     numbers = []
     for line in polynomial.products:

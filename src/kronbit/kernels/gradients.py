@@ -1,4 +1,4 @@
-"""A table of addresses, by which kernels reach gradients that move from step to step.
+"""A table of addresses through which kernels reach gradients, which move from step to step.
 
 An entry is the address of a gradient, with its kind and its order in bits that addresses leave
 free; 0 if there is no gradient. A convolution's weight has rows of (input, tap), or of (tap, input)
@@ -18,14 +18,14 @@ _ADDRESS = tl.constexpr(CHANNELS_LAST - 1)
 # Kinds: element types of a gradient. 2 is float16.
 FLOAT32, BFLOAT16 = tl.constexpr(0), tl.constexpr(1)
 
-# Fields with which the line of a block begins in every table: member, shape, first element in the
-# member's gradient, stride from row to row of the gradient, and taps of a convolution, else 1.
+# The first fields of a block's line in every table: member, shape, first element in the member's
+# gradient, stride from row to row of the gradient, and taps of a convolution, else 1.
 MEMBER, M, N, GRADIENT, STRIDE, TAPS = map(tl.constexpr, range(6))
 
 
 @triton.jit
 def find(addresses, i):
-    """Return address and kind of a gradient."""
+    """Return the address and the kind of a gradient."""
     entry = tl.load(addresses + i)
     return entry & _ADDRESS, entry >> _KIND
 
@@ -60,7 +60,7 @@ def place_of(first, stride, taps, row, column, WIDE: tl.constexpr):
 
 @triton.jit
 def pointer_to(address, TYPE: tl.constexpr, WIDE: tl.constexpr):
-    """Make a pointer from an address; Triton knows only by WIDE that it is aligned to 16 bytes."""
+    """Make a pointer from an address. WIDE tells Triton that it is aligned to 16 bytes."""
     pointer = address.to(tl.pointer_type(TYPE))
     return tl.multiple_of(pointer, 16) if WIDE else pointer
 
@@ -120,7 +120,7 @@ def squares_kernel(tiles, addresses, squares, BLOCK: tl.constexpr, ROUNDS: tl.co
     first, stop = tl.multiple_of(tl.load(tile + 1), BLOCK), tl.load(tile + 2)
     total = tl.zeros((BLOCK,), dtype=tl.float32)
     if address != 0:
-        # In one kernel: two would give sums with other bits.
+        # Both cases are in one kernel: two kernels would give sums with different bits.
         if (address % 16 == 0) & (stop - first == BLOCK * ROUNDS):
             total = _squares(address, kind, first, stop, BLOCK, ROUNDS, True)
         else:
@@ -140,7 +140,7 @@ def sum_of(numbers, start, stop, BLOCK: tl.constexpr):
 
 @triton.jit
 def norms_kernel(ends, squares, norms, finite, skipped, COUNT: tl.constexpr, BLOCK: tl.constexpr):
-    """Compute ‖G‖_F of gradient i from pieces ``ends[i]`` to ``ends[i + 1]``, and test the norm."""
+    """Compute and test ‖G‖_F of gradient i, from pieces ``ends[i]`` to ``ends[i + 1]``."""
     gradient = tl.program_id(0)
     start, stop = tl.load(ends + gradient), tl.load(ends + gradient + 1)
     total = sum_of(squares, start, stop, BLOCK)

@@ -1,4 +1,4 @@
-"""CUDA graphs of launches that are repeated: the host starts all of them at once."""
+"""CUDA graphs of repeated launches: the host starts all launches of a graph at once."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 from kronbit.kernels.cache import BoundedCache
 
-_REMEMBERED = 128
+_CACHE_SIZE = 128
 
 
 class Replay:
@@ -19,8 +19,8 @@ class Replay:
         allowed: True if work may be recorded.
 
     Attributes:
-        refused: Why work could not be recorded; ``None`` if none was refused. After a refusal,
-            nothing is recorded.
+        refused: Why work could not be recorded; ``None`` if no recording was refused. After a
+            refusal, nothing more is recorded.
     """
 
     def __init__(self, device: torch.device, allowed: bool) -> None:
@@ -29,18 +29,18 @@ class Replay:
         self._stream: torch.cuda.Stream | None = None
         # By key, the graph of work that has been run once; ``None`` until it is recorded.
         self._graphs: BoundedCache[Hashable, torch.cuda.CUDAGraph | None] = BoundedCache(
-            _REMEMBERED
+            _CACHE_SIZE
         )
 
     def __call__(self, key: Hashable, work: Callable[[], None]) -> None:
-        """Do work that reads and writes the same addresses whenever it has this key.
+        """Do work that uses the same addresses in all calls with the same key.
 
         The work must not allocate memory, nor wait for the device.
         """
         if not self._allowed:
             work()
             return
-        # A graph can only hold compiled kernels: new work is run first.
+        # A graph can only hold compiled kernels, so new work runs once before it is recorded.
         if key in self._graphs and self._graphs[key] is None and self.refused is None:
             self._graphs[key] = self._record(work)
         graph = self._graphs.get(key)

@@ -1,18 +1,18 @@
 """The products of the ordinary step, Ĝ = L̂ G R̂, for blocks of all shapes at once, and grafting.
 
 The ordinary step updates no statistic: it only preconditions gradients G by the inverse roots L̂ and
-R̂. Every block is a line of integers: where its gradient, its roots and its scratch are.
-A list names the block of every program, and the first program of that block. So the number of
-launches does not grow with the number of parameters or shapes.
+R̂. A line of integers describes a block: where its gradient, its roots and its scratch are. A list
+contains the block of every program, and the first program of that block. So the number of launches
+does not grow with the number of parameters or shapes.
 
-A table holds the addresses of gradients (``kernels.gradients``), another those of the step's
-buffers, so a captured graph stays valid although they move.
+One table holds the addresses of gradients (``kernels.gradients``), another the addresses of the
+step's buffers, so a captured graph stays valid when they move.
 
 Products multiply float16 and add in float32. Operands are divided by powers of two
-(``gradient_unit``, ``root_unit``) that keep them in float16's range. A gradient in bf16
-can be an operand as it is (DIRECT); R̂, which it is multiplied with first, is in bf16 then. Where
-float16 is not accurate enough (PRECISE), every operand is a sum of two bf16 numbers, hi + lo, and
-the tensor cores multiply both: 16 bits, and no units.
+(``gradient_unit``, ``root_unit``) that keep them in float16's range. A gradient in bf16 can be an
+operand without a copy (DIRECT); then R̂, its first factor, is in bf16, too. Where float16 is not
+accurate enough (PRECISE), every operand is a sum of two bf16 numbers, hi + lo, and the tensor cores
+multiply both: 16 bits, and no units.
 
 Scratch is padded to multiples of ``PAD`` with zeros, so loads of products need no masks. (With
 DIRECT, padding rows of G R̂ repeat other rows; L̂ has zeros there.)
@@ -31,7 +31,7 @@ from kronbit.kernels.gradients import BFLOAT16, FLOAT32, MEMBER, M, N, find
 from kronbit.kernels.quantization import restore
 from kronbit.kernels.split import PAD, power_below
 
-STRIP = 16  # rows of a block that a program gathers, restores or scatters
+STRIP = 16  # rows of a block that a program gathers, restores or scatters: a strip
 
 # Fields of the line of a block, after those of ``gradients``.
 LEFT = tl.constexpr(6)  # scratch: L̂
@@ -39,7 +39,7 @@ RIGHT = tl.constexpr(7)  # scratch: R̂
 X = tl.constexpr(8)  # scratch
 Y = tl.constexpr(9)
 HELD = tl.constexpr(10)  # first element of Ĝ in the held stack
-CODES = tl.constexpr(11)  # addresses of L̂; those of R̂ follow, TO_RIGHT later
+CODES = tl.constexpr(11)  # from here on, addresses of L̂; the fields of R̂ are TO_RIGHT later
 SCALES = tl.constexpr(12)
 TOPS = tl.constexpr(13)  # scales of the scales, if these are quantised
 DIAGONAL = tl.constexpr(14)
@@ -63,15 +63,15 @@ _WIDEN = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 # norm 2¹⁵ stay below 2¹⁵ √n; two sums are added.
 _ROOM = tl.constexpr(256.0)
 
-# A scale with which scatter leaves the gradient as it is.
+# A scale that tells scatter to leave the gradient unchanged.
 LEAVE = tl.constexpr(-1.0)
 
-# Elements of tiles that a program restores; it also writes them mirrored.
+# Elements of the tiles that a program restores and also writes mirrored.
 _ELEMENTS = 4 * 64 * 64
 
 
 def tiles_per_program(tile: int) -> int:
-    """Return the number of tiles of a program; 0 if there are no tiles."""
+    """Return the number of tiles per program; 0 without tiles."""
     return _ELEMENTS // tile**2 if tile else 0
 
 
@@ -85,14 +85,14 @@ def padded(size):
 def scratch(anchor, buffers, offset):
     """Return a pointer into the scratch, relative to the anchor, a tensor that does not move.
 
-    A pointer made from an integer counts as unaligned: its loads would go element by element.
+    A pointer made from an integer counts as unaligned and would load element by element.
     """
     return anchor + tl.multiple_of(tl.load(buffers + SCRATCH) + offset, PADDING)
 
 
 @triton.jit
 def keep(target, size, value, mask, PRECISE: tl.constexpr):
-    """Store a float32 value in float16, or as hi + lo in bf16, lo ``size`` elements after hi."""
+    """Store a float32 value in float16, or as hi + lo in bf16; lo is ``size`` elements after hi."""
     if PRECISE:
         high = value.to(tl.bfloat16)
         tl.store(target, high, mask=mask)
@@ -207,7 +207,7 @@ def roots_kernel(
                 )  # fmt: skip
                 value = tl.where(mask, value * inverse, 0.0)
             elif WORDS:
-                # As restore does, but eight codes are read as one word, and their scale once.
+                # Equivalent to restore, but reads eight codes as one word, and their scale once.
                 word = start // 8 + tl.arange(0, COLUMNS // 8)[None, :]
                 words_inside = (row < n) & (word < n // 8)
                 base = codes.to(tl.pointer_type(tl.int32)) + row * (n // 8)
@@ -240,7 +240,7 @@ def gather_kernel(
     programs, begin, blocks, addresses, buffers, anchor,
     PRECISE: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Copy some rows of G into scratch."""
+    """Copy a strip of G into the scratch."""
     number = begin + tl.program_id(0)
     program = programs + number * 2
     line = blocks + tl.load(program) * LINE
@@ -268,7 +268,7 @@ def scatter_kernel(
     programs, begin, blocks, addresses, buffers, scales,
     PRECISE: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Write some rows of G̃ over the gradient."""
+    """Write a strip of G̃ over the gradient."""
     number = begin + tl.program_id(0)
     program = programs + number * 2
     line = blocks + tl.load(program) * LINE
@@ -339,8 +339,8 @@ def pass_kernel(
 
     The source is the gradient itself (DIRECT, only for X R̂), or in the scratch.
 
-    The last pass also sums up squares of Ĝ. Or it writes nothing (COMPARE), and sums up ⟨a, b⟩,
-    ⟨a, a⟩ and ⟨b, b⟩, where a is its Ĝ and b is the held Ĝ in bf16.
+    The last pass also sums up squares of Ĝ. With COMPARE, it writes no Ĝ, but sums up ⟨a, b⟩,
+    ⟨a, a⟩ and ⟨b, b⟩, where a is the computed Ĝ and b is the held Ĝ in bf16.
     """
     BOTH: tl.constexpr = BY_LEFT and BY_RIGHT
     program = tl.program_id(0)
@@ -434,7 +434,7 @@ def graft_kernel(
     members, begin, addresses, buffers, squares, scales, ratios, ungrafted,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Compute ‖G‖ / ‖Ĝ‖ of a member, or LEAVE, with which scatter leaves G as it is."""
+    """Compute ‖G‖ / ‖Ĝ‖ of a member, or LEAVE, which tells scatter to leave G unchanged."""
     line = members + (begin + tl.program_id(0)) * 3
     member, start, stop = tl.load(line), tl.load(line + 1), tl.load(line + 2)
     address, _ = find(addresses, member)

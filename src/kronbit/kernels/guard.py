@@ -1,7 +1,7 @@
 """The one guard in front of every Triton kernel.
 
 Pure torch is the contract on every device. A kernel computes the same result faster; this module
-decides at each use whether kernels run. ``KRONBIT_KERNELS=0`` in the environment turns all off.
+decides at each use whether kernels run. ``KRONBIT_KERNELS=0`` in the environment disables them.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def _trial(device: torch.device) -> str | None:
 
 @cache
 def processors(device: torch.device) -> int:
-    """Return the number of multiprocessors: programs that run side by side."""
+    """Return the number of multiprocessors, which run programs side by side."""
     if device.type != "cuda":
         return 1
     return int(torch.cuda.get_device_properties(device).multi_processor_count)

@@ -39,8 +39,8 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any
     """Run ``kernel[grid](*arguments, **constants)`` on the device of the first argument.
 
     A variant is compiled for the constexprs and for the alignment of tensors. It must not depend on
-    the values of integers (kernels name them all in ``do_not_specialize``), nor on types of
-    tensors, unless they follow from the constexprs.
+    the values of integers (kernels list all of them in ``do_not_specialize``), nor on the types of
+    tensors, unless these follow from the constexprs.
 
     Args:
         kernel: Result of ``triton.jit`` on a function whose constexprs come last.
@@ -53,15 +53,15 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any
         with torch.cuda.device(device):
             launch(kernel, grid, *arguments, **constants)
         return
-    # Addresses instead of tensors: Triton would ask the driver about each of them.
+    # Pass addresses instead of tensors: Triton would ask the driver about each tensor.
     plain = list(arguments)
-    together = 0
+    combined = 0
     for i, argument in enumerate(arguments):
         if isinstance(argument, Tensor):
             plain[i] = address = argument.data_ptr()
-            together |= address
+            combined |= address
     offsets: tuple[int, ...] = ()
-    if together % 16:
+    if combined % 16:
         offsets = tuple(a.data_ptr() % 16 for a in arguments if isinstance(a, Tensor))
     key = (id(kernel), device, *constants.values(), offsets)
     run = _COMPILED.get(key)
@@ -81,13 +81,13 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any
 
 
 def compile_together(work: Callable[[], object]) -> None:
-    """Compile and load the kernels that some work would launch, in threads.
+    """Compile and load the kernels that ``work`` would launch, in threads.
 
     Compilers mostly run outside of Python, so threads help.
 
     Args:
-        work: Called once. Kernels that are not compiled yet are not launched: its results are
-            garbage.
+        work: Called once. Kernels that are not compiled yet are not launched, so the results are
+            undefined.
     """
     waiting: dict[tuple[Any, ...], tuple[torch.device, Callable[[], Any]]] = {}
 
@@ -102,7 +102,7 @@ def compile_together(work: Callable[[], object]) -> None:
 
 
 def _compile(device: torch.device, call: Callable[[], Any]) -> None:
-    """Compile and load a kernel with a GPU as the current one: each thread has its own."""
+    """Compile and load a kernel on its GPU. Every thread has its own current device."""
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         try:
             compiled = call()
@@ -114,14 +114,14 @@ def _compile(device: torch.device, call: Callable[[], Any]) -> None:
 
 
 def load(compiled: Any) -> None:
-    """Load a compiled kernel onto the current GPU, while no other thread or process builds.
+    """Load a compiled kernel onto the current GPU. Only one thread or process builds at a time.
 
     Args:
         compiled: Result of ``kernel.warmup``; None where a hook keeps Triton from compiling.
     """
     if compiled is None:
         return
-    # A lock for all signatures that may share a library.
+    # One lock serves all signatures that may share a library.
     types = map(str, compiled.src.signature.values())
     words = " ".join("*" if name.startswith("*") else name for name in types)
     name = f"kronbit-launcher-{zlib.crc32(words.encode()):08x}.lock"
@@ -130,13 +130,13 @@ def load(compiled: Any) -> None:
 
 
 def _locked(path: Path) -> ExitStack:
-    """Return a context with an exclusive lock of a file; without one where files have no locks."""
+    """Return a context that holds an exclusive lock on a file, where files can be locked."""
     context = ExitStack()
     with suppress(ImportError, OSError):
         import fcntl
 
         path.parent.mkdir(parents=True, exist_ok=True)
-        file = context.enter_context(path.open("ab"))  # which is unlocked when it is closed
+        file = context.enter_context(path.open("ab"))  # closing it releases the lock
         fcntl.flock(file, fcntl.LOCK_EX)
     return context
 

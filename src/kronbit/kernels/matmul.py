@@ -14,7 +14,7 @@ from torch import Tensor
 from kronbit.kernels.launch import launch
 from kronbit.kernels.split import PAD, Split, empty_split, load_parts, power_below, store_parts
 
-# Tiles of the result, depth of a product, and tiles whose rows stay in the cache.
+# Side of a tile of the result, depth of a product, and tiles whose rows stay in the cache.
 PRODUCT = {"TILE": 128, "DEPTH": 64, "SUPER": 8, "PAD": PAD, "num_warps": 8, "num_stages": 3}
 
 # Kinds of C and of the result.
@@ -23,7 +23,7 @@ _NOTHING, _FLOATS, _PARTS = 0, 1, 2
 
 @triton.jit
 def place_of_tile(m, n, TILE: tl.constexpr, SUPER: tl.constexpr):
-    """Return the tile of an m x n matrix of a program: neighbours share their operands."""
+    """Return the program's tile of an m x n matrix. Neighbouring programs share operands."""
     tiles_m, tiles_n = tl.cdiv(m, TILE), tl.cdiv(n, TILE)
     first = tl.program_id(0) // (SUPER * tiles_n) * SUPER
     height = tl.minimum(tiles_m - first, SUPER)
@@ -33,7 +33,7 @@ def place_of_tile(m, n, TILE: tl.constexpr, SUPER: tl.constexpr):
 
 @triton.jit
 def wrapped(index, size, PAD: tl.constexpr):
-    """Wrap indices beyond the padding around: their results are never stored."""
+    """Wrap indices beyond the padding around. Results at these indices are never stored."""
     return tl.max_contiguous(tl.multiple_of(index % size, PAD), PAD)
 
 
@@ -101,7 +101,7 @@ def _product_kernel(
         b_place, b_step = k[:, None] + b_line[None, :] * depth, DEPTH
     a_place += matrix * padded_m * depth
     b_place += matrix * padded_n * depth
-    if TRIANGULAR:  # beyond that, A or B is zero
+    if TRIANGULAR:  # beyond this depth, A or B is zero
         depth = tl.minimum(depth, tl.minimum(i + 1, j + 1) * TILE)
     total = accumulate(a_hi, a_lo, a_place, a_step, b_hi, b_lo, b_place, b_step, depth, TILE, DEPTH)
     total = total * (alpha * tl.load(a_unit + matrix)) * tl.load(b_unit + matrix)
@@ -132,7 +132,7 @@ def _correction_kernel(
     q_hi, q_lo, q_unit, out_hi, out_lo, out_unit, errors, n, padded_n, padded_m,
     TILE: tl.constexpr, DEPTH: tl.constexpr, SUPER: tl.constexpr, PAD: tl.constexpr,
 ):  # fmt: skip
-    """Compute I - U, U the upper triangle of QᵀQ - I, its diagonal halved; and its squares."""
+    """Compute I - U, and partial sums of squares; see ``correction`` of ``linalg.backend``."""
     matrix = tl.program_id(1).to(tl.int64)
     i, j = place_of_tile(n, n, TILE, SUPER)
     row, column = i * TILE + tl.arange(0, TILE), j * TILE + tl.arange(0, TILE)
@@ -217,7 +217,7 @@ def _kind(x: Tensor | Split) -> int:
 
 
 def _tensors(x: Tensor | Split) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what the kernel reads of a matrix: its parts and units, or three times the same."""
+    """Return the arguments for a matrix: its parts and units, or the same tensor three times."""
     if isinstance(x, Split):
         return x[:3]
     x = x.contiguous()
@@ -225,7 +225,7 @@ def _tensors(x: Tensor | Split) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def correction(Q: Split) -> tuple[Split, Tensor]:
-    """Return I - U, and squares by tiles; see ``linalg.backend``."""
+    """Return I - U, and partial sums of squares; see ``linalg.backend``."""
     assert not Q.transposed, "the kernel reads Q by columns"
     k, n = len(Q.hi), Q.columns
     out = empty_split((k, n, n), Q.hi.device)

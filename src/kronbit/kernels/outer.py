@@ -1,7 +1,7 @@
 """G Gᵀ and Gᵀ G of blocks of many shapes, read from their gradients.
 
-A line of integers describes a block and its product. The block is copied in two float16 parts,
-transposed for Gᵀ G, and multiplied with its transpose.
+A line of integers describes a block and its product. The block is copied as two float16 parts,
+transposed for Gᵀ G, and the copy is multiplied with its transpose.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def copy_kernel(lines, addresses, finite, largest, hi, lo, unit, TILE: tl.conste
     value = value * (4096.0 / power)
     first = tl.multiple_of(tl.load(line + _PLACE), _PAD)
     depth = tl.load(line + _DEPTH)
-    # Tiles have the size of the padding: none reaches beyond it.
+    # Tiles have the size of the padding, so no tile reaches beyond it.
     everywhere = row[:, None] + column[None, :] >= 0
     if tl.load(line + _RIGHT) == 0:
         place = first + row[:, None] * depth + column[None, :]

@@ -17,8 +17,8 @@ class Product(NamedTuple):
         C: Matrix that is added, or None.
         alpha: Factor of the product.
         beta: Factor of C.
-        diagonal: Added to the diagonal.
-        bound: No element of the result is much larger.
+        diagonal: Number that is added to the diagonal.
+        bound: Approximate upper bound of the result's elements.
     """
 
     A: int
@@ -30,19 +30,19 @@ class Product(NamedTuple):
     bound: float = 1.0
 
     def operands(self) -> set[int]:
-        """Return the numbers of the matrices that it reads."""
+        """Return the numbers of the matrices that the product reads."""
         return {self.A, self.B} | ({self.C} if self.C is not None else set())
 
 
 class Polynomial(NamedTuple):
     """Products that start from one symmetric matrix.
 
-    All results are polynomials of it, and so symmetric: half of each need not be computed.
+    All results are polynomials of this matrix, and so symmetric: half of each is enough.
 
     Attributes:
         products: The products. The last one, without a C, is the result; all others are used.
-        checked: The product whose C must be close to I. No later product reads that C.
-        tolerance: No element of C - I may be larger.
+        checked: The number of the product whose C must be close to I. No later product reads C.
+        tolerance: Upper bound on the magnitudes in C - I.
     """
 
     products: tuple[Product, ...]

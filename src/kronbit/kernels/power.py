@@ -1,6 +1,6 @@
 """Norms and largest eigenvalues of matrices.
 
-The order of sums depends neither on the batch nor on padding.
+Sums run in an order that depends neither on the batch nor on padding.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kronbit.kernels.guard import processors
 from kronbit.kernels.launch import launch
-from kronbit.kernels.taking_turns import take, tell, wait_for
+from kronbit.kernels.task_queue import take, tell, wait_for
 
 _ROWS = 8  # rows of a matrix, per program
 _ROWS_AT_ONCE = 16  # rows that are multiplied by a vector at once
@@ -23,7 +23,7 @@ _PER_PROCESSOR = 8  # programs that wait for memory side by side
 
 @triton.jit(do_not_specialize=["n"])
 def _squares_kernel(a, out, n, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Sum up the squares of some rows in float64: float32 would overflow."""
+    """Sum up the squares of a program's rows in float64: float32 would overflow."""
     matrix = tl.program_id(1).to(tl.int64)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     total = tl.zeros((ROWS, COLUMNS), dtype=tl.float64)
@@ -46,7 +46,7 @@ def _root_of_sum_kernel(a, norms, powers, parts, PARTS: tl.constexpr, LEAST: tl.
     norm = tl.sqrt(tl.sum(total))
     tl.store(norms + matrix, norm.to(tl.float32))
     norm = tl.where(norm == 0.0, 1.0, norm)
-    # Read the bits of its exponent; too large a power becomes infinity.
+    # Read the exponent's bits; a power that is too large becomes infinity.
     exponent = ((norm.to(tl.int64, bitcast=True) >> 52) & 0x7FF) - 1022
     bits = tl.minimum(tl.maximum(exponent, LEAST) + 127, 255).to(tl.int32) << 23
     tl.store(powers + matrix, bits.to(tl.float32, bitcast=True))
@@ -112,7 +112,7 @@ def _iteration_kernel(
 
 @triton.jit(do_not_specialize=["n"])
 def _quotient_kernel(x, out, n, COLUMNS: tl.constexpr):
-    """Compute |x·y| / x·x of vectors x, after which all y are stored; zero for zero."""
+    """Compute |x·y| / x·x of vectors x, which are stored before all y; zero for zero."""
     x += tl.program_id(0).to(tl.int64) * n
     y = x + tl.num_programs(0).to(tl.int64) * n
     length = _length(x, n, COLUMNS)
@@ -132,7 +132,7 @@ def _ridge_kernel(
     a, largest, norms, powers, orders, n, ridge, least,
     MIXED: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Add a ridge to the diagonal of a matrix."""
+    """Add the ridge to the diagonal of a matrix."""
     matrix = tl.program_id(0)
     order = tl.load(orders + matrix) if MIXED else n
     norm = tl.load(norms + matrix)

@@ -22,7 +22,7 @@ _ROWS, _COLUMNS = 16, 256  # rows per program; columns per program that restores
 
 @triton.jit
 def code_at(codes, columns, mask, BITS: tl.constexpr):
-    """Load the codes of elements of rows; ``codes`` points at the first code of each row."""
+    """Load the codes of columns of rows; ``codes`` points at the first code of each row."""
     bit = columns * BITS
     word = tl.load(codes + bit // 8, mask=mask, other=0).to(tl.int32)
     shift = bit % 8
@@ -34,7 +34,7 @@ def code_at(codes, columns, mask, BITS: tl.constexpr):
 
 @triton.jit
 def restore(codes, scales, table, columns, mask, BITS: tl.constexpr, BLOCK: tl.constexpr):
-    """D: restore elements of rows; ``codes`` and ``scales`` point at the first ones of each row."""
+    """D: restore columns of rows; ``codes`` and ``scales`` point at the beginning of each row."""
     code = code_at(codes, columns, mask, BITS)
     scale = tl.load(scales + columns // BLOCK, mask=mask, other=0.0)
     return tl.load(table + code) * scale
@@ -50,16 +50,16 @@ def offset_of(row, column, long_stride, TRANSPOSED: tl.constexpr):
 @triton.jit
 def block_scale(value):
     """Return the largest magnitude of each row of values; every row is a block."""
-    # tl.max ignores NaN; infinity in its place makes the scale non-finite, too
+    # tl.max ignores NaN: replace it by infinity, so that the scale is not finite either.
     return tl.max(tl.where(value == value, tl.abs(value), float("inf")), axis=1)
 
 
 @triton.jit
 def nearest_code(value, scale, borders, BITS: tl.constexpr):
     """Return the codes of values (rows, columns); every row is a block with a scale."""
-    # The division follows IEEE: an approximate one would move values across a border.
+    # Divide as IEEE does: an approximate division would move values across a border.
     value = tl.div_rn(value, tl.where(scale == 0.0, 1.0, scale)[:, None] + tl.zeros_like(value))
-    # The code is the number of borders below the value: by comparison with each, or by bisection.
+    # The code is the number of borders below the value. Compare with each border, or bisect.
     code = tl.zeros(value.shape, dtype=tl.int32)
     if BITS <= 4:
         for i in tl.static_range(2**BITS - 1):
@@ -186,14 +186,14 @@ def encode(
     k, n, _ = X.shape
     codes = torch.empty(k, n, packed_length(n, bits), dtype=torch.uint8, device=X.device)
     scales = torch.empty(k, n, block_count(n, block_size), dtype=torch.float32, device=X.device)
-    apart = torch.empty(k, n, dtype=torch.float32, device=X.device) if diagonal else None
-    tensors = X, codes, scales, scales if apart is None else apart
+    diagonals = torch.empty(k, n, dtype=torch.float32, device=X.device) if diagonal else None
+    tensors = X, codes, scales, scales if diagonals is None else diagonals
     numbers = n, codes.shape[-1], scales.shape[-1], *strides(X)
     constants = {"TRANSPOSED": X.stride(2) != 1, "BITS": bits, "BLOCK": block_size}
     constants |= {"WIDE": triton.next_power_of_2(block_size), "DIAGONAL": diagonal, "ROWS": _ROWS}
     grid, borders = (-(-n // _ROWS), scales.shape[-1], k), thresholds(mapping, bits, X.device)
     launch(_encode_kernel, grid, *tensors, borders, *numbers, **constants)
-    return codes, scales, apart
+    return codes, scales, diagonals
 
 
 def strides(X: Tensor) -> tuple[int, int]:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kronbit.kernels.launch import launch
 
-PAD = 64  # operands are zero-padded to multiples of this, so loads need no masks
+PAD = 64  # sides of operands are zero-padded to multiples of PAD, so loads need no masks
 _ROWS = 8  # rows of a matrix, per program
 _TAKEN = 4096  # elements of a matrix, per program that copies
 _COLUMNS = 32  # columns of a matrix, per program that reads it by columns
@@ -211,7 +211,7 @@ def _dots_kernel(x, y, out, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.const
 def split(X: Tensor, bound: Tensor | float | None = None) -> Split:
     """Split each matrix of a float32 stack (k, rows, columns); see ``linalg.products.operand``.
 
-    Elements up to 15 times the bound are safe.
+    Elements up to 15 times the bound do not overflow.
     """
     if X.stride(-1) != 1 and X.stride(-2) == 1:
         return split(X.mT, bound).mT
@@ -225,7 +225,7 @@ def split(X: Tensor, bound: Tensor | float | None = None) -> Split:
 
 
 def measured_split(X: Tensor, only: Tensor | None = None) -> tuple[Split, Tensor]:
-    """Split a stack that is stored by rows; return also the largest magnitudes as float32 bits.
+    """Split a stack that is stored by rows. Also return the largest magnitudes as float32 bits.
 
     ``only``, bool (k,), marks the matrices that are wanted; other results are undefined.
     """

@@ -29,8 +29,8 @@ class Backend:
     ``block_size``.
     """
 
-    # If kernels do the work, operands are copies of the matrices, which may be overwritten, and
-    # rows of different orders may share a launch.
+    # True if kernels do the work. Then operands are copies, so that matrices may be overwritten,
+    # and rows of different orders may share a launch.
     by_kernels: ClassVar[bool] = False
 
     @staticmethod
@@ -71,7 +71,7 @@ class Backend:
     def scale_rows(X: Any, factors: Tensor, largest: Tensor) -> Operand:
         """Return diag(factors) X for X (k, n, n), nearly orthogonal, by rows.
 
-        ``factors``, (k, n), are not negative; the ``largest`` of each matrix are (k,).
+        ``factors``, (k, n), are not negative; ``largest``, (k,), is the largest of each matrix.
         """
         return torch.mul(X, factors.unsqueeze(-1))
 
@@ -81,7 +81,7 @@ class Backend:
 
         With QᵀQ = I + E and U + Uᵀ = E, the Gram matrix of Q (I - U) is I + O(E²). U is the upper
         triangle of E with its diagonal halved, so Q (I - U) still comes from a QR decomposition.
-        Q is (k, m, n), by rows. Also return (k, parts) that add up to the squares of E there.
+        Q is (k, m, n), by rows. Also return (k, parts), partial sums of squares of the triangle.
         """
         E = torch.bmm(Q.mT, Q)
         E.diagonal(dim1=-2, dim2=-1).sub_(1)
@@ -92,7 +92,7 @@ class Backend:
 
     @staticmethod
     def normalise_columns(X: Tensor) -> Operand:
-        """Divide the columns of a contiguous stack, maybe in place, by their lengths; 0 stays 0."""
+        """Divide the columns of a contiguous stack by their lengths; may overwrite X. 0 stays 0."""
         return X.div_(nonzero(torch.linalg.vector_norm(X, dim=-2, keepdim=True)))
 
     @staticmethod
@@ -104,7 +104,7 @@ class Backend:
     def norms(A: Tensor, least: int) -> tuple[Tensor, Tensor]:
         """Return ‖A‖_F of a contiguous stack, and the next power of two, at least 2^least; (k,).
 
-        That power is 2 for a zero matrix.
+        For a zero matrix, the power is 2.
         """
         # In float32, squares would overflow.
         norm = torch.linalg.vector_norm(A, dim=(-2, -1), dtype=torch.float64)
@@ -118,8 +118,8 @@ class Backend:
     ) -> None:  # fmt: skip
         """Add a ridge to the diagonals of a contiguous stack (k, n, n); 1 for zero matrices.
 
-        It is ``ridge`` times the largest eigenvalue of A, which is ``largest`` times ``s``, but no
-        less than ``least`` times the norm. Padding beyond ``orders``, int32 (k,), may stay as is.
+        The ridge is ``ridge`` times the largest eigenvalue of A, which is ``largest`` times ``s``,
+        but at least ``least`` times the norm. Padding beyond ``orders``, int32 (k,), is optional.
         """
         added = torch.maximum(largest * s * ridge, norm * least)
         A.diagonal(dim1=-2, dim2=-1).add_(torch.where(norm == 0, 1.0, added).unsqueeze(-1))
@@ -140,8 +140,8 @@ class Backend:
         return (x * y).sum(-1).abs_() / nonzero((x * x).sum(-1))
 
     @staticmethod
-    def room(k: int, n: int, device: torch.device) -> Tensor:
-        """Allocate float32 matrices (k, n, n) with enough storage for ``evaluate`` to work in."""
+    def evaluation_buffer(k: int, n: int, device: torch.device) -> Tensor:
+        """Allocate float32 matrices (k, n, n) with storage that ``evaluate`` can work in."""
         return torch.empty(k, n, n, dtype=torch.float32, device=device)
 
     @staticmethod
@@ -152,8 +152,8 @@ class Backend:
         """Evaluate a polynomial of A / s.
 
         A is (k, n, n), symmetric, contiguous; all of its storage may be overwritten. ``s``, (k,),
-        are powers of two that no element of A exceeds. Results are multiplied by ``scale``, (k,);
-        they are NaN where the check has failed, and undefined beyond ``orders``, int32 (k,).
+        are powers of two that no element of A exceeds. Results are multiplied by ``scale``, (k,).
+        They are NaN where the check has failed, and undefined beyond ``orders``, int32 (k,).
         """
         last_uses = polynomial.last_uses()
         held = {0: A.div_(s[:, None, None])}
@@ -193,14 +193,14 @@ class Backend:
 
     @staticmethod
     def whitened(
-        X: Tensor, room: Tensor | None, least: float, limit: float, chain: Chain | None
+        X: Tensor, buffer: Tensor | None, least: float, limit: float, chain: Chain | None
     ) -> Operand:
         """Return X R⁻¹ with Rᵀ R = Xᵀ X, for X with columns of length 1; NaN where this fails.
 
-        Rounding errors grow with the condition number, and pivots near zero consist of nothing
-        else. Columns with pivots below ``least`` are postponed: they are made orthogonal to the
-        others, but not to each other. The result is better conditioned, and a second pass, where
-        an element of R⁻¹ exceeds ``limit``, does the rest. X, (k, m, n), contiguous, and ``room``,
+        Rounding errors grow with the condition number, and pivots near zero are rounding errors
+        only. Columns with pivots below ``least`` are postponed: they are made orthogonal to the
+        others, but not to each other. The result is better conditioned. A second pass follows
+        where an element of R⁻¹ exceeds ``limit``. X, (k, m, n), contiguous, and ``buffer``,
         (k, n, n), which may be X itself, may be overwritten.
         """
         largest = _whiten_once_(X, least)
@@ -212,7 +212,7 @@ class Backend:
         return X
 
     @staticmethod
-    def shifted(X: Tensor, room: Tensor | None, shift: float) -> Tensor:
+    def shifted(X: Tensor, buffer: Tensor | None, shift: float) -> Tensor:
         """Whiten in one pass, with Rᵀ R = Xᵀ X + shift I."""
         _whiten_once_(X, shift, always=True)
         return X
@@ -223,20 +223,20 @@ class Backend:
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Q by rows: return codes, scales and diagonal of a stack, which may be overwritten.
 
-        If ``diagonal`` is true, the diagonal is taken out, and zeros are quantised in its place.
+        If ``diagonal`` is true, the diagonal is returned, and zeros are quantised in its place.
         """
-        apart = None
+        diagonals = None
         if diagonal:
-            apart = X.diagonal(dim1=-2, dim2=-1).clone()
+            diagonals = X.diagonal(dim1=-2, dim2=-1).clone()
             X.diagonal(dim1=-2, dim2=-1).zero_()
-        return *reference.quantize(X, bits, mapping, block_size), apart
+        return *reference.quantize(X, bits, mapping, block_size), diagonals
 
     @staticmethod
     def decode_rows(
         codes: Tensor, scales: Tensor, diagonal: Tensor | None, bits: int, mapping: str,
         block_size: int,
     ) -> Tensor:  # fmt: skip
-        """D by rows: return a new stack (k, n, n), with the given diagonal, if any."""
+        """D by rows: return a new stack (k, n, n), with the given diagonal unless it is None."""
         X = reference.dequantize(codes, scales, bits, mapping, block_size, codes.shape[-2])
         if diagonal is not None:
             X.diagonal(dim1=-2, dim2=-1).copy_(diagonal)
@@ -258,7 +258,7 @@ class Backend:
         """Q: return codes, codes of the scales (k, blocks), and scales of the scales.
 
         X is (k, n, n), and may be transposed. If ``triangle`` is true, only elements below the
-        diagonal count. If ``tiled``, blocks are rows of square tiles, else of the matrix.
+        diagonal count. Blocks are parts of rows: of square tiles if ``tiled``, else of the matrix.
         """
         if triangle:
             X = lower_tiles(X, block_size) if tiled else X.tril(-1)
@@ -276,7 +276,7 @@ class Backend:
         """D: restore the result of ``encode_triangle``: ``codes``, ``scales`` and ``tops``.
 
         Codes are (k, tiles, block, bytes), or (k, n, bytes) by rows. The diagonal, (k, n), is None
-        for a square matrix. If ``mirrored``, the upper triangle mirrors the lower one, else it is
+        for a square matrix. The upper triangle mirrors the lower one if ``mirrored``, else it is
         zero. ``out`` receives the result (k, n, n); its rows need not be contiguous.
         """
         tiled = codes.dim() == 4
@@ -302,7 +302,7 @@ class Backend:
 
 
 def backend(where: torch.device | Operand) -> type[Backend]:
-    """Return the backend that a device uses now, for kernels may be turned off; or an operand's."""
+    """Return the backend of an operand, or the one that a device uses: kernels may be off."""
     if isinstance(where, Tensor) or (
         isinstance(where, torch.device) and guard.why_not(where) is not None
     ):
@@ -312,9 +312,9 @@ def backend(where: torch.device | Operand) -> type[Backend]:
 
 @cache
 def _backend_by_kernels() -> type[Backend]:
-    """Return the backend of Triton kernels, which may not be installed."""
+    """Return the backend that runs kernels. Triton, which it imports, may not be installed."""
     from kronbit.kernels import cholesky, compact, evaluation, matmul, power, quantization, split
-    from kronbit.kernels.keeping import replace_rows_ as replace
+    from kronbit.kernels.replacement import replace_rows_ as replace
 
     class TritonBackend(Backend):
         """Functions on stacks of float32 matrices on one GPU, by kernels."""
@@ -331,6 +331,7 @@ def _backend_by_kernels() -> type[Backend]:
         encode_rows = staticmethod(quantization.encode)
         encode_triangle = staticmethod(compact.encode)
         evaluate = staticmethod(evaluation.evaluate)
+        evaluation_buffer = staticmethod(evaluation.evaluation_buffer)
         multiply = staticmethod(matmul.multiply)
         normalise_columns = staticmethod(split.normalise_columns)
         norms = staticmethod(power.norms)
@@ -338,7 +339,6 @@ def _backend_by_kernels() -> type[Backend]:
         operand_of_rows = staticmethod(quantization.decode_operand)
         power_iteration = staticmethod(power.power_iteration)
         replace_rows_ = staticmethod(replace)
-        room = staticmethod(evaluation.room)
         scale_rows = staticmethod(split.scale_rows)
         shifted = staticmethod(cholesky.shifted)
         whitened = staticmethod(cholesky.whitened)
@@ -352,12 +352,12 @@ def _backend_by_kernels() -> type[Backend]:
 
 
 def nonzero(divisor: Tensor) -> Tensor:
-    """Replace 0 by 1: zero divided by it stays zero, and NaN and infinity stay visible."""
+    """Replace 0 by 1 in a divisor: 0 / 0 becomes 0, and NaN and infinity stay visible."""
     return torch.where(divisor == 0, 1.0, divisor)
 
 
 def _whiten_once_(X: Tensor, shift: float, always: bool = False) -> Tensor:
-    """Take one pass; return the largest elements of R⁻¹, infinity where the diagonal was shifted.
+    """Run one pass; return the largest elements of R⁻¹, infinity where the diagonal was shifted.
 
     Unless ``always``, the diagonal is shifted only where torch finds a pivot that is not positive:
     torch cannot postpone single columns.
@@ -368,9 +368,9 @@ def _whiten_once_(X: Tensor, shift: float, always: bool = False) -> Tensor:
     failed = torch.ones_like(info, dtype=torch.bool) if always else info != 0
     for row, bad in enumerate(failed.tolist()):
         if bad:
-            again = S[row].clone()
-            again.diagonal().add_(shift)
-            lower[row], info = torch.linalg.cholesky_ex(again)
+            shifted = S[row].clone()
+            shifted.diagonal().add_(shift)
+            lower[row], info = torch.linalg.cholesky_ex(shifted)
             lower[row].masked_fill_(info != 0, torch.nan)
     del S
     eye = torch.eye(X.shape[-1], dtype=X.dtype, device=X.device)
@@ -388,7 +388,7 @@ def joined(stacks: Sequence[Tensor], order: int) -> Tensor:
 
 
 def padded_by_identity(X: Tensor, order: int) -> Tensor:
-    """Pad a stack (k, n, n) to an order; the rest of each matrix is the identity."""
+    """Pad a stack (k, n, n) to an order by the identity."""
     k, n, _ = X.shape
     if n == order:
         return X
@@ -423,7 +423,7 @@ def from_lower_tiles(tiles: Tensor, order: int) -> Tensor:
 def _tile_rows(tiles: Tensor, X: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield views of the same elements in the tiles and in X, row by row of tiles.
 
-    Those left of the diagonal are (k, rows, tiles, columns), one on it is (k, rows, columns).
+    Tiles left of the diagonal are (k, rows, tiles, columns); a tile on it is (k, rows, columns).
     """
     tile = tiles.shape[-1]
     for i, rows in enumerate(X.split(tile, dim=1)):

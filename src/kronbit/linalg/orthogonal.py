@@ -64,19 +64,19 @@ def least_pivot(order: int) -> float:
     """Return the least pivot of XᵀX, with a diagonal of ones, that is not a rounding error.
 
     The order is rounded up, because a result must not depend on the matrices that share the batch.
-    For small orders, the pivot is too large; a good column that is postponed costs a second pass.
+    For small orders, this pivot is too large: good columns are postponed and cost a second pass.
     """
     return _ROUNDING * thousands(order)
 
 
-def _corrected(Q: Operand, room: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Correct a nearly orthonormal Q twice; return it, and bool (k,), True if trusted."""
+def _corrected(Q: Operand, buffer: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Correct a nearly orthonormal Q twice; return the result, and bool (k,), True if trusted."""
     by = backend(Q)
     W, _ = by.correction(Q)
     Q = by.compose(Q, W)
     W, squares = by.correction(Q)
     # A comparison with NaN is False, so a broken matrix counts as bad.
-    return multiply(Q, W, out=room), squares.sum(-1) <= _CORRECTABLE**2
+    return multiply(Q, W, out=buffer), squares.sum(-1) <= _CORRECTABLE**2
 
 
 def cholesky_qr(X: Tensor, chain: Chain | None = None) -> tuple[Tensor, Tensor]:
@@ -92,9 +92,9 @@ def cholesky_qr(X: Tensor, chain: Chain | None = None) -> tuple[Tensor, Tensor]:
     """
     with full_precision():
         X = X.contiguous()
-        room, least = _room(X), least_pivot(X.shape[-1])
+        buffer, least = _buffer(X), least_pivot(X.shape[-1])
         limit = _ONE_PASS / math.sqrt(least)
-        return _corrected(backend(X.device).whitened(X, room, least, limit, chain), room)
+        return _corrected(backend(X.device).whitened(X, buffer, least, limit, chain), buffer)
 
 
 def shifted_cholesky_qr(X: Tensor) -> tuple[Tensor, Tensor]:
@@ -103,17 +103,17 @@ def shifted_cholesky_qr(X: Tensor) -> tuple[Tensor, Tensor]:
         for _ in range(_SHIFTED_PASSES):
             X = X.contiguous()
             # Reduces the condition number by two or three orders of magnitude, and never fails.
-            X = backend(X.device).shifted(X, _room(X), least_pivot(X.shape[-1]))
+            X = backend(X.device).shifted(X, _buffer(X), least_pivot(X.shape[-1]))
         return cholesky_qr(X)
 
 
-def _room(X: Tensor) -> Tensor | None:
-    """Return X where products may overwrite it, because kernels work on copies; else None."""
+def _buffer(X: Tensor) -> Tensor | None:
+    """Return X if products may overwrite it, because kernels work on copies; else None."""
     return X if X.shape[-2] == X.shape[-1] and backend(X.device).by_kernels else None
 
 
 def householder_qr(X: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute QR(X) by Householder; see ``cholesky_qr``. X is overwritten, and Q always good."""
+    """Compute QR(X) by Householder; see ``cholesky_qr``. Overwrites X. Q is always trusted."""
     X /= nonzero(torch.linalg.vector_norm(X, dim=-2, keepdim=True))
     signed = []
     for x in X:  # one by one: CUDA's batched QR of a singular matrix is not orthogonal
@@ -123,7 +123,7 @@ def householder_qr(X: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def qr_of(attempt: int, chain: Chain | None) -> QR:
-    """Return the QR of an attempt at an update: the first is the fastest, the last most robust."""
+    """Return the QR for an attempt: the first is the fastest, the last is the most robust."""
     return (partial(cholesky_qr, chain=chain), shifted_cholesky_qr, householder_qr)[attempt]
 
 
@@ -142,6 +142,6 @@ def subspace_iteration(A: Operand, AV: Tensor, steps: int, qr: QR) -> tuple[Tens
     with full_precision():
         P, good = qr(AV)
         for _ in range(steps - 1):
-            P, again = qr(multiply(A, operand(P, bound=1.0)))
-            good = good & again
+            P, trusted = qr(multiply(A, operand(P, bound=1.0)))
+            good = good & trusted
     return P, good

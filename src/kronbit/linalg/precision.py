@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 import torch
 
-from kronbit.interruptions import ending
+from kronbit.interruptions import cleaning_up
 
 # Precision of float32 products (cuBLAS, and oneDNN on the CPU), and what it inherits if "none".
 _BACKENDS = (
@@ -42,7 +42,7 @@ def full_precision() -> Iterator[None]:
             torch.set_autocast_enabled(device, True)
         _here.inside = False
 
-    with ending(restore):
+    with cleaning_up(restore):
         _here.inside = True
         for device in autocast:
             torch.set_autocast_enabled(device, False)

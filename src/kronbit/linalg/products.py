@@ -10,8 +10,8 @@ from kronbit.linalg.backend import Operand, backend
 def operand(X: Tensor, bound: Tensor | float | None = None) -> Operand:
     """Prepare a float32 stack for products. Kernels split it into two float16 parts.
 
-    No element is much larger than ``bound``: (k,), or 1 for all matrices, such as nearly orthogonal
-    ones. If it is None, the largest elements are measured.
+    No element is much larger than ``bound``, which is (k,), or 1 for nearly orthogonal matrices. If
+    ``bound`` is None, the largest elements are measured.
     """
     return backend(X.device).operand(X, bound)
 

@@ -20,7 +20,7 @@ _ENOUGH = 5e-5  # a root this close to 1 has only rounding errors left
 _CONVERGING = 0.3  # no element of M - I is larger before the last step
 _MARGIN = 0.5  # power iteration finds at least this fraction of λmax
 # Polynomials are steep at the upper end of their interval: rounding errors must not lie beyond it.
-_ROOM = 1e-3
+_HEADROOM = 1e-3
 _EXCHANGES = 30
 _LEAST_EXPONENT = -126  # of float32: smaller numbers have already lost bits
 _UNSCALED = 5  # steps of a power iteration between which a vector may grow or shrink
@@ -38,7 +38,7 @@ def minimax_steps(p: int, least: float) -> tuple[tuple[float, float, float], ...
     u, v = least ** (1 / p), 1.0
     steps = []
     while v - u > 2 * _ENOUGH:
-        a, b, c, error = _best_step(p, u, v * (1 + _ROOM))
+        a, b, c, error = _best_step(p, u, v * (1 + _HEADROOM))
         steps.append((a, b, c))
         u, v = 1 - error, 1 + error
     return tuple(steps)
@@ -54,8 +54,8 @@ def steps_of(order: int, p: int, damping: float) -> tuple[tuple[float, float, fl
 
 
 def _doublings(ridge: float) -> int:
-    """Return the number of powers of two by which a large ridge raises the largest eigenvalue."""
-    return math.ceil(math.log2(1 + ridge)) if ridge > _ROOM else 0
+    """Return by how many powers of two, rounded up, a large ridge raises the largest eigenvalue."""
+    return math.ceil(math.log2(1 + ridge)) if ridge > _HEADROOM else 0
 
 
 def _best_step(p: int, u: float, v: float) -> tuple[float, float, float, float]:
@@ -63,15 +63,15 @@ def _best_step(p: int, u: float, v: float) -> tuple[float, float, float, float]:
 
     The step gives 1 - E, 1 + E, 1 - E, 1 + E at u, at its two extremes, and at v.
     """
-    places = [u, u + (v - u) / 4, v - (v - u) / 4, v]
+    points = [u, u + (v - u) / 4, v - (v - u) / 4, v]
     ones = torch.ones(4, dtype=torch.float64)
     for _ in range(_EXCHANGES):
-        rows = [[r, r ** (p + 1), r ** (2 * p + 1), (-1) ** i] for i, r in enumerate(places)]
+        rows = [[r, r ** (p + 1), r ** (2 * p + 1), (-1) ** i] for i, r in enumerate(points)]
         a, b, c, error = torch.linalg.solve(torch.tensor(rows, dtype=torch.float64), ones).tolist()
         # Where the derivative a + (p + 1) b y + (2 p + 1) c y² is zero, y = r^p.
         middle, half = -(p + 1) * b, math.sqrt(((p + 1) * b) ** 2 - 4 * (2 * p + 1) * a * c)
         extremes = ((middle + side) / (2 * (2 * p + 1) * c) for side in (-half, half))
-        places[1:3] = (y ** (1 / p) for y in extremes)
+        points[1:3] = (y ** (1 / p) for y in extremes)
     return a, b, c, error
 
 
@@ -151,8 +151,8 @@ def power_iteration(A: Tensor, factors: Tensor | None = None, steps: int = 10) -
     The start is the unit vector of the largest diagonal element: deterministic, and never
     orthogonal to the leading eigenvectors, since its Rayleigh quotient is at least trace / n.
 
-    A is (k, n, n), float32, contiguous. The ``factors`` of the matrices, (k,), bring the largest
-    element and the norm of each close to 1. ``steps`` is a multiple of 10.
+    A is (k, n, n), float32, contiguous. ``factors``, (k,), bring the largest element and the norm
+    of each matrix close to 1. ``steps`` is a multiple of 10.
     """
     if steps % (2 * _UNSCALED):
         raise ValueError(f"steps must be a multiple of {2 * _UNSCALED}; got {steps}")
@@ -172,7 +172,7 @@ def inverse_root(A: Tensor, p: int, damping: float, steps: int) -> Tensor:
     larger damping.
 
     Args:
-        A: (k, n, n), positive semi-definite. Never written to. A zero matrix gives the identity.
+        A: (k, n, n), positive semi-definite; unchanged. A zero matrix gives the identity.
         p: 1, 2 or 4.
         damping: ε, relative to the largest eigenvalue of each matrix.
         steps: Number of iterations.

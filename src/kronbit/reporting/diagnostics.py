@@ -26,7 +26,7 @@ def diagnostics(
 ) -> dict[str, Any]:
     """Return the dict of ``SecondOrder.diagnostics``. Waits for the device.
 
-    ``missed`` are counters of the statistics, and ``past`` are those of earlier plans.
+    ``missed`` holds the counters of the statistics, ``past`` the counters of earlier plans.
     """
     preconditioners = {} if plan is None else plan.preconditioners
     skipped = sum(int(guard.skipped) for guard in guards.values())

@@ -1,4 +1,4 @@
-"""Exact accounting of the state: bytes that are held, and bytes that a layout will hold."""
+"""Exact accounting of the state: bytes in use, and bytes that a layout will need."""
 
 from __future__ import annotations
 

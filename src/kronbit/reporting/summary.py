@@ -29,7 +29,7 @@ _NUMERIC = ("blocks", "bits", "bytes")
 def rows(
     groups: Iterable[Mapping[str, Any]], config_of: Callable[[Mapping[str, Any]], Config]
 ) -> list[Row]:
-    """Return all parameters of param groups, each once, with their names and options."""
+    """Return each parameter of the param groups once, with its name and options."""
     by_parameter = {
         p: (parameter_name(group, index, number), p, config_of(group))
         for index, group in enumerate(groups)
@@ -77,7 +77,7 @@ def summary(title: str, params: list[Row], route: Route, base: Optimizer, config
 
 
 def _formats(config: Config, orders: Iterable[int]) -> tuple[str, str]:
-    """Return the methods and the bits that factors of these orders have."""
+    """Return the methods and the bits of factors of these orders."""
     formats = [config.format(order) for order in orders]
     methods = {format.method for format in formats}
     bits = {stored.bits for format in formats for stored in (format.statistic, format.root)}

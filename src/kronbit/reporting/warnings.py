@@ -1,4 +1,4 @@
-"""Warnings about states and settings that a user probably did not intend."""
+"""Warnings about state and settings that are probably a mistake."""
 
 from __future__ import annotations
 
@@ -60,15 +60,15 @@ def warn_after_loading(entries: Mapping[Tensor, Entry], params: list[Row], route
     ]
     if broken:
         warn(
-            f"{len(broken)} tensor(s) of the base's state hold non-finite values, {broken[0]} "
-            "first. The base continues from them, as it does without kronbit"
+            f"{len(broken)} tensor(s) of the base's state hold non-finite values, such as "
+            f"{broken[0]}. The base continues from them, as it does without kronbit"
         )
     lost = [name for name, p, _ in params if p in entries and entries[p].lacks_roots()]
     if lost:
         warn(
             f"the checkpoint has no roots of {len(lost)} parameter(s), such as {lost[0]}, "
-            "although their first refresh is past: they are not preconditioned until the next one. "
-            "A full state dict of sharded parameters, by torch or by a trainer, has only the state "
-            "that the first rank owns: save sharded ones (SHARDED_STATE_DICT), or use "
-            "kronbit.consolidate_state_dict"
+            "although their first refresh is past: they are not preconditioned until the next "
+            "refresh. A full state dict of sharded parameters that torch or a trainer has saved "
+            "has only the state that the first rank owns: save sharded state dicts "
+            "(SHARDED_STATE_DICT), or use kronbit.consolidate_state_dict"
         )

@@ -14,7 +14,7 @@ from kronbit.state.validation import check_base_state
 
 
 class BaseLoader:
-    """Loads F's state through F's ``load_state_dict``, with checks and without a change of dtype.
+    """Loads F's state through F's ``load_state_dict``; checks it and keeps its dtypes.
 
     The expected state comes from a step of F on the meta device. If F cannot step there, missing
     values, types and shapes are not checked.

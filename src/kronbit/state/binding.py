@@ -24,7 +24,7 @@ def blocks_of(entry: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in entry.items() if key not in _OTHER_KEYS}
 
 
-# Follows the last of many dicts, so that a missing or extra value shifts it and is noticed.
+# Sentinel after the last dict: a missing or extra value shifts it and is detected.
 _END = {"end": object()}
 
 # The optimizer's state, and F's.
@@ -33,10 +33,10 @@ BaseState: TypeAlias = MutableMapping[Tensor, Any]
 
 
 class Binding:
-    """Makes the state's tensors views into the plan's stacks and detects replaced ones.
+    """Makes the state's tensors views into the plan's stacks and detects replaced tensors.
 
-    Offloading, device moves and resets replace or remove tensors of the state. This is detected by
-    identity. Entries and blocks are compared before every step. The tensors inside of blocks are
+    Offloading, device moves and resets replace or remove tensors of the state. Identity comparisons
+    detect this. Entries and blocks are compared before every step. The tensors inside of blocks are
     many: they are compared before a step that writes to them, and otherwise after the step.
     """
 
@@ -47,7 +47,7 @@ class Binding:
         self._holders: list[dict[str, Any]] = []
         self._keys: list[str] = []
         self._views: list[dict[str, Any]] = []
-        # Live views of all dicts inside of blocks, and the values that they must show.
+        # Live views of all dicts inside of blocks, and the values that they must hold.
         self._dicts: list[Collection[Any]] = []
         self._values: list[Any] = []
 
@@ -74,7 +74,7 @@ class Binding:
         """Put the plan's views into the state and keep the values that the state holds.
 
         Returns:
-            Parameters with values but without ``product_bits``.
+            Parameters that have blocks in the state but no ``product_bits``.
 
         Raises:
             ValueError: If a tensor of the state does not fit. Nothing is changed in this case.
@@ -140,7 +140,7 @@ class BaseLink:
 
     def __init__(self) -> None:
         self._linked: dict[Tensor, Any] = {}
-        # The entries, their "base" dicts, F's state, and pairs of dicts that differ but are empty.
+        # The entries, their "base" dicts, F's state, and empty dicts that the two do not share.
         self._remembered: Sequence[dict[str, Any]] | None = None
         self._shown: list[Any] = []
         self._base_state = Snapshot({})
@@ -160,7 +160,7 @@ class BaseLink:
             base_state[p] = held
 
     def holds(self, entries: Sequence[dict[str, Any]], base_state: BaseState) -> bool:
-        """True if nothing has changed since ``remember`` accepted these entries."""
+        """True if nothing has changed since ``remember`` recorded these entries."""
         return (
             entries is self._remembered
             and all(map(is_, map(dict.get, entries, repeat("base")), self._shown))
@@ -171,7 +171,7 @@ class BaseLink:
     def remember(
         self, params: Sequence[Tensor], entries: Sequence[dict[str, Any]], base_state: BaseState
     ) -> None:
-        """Remember the entries for ``holds`` if each shows F's dict, or both dicts are empty."""
+        """Record the entries for ``holds`` if each contains F's dict, or both dicts are empty."""
         self._remembered, self._empty = None, []
         self._shown = list(map(dict.get, entries, repeat("base")))
         for p, shown in zip(params, self._shown, strict=True):
@@ -183,7 +183,7 @@ class BaseLink:
         self._remembered, self._base_state = entries, Snapshot(base_state)
 
     def join(self, state: State, base_state: BaseState) -> None:
-        """Set ``state[p]["base"]`` to F's dict for every parameter that F has state of."""
+        """Set ``state[p]["base"]`` to F's dict for every parameter that has state in F."""
         for p in [p for p, held in base_state.items() if held and isinstance(p, Tensor)]:
             self.start(p, state, base_state)
             if p in base_state:  # start() removes F's state of a reset parameter
@@ -220,12 +220,12 @@ class StateKeeper:
         Returns:
             The plan, and the gradients in its order.
         """
-        known = self._step_plan
-        if known is not None and known.holds(gradients) and self._holds(known, state, base_state):
-            writes = known.schedule()
+        last = self._step_plan
+        if last is not None and last.holds(gradients) and self._holds(last, state, base_state):
+            writes = last.schedule()
             # A step that writes to the state compares all tensors first; others compare at the end.
             if not writes or self._binding.holds_tensors():
-                return known, gradients
+                return last, gradients
         gradients = gradients.once()
         plan = self.plan
         if (
@@ -240,14 +240,14 @@ class StateKeeper:
         self._step_plan.schedule()
         return self._step_plan, gradients
 
-    def _holds(self, known: StepPlan, state: State, base_state: BaseState) -> bool:
+    def _holds(self, last: StepPlan, state: State, base_state: BaseState) -> bool:
         """True if the state has not changed since the last step with this plan."""
         return (
-            known.state_plan is self.plan
+            last.state_plan is self.plan
             and self._tensors_intact
-            and known.states.holds(state)
+            and last.states.holds(state)
             and self._binding.holds_blocks()
-            and self.base_link.holds(known.entries, base_state)
+            and self.base_link.holds(last.entries, base_state)
         )
 
     def bind(
@@ -262,7 +262,7 @@ class StateKeeper:
 
         Args:
             plan: The plan.
-            params: Parameters whose state begins now, if they have none.
+            params: Parameters whose state is created if they have none.
             state: The optimizer's state.
             base_state: F's state.
             unknown: More parameters whose ``product_bits`` must be derived from the roots.
@@ -276,7 +276,7 @@ class StateKeeper:
         self.plan = plan
 
     def after_step(self, plan: StepPlan, state: State, base_state: BaseState) -> None:
-        """Compare the tensors of blocks and show F's new dicts in the state."""
+        """Compare the tensors of blocks and add F's new dicts to the state."""
         self._tensors_intact = self._binding.holds_tensors()
         if not self.base_link.holds(plan.entries, base_state):
             self.base_link.join(state, base_state)

@@ -32,7 +32,7 @@ class Entry:
     Attributes:
         key: The parameter's key in the checkpoint.
         step: Number of gradients that the parameter has seen.
-        product_bits: Bits of the operands of L̂ G R̂. 0: not preconditioned yet. ``None``: unknown.
+        product_bits: Bits of the operands of L̂ G R̂; 0 if not preconditioned yet, None if unknown.
         base: F's state.
         blocks: Key -> state of each block.
         config: Options of the parameter's group in the checkpoint.
@@ -68,7 +68,7 @@ class Checkpoint:
     entries: dict[Tensor, Entry]
 
     def owned_by(self, owns: Callable[[Tensor], bool]) -> Checkpoint:
-        """Drop the blocks of parameters that other ranks own."""
+        """Return the checkpoint without the blocks of parameters that other ranks own."""
         others = {p: replace(entry, blocks={}) for p, entry in self.entries.items() if not owns(p)}
         return replace(self, entries={**self.entries, **others})
 
@@ -112,13 +112,13 @@ def read(
             _check_statistics(saved, statistics)
     merged, entries = [], {}
     for index, (old, group, config) in enumerate(zip(saved, groups, configs, strict=True)):
-        # The checkpoint's options win, as in every torch optimizer. Only structural ones stay.
+        # The checkpoint's options win, as in every torch optimizer, except for structural options.
         structural = {name: getattr(config, name) for name in STRUCTURAL_OPTIONS}
-        rest = {name: value for name, value in group.items() if name != "params"}
+        current = {name: value for name, value in group.items() if name != "params"}
         kind = {FORMAT_KEY: FORMAT, STATISTICS_KEY: statistics}
-        merged.append({**rest, **old, **structural, **kind})
+        merged.append({**current, **old, **structural, **kind})
         try:
-            written = Config().for_group(old)
+            saved_config = Config().for_group(old)
         except (TypeError, ValueError) as error:
             raise ValueError(f"param_groups[{index}]: {error}") from error
         for key, p in zip(old["params"], group["params"], strict=True):
@@ -126,9 +126,9 @@ def read(
             if not state.get(key):
                 continue
             if of_base_alone:
-                entries[p] = Entry(key, 0, None, state[key], {}, written)
+                entries[p] = Entry(key, 0, None, state[key], {}, saved_config)
             else:
-                entries[p] = _read_entry(key, state[key], written)
+                entries[p] = _read_entry(key, state[key], saved_config)
     return Checkpoint(merged, entries)
 
 
@@ -137,9 +137,9 @@ def _check_statistics(saved: Sequence[Mapping[str, Any]], expected: str) -> None
         kind = old.get(STATISTICS_KEY, expected)
         if kind != expected:
             raise ValueError(
-                f"param_groups[{index}] has statistics of {kind}, this optimizer needs statistics "
-                f"of {expected}: Shampoo and CASPR can load each other's checkpoints, and so can "
-                "KFAC and AdaBK; otherwise, load base.state_dict()"
+                f"param_groups[{index}] has statistics of {kind}, but this optimizer needs "
+                f"statistics of {expected}: Shampoo and CASPR can load each other's checkpoints, "
+                "and so can KFAC and AdaBK; otherwise, load base.state_dict()"
             )
 
 
@@ -163,8 +163,8 @@ def _read_entry(key: Any, value: Mapping[str, Any], config: Config) -> Entry:
 
 
 _OTHER_BLOCKS = (
-    "the checkpoint holds other blocks; use the precondition, max_order, split, batch_dims and "
-    "split_sizes that it was written with, and the same number of ranks with blocks='local'"
+    "the checkpoint holds other blocks; set precondition, max_order, split, batch_dims and "
+    "split_sizes as in the run that saved it; with blocks='local', use as many ranks"
 )
 
 

@@ -1,8 +1,8 @@
-"""Conversion of checkpoints that earlier versions have written.
+"""Conversion of checkpoints of earlier versions.
 
 ``kronbit_format`` in every param group is the number of the format. A change of the state's layout
-or of an option's meaning takes the next number, and a function in this module that converts a group
-of the format before.
+or of an option's meaning increments it, and adds a function to this module that converts a group
+from the previous format.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from kronbit.config import FORMAT, FORMAT_KEY, STATISTICS_KEY
 
 
 def _from_1(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Write out the defaults of format 1: the paper's method and storage."""
+    """Make the defaults of format 1 explicit: the paper's method and storage."""
     method = "dense" if group.get("bits") == 32 else "eigen"
     return {
         **group,
@@ -32,7 +32,7 @@ def up_to_date(groups: Sequence[Mapping[str, Any]], has_state: bool) -> list[dic
     Without state, the groups may come from F alone and carry no format.
 
     Raises:
-        ValueError: If a format is unknown, as that of a later version is.
+        ValueError: If a format is unknown, such as that of a later version.
     """
     converted = []
     for index, group in enumerate(groups):
@@ -46,7 +46,7 @@ def up_to_date(groups: Sequence[Mapping[str, Any]], has_state: bool) -> list[dic
         if version is not None:
             for number in range(int(version), FORMAT):
                 current = _NEXT[number](current)
-            # Versions before K-FAC wrote no kind of statistics. The format did not change with it.
+            # Versions before K-FAC did not save the kind of statistics, under the same number.
             current = {STATISTICS_KEY: "gradients", **current, FORMAT_KEY: FORMAT}
         converted.append(current)
     return converted

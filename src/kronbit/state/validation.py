@@ -25,7 +25,7 @@ _FLOATS = frozenset((torch.float32, torch.bfloat16, torch.float16, torch.float64
 
 
 def copied(state_dict: Any) -> dict[str, Any]:
-    """Return a copy of the outermost dict, which hooks may change."""
+    """Return a shallow copy of a state dict, which hooks may change."""
     if not isinstance(state_dict, Mapping):
         raise ValueError(f"a state dict is a dict; got {type(state_dict).__name__}")
     return dict(state_dict)
@@ -148,7 +148,7 @@ def is_finite(value: Tensor) -> bool:
 def check_base_state(
     state: Mapping[str, Any], expected: Mapping[str, Any], base: type[Optimizer], where: str
 ) -> None:
-    """Check that F can continue from a loaded state. F's numbers are not judged.
+    """Check that F can continue from a loaded state. Its values are not checked.
 
     Args:
         state: F's state of one parameter.
@@ -167,7 +167,7 @@ def check_base_state(
         if name not in state:
             raise ValueError(
                 f"{where}[{name!r}] is missing: {base.__name__} needs it; was the checkpoint "
-                "written around another base?"
+                "written with another base?"
             )
         if isinstance(tensor, Tensor):
             _check_like(f"{where}[{name!r}]", name, state[name], tensor)

@@ -29,7 +29,7 @@ from kronbit.linalg.precision import full_precision
 from kronbit.linalg.products import multiply, operand
 from kronbit.messages import warn
 from kronbit.statistics.base import MatrixOf, Statistics, rows_in_batch, zeros_for
-from kronbit.statistics.hooks import Kept, given_up, hooked
+from kronbit.statistics.hooks import SavedInput, given_up, hooked
 from kronbit.statistics.layers import Layer, find_layers
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 SHARED = ("expand", "reduce")
 
 
-class Collected:
+class LayerSums:
     """Sums over the rows of a layer since its gradient was reset.
 
     Attributes:
@@ -71,7 +71,7 @@ class ActivationStatistics(Statistics):
             ``"expand"``: each position is a row. ``"reduce"``: each example is a row, with the mean
             of its x and the sum of its y.
         grad_scaler: Scaler of the loss; y is divided by its scale.
-        process_group: Ranks over which statistics are averaged. None: all. False: this one alone.
+        process_group: Ranks over which statistics are averaged. None: all. False: no averaging.
         workspace: Limit on copies of inputs, in bytes.
     """
 
@@ -97,7 +97,7 @@ class ActivationStatistics(Statistics):
         self.grad_scaler, self.process_group = grad_scaler, process_group
         self._layers: dict[Tensor, Layer] = {}
         self._reasons: dict[Tensor, str] = {}
-        self._collected: dict[Layer, Collected] = {}
+        self._collected: dict[Layer, LayerSums] = {}
         self._handles: list[RemovableHandle] = []
         self._closed = False
         self._counts: Counter[str] = Counter(missed_statistics=0)
@@ -111,7 +111,7 @@ class ActivationStatistics(Statistics):
     # ------------------------------------------------------------------------------- parameters
 
     def adopt(self, params: Collection[Tensor]) -> None:
-        """Find the layers of parameters. A bias that is not among them is left alone.
+        """Find the layers of parameters. Biases that are not in ``params`` are ignored.
 
         Raises:
             ValueError: If the model has none of the parameters.
@@ -140,7 +140,7 @@ class ActivationStatistics(Statistics):
             if getattr(config, name) != getattr(Config, name):
                 raise ValueError(
                     f"{name}={getattr(config, name)!r}: matrices of layers are neither cut nor "
-                    "shared out; leave it out, or use Shampoo"
+                    f"divided among ranks; omit {name}, or use Shampoo"
                 )
         if not config.precondition:
             return "precondition=False"
@@ -161,7 +161,7 @@ class ActivationStatistics(Statistics):
     def matrices(
         self, params: Sequence[Tensor], planned: Container[Tensor], grads: list[Tensor]
     ) -> Iterator[list[Tensor]]:
-        """Provide the gradients; for preconditioned layers with a bias, that of [W | b]."""
+        """Provide the gradients, and that of [W | b] for preconditioned layers with a bias."""
         layers = {
             i: self._layers[p]
             for i, p in enumerate(params)
@@ -190,7 +190,7 @@ class ActivationStatistics(Statistics):
         self._collected.clear()
 
     def close(self) -> None:
-        """Remove all hooks for good."""
+        """Remove all hooks. No data is collected from now on."""
         self._closed = True
         self.expect(())
 
@@ -199,16 +199,16 @@ class ActivationStatistics(Statistics):
         if given_up(layer):
             self._collected.pop(layer, None)
         if isinstance(output, Tensor) and output.requires_grad:
-            output.register_hook(partial(self._collect, layer, Kept(x)))
+            output.register_hook(partial(self._collect, layer, SavedInput(x)))
 
     @torch.no_grad()
     @full_precision()
-    def _collect(self, layer: Layer, kept: Kept, y: Tensor) -> None:
-        x = None if self._closed or y.numel() == 0 else kept.get()
+    def _collect(self, layer: Layer, saved: SavedInput, y: Tensor) -> None:
+        x = None if self._closed or y.numel() == 0 else saved.get()
         if x is None:
             return
         if layer not in self._collected:
-            self._collected[layer] = Collected(layer, y.device)
+            self._collected[layer] = LayerSums(layer, y.device)
         sums = self._collected[layer]
         scale = 1.0 if self.grad_scaler is None else 1 / self.grad_scaler.get_scale()
         for rows in self._rows(layer.outputs(y), torch.sum):
@@ -239,25 +239,25 @@ class ActivationStatistics(Statistics):
         due: Mapping[int, Due],
         param: Callable[[int], Tensor],
     ) -> tuple[Mapping[int, Due], MatrixOf]:
-        """Return the mean squares of the rows. A layer without rows is not updated."""
+        """Return the members whose layers have rows, and the function for M, a mean over rows."""
         layers = {i: self._layers[param(i)] for i in due}
-        self._share(list(layers.values()))
+        self._all_reduce(list(layers.values()))
         self._note_missed([layer for layer in layers.values() if layer not in self._collected])
         sums = {
-            i: self._collected[layer].sides(layer)  # kept: a step that fails needs them again
+            i: self._collected[layer].sides(layer)  # not removed: a failed step is repeated
             for i, layer in layers.items()
             if layer in self._collected
         }
         return {i: due[i] for i in sums}, partial(_mean_squares, sums, stacks.device)
 
-    def _share(self, layers: Sequence[Layer]) -> None:
-        """Add up the sums of all ranks. All ranks take part, even those without rows."""
+    def _all_reduce(self, layers: Sequence[Layer]) -> None:
+        """Add up the sums of all ranks. All ranks take part, even ranks without rows."""
         group = self.process_group
         started = dist.is_available() and dist.is_initialized()
         if not layers or group is False or not started or dist.get_world_size(group) == 1:
             return
         sums = [
-            self._collected.get(layer) or Collected(layer, layer.weight.device) for layer in layers
+            self._collected.get(layer) or LayerSums(layer, layer.weight.device) for layer in layers
         ]
         device = layers[0].weight.device
         rows = torch.tensor([local.rows for local in sums], dtype=torch.int64, device=device)
@@ -272,14 +272,14 @@ class ActivationStatistics(Statistics):
     def _note_missed(self, layers: Sequence[Layer]) -> None:
         if layers and not self._counts["missed_statistics"]:
             warn(
-                f"{len(layers)} layer(s), {layers[0].name!r} first, have a gradient, but were not "
-                "called in training mode since the last step: their statistics are not updated. "
-                "Compiled models do not call hooks"
+                f"{len(layers)} layer(s), such as {layers[0].name!r}, have a gradient, but were "
+                "not called in training mode since the last step: their statistics are not "
+                "updated. Compiled models do not call hooks: do not compile these layers"
             )
         self._counts["missed_statistics"] += len(layers)
 
     def counts(self) -> dict[str, int]:
-        """Return the number of updates that layers have missed."""
+        """Return the number of updates that layers missed."""
         return dict(self._counts)
 
 

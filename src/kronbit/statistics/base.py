@@ -29,8 +29,8 @@ class Statistics:
     Attributes:
         name: Name of the statistics in checkpoints.
         takes_shards: True if gradients may be assembled from rows on several ranks.
-        collects: True if data must be collected before the step that needs them. Only then are
-            ``matrices`` and ``expect`` called.
+        collects: True if data must be collected before the step. Only then are ``matrices`` and
+            ``expect`` called.
     """
 
     name: str
@@ -60,7 +60,7 @@ class Statistics:
         due: Mapping[int, Due],
         param: Callable[[int], Tensor],
     ) -> tuple[Mapping[int, Due], MatrixOf]:
-        """Return the members that have an M, with their options and blocks, and the function for M.
+        """Return the members that can be updated, with options and blocks, and the function for M.
 
         Args:
             stacks: State of the device's members.

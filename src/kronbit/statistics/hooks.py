@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from kronbit.statistics.layers import Layer
 
-# Receives a layer, its input and its output, at a call in training mode with gradients enabled.
+# Receives a layer, its input and its output when it is called in training mode with gradients.
 Watch: TypeAlias = Callable[[Layer, Tensor, Any], None]
 
 
@@ -26,27 +26,27 @@ def hooked(watch: Watch, layers: Iterable[Layer]) -> list[RemovableHandle]:
 
 
 def given_up(layer: Layer) -> bool:
-    """True if, at a call of the layer, the gradient of earlier calls has been reset.
+    """True if the gradient of the layer's earlier calls has been reset. Called by hooks.
 
-    A call within a backward pass, by checkpointing, does not count: the gradient may not have been
-    computed yet.
+    False within a backward pass, in which checkpointing repeats calls: the gradient may not have
+    been computed yet.
     """
     return layer.weight.grad is None and torch._C._current_graph_task_id() == -1
 
 
-class Kept:
+class SavedInput:
     """An input that is saved for the backward pass as autograd saves tensors.
 
     Checkpointing can therefore drop and recompute it, and offloading can move it.
     """
 
     def __init__(self, x: Tensor) -> None:
-        keep: Callable[..., Tensor] = _Keep.apply
+        save: Callable[..., Tensor] = _Save.apply
         # The output's node saves the input, and lives as long as the output.
-        self._output = keep(torch.empty(0, requires_grad=True), x.detach())
+        self._output = save(torch.empty(0, requires_grad=True), x.detach())
 
     def get(self) -> Tensor | None:
-        """Return the input, or None if it has been changed in place since the call."""
+        """Return the input, or None if it was changed in place after the call."""
         try:
             (x,) = self._output.grad_fn.saved_tensors  # type: ignore[union-attr]
         except RuntimeError as error:
@@ -57,8 +57,8 @@ class Kept:
         return saved
 
 
-class _Keep(torch.autograd.Function):
-    """A node outside of the model's graph, which holds a tensor."""
+class _Save(torch.autograd.Function):
+    """A node outside of the model's graph that saves a tensor."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, x: Tensor) -> Tensor:
@@ -71,7 +71,7 @@ class _Keep(torch.autograd.Function):
 
 
 class _Hook:
-    """Reports calls of a layer to a method. Copies of the layer get no hook."""
+    """Reports calls of a layer to a method. Copies of the layer do not report."""
 
     def __init__(self, watch: Watch, layer: Layer) -> None:
         # Weak, because the model may outlive the optimizer.

@@ -43,7 +43,7 @@ class Layer:
     def inputs(self, x: Tensor, size: int) -> Iterator[Tensor]:
         """Yield rows of the input, (E, examples, positions, inputs), ``size`` bytes at a time.
 
-        Those of a linear layer come at once, without a copy.
+        A linear layer yields all rows at once, without a copy.
         """
         yield _by_position(x)
 
@@ -61,7 +61,7 @@ class Layer:
         return torch.cat([grad.reshape(E, M, N - 1), bias.view(E, M, 1)], -1)
 
     def separated(self, joined: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the gradients of W and b, if they exist, each with its part of the joined one."""
+        """Yield the gradients of W and b, if they exist, each with its part of ``joined``."""
         assert self.bias is not None
         if self.inputs_are_rows:
             weight, bias = joined[0, :-1], joined[0, -1]
@@ -90,13 +90,13 @@ class Conv2d(Layer):
         mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
         x = functional.pad(x, module._reversed_padding_repeated_twice, mode=mode)
         shape = module.kernel_size, module.dilation, 0, module.stride
-        places = math.prod(
+        positions = math.prod(
             (side - d * (k - 1) - 1) // step + 1
             for side, k, d, step in zip(
                 x.shape[-2:], module.kernel_size, module.dilation, module.stride, strict=True
             )
         )
-        elements = x.shape[1] * math.prod(module.kernel_size) * places  # of an image's patches
+        elements = x.shape[1] * math.prod(module.kernel_size) * positions  # of an image's patches
         for piece in x.split(max(1, size // (8 * elements))):
             patches = functional.unfold(piece.float(), *shape)
             yield patches.unflatten(1, (module.groups, -1)).permute(1, 0, 3, 2)
@@ -116,14 +116,14 @@ def _by_position(x: Tensor) -> Tensor:
 
 
 def _kind_of(module: nn.Module) -> type[Layer] | None:
-    """Return the kind of a layer, or None if a module has no statistics."""
+    """Return the ``Layer`` class of a module, or None if the module has no statistics."""
     if isinstance(module, nn.Linear):
         return Layer
     if isinstance(module, nn.Conv2d):
         return Conv2d
     # Compare names: transformers may not be installed.
-    named = type(module).__name__ == "Conv1D" and hasattr(module, "nf")
-    return TransposedLinear if named else None
+    is_conv1d = type(module).__name__ == "Conv1D" and hasattr(module, "nf")
+    return TransposedLinear if is_conv1d else None
 
 
 def find_layers(

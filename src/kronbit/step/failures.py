@@ -1,4 +1,4 @@
-"""A step that ends in an error or Ctrl-C: the note for the user, and the record of updates."""
+"""Steps that end in an error or Ctrl-C: the note for the user, and the record of updates."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kronbit.blocks.batches import Part, rows_of
 from kronbit.blocks.gradients import StepGradients
 from kronbit.config import Config
 from kronbit.factors import Batch, Factors
-from kronbit.interruptions import ending
+from kronbit.interruptions import cleaning_up
 
 _AGAIN = (
     "Once the cause is removed, step() can be called again (with several ranks: load the last "
@@ -30,7 +30,7 @@ def refuse_capture() -> None:
 
 
 class Stage:
-    """The progress of a step. As text, it is the note on an error: what has changed, what to do.
+    """The progress of a step. ``str`` returns the note on an error: what has changed, what to do.
 
     Attributes:
         rewriting: True if gradients may be G̃.
@@ -45,24 +45,24 @@ class Stage:
     def __str__(self) -> str:
         if self.complete:
             return "The step is complete and counts: do not take it again."
-        weights, again = "no weight has changed", _AGAIN
+        weights, remedy = "no weight has changed", _AGAIN
         if self.in_base:
             weights = "the base optimizer had begun, so some weights may have changed"
-            again = f"{_AGAIN}, but weights that have changed are"
+            remedy = f"{_AGAIN}; weights that have changed are"
         if self._keep or not self.rewriting:
-            but = ", except those that were not finite, which are zero now" * (
+            but = ", except that non-finite ones may be zero now" * (
                 self._zeroes and not self._keep
             )
-            return f"In this step, {weights}, and gradients are as they were{but}. {again}."
+            return f"In this step, {weights}, and gradients are unchanged{but}. {remedy}."
         return (
             f"In this step, {weights}, but gradients may be preconditioned already: compute them "
-            f"again (keep_gradients=True would have kept them). {again}."
+            f"again (keep_gradients=True would have kept them). {remedy}."
         )
 
 
 @contextmanager
 def report_failure(config: Config) -> Iterator[Stage]:
-    """Add a note to an error that says how far the step has come."""
+    """Add a note to every error: how far the step has come, and how to continue."""
     stage = Stage(config)
     try:
         yield stage
@@ -76,7 +76,7 @@ def report_failure(config: Config) -> Iterator[Stage]:
 
 @contextmanager
 def writable(gradients: StepGradients, config: Config) -> Iterator[StepGradients]:
-    """Provide gradients that may be written to: with ``keep_gradients``, copies until the end."""
+    """Provide gradients that may be overwritten: copies, if ``keep_gradients`` is set."""
     if not config.keep_gradients:
         yield gradients
         return
@@ -85,7 +85,7 @@ def writable(gradients: StepGradients, config: Config) -> Iterator[StepGradients
         for p, grad in zip(gradients.params, gradients.grads, strict=True):
             p.grad = grad
 
-    with ending(put_back):
+    with cleaning_up(put_back):
         copies = [grad.clone() for grad in gradients.grads]
         for p, copy in zip(gradients.params, copies, strict=True):
             p.grad = copy
@@ -95,7 +95,7 @@ def writable(gradients: StepGradients, config: Config) -> Iterator[StepGradients
 class Progress:
     """The updates of a step that is running or has failed.
 
-    Statistics must not take in a step's M twice. Refreshes may be repeated, with the same result.
+    A step's M must not be averaged in twice. Refreshes may be repeated, with the same result.
 
     Attributes:
         new: Members whose first roots this step has computed.
@@ -107,15 +107,15 @@ class Progress:
         self._updated: set[tuple[Factors, int]] = set()
 
     def begin(self, parts: Sequence[Part], batch: Batch) -> None:
-        """Note that a batch is about to be updated; it records which of its rows were."""
+        """Register a batch before its update. ``batch.replaced`` then marks the updated rows."""
         batch.replaced = None
         self._begun.append((parts, batch))
 
     def failed(self) -> bool:
-        """True if, when a step begins, the one before it is not complete."""
+        """True at the beginning of a step if the previous step is not complete."""
         return bool(self._begun or self._updated)
 
-    def left(self, parts: Iterable[Part]) -> Iterator[Part]:
+    def remaining(self, parts: Iterable[Part]) -> Iterator[Part]:
         """Yield the rows that are not updated yet. Waits for the device."""
         for begun, batch in self._begun:
             if batch.replaced is not None:
@@ -127,7 +127,7 @@ class Progress:
                 yield part.row(row)
 
     def settle(self) -> None:
-        """Forget the step, which is complete: the next one starts with no updates."""
+        """Forget the updates of a step that is complete."""
         self.new.clear()
         self._begun.clear()
         self._updated.clear()

@@ -26,8 +26,8 @@ _SENT_EVERY = 16
 class NonfiniteGuard:
     """Measures the gradients on one device; counts non-finite ones and replaces them by zeros.
 
-    Every few steps a copy of the count is sent to the host in the background and read after it has
-    arrived, so the single warning comes a few steps late and costs no synchronisation.
+    Every few steps, the count is copied to the host in the background and read once it has arrived.
+    So the warning, which is issued once, comes a few steps late and costs no synchronisation.
 
     Attributes:
         skipped: Number of non-finite gradients so far (one parameter at one step counts once), on
@@ -59,28 +59,29 @@ class NonfiniteGuard:
 
         Args:
             grads: The gradients; None where a parameter has none.
-            sizes: Number of elements of each; ignored where there is no gradient.
-            taps: Taps of convolutions whose channels-last order the kernels can read; 1 where they
-                cannot, 0 for parameters that are left to F. Empty if none can be in that order.
+            sizes: Number of elements of each gradient; ignored where it is None.
+            taps: Number of taps of each convolution whose channels-last order the kernels can read;
+                1 for other members, 0 for parameters that are left to F. Empty if no gradient can
+                be channels-last.
             dtypes: Result of ``plain_dtypes``.
         """
         device = self.skipped.device
         if not backend(device).by_kernels:
             return self._by_torch(grads, None)
-        from kronbit.gpu.addresses import AddressTable, channels_last, takable, takes
+        from kronbit.gpu.addresses import AddressTable, channels_last, supported, supported_or_none
 
         # Captured graphs hold the table, so a table that is large enough is reused.
         addresses = self._addresses
         if addresses is None or len(addresses.values) < len(grads):
             addresses = self._addresses = AddressTable(len(grads), device)
             self._replay.forget()
-        plain = takes(dtypes, grads)
-        turned = channels_last(grads) if plain and taps else frozenset()
-        if not plain or any(taps[i] == 1 for i in turned):
-            some = takable(grads, taps)
+        plain = supported(dtypes, grads)
+        reordered = channels_last(grads) if plain and taps else frozenset()
+        if not plain or any(taps[i] == 1 for i in reordered):
+            some = supported_or_none(grads, taps)
             addresses.fill(some, channels_last=channels_last(some))
             return self._by_torch(grads, addresses)
-        addresses.fill(grads, dtypes, turned)
+        addresses.fill(grads, dtypes, reordered)
         kernel = self._kernel_for(sizes)
 
         def launch_all() -> None:
@@ -92,13 +93,13 @@ class NonfiniteGuard:
         return Measured(grads, kernel.norms, kernel.finite, addresses, by_kernels=True)
 
     def _kernel_for(self, sizes: Sequence[int]) -> KernelNorms:
-        known = self._kernel
-        if known is None or (known.sizes is not sizes and known.sizes != sizes):
+        kernel = self._kernel
+        if kernel is None or (kernel.sizes is not sizes and kernel.sizes != sizes):
             from kronbit.gpu.norms import KernelNorms
 
-            known = self._kernel = KernelNorms(sizes, self.skipped.device)
+            kernel = self._kernel = KernelNorms(sizes, self.skipped.device)
             self._replay.forget()
-        return known
+        return kernel
 
     def _by_torch(self, grads: Sequence[Tensor | None], addresses: AddressTable | None) -> Measured:
         norms = self._norms(grads)
@@ -121,20 +122,20 @@ class NonfiniteGuard:
         return torch.stack(norms) if norms else self._zero.new_empty(0)
 
     def graph_refused(self) -> str | None:
-        """Return why launches could not be captured as a graph; ``None`` if they could be."""
+        """Return why launches could not be captured as a graph; ``None`` if none was refused."""
         return self._replay.refused
 
     def warn_once(self) -> None:
-        """Warn if a step is known to have seen a non-finite gradient."""
-        if not self._warned and (seen := self._arrived()):
+        """Warn, once, when a non-finite gradient has been counted."""
+        if not self._warned and (count := self._arrived()):
             self._warned = True
             warn(
-                f"{seen} non-finite gradient(s) so far: kept out of the statistics; see "
+                f"{count} non-finite gradient(s) so far: kept out of the statistics; see "
                 "diagnostics()['skipped_gradients'] and the option 'nonfinite'"
             )
 
     def _arrived(self) -> int:
-        """Return the count if it has just reached the host; send the next copy when it is due."""
+        """Return the count if a copy has just arrived, else 0; send the next copy when due."""
         device = self.skipped.device
         if device.type == "cpu":
             return int(self.skipped)

@@ -1,4 +1,4 @@
-"""Update, refresh, precondition: the algorithm on groups of blocks, chunked by a workspace.
+"""Update, refresh, precondition: the algorithm on groups of blocks, in chunks of the workspace.
 
 A preconditioner knows neither the optimizer nor other ranks. An exchange may assign it a part of
 the rows.
@@ -45,8 +45,8 @@ if TYPE_CHECKING:
     from kronbit.statistics.base import MatrixOf
 
 
-_REMEMBERED_WAVES = 16
-_REMEMBERED_CUTS = 256
+_CACHED_WAVES = 16
+_CACHED_CUTS = 256
 _ALONE = Exchange()
 
 
@@ -61,7 +61,7 @@ class Wave:
     Attributes:
         parts: (group, rows) of each chunk.
         mask: bool (members,), on the device: True for the members of the wave.
-        fits: True if G and Ĝ are held.
+        fits: True if G and Ĝ are held until they are grafted.
     """
 
     parts: tuple[tuple[Group, slice], ...]
@@ -75,10 +75,10 @@ class Preconditioner:
     Args:
         members: The parameters, in order.
         algorithm: The rule.
-        workspace: Bound of transient memory in bytes.
+        workspace: Limit on transient memory, in bytes.
         graphs: True if launches may be captured as CUDA graphs.
         device: Device of the parameters.
-        exchange: Shares updates and refreshes among ranks that hold the same state.
+        exchange: Divides updates and refreshes among ranks that hold the same state.
 
     Attributes:
         stacks: The members' state. ``precondition`` does not touch members that are not refreshed:
@@ -109,17 +109,17 @@ class Preconditioner:
         self.all_turns = {turn for turns in self.turns for turn in turns}
         self._blocks = [len(member.blocking) for member in members]
         self._lengths = torch.tensor(self._blocks, dtype=torch.int64, device=device)
-        # Of the stacks, not a method: a cycle would keep them in memory until a collection.
-        self._waves = lru_cache(_REMEMBERED_WAVES)(partial(_cut_into_waves, self.stacks))
+        # Not a method: a reference cycle would keep the stacks in memory until a collection.
+        self._waves = lru_cache(_CACHED_WAVES)(partial(_cut_into_waves, self.stacks))
         self._chain: Chain | None = None
         self._cuts: BoundedCache[tuple[Hashable, ...], tuple[list[Due], list[Portion]]] = (
-            BoundedCache(_REMEMBERED_CUTS)
+            BoundedCache(_CACHED_CUTS)
         )
 
     def graph_refused(self) -> str | None:
         """Return why launches could not be captured as graphs; ``None`` if none was refused."""
-        of_updates = self._chain.graph_refused if self._chain is not None else None
-        return self.products.graph_refused() or of_updates
+        updates_refused = self._chain.graph_refused if self._chain is not None else None
+        return self.products.graph_refused() or updates_refused
 
     # ------------------------------------------------------------------------ statistics, roots
 
@@ -148,7 +148,7 @@ class Preconditioner:
     def _update(
         self, portions: Iterable[Portion], M_of: MatrixOf, finite: Tensor, attempt: int = 0
     ) -> list[Part]:
-        """Run PU on some rows; return the rows where a factorisation failed, left unchanged."""
+        """Run PU on batches of rows; return the rows whose factorisation failed, left unchanged."""
         done: list[Part] = []
         flags: list[Tensor] = []
         for parts, batch, owners in portions:
@@ -180,25 +180,25 @@ class Preconditioner:
         by_kernels = backend(self.stacks.device).by_kernels
 
         def mixed(part: Part) -> bool:
-            # One launch for several orders is worth the copies. Without kernels there are none.
+            # Sharing launches between orders is worth the copies; torch has none to share.
             return by_kernels and part.factors.method.allows_padding(part.config, attempt)
 
         return map(portion_of, batches(wanted, self.stacks.workspace, cost, mixed))
 
     def _first_updates(self, due: Mapping[int, Due]) -> Iterable[Portion]:
         if not self.progress.failed():
-            return self._remembered(due, UPDATE, attempt=0)
+            return self._cut_due(due, UPDATE, attempt=0)
         assigned = self.exchange.assigned(due_parts(self.stacks.groups, due))
-        return self._cut(self.progress.left(assigned), UPDATE, attempt=0)
+        return self._cut(self.progress.remaining(assigned), UPDATE, attempt=0)
 
-    def _remembered(
+    def _cut_due(
         self,
         due: Mapping[int, Due],
         cost: Cost | Callable[[Part], Cost],
         attempt: int | None = None,
     ) -> list[Portion]:
-        """Cut all rows that are due. Recent cuts are cached: the GPU waits for the first batch."""
-        # Options by identity, which is quick to hash. The cache keeps them alive with the cut.
+        """Cut all rows that are due. Recent cuts are cached, because the GPU idles meanwhile."""
+        # Options are compared by identity: hashing them is slow. Cached values keep them alive.
         dues = ((i, id(blocks.config), blocks.turns) for i, blocks in due.items())
         key = cost, self.exchange.divides, *dues
 
@@ -212,31 +212,32 @@ class Preconditioner:
     def refresh(self, measured: Measured, due: Mapping[int, Due]) -> None:
         """Run PIRU on L̂ and R̂ of the blocks that are due. Waits for the device.
 
-        Products in reduced precision are tried on the gradients. A staggered member counts as
-        refreshed once both roots of all its blocks are.
+        The error of products in reduced precision is measured on the gradients. A staggered member
+        counts as refreshed once both roots of all its blocks have been refreshed.
         """
         with self.exchange.shared(self.stacks, due, measured.norms, is_root):
             self._refresh_assigned(due)
         staggered = {i for i, blocks in due.items() if blocks.turns is not None}
-        known = set(self.stacks.refreshed)
+        before = set(self.stacks.refreshed)
         self.find_refreshed(due.keys() - staggered)
         self.find_refreshed(staggered, whole=True)
-        # Staggered blocks are compared together, at the turn of the last.
-        last = {i for i in staggered if self.turns[i][-1] in (due[i].turns or ())}
-        self.progress.new |= self.stacks.refreshed - known
+        # All blocks of a staggered member are measured together, at its last turn.
+        at_last_turn = {i for i in staggered if self.turns[i][-1] in (due[i].turns or ())}
+        self.progress.new |= self.stacks.refreshed - before
         new = self.progress.new
-        self.products.choose(measured, [i for i in due if i not in staggered - last - new], new)
+        unmeasured = staggered - at_last_turn - new
+        self.products.choose(measured, [i for i in due if i not in unmeasured], new)
 
     def _refresh_assigned(self, due: Mapping[int, Due]) -> None:
         """Run PIRU on the rows of this rank; retry failed rows with more damping."""
-        number, failed = 0, self._refresh(self._remembered(due, refresh_cost))
-        while failed := _repairable(failed, number, roots=True):
-            number += 1
-            damped = [part.damped_by(10.0**number) for part in failed]
+        attempt, failed = 0, self._refresh(self._cut_due(due, refresh_cost))
+        while failed := _repairable(failed, attempt, roots=True):
+            attempt += 1
+            damped = [part.damped_by(10.0**attempt) for part in failed]
             failed = self._refresh(self._cut(damped, refresh_cost, attempt=None))
 
     def _refresh(self, portions: Iterable[Portion]) -> list[Part]:
-        """Run PIRU on some rows; return rows that keep the old root: the new one is not finite."""
+        """Run PIRU on batches of rows; return the rows whose new root is not finite, nor stored."""
         done: list[Part] = []
         flags: list[Tensor] = []
         for parts, batch, _ in portions:
@@ -247,7 +248,7 @@ class Preconditioner:
         return [part.row(row) for (part, row), good in rows if not good]
 
     def find_refreshed(self, candidates: Collection[int], whole: bool = False) -> None:
-        """Note which members have a root that is not the identity. Waits for the device.
+        """Record which members have a root that is not the identity. Waits for the device.
 
         If ``whole``, both roots of all blocks must differ from the identity.
         """
@@ -258,8 +259,8 @@ class Preconditioner:
         changed = torch.zeros(2, sum(self._blocks), dtype=torch.bool, device=stacks.device)
         parts = due_parts(stacks.groups, wanted)
         for part in chain.from_iterable(batches(parts, stacks.workspace, PRECONDITION)):
-            here = part.group.number[part.rows]
-            changed[int(part.right), here] = ~part.factors.is_identity(part.rows)
+            numbers = part.group.number[part.rows]
+            changed[int(part.right), numbers] = ~part.factors.is_identity(part.rows)
         for i, roots in enumerate(changed.cpu().split(self._blocks, 1)):
             if i in wanted and (roots.all() if whole else roots.any()):
                 stacks.refreshed.add(i)
@@ -269,13 +270,13 @@ class Preconditioner:
     def precondition(self, measured: Measured) -> None:
         """Write G̃ = Ĝ ‖G‖ / ‖Ĝ‖ over the gradients of refreshed members, grafted per parameter.
 
-        Non-finite gradients stay unchanged.
+        Non-finite gradients are unchanged.
         """
         if measured.addresses is None:  # no kernels
-            left: Sequence[int] = sorted(self.stacks.refreshed)
+            remaining: Sequence[int] = sorted(self.stacks.refreshed)
         else:
-            left = self.products.precondition(measured, measured.addresses)
-        exact = tuple(i for i in left if measured.grads[i] is not None)
+            remaining = self.products.precondition(measured, measured.addresses)
+        exact = tuple(i for i in remaining if measured.grads[i] is not None)
         if exact:
             members = slice(len(self.stacks.members))
             norms, finite = measured.norms[members], measured.finite[members]
@@ -287,8 +288,8 @@ class Preconditioner:
     ) -> None:
         """Precondition in float32 with torch, group by group: the contract."""
         blocks = GradientBlocks(self.stacks.members, grads)
-        # ‖Ĝ‖² of every block, ordered by member and block. The sums run in this order whatever the
-        # chunks are, so that they give the same bits every time.
+        # ‖Ĝ‖² of every block, ordered by member and block. The sums run in this order for every
+        # choice of chunks, so that their bits are reproducible.
         squares = norms.new_zeros(sum(self._blocks))
         for wave in self._waves(active):
             held = []
@@ -311,20 +312,20 @@ class Preconditioner:
             blocks.flush()
 
     def _product(self, blocks: GradientBlocks, group: Group, rows: slice) -> tuple[Tensor, Tensor]:
-        """Return G and Ĝ of some rows."""
+        """Return G and Ĝ of the given rows."""
         G = blocks.gather(group, rows)
         return G, combine(self.stacks.rule, group.left.roots(rows), G, group.right.roots(rows))
 
 
-def _repairable(failed: Iterable[Part], number: int, roots: bool) -> list[Part]:
-    """Count rows where an attempt has failed by the repair that comes next; return those with one.
+def _repairable(failed: Iterable[Part], attempt: int, roots: bool) -> list[Part]:
+    """Count each failed row by its next repair, or as discarded; return those with a next repair.
 
     Attempts count from 0. ``roots`` is True for a refresh, False for an update.
     """
     repairable = []
     for part in failed:
         method = part.factors.method
-        repairs = (method.root_repairs if roots else method.repairs)[number:]
+        repairs = (method.root_repairs if roots else method.repairs)[attempt:]
         discarded = "discarded_roots" if roots else "discarded_statistics"
         part.factors.counters[repairs[0] if repairs else discarded] += 1
         if repairs:
@@ -334,7 +335,7 @@ def _repairable(failed: Iterable[Part], number: int, roots: bool) -> list[Part]:
 
 def _cut_into_waves(stacks: DeviceStacks, active: tuple[int, ...]) -> list[Wave]:
     """Cut the active members into waves."""
-    # Half of the workspace holds G and Ĝ, the other half is the scratch of a chunk.
+    # Half of the workspace holds G and Ĝ; the other half is the scratch memory of a chunk.
     budget = stacks.workspace // 2
     waves: list[list[int]] = []
     total = 0
@@ -363,5 +364,5 @@ def _make_wave(stacks: DeviceStacks, wave: list[int], budget: int) -> Wave:
 
 
 def _per_row(values: Tensor) -> Tensor:
-    """(rows,) -> (rows, 1, 1)."""
+    """Reshape (rows,) to (rows, 1, 1), which broadcasts to blocks."""
     return values[:, None, None]

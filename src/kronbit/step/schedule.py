@@ -52,7 +52,7 @@ def delay(config: Config, turn: Turn) -> int:
 
 
 def first_preconditioned_step(config: Config, last: Turn = LAST_TURN) -> int:
-    """Return the first step whose gradient is preconditioned: a refresh at or after an update.
+    """Return the first step that preconditions: the first refresh at or after an update.
 
     A parameter waits until all its blocks have been refreshed, up to its last turn.
     """
@@ -68,11 +68,11 @@ def turns_at(event: Event, config: Config, t: int, turns: Iterable[Turn]) -> fro
     return frozenset(turn for turn in candidates if event(config, t, turn))
 
 
-def due_blocks(config: Config, come: Collection[Turn], turns: tuple[Turn, ...]) -> Due | None:
+def due_blocks(config: Config, due_turns: Collection[Turn], turns: tuple[Turn, ...]) -> Due | None:
     """Return the blocks of a parameter that are due, or None.
 
-    ``come`` are the turns that are due, from ``turns_at``, and ``turns`` those of the parameter.
+    ``due_turns`` is the result of ``turns_at``; ``turns`` are the turns of the parameter.
     """
-    of_parameter = turns if config.stagger else _SHARED_TURN
-    due = frozenset(come).intersection(of_parameter)
-    return Due(config, None if len(due) == len(of_parameter) else due) if due else None
+    possible = turns if config.stagger else _SHARED_TURN
+    due = frozenset(due_turns).intersection(possible)
+    return Due(config, None if len(due) == len(possible) else due) if due else None

@@ -27,14 +27,14 @@ class StatePlan:
     """The preconditioners, one per device, and each parameter's location in them.
 
     Args:
-        params: Parameters with their options, in order. Those left to F get no location.
+        params: Parameters with their options, in order. Parameters left to F get no location.
         algorithm: The algorithm.
         options: The optimizer's options. ``workspace_mb``, ``cuda_graph`` and ``blocks`` are used.
         route: Returns the cut of a parameter, or the reason why it is left to F.
         exchange: Divides work among ranks that hold the same state.
 
     Attributes:
-        locations: Parameter -> the preconditioner's device, and the number among its members.
+        locations: Parameter -> its preconditioner's device, and its index among the members.
         preconditioners: Device -> its preconditioner.
     """
 
@@ -105,7 +105,7 @@ class StatePlan:
         return preconditioner.stacks.device != p.device
 
     def of(self, p: Tensor) -> tuple[Preconditioner, int]:
-        """Return the preconditioner of a parameter, and its number among the members."""
+        """Return the preconditioner of a parameter, and the parameter's index among its members."""
         device, index = self.locations[p]
         return self.preconditioners[device], index
 
@@ -140,15 +140,15 @@ class StatePlan:
 
 
 def _forbidden_change(old: Config, new: Config) -> str | None:
-    """Describe a changed option that must not change once there is state, with a remedy."""
+    """Describe a changed option that must not change once state exists, with a remedy."""
     remedies = {
-        FORMAT_OPTIONS: "save state_dict(), build an optimizer with the new value, load it there",
-        CUT_OPTIONS: "statistics of other matrices must start fresh: build an optimizer with the "
-        "new value and load base.state_dict() of this one there",
+        FORMAT_OPTIONS: "save state_dict() and load it into an optimizer with the new value",
+        CUT_OPTIONS: "statistics of other blocks must start fresh: build an optimizer with the new "
+        "value, and load base.state_dict() of the old one into it",
     }
     for names, remedy in remedies.items():
         for name in names:
             a, b = getattr(old, name), getattr(new, name)
             if a != b:
-                return f"{name} was changed from {a!r} to {b!r} after state was made: {remedy}"
+                return f"{name} was changed from {a!r} to {b!r} after state was created: {remedy}"
     return None

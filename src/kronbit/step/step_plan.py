@@ -1,4 +1,4 @@
-"""The plan of a step: parameters sorted by device once, scheduled and measured at every step."""
+"""The plan of a step: parameters are sorted by device once, then scheduled at every step."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _STEP = itemgetter("step")
 
 
 class Snapshot:
-    """The keys and values of a dict as they are now.
+    """A record of the keys and values of a dict.
 
     Entries are compared by identity and in order: the hash of a tensor, which torch computes in
     Python, is too slow for every parameter at every step.
@@ -45,29 +45,29 @@ class Snapshot:
 
 
 def _picker(numbers: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
-    """Return a function that takes these elements out of a sequence, without a loop in Python."""
+    """Return a function that picks these elements of a sequence, without a loop in Python."""
     if len(numbers) < 2:  # itemgetter would return the element itself
         return lambda items: tuple(items[number] for number in numbers)
     return itemgetter(*numbers)
 
 
 class DevicePlan:
-    """The part of a step that runs on one device. Parameters have the numbers of the step plan.
+    """The part of a step that runs on one device. Parameters are numbered as in the step plan.
 
     Args:
-        preconditioner: The state of the device's matrices, its members.
+        preconditioner: The preconditioner of the device's members.
         numbers: The number of each member; None if it has no gradient.
         rest: The numbers of the device's parameters that are left to F.
         gradients: All parameters of the step.
-        entries: The state of each.
+        entries: The state of each parameter.
 
     Attributes:
         sizes: Numbers of elements of the gradients that ``pick`` returns.
-        taps: Taps of convolutions among them, 0 for parameters that are left to F. Empty if no
-            member has four axes or more, so that none can be in channels-last order.
+        taps: Taps of these gradients; 0 for parameters that are left to F. Empty if no member has
+            four axes or more, so that none can be channels-last.
         updates: Members whose statistics are updated at this step, with their blocks.
         refreshes: Members whose roots are refreshed at this step, with their blocks.
-        measured: The gradients of this step: the members', then the rest.
+        measured: The gradients of this step: of the members, then of the parameters left to F.
     """
 
     measured: Measured
@@ -98,7 +98,7 @@ class DevicePlan:
         self.refreshes: dict[int, Due] = {}
 
     def holds(self, grads: Sequence[Tensor]) -> bool:
-        """True if gradients have the shapes that the state was made for, and the same sizes."""
+        """True if members still have the shapes of their state, and other gradients their sizes."""
         shapes = list(map(attrgetter("shape"), self._pick_members(grads)))
         return (
             shapes == self._shapes
@@ -110,20 +110,20 @@ class DevicePlan:
         self.updates, self.refreshes = self._due(updates_at), self._due(refreshes_at)
 
     def _due(self, event: Event) -> dict[int, Due]:
-        """Return the members that are due for an event: nearly always none, which is quick."""
+        """Return the members that are due for an event. Nearly always none is, which is fast."""
         all_turns = self.preconditioner.all_turns
-        come = {
+        due_turns = {
             (config, step): turns_at(event, config, step + 1, all_turns)
             for step in set(map(_STEP, self._member_entries))
             for config in self._member_configs
         }
-        if not any(come.values()):
+        if not any(due_turns.values()):
             return {}
         due = {}
         for i, number in enumerate(self._numbers):
             if number is not None:
                 config = self._configs[number]
-                turns = come[config, self._entries[number]["step"]]
+                turns = due_turns[config, self._entries[number]["step"]]
                 blocks = due_blocks(config, turns, self.preconditioner.turns[i])
                 if blocks is not None:
                     due[i] = blocks
@@ -156,7 +156,7 @@ class DevicePlan:
     def refresh(self) -> None:
         """Run L̂ ← PIRU(L), R̂ ← PIRU(R) for the members that are due.
 
-        The state records in how many bits products are computed from now on; 0 if undecided.
+        ``product_bits`` in the state is the precision of their later products; 0 while undecided.
         """
         self.preconditioner.refresh(self.measured, self.refreshes)
         refreshed, bits = self.stacks.refreshed, self.preconditioner.products.bits
@@ -182,8 +182,8 @@ class StepPlan:
 
     Attributes:
         params: Parameters that have a gradient.
-        entries: The state of each.
-        devices: The part of each device.
+        entries: The state of each parameter.
+        devices: The parts of the plan, one per device.
         states: Keys and values of the optimizer's state when the plan was made.
     """
 
@@ -235,7 +235,7 @@ class StepPlan:
         guards: dict[torch.device, NonfiniteGuard],
         config: Config,
     ) -> Iterator[None]:
-        """Measure the gradients, device by device; drop them at the end: ``zero_grad`` frees them.
+        """Measure the gradients of each device; drop them at the end, so that they can be freed.
 
         Args:
             grads: The gradients of the parameters.
@@ -261,7 +261,7 @@ class StepPlan:
             entry["step"] = step
 
     def settle(self) -> None:
-        """Forget the progress of the step, which counts now."""
+        """Forget the progress of the step, which is complete."""
         for device in self.devices:
             device.preconditioner.progress.settle()
 
@@ -288,11 +288,11 @@ def expected_updates(
 ) -> Iterator[Tensor]:
     """Yield parameters whose statistics the next step updates, if they have a gradient.
 
-    A staggered parameter may have any turn if there is no plan, or the plan lacks it.
+    A staggered parameter that is not in the plan has unknown turns and is always yielded.
     """
     for group in groups:
         config = config_of(group)
-        known: dict[tuple[int, int], bool] = {}  # nearly always a single step, and nothing is due
+        known: dict[tuple[int, int], bool] = {}  # nearly always one entry, False
         for p in group["params"]:
             turns: tuple[Turn, ...] | None = ()
             if config.stagger:
@@ -315,8 +315,8 @@ def refuse_nonfinite(
     where = "on another rank"
     if nonfinite:
         p, step = nonfinite[0]
-        where = f"that of {name(p)} first, at its step {step}"
+        where = f"such as that of {name(p)} at its step {step}"
     raise FloatingPointError(
         f"{len(nonfinite) or 'some'} gradient(s) are not finite, {where}; nothing was changed. "
-        "With nonfinite='zero' the step would go on without them"
+        "Set nonfinite='zero' to replace such gradients by zeros"
     )

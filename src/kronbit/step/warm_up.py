@@ -17,12 +17,12 @@ from kronbit.statistics import GradientStatistics
 from kronbit.step.nonfinite import NonfiniteGuard
 from kronbit.step.preconditioner import Preconditioner
 
-# Shapes of parameters in float32 and quantised, with products in small and in large tiles.
+# Shapes whose factors are float32 and quantised, and whose products have small and large tiles.
 _SHAPES = ((8, 8), (320, 320), (256, 512))
 
 
 def warm_up(device: torch.device, algorithm: Algorithm, config: Config, dtype: torch.dtype) -> None:
-    """Compile the kernels for parameters with some options. Repeated calls do nothing.
+    """Compile the kernels for parameters with these options. Repeated calls do nothing.
 
     Kernels differ only between gradients in bf16 and in all other dtypes. A kernel that is missed
     here is compiled at its first use.

@@ -1,4 +1,4 @@
-"""Replace old state by new state where it is finite, by two launches for all tensors."""
+"""Replacement of old state by new state where it is finite, in two launches for all tensors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kronbit.kernels.launch import launch
 
-MOST = 4  # tensors of a statistic, or of a root
+MOST = 4  # largest number of tensors of a statistic, or of a root
 _ELEMENTS = 4096  # per program, at once
 _PROGRAMS = 64  # per row, at most
 _TENSORS = [f"{kind}{i}" for kind in ("old", "new") for i in range(MOST)]
@@ -80,7 +80,7 @@ def replace_rows_(old: Sequence[Tensor], new: Sequence[Tensor], accepted: Tensor
     Args:
         old: Up to ``MOST`` contiguous tensors.
         new: The contiguous tensors that replace them.
-        accepted: bool (rows,), contiguous; False where rows are not finite, afterwards.
+        accepted: bool (rows,), contiguous. Set to False for rows that are not finite.
     """
     floats = [tensor for tensor in new if tensor.is_floating_point()]
     _launch(_finite_kernel, accepted, [floats], 4)
@@ -91,7 +91,7 @@ def replace_rows_(old: Sequence[Tensor], new: Sequence[Tensor], accepted: Tensor
 def _launch(
     kernel: Any, accepted: Tensor, lists: list[list[Any]], size: int, **constants: Any
 ) -> None:
-    """Launch a kernel on tensors whose rows have elements of some size."""
+    """Launch a kernel on tensors whose elements have the given size."""
     lengths = [tensor.nbytes // len(tensor) // size for tensor in lists[0]]
     programs = min(_PROGRAMS, -(-max(lengths) // _ELEMENTS))
     arguments = [value for values in [*lists, lengths] for value in _filled(values)]
@@ -101,5 +101,5 @@ def _launch(
 
 
 def _filled(values: list[Any]) -> list[Any]:
-    """Repeat the first value until there are as many as a kernel takes."""
+    """Pad values with the first one, up to the number that a kernel takes."""
     return [*values, *values[:1] * (MOST - len(values))]

@@ -1,6 +1,6 @@
 """Programs that wait for each other in one launch.
 
-Work is a sequence of tasks, which may read the results of earlier ones. Every program takes the
+Work is a sequence of tasks, which may read the results of earlier tasks. Every program takes the
 next free task. The program with the first unfinished task never waits, so the launch always makes
 progress, however few programs run at a time.
 """
@@ -19,7 +19,7 @@ def take(counter):
 
 @triton.jit
 def wait_for(counter, count):
-    """Wait until a counter reaches a number. All writes before its increments are visible then."""
+    """Wait until a counter reaches a number. Writes before its increments are visible then."""
     while tl.atomic_add(counter, 0, sem="acquire") < count:
         pass
     tl.debug_barrier()
@@ -27,6 +27,6 @@ def wait_for(counter, count):
 
 @triton.jit
 def tell(counter):
-    """Increment a counter, after all writes."""
+    """Increment a counter after all previous writes of the program."""
     tl.debug_barrier()
     tl.atomic_add(counter, 1, sem="release")

@@ -25,9 +25,9 @@ _PICKLED = {
 }
 
 
-def require(found: bool, path: Path, layout: str, origin: str) -> None:
+def require(exists: bool, path: Path, layout: str, origin: str) -> None:
     """Refuse missing data, with its layout and origin."""
-    if not found:
+    if not exists:
         raise LabError(
             f"no data at {path}: expected {layout}; get it from {origin}, and give the folder "
             "above it with --data or KRONBIT_DATA"

@@ -48,22 +48,18 @@ class Attention(nn.Module):
         return attended
 
 
-class DropPath(nn.Module):
+class DropPath(nn.Dropout):
     """Drops a residual branch for random examples in training, and scales the others.
 
     Args:
-        rate: Share of examples whose branch is dropped.
+        p: Share of examples whose branch is dropped.
     """
-
-    def __init__(self, rate: float) -> None:
-        super().__init__()
-        self.rate = rate
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (b, tokens, width) to the same shape."""
-        if not self.training or self.rate == 0:
+        if not self.training or self.p == 0:
             return x
-        return x * functional.dropout(x.new_ones(len(x), 1, 1), self.rate)
+        return x * functional.dropout(x.new_ones(len(x), 1, 1), self.p)
 
 
 class TransformerBlock(nn.Module):

@@ -261,10 +261,7 @@ def recipe_from(content: Any, name: str, source: str) -> Recipe:
     if not isinstance(content, Mapping):
         raise LabError(f"{source} is not a recipe: it has no `key: value` lines")
     refuse_unknown(f"a setting of a recipe ({source})", map(str, content), _FIELDS)
-    for key in ("model", "data"):
-        if key not in content:
-            raise LabError(f"{source}: {key} is missing")
-    named = {"name": name, "about": "", **content}
+    named = {"name": name, "about": "", "model": {}, "data": {}, **content}
     try:
         return Recipe(**{key: _typed(key, _number(value)) for key, value in named.items()})
     except LabError as error:

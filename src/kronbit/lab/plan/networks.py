@@ -131,8 +131,7 @@ def resolve_model(name: str) -> Network:
         if not callable(factory):
             raise LabError(f"{name} is not callable: give a function that returns an nn.Module")
         return Network(name, factory)
-    known = [*PRESETS, *recipe_names()]
-    close = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+    close = difflib.get_close_matches(name, [*PRESETS, *recipe_names()], n=3, cutoff=0.5)
     near = f"nearest: {', '.join(close)}" if close else f"presets: {', '.join(PRESETS)}"
     raise LabError(
         f"there is no model {name!r}; {near}; else give a recipe, a folder with config.json, or "

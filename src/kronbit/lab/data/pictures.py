@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kronbit.lab.data.images import HeldImages, Pair, Setting
-from kronbit.lab.errors import LabError
+from kronbit.lab.errors import LabError, import_optional, lab_error
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -36,11 +36,8 @@ def require(exists: bool, path: Path, layout: str, origin: str) -> None:
 
 def digits(setting: Setting, **augmentation: Any) -> HeldImages:
     """Open scikit-learn's 1,797 digits of 8 x 8; 397, the same for any seed, are held out."""
-    try:
-        from sklearn.datasets import load_digits
-    except ImportError as error:
-        raise LabError("the digits are part of scikit-learn: pip install scikit-learn") from error
-    pixels, labels = map(torch.tensor, load_digits(return_X_y=True))
+    datasets = import_optional("sklearn.datasets", "scikit-learn", "data 'digits'")
+    pixels, labels = map(torch.tensor, datasets.load_digits(return_X_y=True))
     order = torch.randperm(len(pixels), generator=torch.Generator().manual_seed(0))
     # values from 0 to 16 become bytes from 0 to 240
     images = (pixels * 15).to(torch.uint8).view(-1, 1, 8, 8)
@@ -59,13 +56,12 @@ class _PlainUnpickler(pickle.Unpickler):
 
 def read_cifar(path: Path) -> Pair:
     """Read images and labels from a file of CIFAR-100; other contents of a pickle are refused."""
-    try:
+    kinds = OSError, KeyError, ValueError, EOFError, RuntimeError, pickle.UnpicklingError
+    with lab_error(f"{path} is not a file of CIFAR-100's python version", *kinds):
         with path.open("rb") as file:
             content = _PlainUnpickler(file, encoding="bytes").load()
         images = torch.tensor(content[b"data"]).view(-1, 3, 32, 32)
         return images, torch.tensor(content[b"fine_labels"])
-    except (OSError, KeyError, ValueError, EOFError, RuntimeError, pickle.UnpicklingError) as error:
-        raise LabError(f"{path} is not a file of CIFAR-100's python version: {error}") from error
 
 
 def cifar100(setting: Setting, **augmentation: Any) -> HeldImages:
@@ -101,11 +97,8 @@ def open_picture(path: Path) -> Image.Image:
     """Decode an image file."""
     from PIL import Image
 
-    try:
-        with Image.open(path) as image:
-            picture: Image.Image = image.convert("RGB")
-    except OSError as error:
-        raise LabError(f"cannot read the image {path}: {error}") from error
+    with lab_error(f"cannot read the image {path}", OSError), Image.open(path) as image:
+        picture: Image.Image = image.convert("RGB")
     return picture
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kronbit.config import FORMAT_KEY, STATISTICS_KEY, Config
 from kronbit.factors import Factors, make_method
-from kronbit.lab.errors import LabError, one_line
+from kronbit.lab.errors import LabError, lab_error, one_line
 from kronbit.lab.quantisation import errors
 from kronbit.lab.quantisation.errors import Deviation, Row, Statistic
 from kronbit.lab.training.checkpoints import checkpoints
@@ -175,7 +175,7 @@ def read_preconditioners(
     An error names ``label``, and the key of an entry that contradicts its options.
     """
     groups = state_dict["param_groups"]
-    try:
+    with lab_error(label, TypeError, ValueError):
         check_outline(state_dict, groups)
         # Empty tensors stand in for the parameters of an optimizer, which the reader expects.
         twins = [{**group, "params": [torch.empty(0) for _ in group["params"]]} for group in groups]
@@ -196,8 +196,6 @@ def read_preconditioners(
                     values = sides.get(side) if isinstance(sides, Mapping) else None
                     factors = _as_factors(values, entry.config, entry.path(block, side), device)
                     yield Held(names[p], block, side, entry.step, entry.config, factors)
-    except (TypeError, ValueError) as error:
-        raise LabError(f"{label}: {error}") from error
 
 
 @full_precision()

@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from kronbit.lab.errors import LabError
+from kronbit.lab.errors import LabError, lab_error
 from kronbit.lab.optimizers import DEFAULT_VARIANTS
 
 _Lines = Sequence[Mapping[str, Any]]
@@ -153,10 +153,8 @@ def by_recipe(runs: Sequence[Run]) -> dict[str, list[Run]]:
 
 
 def _read(path: Path) -> bytes:
-    try:
+    with lab_error(f"cannot read {path}", OSError):
         return path.read_bytes()
-    except OSError as error:
-        raise LabError(f"{path} cannot be read: {error.strerror}") from None
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -19,12 +19,15 @@ def one_line(error: BaseException) -> str:
 
 
 @contextmanager
-def lab_error(problem: str, *kinds: type[Exception]) -> Iterator[None]:
-    """Turn errors of these kinds into a ``LabError``: the problem, if any, and the reason."""
+def lab_error(problem: str, *kinds: type[Exception], most: int | None = None) -> Iterator[None]:
+    """Turn errors of these kinds into a ``LabError``: the problem, if any, and the reason.
+
+    ``most`` is the maximum length of the reason.
+    """
     try:
         yield
     except kinds as error:
-        reason = getattr(error, "strerror", None) or one_line(error)
+        reason = (getattr(error, "strerror", None) or one_line(error))[:most]
         raise LabError(f"{problem}: {reason}" if problem else reason) from error
 
 

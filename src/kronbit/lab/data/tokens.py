@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kronbit.lab.data.images import Pair, Setting, moved
 from kronbit.lab.data.pictures import require
-from kronbit.lab.errors import LabError, lab_error, one_line
+from kronbit.lab.errors import LabError, lab_error
 from kronbit.lab.randomness import seed_of
 
 Array = np.ndarray[Any, Any]
@@ -152,13 +152,9 @@ def _encoded(content: str, tokenizer: str) -> tuple[Array, int | None]:
         return np.frombuffer(content.encode("ascii", "replace"), dtype=np.uint8), ASCII
     if tokenizer == "bytes":
         return np.frombuffer(content.encode("utf-8"), dtype=np.uint8), 256
-    try:
+    problem = f"cannot open the tokenizer {tokenizer!r} (give bytes, char, or a folder with one)"
+    with lab_error(problem, ImportError, OSError, ValueError, most=200):
         from transformers import AutoTokenizer
 
         encode = AutoTokenizer.from_pretrained(tokenizer, local_files_only=True)
-    except (ImportError, OSError, ValueError) as error:
-        raise LabError(
-            f"cannot open the tokenizer {tokenizer!r}: give bytes, char, or a folder with "
-            f"tokenizer files ({one_line(error)[:200]})"
-        ) from error
     return np.array(encode(content)["input_ids"], dtype=np.uint32), len(encode)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kronbit.config import FORMAT_KEY, STATISTICS_KEY, Config
 from kronbit.factors import Factors, make_method
-from kronbit.lab.errors import LabError, lab_error, one_line
+from kronbit.lab.errors import LabError, lab_error
 from kronbit.lab.quantisation import errors
 from kronbit.lab.quantisation.errors import Deviation, Row, Statistic
 from kronbit.lab.training.checkpoints import checkpoints
@@ -152,11 +152,9 @@ def _read_state(source: Any) -> tuple[str, Mapping[str, Any]]:
         if not path.is_file():
             raise LabError(f"no checkpoint {path} exists")
         label = str(path)
-        try:
+        # A broken file may raise any exception.
+        with lab_error(f"cannot read {path} as a checkpoint", Exception, most=200):
             content = torch.load(path, map_location="cpu", weights_only=True)
-        except Exception as error:  # a broken file may raise any exception
-            reason = one_line(error)[:200]
-            raise LabError(f"cannot read {path} as a checkpoint: {reason}") from error
     if isinstance(content, Mapping) and "param_groups" not in content:
         content = content.get("optimizer")
     if not isinstance(content, Mapping) or not {"state", "param_groups"} <= content.keys():

@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from kronbit.lab.errors import LabError, lab_error
+from kronbit.lab.errors import lab_error
 
 
 def make_folder(folder: Path) -> None:
@@ -19,12 +19,9 @@ def make_folder(folder: Path) -> None:
     Raises:
         LabError: If the folder cannot be created or written to.
     """
-    try:
+    with lab_error(f"cannot write to {folder} (choose another with --out)", OSError):
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
-    except OSError as error:
-        reason = f"cannot write to {folder}: {error.strerror}; choose another with --out"
-        raise LabError(reason) from error
 
 
 @contextmanager

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, Dataset
 
-from kronbit.lab.data.images import Images, Pair, Setting, divide
+from kronbit.lab.data.images import IMAGENET, Images, Pair, Setting, divide
 from kronbit.lab.data.pictures import class_names, list_images, open_picture, require, to_tensor
 from kronbit.lab.errors import LabError
 
@@ -90,7 +90,7 @@ class FolderImages(Images):
         if setting.holdout:
             divided = divide(torch.tensor([label for _, label in files[0]]), setting.holdout)
             files = [[files[0][index] for index in part.tolist()] for part in divided]
-        super().__init__(setting, len(files[0]), len(classes), augmentation)
+        super().__init__(setting, len(files[0]), len(classes), IMAGENET, **augmentation)
         self._train, self._test = (_Folder(of_part, image, jitter, whole) for of_part in files)
         self._workers = int(workers)
         self._next_step = -1

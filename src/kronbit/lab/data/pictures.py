@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kronbit.lab.data.images import HeldImages, Pair, Setting
+from kronbit.lab.data.images import IMAGENET, HeldImages, Pair, Setting
 from kronbit.lab.errors import LabError, import_optional, lab_error
 
 if TYPE_CHECKING:
@@ -41,8 +41,8 @@ def digits(setting: Setting, **augmentation: Any) -> HeldImages:
     order = torch.randperm(len(pixels), generator=torch.Generator().manual_seed(0))
     # values from 0 to 16 become bytes from 0 to 240
     images = (pixels * 15).to(torch.uint8).view(-1, 1, 8, 8)
-    train, test = ((images[part], labels[part]) for part in order.split((1400, 397)))
-    return HeldImages(setting, train, test, 10, augmentation, ((0.2872,), (0.3539,)))
+    parts = [(images[rows], labels[rows]) for rows in order.split((1400, 397))]
+    return HeldImages(setting, parts, 10, ((0.2872,), (0.3539,)), **augmentation)
 
 
 class _PlainUnpickler(pickle.Unpickler):
@@ -70,9 +70,8 @@ def cifar100(setting: Setting, **augmentation: Any) -> HeldImages:
     files = folder / "train", folder / "test"
     origin = "https://www.cs.toronto.edu/~kriz/cifar.html"
     require(all(map(Path.is_file, files)), folder, "the files train and test", origin)
-    train, test = map(read_cifar, files)
     normal = (0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)
-    return HeldImages(setting, train, test, 100, augmentation, normal)
+    return HeldImages(setting, list(map(read_cifar, files)), 100, normal, **augmentation)
 
 
 def class_names(folder: Path) -> list[str]:
@@ -129,4 +128,5 @@ def tiny_imagenet(setting: Setting, **augmentation: Any) -> HeldImages:
             raise LabError(f"{annotations}: {name!r} is not a class of train/")
         test.append((val / "images" / file, labels[name]))
     files = list_images([train / name / "images" for name in labels])
-    return HeldImages(setting, _read_images(files), _read_images(test), len(labels), augmentation)
+    parts = [_read_images(files), _read_images(test)]
+    return HeldImages(setting, parts, len(labels), IMAGENET, **augmentation)

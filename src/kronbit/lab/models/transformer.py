@@ -40,8 +40,7 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (b, tokens, width) to the same shape."""
-        length = self.length or x.shape[1]
-        parts = self.qkv(x).unflatten(1, (-1, length)).flatten(0, 1)
+        parts = self.qkv(x).unflatten(1, (-1, self.length or x.shape[1])).flatten(0, 1)
         q, k, v = parts.unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         y = functional.scaled_dot_product_attention(q, k, v, attn_mask=self.bias_of(q))
         attended: Tensor = self.out(y.transpose(1, 2).reshape(x.shape))

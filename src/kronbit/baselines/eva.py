@@ -168,8 +168,14 @@ class EVA(Rewriter):
             for layer, (x, y, count) in collected.items()
             if count and layer in layers
         }
-        if missed := [layer for layer in layers if layer not in means]:
-            self._note_missed(missed)
+        missed = [layer for layer in layers if layer not in means]
+        if missed and not self._missed and not self._closed:
+            warn(
+                f"{len(missed)} layer(s), {missed[0].name!r} first, have a gradient, but were not "
+                "called in training mode since the last step: their means stay as they are. "
+                "Compiled models do not call hooks"
+            )
+        self._missed += len(missed)
         finite = self._finite([mean for both in means.values() for mean in both])
         for layer in layers:
             here = finite.to(layer.weight.device)
@@ -177,15 +183,6 @@ class EVA(Rewriter):
                 self._update(layer, *means[layer], here)
             if self.state.get(layer.weight):
                 self._precondition(layer, here)
-
-    def _note_missed(self, layers: list[Layer]) -> None:
-        if not self._missed and not self._closed:
-            warn(
-                f"{len(layers)} layer(s), {layers[0].name!r} first, have a gradient, but were not "
-                "called in training mode since the last step: their means stay as they are. "
-                "Compiled models do not call hooks"
-            )
-        self._missed += len(layers)
 
     def _update(self, layer: Layer, x: Tensor, y: Tensor, finite: Tensor) -> None:
         """Update ā, b̄ and the number of means in them."""

@@ -159,8 +159,7 @@ class Rewriter(Around, ABC):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state by parameter, the common state, and F's state dict under ``"base"``."""
-        state_dict = super().state_dict()
-        return {**state_dict, "common": dict(self.common), "base": self.base.state_dict()}
+        return super().state_dict() | {"common": dict(self.common), "base": self.base.state_dict()}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

@@ -10,7 +10,7 @@ from rich.table import Table
 from typer import Option
 
 from kronbit.cli.options import Device, Json
-from kronbit.lab.errors import LabError
+from kronbit.lab.errors import lab_error
 from kronbit.lab.training.world import find_device
 
 EXAMPLES = (
@@ -37,23 +37,19 @@ def doctor(
     from kronbit.lab.doctor.subject import subject_of
 
     where = find_device(device)
-    try:
+    with lab_error("--options", ValueError):
         given = read_options(options)
-    except ValueError as error:
-        raise LabError(f"--options: {error}") from None
     subject = subject_of(optimizer, given)
-    environment, console = describe(where), Console()
-    if not as_json:
-        table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
-        for row in environment:
-            table.add_row(*row)
-        console.print(table)
-        console.print(f"\n{optimizer}:")
+    environment, console = describe(where), Console(quiet=as_json)
+    table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
+    for row in environment:
+        table.add_row(*row)
+    console.print(table)
+    console.print(f"\n{optimizer}:")
     checks = {}
     for check in CHECKS:
         checks[check] = examine(subject, where, check) or "ok"
-        if not as_json:
-            console.print(f"  {check}: {checks[check]}", markup=False, highlight=False)
+        console.print(f"  {check}: {checks[check]}", markup=False, highlight=False)
     if as_json:
         print(json.dumps({"environment": dict(environment), "checks": checks}, indent=1))
     return int(any(outcome != "ok" for outcome in checks.values()))

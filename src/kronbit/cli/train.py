@@ -14,7 +14,7 @@ from kronbit.cli import options
 from kronbit.lab.errors import LabError
 from kronbit.lab.recipe import find_recipe
 from kronbit.lab.training.files import make_folder
-from kronbit.lab.training.world import join_world
+from kronbit.lab.training.world import World, join_world
 
 TRAIN_EXAMPLES = (
     "Examples: kronbit train pydoc-gpt --optimizer shampoo --bits 4 --base adamw  |  "
@@ -57,22 +57,15 @@ def train(
     from kronbit.lab.optimizers import label_of, refuse_unused_options
     from kronbit.lab.report.runs import find_runs
     from kronbit.lab.report.tables import show_table
-    from kronbit.lab.training.experiment import (
-        Member,
-        read_member,
-        resume_command,
-        run_member,
-        train_command,
-    )
+    from kronbit.lab.training import experiment
     from kronbit.lab.training.loop import Interrupted
     from kronbit.lab.training.terminal import Terminal
-    from kronbit.lab.training.world import World
 
     wishes = options.wishes(settings, optimizer=optimizer, bits=bits, base=base, seed=seed, amp=amp)
     if resume is not None:
         if recipe is not None or wishes or out is not None:
             raise LabError("--resume takes all settings from the run: give no others")
-        one, before = read_member(resume)
+        one, before = experiment.read_member(resume)
         device, data = device or before["device"], data or Path(before["data"])
         compile, cuda_graph = compile or before["compile"], cuda_graph or before["graph"]
         place: AbstractContextManager[Path] = nullcontext(resume)
@@ -86,22 +79,21 @@ def train(
     world = join_world(parallel, device, data=data or World.data, **how)
     if not world.first:
         place = nullcontext(Path())  # all ranks use the folder of the first
-    console = Console(stderr=True, quiet=not world.first)
     try:
-        with place as folder, Terminal(console) as terminal:
+        with place as folder, Terminal(Console(stderr=True, quiet=not world.first)) as terminal:
             folder = Path(world.agree_on(str(folder)))
             if resume is None:
-                command = train_command(made, recipe or "", world)
-                one = Member(made.optimizer, label_of(made), made, command)
+                command = experiment.train_command(made, recipe or "", world)
+                one = experiment.Member(made.optimizer, label_of(made), made, command)
             elif (before["parallel"], before["ranks"]) != (world.parallel, world.ranks):
                 terminal.message(
                     f"started on {before['ranks']} ranks ({before['parallel']}), resumed on "
                     f"{world.ranks} ({world.parallel}): results differ in rounding"
                 )
-            summary = run_member(one, folder, world, terminal, resume is not None)
+            summary = experiment.run_member(one, folder, world, terminal, resume is not None)
     except Interrupted:
         if world.first:
-            echo(f"saved; resume with: {resume_command(folder, world)}", err=True)
+            echo(f"saved; resume with: {experiment.resume_command(folder, world)}", err=True)
         raise Exit(130) from None
     finally:
         world.leave()
@@ -142,7 +134,6 @@ def compare(
     from kronbit.lab.training.experiment import member, run_all, write_comparison
     from kronbit.lab.training.loop import Interrupted
     from kronbit.lab.training.terminal import Terminal
-    from kronbit.lab.training.world import World
 
     if resume and out is None:
         raise LabError("--resume needs --out: the folder of the comparison")
@@ -169,5 +160,4 @@ def compare(
         echo(f"saved; resume with: {again}", err=True)
         raise Exit(130) from None
     write_comparison(folder, start, command, world, summaries)
-    title = f"{start.name}: {start.about}"
-    options.show_report(find_runs([folder]), folder, title, command)
+    options.show_report(find_runs([folder]), folder, f"{start.name}: {start.about}", command)

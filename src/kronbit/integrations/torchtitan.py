@@ -28,10 +28,9 @@ class KronbitOptimizers(OptimizersContainer):  # type: ignore[misc, type-arg, un
 
     @staticmethod
     def _resolve_optimizer_factory(name: str) -> Callable[..., Optimizer]:
+        known: dict[str, Callable[..., Optimizer]]
         known = {"Shampoo": kronbit.Shampoo, "CASPR": kronbit.CASPR}
-        factory: Callable[..., Optimizer]
-        factory = known.get(name) or OptimizersContainer._resolve_optimizer_factory(name)
-        return factory
+        return known.get(name) or OptimizersContainer._resolve_optimizer_factory(name)
 
     def _register_bf16_optimizer_state_hook(self) -> None:
         raise ValueError(

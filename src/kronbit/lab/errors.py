@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+import importlib
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 
 class LabError(Exception):
@@ -13,6 +16,27 @@ class LabError(Exception):
 def one_line(error: BaseException) -> str:
     """Return the message of an error on one line, or the name of its class if it is empty."""
     return " ".join(str(error).split()) or type(error).__name__
+
+
+@contextmanager
+def lab_error(problem: str, *kinds: type[Exception], most: int | None = None) -> Iterator[None]:
+    """Turn errors of these kinds into a ``LabError``: the problem, if any, and the reason.
+
+    ``most`` is the maximum length of the reason.
+    """
+    try:
+        yield
+    except kinds as error:
+        reason = (getattr(error, "strerror", None) or one_line(error))[:most]
+        raise LabError(f"{problem}: {reason}" if problem else reason) from error
+
+
+def import_optional(module: str, package: str, user: str) -> Any:
+    """Import a module of a package that may be missing. The error names the package's user."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise LabError(f"{user} needs a package: pip install {package}") from error
 
 
 def refuse_unknown(what: str, given: Iterable[str], known: Iterable[str]) -> None:

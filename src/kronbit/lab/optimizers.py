@@ -14,7 +14,7 @@ from kronbit.algorithms import CASPR, KFAC, AdaBK, Shampoo
 from kronbit.base import Around, resolve
 from kronbit.baselines import EVA, MFAC
 from kronbit.config import Config
-from kronbit.lab.errors import LabError, one_line, refuse_unknown
+from kronbit.lab.errors import LabError, lab_error, refuse_unknown
 from kronbit.lab.models import build
 from kronbit.lab.muon import MuonBesideBase
 from kronbit.lab.recipe import OPTIMIZERS, Recipe, parse_settings
@@ -132,7 +132,7 @@ def make_optimizer(
         keywords.setdefault("fused", True)  # the fastest kernels on a GPU
     if recipe.schedule == "schedule-free":
         keywords.setdefault("warmup_steps", warmup)
-    try:
+    with lab_error("", TypeError, ValueError, ImportError, RuntimeError):
         if recipe.optimizer == "base":
             return resolve(params, recipe.base, keywords)
         if recipe.optimizer == "muon":
@@ -144,5 +144,3 @@ def make_optimizer(
             keywords["grad_scaler"] = scaler if scaler and scaler.is_enabled() else None
         kind = {**_BASELINES, **ALGORITHMS}[recipe.optimizer][0]
         return kind(params, **keywords)
-    except (TypeError, ValueError, ImportError, RuntimeError) as error:
-        raise LabError(one_line(error)) from error

@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from kronbit.config import OPTIONS
-from kronbit.lab.errors import LabError, one_line, refuse_unknown
+from kronbit.lab.errors import LabError, lab_error, refuse_unknown
 from kronbit.lab.precision import AMP, DTYPES
 
 FOLDER = Path(__file__).parent / "recipes"
@@ -209,11 +209,8 @@ def parse_settings(given: Iterable[str]) -> dict[str, Any]:
         key, equals, text = item.partition("=")
         if not equals or not key.strip():
             raise LabError(f"a setting must be key=value; got {item!r}")
-        try:
-            value = yaml.safe_load(text)
-        except yaml.YAMLError as error:
-            raise LabError(f"cannot read the value of {item!r}: {one_line(error)}") from error
-        settings[key.strip()] = _number(value)
+        with lab_error(f"cannot read the value of {item!r}", yaml.YAMLError):
+            settings[key.strip()] = _number(yaml.safe_load(text))
     return settings
 
 
@@ -249,10 +246,8 @@ def find_recipe(name: str) -> Recipe:
             )
         if not path.is_file():
             raise LabError(f"there is no file {name}; `kronbit recipes show NAME` prints a start")
-    try:
+    with lab_error(f"cannot read {path}", OSError, UnicodeDecodeError, yaml.YAMLError):
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise LabError(f"cannot read {path}: {one_line(error)}") from error
     return recipe_from(content, path.stem, name)
 
 
@@ -261,11 +256,6 @@ def recipe_from(content: Any, name: str, source: str) -> Recipe:
     if not isinstance(content, Mapping):
         raise LabError(f"{source} is not a recipe: it has no `key: value` lines")
     refuse_unknown(f"a setting of a recipe ({source})", map(str, content), _FIELDS)
-    for key in ("model", "data"):
-        if key not in content:
-            raise LabError(f"{source}: {key} is missing")
-    named = {"name": name, "about": "", **content}
-    try:
+    named = {"name": name, "about": "", "model": {}, "data": {}, **content}
+    with lab_error(source, LabError):
         return Recipe(**{key: _typed(key, _number(value)) for key, value in named.items()})
-    except LabError as error:
-        raise LabError(f"{source}: {error}") from error

@@ -18,7 +18,7 @@ from kronbit.lab.data.folders import FolderImages
 from kronbit.lab.data.images import HeldImages, Setting
 from kronbit.lab.data.pictures import cifar100, digits, tiny_imagenet
 from kronbit.lab.data.tokens import Tokens, pydoc, text, tokens
-from kronbit.lab.errors import LabError, refuse_unknown
+from kronbit.lab.errors import lab_error, refuse_unknown
 
 __all__ = ["SETS", "Data", "Setting", "open_data"]
 
@@ -39,7 +39,5 @@ def open_data(options: Mapping[str, Any], setting: Setting) -> Data:
     given = dict(options)
     name = given.pop("name")
     refuse_unknown("data.name", [name], SETS)
-    try:
+    with lab_error(f"data {name!r}", TypeError):
         return SETS[name](setting, **given)
-    except TypeError as error:
-        raise LabError(f"data {name!r}: {error}") from error

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, Dataset
 
-from kronbit.lab.data.images import Images, Pair, Setting, divide
+from kronbit.lab.data.images import IMAGENET, Images, Pair, Setting, divide
 from kronbit.lab.data.pictures import class_names, list_images, open_picture, require, to_tensor
 from kronbit.lab.errors import LabError
 
@@ -32,25 +32,21 @@ class _Folder(Dataset[tuple[Tensor, int]]):
     whole: float
 
     def __getitem__(self, draw: Draw) -> tuple[Tensor, int]:
-        from PIL import ImageEnhance
+        from PIL import ImageEnhance, ImageOps
 
         index, seed = draw
         path, label = self.files[index]
-        picture = open_picture(path)
-        chance = None if seed is None else random.Random(seed)
-        box = self._centre(*picture.size) if chance is None else _crop(*picture.size, chance)
-        picture = picture.resize((self.image, self.image), box=box, resample=2)
-        if chance is not None and self.jitter:
+        picture, size = open_picture(path), (self.image, self.image)
+        if seed is None:
+            picture = ImageOps.fit(picture, size, method=2, bleed=(1 - self.whole) / 2)
+            return to_tensor(picture), label
+        chance = random.Random(seed)
+        picture = picture.resize(size, box=_crop(*picture.size, chance), resample=2)
+        if self.jitter:
             for kind in (ImageEnhance.Brightness, ImageEnhance.Contrast, ImageEnhance.Color):
                 amount = chance.uniform(1 - self.jitter, 1 + self.jitter)
                 picture = kind(picture).enhance(amount)
         return to_tensor(picture), label
-
-    def _centre(self, width: int, height: int) -> tuple[float, float, float, float]:
-        """Return the central square whose side is ``whole`` times the shorter side."""
-        side = self.whole * min(width, height)
-        left, top = (width - side) / 2, (height - side) / 2
-        return left, top, left + side, top + side
 
 
 def _crop(width: int, height: int, chance: random.Random) -> tuple[int, int, int, int]:
@@ -94,7 +90,7 @@ class FolderImages(Images):
         if setting.holdout:
             divided = divide(torch.tensor([label for _, label in files[0]]), setting.holdout)
             files = [[files[0][index] for index in part.tolist()] for part in divided]
-        super().__init__(setting, len(files[0]), len(classes), augmentation)
+        super().__init__(setting, len(files[0]), len(classes), IMAGENET, **augmentation)
         self._train, self._test = (_Folder(of_part, image, jitter, whole) for of_part in files)
         self._workers = int(workers)
         self._next_step = -1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -94,12 +94,7 @@ class Images:
     classifies = True
 
     def __init__(
-        self,
-        setting: Setting,
-        examples: int,
-        outputs: int,
-        augmentation: Mapping[str, Any],
-        normal: Normal = IMAGENET,
+        self, setting: Setting, examples: int, outputs: int, normal: Normal, **augmentation: Any
     ) -> None:
         if setting.batch > examples:
             raise LabError(
@@ -119,23 +114,20 @@ class Images:
 
 
 class HeldImages(Images):
-    """Images of one size, uint8 (n, c, h, w), stored on the device with their labels."""
+    """Images of one size, uint8 (n, c, h, w), stored on the device with their labels.
+
+    ``parts`` are the training set and the held-out set.
+    """
 
     def __init__(
-        self,
-        setting: Setting,
-        train: Pair,
-        test: Pair,
-        outputs: int,
-        augmentation: Mapping[str, Any],
-        normal: Normal = IMAGENET,
+        self, setting: Setting, parts: list[Pair], outputs: int, normal: Normal, **augmentation: Any
     ) -> None:
         if setting.holdout:
-            parts = divide(train[1], setting.holdout)
-            train, test = ((train[0][part], train[1][part]) for part in parts)
-        super().__init__(setting, len(train[1]), outputs, augmentation, normal)
-        self._images, self._labels = (part.to(setting.device) for part in train)
-        self._test_images, self._test_labels = (part.to(setting.device) for part in test)
+            images, labels = parts[0]
+            parts = [(images[rows], labels[rows]) for rows in divide(labels, setting.holdout)]
+        super().__init__(setting, len(parts[0][1]), outputs, normal, **augmentation)
+        self._images, self._labels = (part.to(setting.device) for part in parts[0])
+        self._test_images, self._test_labels = (part.to(setting.device) for part in parts[1])
 
     def batch(self, step: int) -> Pair:
         """Return this rank's inputs and targets of a step."""

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kronbit.lab.data.images import HeldImages, Pair, Setting
-from kronbit.lab.errors import LabError
+from kronbit.lab.data.images import IMAGENET, HeldImages, Pair, Setting
+from kronbit.lab.errors import LabError, import_optional, lab_error
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -25,9 +25,9 @@ _PICKLED = {
 }
 
 
-def require(found: bool, path: Path, layout: str, origin: str) -> None:
+def require(exists: bool, path: Path, layout: str, origin: str) -> None:
     """Refuse missing data, with its layout and origin."""
-    if not found:
+    if not exists:
         raise LabError(
             f"no data at {path}: expected {layout}; get it from {origin}, and give the folder "
             "above it with --data or KRONBIT_DATA"
@@ -36,16 +36,13 @@ def require(found: bool, path: Path, layout: str, origin: str) -> None:
 
 def digits(setting: Setting, **augmentation: Any) -> HeldImages:
     """Open scikit-learn's 1,797 digits of 8 x 8; 397, the same for any seed, are held out."""
-    try:
-        from sklearn.datasets import load_digits
-    except ImportError as error:
-        raise LabError("the digits are part of scikit-learn: pip install scikit-learn") from error
-    pixels, labels = map(torch.tensor, load_digits(return_X_y=True))
+    datasets = import_optional("sklearn.datasets", "scikit-learn", "data 'digits'")
+    pixels, labels = map(torch.tensor, datasets.load_digits(return_X_y=True))
     order = torch.randperm(len(pixels), generator=torch.Generator().manual_seed(0))
     # values from 0 to 16 become bytes from 0 to 240
     images = (pixels * 15).to(torch.uint8).view(-1, 1, 8, 8)
-    train, test = ((images[part], labels[part]) for part in order.split((1400, 397)))
-    return HeldImages(setting, train, test, 10, augmentation, ((0.2872,), (0.3539,)))
+    parts = [(images[rows], labels[rows]) for rows in order.split((1400, 397))]
+    return HeldImages(setting, parts, 10, ((0.2872,), (0.3539,)), **augmentation)
 
 
 class _PlainUnpickler(pickle.Unpickler):
@@ -59,13 +56,12 @@ class _PlainUnpickler(pickle.Unpickler):
 
 def read_cifar(path: Path) -> Pair:
     """Read images and labels from a file of CIFAR-100; other contents of a pickle are refused."""
-    try:
+    kinds = OSError, KeyError, ValueError, EOFError, RuntimeError, pickle.UnpicklingError
+    with lab_error(f"{path} is not a file of CIFAR-100's python version", *kinds):
         with path.open("rb") as file:
             content = _PlainUnpickler(file, encoding="bytes").load()
         images = torch.tensor(content[b"data"]).view(-1, 3, 32, 32)
         return images, torch.tensor(content[b"fine_labels"])
-    except (OSError, KeyError, ValueError, EOFError, RuntimeError, pickle.UnpicklingError) as error:
-        raise LabError(f"{path} is not a file of CIFAR-100's python version: {error}") from error
 
 
 def cifar100(setting: Setting, **augmentation: Any) -> HeldImages:
@@ -74,9 +70,8 @@ def cifar100(setting: Setting, **augmentation: Any) -> HeldImages:
     files = folder / "train", folder / "test"
     origin = "https://www.cs.toronto.edu/~kriz/cifar.html"
     require(all(map(Path.is_file, files)), folder, "the files train and test", origin)
-    train, test = map(read_cifar, files)
     normal = (0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)
-    return HeldImages(setting, train, test, 100, augmentation, normal)
+    return HeldImages(setting, list(map(read_cifar, files)), 100, normal, **augmentation)
 
 
 def class_names(folder: Path) -> list[str]:
@@ -101,11 +96,8 @@ def open_picture(path: Path) -> Image.Image:
     """Decode an image file."""
     from PIL import Image
 
-    try:
-        with Image.open(path) as image:
-            picture: Image.Image = image.convert("RGB")
-    except OSError as error:
-        raise LabError(f"cannot read the image {path}: {error}") from error
+    with lab_error(f"cannot read the image {path}", OSError), Image.open(path) as image:
+        picture: Image.Image = image.convert("RGB")
     return picture
 
 
@@ -136,4 +128,5 @@ def tiny_imagenet(setting: Setting, **augmentation: Any) -> HeldImages:
             raise LabError(f"{annotations}: {name!r} is not a class of train/")
         test.append((val / "images" / file, labels[name]))
     files = list_images([train / name / "images" for name in labels])
-    return HeldImages(setting, _read_images(files), _read_images(test), len(labels), augmentation)
+    parts = [_read_images(files), _read_images(test)]
+    return HeldImages(setting, parts, len(labels), IMAGENET, **augmentation)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kronbit.lab.data.images import Pair, Setting, moved
 from kronbit.lab.data.pictures import require
-from kronbit.lab.errors import LabError, one_line
+from kronbit.lab.errors import LabError, lab_error
 from kronbit.lab.randomness import seed_of
 
 Array = np.ndarray[Any, Any]
@@ -109,15 +109,13 @@ def text(
 
 
 def _read(file: Path) -> str:
-    try:
+    with lab_error(f"cannot read {file} as UTF-8 text", OSError, UnicodeDecodeError):
         return file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise LabError(f"cannot read {file} as UTF-8 text: {error}") from error
 
 
 def _cached(text_file: Path, tokenizer: str, cache: Path) -> Array:
     """Return tokens from a memory-mapped cache. Ranks may write it at once: each replaces it."""
-    try:
+    with lab_error(f"cannot keep tokens in {cache}", OSError, ValueError):
         if not cache.is_file() or cache.stat().st_mtime < text_file.stat().st_mtime:
             ids, _ = _encoded(_read(text_file), tokenizer)
             temporary = cache.with_name(f"{cache.name}.{os.getpid()}.new")
@@ -125,8 +123,6 @@ def _cached(text_file: Path, tokenizer: str, cache: Path) -> Array:
                 np.save(file, ids)
             os.replace(temporary, cache)
         cached: Array = np.load(cache, mmap_mode="r")
-    except (OSError, ValueError) as error:
-        raise LabError(f"cannot keep tokens in {cache}: {error}") from error
     return cached
 
 
@@ -156,13 +152,9 @@ def _encoded(content: str, tokenizer: str) -> tuple[Array, int | None]:
         return np.frombuffer(content.encode("ascii", "replace"), dtype=np.uint8), ASCII
     if tokenizer == "bytes":
         return np.frombuffer(content.encode("utf-8"), dtype=np.uint8), 256
-    try:
+    problem = f"cannot open the tokenizer {tokenizer!r} (give bytes, char, or a folder with one)"
+    with lab_error(problem, ImportError, OSError, ValueError, most=200):
         from transformers import AutoTokenizer
 
         encode = AutoTokenizer.from_pretrained(tokenizer, local_files_only=True)
-    except (ImportError, OSError, ValueError) as error:
-        raise LabError(
-            f"cannot open the tokenizer {tokenizer!r}: give bytes, char, or a folder with "
-            f"tokenizer files ({one_line(error)[:200]})"
-        ) from error
     return np.array(encode(content)["input_ids"], dtype=np.uint32), len(encode)

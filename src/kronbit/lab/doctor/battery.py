@@ -259,8 +259,7 @@ def _rank(rank: int, subject: Subject, folder: str) -> None:
     torch.set_num_threads(1)
     store = f"file://{folder}/store"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=_RANKS)
-    cpu = torch.device("cpu")
-    model = _model(cpu)
+    model = _model(torch.device("cpu"))
     fully_shard(model, mesh=init_device_mesh("cpu", (_RANKS,)))
     _train(model, subject.make(model), range(6))
     whole = [p.full_tensor() if isinstance(p, DTensor) else p for p in model.parameters()]
@@ -309,16 +308,13 @@ def examine(subject: Subject, device: torch.device, check: str) -> str:
         device: Device of the check; checks with several ranks use the CPU.
         check: A key of ``CHECKS``.
     """
-    state = torch.random.get_rng_state()
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
             CHECKS[check](subject, device)
-    except BrokenError as broken:
-        return str(broken)
-    except Exception as error:  # other optimizers can raise anything
-        lines = str(error).strip().splitlines() or [""]
-        return f"{type(error).__name__}: {lines[-1].strip()}"
-    finally:
-        torch.random.set_rng_state(state)
+        except BrokenError as broken:
+            return str(broken)
+        except Exception as error:  # other optimizers can raise anything
+            lines = str(error).strip().splitlines() or [""]
+            return f"{type(error).__name__}: {lines[-1].strip()}"
     return ""

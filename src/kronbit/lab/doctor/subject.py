@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from kronbit.lab.errors import LabError
+from kronbit.lab.errors import lab_error
 from kronbit.optimizer import SecondOrder
 
 
@@ -33,10 +33,8 @@ class Subject:
         Raises:
             LabError: If the import fails.
         """
-        try:
+        with lab_error(f"cannot import {self.path!r}", Exception):  # importing can raise anything
             return pkgutil.resolve_name(self.path)
-        except Exception as error:  # importing a package can raise anything
-            raise LabError(f"cannot import {self.path!r}: {error}") from None
 
     def make(self, model: nn.Module, params: Iterable[Any] | None = None) -> Optimizer:
         """Build the optimizer for all parameters of a model, or for ``params``."""

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from kronbit.lab.errors import LabError, one_line, refuse_unknown
+from kronbit.lab.errors import lab_error, refuse_unknown
 from kronbit.lab.models.convolutional import VGG19, DigitsCNN, ResNet, basic, bottleneck
 from kronbit.lab.models.language import gpt2, llama
 from kronbit.lab.models.swin import SwinTiny
@@ -50,10 +50,9 @@ def build(name: str, **options: Any) -> nn.Module:
     taken = inspect.signature(MODELS[name]).parameters.values()
     if not any(one.kind is one.VAR_KEYWORD for one in taken):  # others check **options themselves
         refuse_unknown(f"an option of model {name!r}", options, [one.name for one in taken])
-    try:
+    kinds = TypeError, ValueError, ArithmeticError, RuntimeError
+    with lab_error(f"model {name!r} cannot be built", *kinds):
         return MODELS[name](**options)
-    except (TypeError, ValueError, ArithmeticError, RuntimeError) as error:
-        raise LabError(f"model {name!r} cannot be built: {one_line(error)}") from error
 
 
 def logits(model: nn.Module, x: Tensor) -> Tensor:

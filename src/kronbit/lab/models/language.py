@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from kronbit.lab.errors import LabError, one_line, refuse_unknown
+from kronbit.lab.errors import import_optional, lab_error, refuse_unknown
 
 
 def gpt2(**options: Any) -> nn.Module:
@@ -31,16 +31,10 @@ def llama(**options: Any) -> nn.Module:
 
 
 def _causal(name: str, config: str, model: str, options: dict[str, Any]) -> nn.Module:
-    try:
-        import transformers
-
-        make, wrap = getattr(transformers, config), getattr(transformers, model)
-    except ImportError as error:
-        raise LabError(f"model {name!r} needs a package: pip install transformers") from error
+    transformers = import_optional("transformers", "transformers", f"model {name!r}")
+    make, wrap = getattr(transformers, config), getattr(transformers, model)
     known = [one for one in inspect.signature(make).parameters if one != "kwargs"]
     refuse_unknown(f"an option of model {name!r}", options, known)
-    try:
+    with lab_error(f"model {name!r}", Exception):  # transformers raises errors of many classes
         made: nn.Module = wrap(make(**{"use_cache": False, **options}))
-    except Exception as error:  # transformers raises errors of many classes
-        raise LabError(f"model {name!r}: {one_line(error)}") from error
     return made

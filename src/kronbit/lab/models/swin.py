@@ -10,14 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from kronbit.lab.errors import LabError
-from kronbit.lab.models.transformer import (
-    Attention,
-    TransformerBlock,
-    initialise,
-    patches,
-    rates,
-    table,
-)
+from kronbit.lab.models import transformer
 
 WIDTH, STAGES = 96, ((2, 3), (2, 6), (6, 12), (2, 24))  # (blocks, heads); the width doubles
 
@@ -55,7 +48,7 @@ def windows(image: Tensor, size: int) -> Tensor:
     return image.view(h // size, size, w // size, size).transpose(1, 2).reshape(-1, size * size)
 
 
-class WindowAttention(Attention):
+class WindowAttention(transformer.Attention):
     """Attention within windows, with a learned bias for each offset between two tokens.
 
     Inputs and outputs have the order of the image. As in timm, a window is at most as large as the
@@ -72,7 +65,7 @@ class WindowAttention(Attention):
     def __init__(self, width: int, heads: int, side: int, window: int, shifted: bool) -> None:
         size = min(window, side)
         reach = 2 * size - 1
-        bias = table(reach**2, heads)
+        bias = transformer.table(reach**2, heads)
         super().__init__(width, heads, size**2)
         self.bias = bias
         self.whole = side == size
@@ -153,11 +146,11 @@ class SwinTiny(nn.Module):
         drop_path: float = 0.0,
     ) -> None:
         super().__init__()
-        side, width = patches(image, patch), WIDTH
+        side, width = transformer.patches(image, patch), WIDTH
         if side % 8:
             raise LabError(f"image={image} must have a multiple of 8 patches of {patch} a side")
         self.patches, self.norm = nn.Conv2d(3, width, patch, patch), nn.LayerNorm(width)
-        dropped = iter(rates(drop_path, sum(depth for depth, _ in STAGES)))
+        dropped = iter(transformer.rates(drop_path, sum(depth for depth, _ in STAGES)))
         layers: list[nn.Module] = []
         for depth, heads in STAGES:
             if layers:
@@ -165,11 +158,11 @@ class SwinTiny(nn.Module):
                 width, side = 2 * width, side // 2
             for place in range(depth):
                 attention = WindowAttention(width, heads, side, window, place % 2 == 1)
-                layers.append(TransformerBlock(attention, width, next(dropped)))
+                layers.append(transformer.TransformerBlock(attention, width, next(dropped)))
         self.layers = nn.Sequential(*layers)
         self.last_norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, classes)
-        initialise(self)
+        transformer.initialise(self)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the logits of images (b, 3, image, image)."""

@@ -40,30 +40,25 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (b, tokens, width) to the same shape."""
-        length = self.length or x.shape[1]
-        parts = self.qkv(x).unflatten(1, (-1, length)).flatten(0, 1)
+        parts = self.qkv(x).unflatten(1, (-1, self.length or x.shape[1])).flatten(0, 1)
         q, k, v = parts.unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         y = functional.scaled_dot_product_attention(q, k, v, attn_mask=self.bias_of(q))
         attended: Tensor = self.out(y.transpose(1, 2).reshape(x.shape))
         return attended
 
 
-class DropPath(nn.Module):
+class DropPath(nn.Dropout):
     """Drops a residual branch for random examples in training, and scales the others.
 
     Args:
-        rate: Share of examples whose branch is dropped.
+        p: Share of examples whose branch is dropped.
     """
-
-    def __init__(self, rate: float) -> None:
-        super().__init__()
-        self.rate = rate
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (b, tokens, width) to the same shape."""
-        if not self.training or self.rate == 0:
+        if not self.training or self.p == 0:
             return x
-        return x * functional.dropout(x.new_ones(len(x), 1, 1), self.rate)
+        return x * functional.dropout(x.new_ones(len(x), 1, 1), self.p)
 
 
 class TransformerBlock(nn.Module):

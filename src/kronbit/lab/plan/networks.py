@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from kronbit.lab.errors import LabError, one_line
+from kronbit.lab.errors import LabError, import_optional, lab_error, one_line
 from kronbit.lab.models import build
 from kronbit.lab.plan.activations import Passes
 from kronbit.lab.precision import DTYPES
@@ -124,15 +124,12 @@ def resolve_model(name: str) -> Network:
     if path.is_dir() or path.name == "config.json":
         return _of_folder(path if path.is_dir() else path.parent, name)
     if ":" in name:
-        try:
+        with lab_error(f"cannot import {name}", Exception):  # importing can raise anything
             factory: Any = pkgutil.resolve_name(name)
-        except Exception as error:  # importing a module can raise anything
-            raise LabError(f"cannot import {name}: {one_line(error)}") from error
         if not callable(factory):
             raise LabError(f"{name} is not callable: give a function that returns an nn.Module")
         return Network(name, factory)
-    known = [*PRESETS, *recipe_names()]
-    close = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+    close = difflib.get_close_matches(name, [*PRESETS, *recipe_names()], n=3, cutoff=0.5)
     near = f"nearest: {', '.join(close)}" if close else f"presets: {', '.join(PRESETS)}"
     raise LabError(
         f"there is no model {name!r}; {near}; else give a recipe, a folder with config.json, or "
@@ -162,14 +159,9 @@ def _of_recipe(recipe: Recipe, name: str) -> Network:
 def _of_folder(folder: Path, name: str) -> Network:
     if not (folder / "config.json").is_file():
         raise LabError(f"{name} has no config.json: give the folder of a transformers model")
-    try:
-        import transformers
-    except ImportError as error:
-        raise LabError(f"{name} needs a package: pip install transformers") from error
-    try:
+    transformers = import_optional("transformers", "transformers", name)
+    with lab_error(f"cannot read {name}/config.json", OSError, ValueError, KeyError):
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
-        raise LabError(f"{name}/config.json cannot be read: {one_line(error)}") from error
     config.use_cache = False
     architecture = next(iter(config.architectures or []), "")
     # A configuration without an architecture is usually that of a language model.

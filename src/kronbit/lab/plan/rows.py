@@ -12,7 +12,7 @@ from kronbit.algorithms import KFAC, Shampoo
 from kronbit.blocks.batches import NEWTON, PRECONDITION, UPDATE
 from kronbit.config import EIGEN_OPTIONS, OPTIONS, Config, take_options
 from kronbit.estimate import blockings, estimate_memory
-from kronbit.lab.errors import LabError, one_line
+from kronbit.lab.errors import LabError, lab_error
 from kronbit.lab.optimizers import ALGORITHMS, BASE_LABELS, WAYS, Ways
 from kronbit.lab.plan.networks import Network
 from kronbit.optimizer import SecondOrder
@@ -149,10 +149,8 @@ class Accounts:
         return rows
 
     def _estimated(self, kind: type[SecondOrder], options: Mapping[str, Any]) -> dict[str, int]:
-        try:
+        with lab_error("", TypeError, ValueError, ImportError):
             return estimate_memory(self.model, optimizer=kind, **{"base": None, **options})
-        except (TypeError, ValueError, ImportError) as error:
-            raise LabError(one_line(error)) from error
 
     def _largest_block(self, kind: type[SecondOrder], config: Config) -> int:
         """Return the bytes that the largest block needs, which may exceed ``workspace_mb``."""

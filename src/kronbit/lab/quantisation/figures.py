@@ -101,10 +101,7 @@ def _draw_bars(figure: Figure, study: Study) -> None:
             )
     for panel, metric in zip(panels[0], _METRICS.values(), strict=True):
         panel.set_xlabel(metric)
-        panel.grid(visible=False, axis="y")
-        panel.tick_params(axis="y", length=0)
-    panels[0][0].set_yticks(range(len(labels)), labels)
-    panels[0][0].set_ylim(len(labels) - 0.4, -0.6)
+        drawing.label_rows(panel, labels)
     panels[0][1].legend(handles=shades, loc="lower right")
 
 
@@ -122,8 +119,7 @@ def _draw_contraction(figure: Figure, study: Study) -> None:
                 look = _LINES[rows[0].label] | {"label": _IN_LEGENDS[rows[0].label]}
                 panel.plot(taus, errors, **look, markersize=3.5)
             panel.set_xscale("log", base=2)
-            panel.set_xticks(taus[:: 1 + len(taus) // 8])
-            panel.set_ylim(bottom=0)
+            panel.set(xticks=taus[:: 1 + len(taus) // 8], ylim=(0, None))
         panels[0][column].set_title(heading, fontsize=9)
         panels[1][column].set_xlabel("contraction of the eigenvalues τ")
     for panel, label in zip(panels[:, 0], _METRICS.values(), strict=True):

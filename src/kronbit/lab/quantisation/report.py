@@ -14,17 +14,9 @@ from torch import Tensor
 
 from kronbit.config import FORMAT_KEY, STATISTICS_KEY, Config
 from kronbit.factors import Factors, make_method
-from kronbit.lab.errors import LabError, one_line
-from kronbit.lab.quantisation.errors import (
-    Deviation,
-    Row,
-    Statistic,
-    deviations,
-    factors_of,
-    refreshed_root,
-    static_table,
-    synthetic_matrix,
-)
+from kronbit.lab.errors import LabError, lab_error
+from kronbit.lab.quantisation import errors
+from kronbit.lab.quantisation.errors import Deviation, Row, Statistic
 from kronbit.lab.training.checkpoints import checkpoints
 from kronbit.linalg.precision import full_precision
 from kronbit.reporting.summary import rows
@@ -114,13 +106,13 @@ def synthetic_errors(
     """Compute the paper's table for its synthetic matrix. ``tell`` is called with its name."""
     name = f"synthetic matrix of order {order}"
     tell(name)
-    statistic = synthetic_matrix(order, device)
+    statistic = errors.synthetic_matrix(order, device)
     study = Study(name, statistic, None, _tables(statistic, bits))
     return ErrorReport(f"{name}, seed 0", True, [], [study])
 
 
 def _tables(statistic: Statistic, bits: Sequence[int]) -> list[Row]:
-    return [row for width in bits for row in static_table(statistic, width)]
+    return [row for width in bits for row in errors.static_table(statistic, width)]
 
 
 # ------------------------------------------------------------------------------------ checkpoints
@@ -160,11 +152,9 @@ def _read_state(source: Any) -> tuple[str, Mapping[str, Any]]:
         if not path.is_file():
             raise LabError(f"no checkpoint {path} exists")
         label = str(path)
-        try:
+        # A broken file may raise any exception.
+        with lab_error(f"cannot read {path} as a checkpoint", Exception, most=200):
             content = torch.load(path, map_location="cpu", weights_only=True)
-        except Exception as error:  # a broken file may raise any exception
-            reason = one_line(error)[:200]
-            raise LabError(f"cannot read {path} as a checkpoint: {reason}") from error
     if isinstance(content, Mapping) and "param_groups" not in content:
         content = content.get("optimizer")
     if not isinstance(content, Mapping) or not {"state", "param_groups"} <= content.keys():
@@ -183,7 +173,7 @@ def read_preconditioners(
     An error names ``label``, and the key of an entry that contradicts its options.
     """
     groups = state_dict["param_groups"]
-    try:
+    with lab_error(label, TypeError, ValueError):
         check_outline(state_dict, groups)
         # Empty tensors stand in for the parameters of an optimizer, which the reader expects.
         twins = [{**group, "params": [torch.empty(0) for _ in group["params"]]} for group in groups]
@@ -204,8 +194,6 @@ def read_preconditioners(
                     values = sides.get(side) if isinstance(sides, Mapping) else None
                     factors = _as_factors(values, entry.config, entry.path(block, side), device)
                     yield Held(names[p], block, side, entry.step, entry.config, factors)
-    except (TypeError, ValueError) as error:
-        raise LabError(f"{label}: {error}") from error
 
 
 @full_precision()
@@ -215,7 +203,7 @@ def _as_factors(values: Any, config: Config, where: str, device: torch.device | 
     shown = [held[name] for name in _AS_LONG_AS_ORDER if isinstance(held.get(name), Tensor)]
     order = shown[0].shape[-1] if shown and shown[0].dim() else 0
     leaves = checked_leaves(values, make_method(config.format(order)).layout(order), where)
-    return factors_of(order, leaves, config, device)
+    return errors.factors_of(order, leaves, config, device)
 
 
 @cache
@@ -235,10 +223,10 @@ def _errors(held: Held, statistic: Statistic) -> HeldErrors:
     whole = off_diagonal = refreshed = None
     if regular and not torch.equal(root, torch.eye(len(root)).to(root)):
         exact = statistic.root()
-        whole, off_diagonal = deviations(root, exact)
+        whole, off_diagonal = errors.deviations(root, exact)
         if updates_since != 0:
             with full_precision():
-                refreshed = Deviation.of(refreshed_root(held.factors, held.config), exact)
+                refreshed = Deviation.of(errors.refreshed_root(held.factors, held.config), exact)
     return HeldErrors(
         parameter=held.parameter,
         block=held.block,
@@ -280,15 +268,14 @@ def checkpoint_errors(
     largest: list[tuple[HeldErrors, Statistic]] = []
     for held in read_preconditioners(label, state_dict, device):
         statistic = held.statistic()
-        errors = _errors(held, statistic)
-        roots.append(errors)
-        tell(errors.name)
-        if errors.condition is not None and statistic.lam.max() > 0:
-            largest.append((errors, statistic))
+        roots.append(_errors(held, statistic))
+        tell(roots[-1].name)
+        if roots[-1].condition is not None and statistic.lam.max() > 0:
+            largest.append((roots[-1], statistic))
             largest = sorted(largest, key=lambda pair: -pair[0].order)[:matrices]
     studies = []
-    for errors, statistic in largest:
-        tell(f"every way to store {errors.name}")
-        quantized_to = errors.bits if errors.bits < 32 else None
-        studies.append(Study(errors.name, statistic, quantized_to, _tables(statistic, bits)))
+    for root, statistic in largest:
+        tell(f"every way to store {root.name}")
+        quantized_to = root.bits if root.bits < 32 else None
+        studies.append(Study(root.name, statistic, quantized_to, _tables(statistic, bits)))
     return ErrorReport(label, False, roots, studies)

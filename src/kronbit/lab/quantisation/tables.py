@@ -5,18 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import chain, groupby
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import yaml
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 from kronbit.lab.quantisation.errors import KEPT, Deviation, Row
 from kronbit.lab.quantisation.report import ErrorReport
 from kronbit.lab.report.numbers import MISSING
 from kronbit.lab.report.tables import new_table
-
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.table import Table
 
 _SHOWN = 20  # number of roots of a checkpoint that are shown
 _MOST_OF_A_NAME = 34
@@ -61,14 +59,10 @@ def show_errors(report: ErrorReport, console: Console) -> None:
 
 
 def _print(console: Console, title: str, table: Table) -> None:
-    from rich.text import Text
-
     console.print(Text(title, style="bold"), table, "", sep="\n")  # Text: no markup in brackets
 
 
 def _show_held(report: ErrorReport, console: Console) -> None:
-    from rich.text import Text
-
     worst = sorted(report.held, key=lambda held: held.whole.nre if held.whole else -1, reverse=True)
     worst = worst[:_SHOWN]
     behind = any(held.refreshed for held in worst)

@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from kronbit.lab.report.numbers import Write
-from kronbit.lab.report.outcomes import Outcome
+from kronbit.lab.report.outcomes import Column, Outcome
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -117,11 +116,15 @@ def new_figure(compared: Sequence[Outcome]) -> tuple[Figure, Axes]:
 def row_figure(labels: Sequence[str]) -> tuple[Figure, Axes]:
     """Create a figure with labelled rows, the first one at the top."""
     figure, axes = _sized(max(2.0, 1.0 + 0.48 * len(labels)))
-    axes.set_yticks(range(len(labels)), [_wrapped(label, 18) for label in labels])
-    axes.set_ylim(len(labels) - 0.4, -0.6)
+    label_rows(axes, [_wrapped(label, 18) for label in labels])
+    return figure, axes
+
+
+def label_rows(axes: Axes, labels: Sequence[str]) -> None:
+    """Label the rows of axes, the first one at the top."""
+    axes.set(yticks=range(len(labels)), yticklabels=labels, ylim=(len(labels) - 0.4, -0.6))
     axes.tick_params(axis="y", length=0)
     axes.grid(visible=False, axis="y")
-    return figure, axes
 
 
 def _sized(height: float) -> tuple[Figure, Axes]:
@@ -149,11 +152,8 @@ def to_png(figure: Figure) -> bytes:
     return buffer.getvalue()
 
 
-def in_words(compared: Sequence[Outcome], key: str, write: Write) -> str:
+def in_words(compared: Sequence[Outcome], number: Column) -> str:
     """List the numbers of a figure, for its alternative text."""
-    numbers = [
-        f"{outcome.full_label} {outcome.text(key, write)}"
-        for outcome in compared
-        if outcome.number(key) is not None
-    ]
-    return f"{', '.join(numbers) or 'unknown'}."
+    known = [row for row in compared if row.number(number.key) is not None]
+    words = [f"{row.full_label} {row.text(number.key, number.write)}" for row in known]
+    return f"{', '.join(words) or 'unknown'}."

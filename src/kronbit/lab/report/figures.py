@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from kronbit.lab.report import drawing, numbers
 from kronbit.lab.report.curves import Curve, curve
-from kronbit.lab.report.outcomes import Outcome, find
+from kronbit.lab.report.outcomes import Column, Outcome, find
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -17,7 +17,7 @@ _EARLY = 0.1  # fraction of steps that are cut off: their losses would flatten a
 _LATE = 0.25  # fraction of steps before the close-up
 _BESIDE: Any = {"textcoords": "offset points", "va": "center", "fontsize": 8.5}  # of annotations
 # Parts of the memory of an optimizer: key in the summary, name and color.
-_PARTS = (
+PARTS = (
     ("parameters", "parameters", drawing.GREY),
     ("gradients", "gradients", drawing.GREY),
     ("base", "base's state", drawing.GREY),
@@ -38,8 +38,8 @@ class _Line(NamedTuple):
 
 # Sets the limits and scales of axes with lines, and returns an addition to the caption.
 _Frame = Callable[["Axes", Sequence[_Line]], str | None]
-# A bar: its label, its color, its length in bytes, and the text at its end.
-_Bar = tuple[str, str, float, str]
+# A bar: its label, its color, its length in bytes if it is known, and a note on it.
+_Bar = tuple[str, str, float | None, str]
 
 
 def draw_figures(compared: Sequence[Outcome]) -> list[drawing.Drawing]:
@@ -55,28 +55,22 @@ def draw_figures(compared: Sequence[Outcome]) -> list[drawing.Drawing]:
                 "validation",
                 "Validation loss, close up",
                 "The same validation losses in detail.",
-                "validation loss",
+                Column("loss", "validation loss", numbers.loss_text),
                 _lines(compared, "evals", "loss"),
-                "loss",
-                numbers.loss_text,
                 _frame_validation,
             ),
             _draw(
                 "accuracy",
                 "Validation accuracy, close up",
                 "Fraction of held-out examples that are classified correctly.",
-                "validation accuracy",
+                Column("accuracy", "validation accuracy", numbers.percent_text),
                 _lines(compared, "evals", "accuracy"),
-                "accuracy",
-                numbers.percent_text,
                 _frame_accuracy,
             ),
             *_memory(compared),
             _times(compared),
-            _errors(
-                compared, "nre", "relative error", "normwise relative error", numbers.loss_text
-            ),
-            _errors(compared, "angle", "angle", "angle, degrees", numbers.degrees_text),
+            _errors(compared, "nre", "normwise relative error", numbers.loss_text),
+            _errors(compared, "angle", "angle, degrees", numbers.degrees_text),
         ]
     return [figure for figure in drawn if figure is not None]
 
@@ -92,10 +86,8 @@ def _losses(compared: Sequence[Outcome], axis: _Axis) -> drawing.Drawing | None:
         f"loss_{axis}",
         f"Loss against {domain}",
         "Thin lines: training loss, smoothed. Bold lines: validation loss.",
-        "loss (thin: training, bold: validation)",
+        Column("loss", "loss (thin: training, bold: validation)", numbers.loss_text),
         lines,
-        "loss",
-        numbers.loss_text,
         _frame_losses,
         axis,
         f"training and validation loss against {domain}; last validation losses",
@@ -103,18 +95,17 @@ def _losses(compared: Sequence[Outcome], axis: _Axis) -> drawing.Drawing | None:
 
 
 def _errors(
-    compared: Sequence[Outcome], key: str, error: str, label: str, write: numbers.Write
+    compared: Sequence[Outcome], key: str, label: str, write: numbers.Write
 ) -> drawing.Drawing | None:
     """Draw an error of the stored inverse roots, compared with exact ones."""
+    error = "relative error" if key == "nre" else key
     return _draw(
         f"error_{key}",
         f"Quantisation error: {error}",
         f"{error.capitalize()} of the stored inverse roots compared with exact ones; mean over "
         "the watched blocks.",
-        label,
+        Column(f"errors.{key}", label, write),
         _lines(compared, "errors", key),
-        f"errors.{key}",
-        write,
         _frame_errors,
         words=f"the {error} of stored inverse roots; last ones",
     )
@@ -130,18 +121,17 @@ def _draw(
     name: str,
     title: str,
     caption: str,
-    label: str,
+    number: Column,
     lines: Sequence[_Line],
-    key: str,
-    write: numbers.Write,
     frame: _Frame,
     axis: _Axis = "steps",
     words: str = "",
 ) -> drawing.Drawing | None:
     """Draw lines, or return None if they have no points.
 
-    The alternative text begins with ``words``, or with the label of the vertical axis, and lists
-    the numbers of ``key``. Explanations of bands and crosses are appended to the caption.
+    The title of ``number`` is the label of the vertical axis. The alternative text begins with
+    ``words``, or with this label, and lists the numbers. Explanations of bands and crosses are
+    appended to the caption.
     """
     if not any(line.curve.steps for line in lines):
         return None
@@ -157,8 +147,9 @@ def _draw(
         caption += " A cross: the values are not finite from here on."
     for line in lines:
         _mark_diverged(axes, line, axis)
-    axes.set(xlabel="step" if axis == "steps" else "seconds of training", ylabel=label)
-    alt = f"Lines of {words or f'{label}; last ones'}: {drawing.in_words(compared, key, write)}"
+    axes.set(xlabel="step" if axis == "steps" else "seconds of training", ylabel=number.title)
+    words = words or f"{number.title}; last ones"
+    alt = f"Lines of {words}: {drawing.in_words(compared, number)}"
     return drawing.Drawing(name, title, caption, alt, drawing.to_png(figure))
 
 
@@ -302,30 +293,23 @@ def _frame_errors(axes: Axes, lines: Sequence[_Line]) -> None:
 
 def _memory(compared: Sequence[Outcome]) -> list[drawing.Drawing | None]:
     """Draw second-order state and peak memory, or all parts of the memory of a single optimizer."""
-    kind, bars = peak_kind(compared), []
+    kind = peak_kind(compared)
     if len(compared) == 1:
-        peak = f"peak, {kind}" if kind else "peak"
-        for key, name, color in (*_PARTS, ("peak", peak, drawing.INK)):
-            size = compared[0].number(f"memory.{key}")
-            if size is not None:
-                bars.append((name, color, size, numbers.bytes_text(size) if size else "none"))
+        parts = (*PARTS, ("peak", f"peak, {kind}" if kind else "peak", drawing.INK))
+        sizes = [(name, color, compared[0].number(f"memory.{k}"), "") for k, name, color in parts]
         caption = "Memory held between steps, and the largest amount during training."
-        return [_bars("memory", "Memory", caption, "memory", bars)]
-    peaks = []
+        return [_bars("memory", "Memory", caption, "memory", sizes)]
+    states, peaks = [], []
     for outcome in compared:
-        state, of_32 = outcome.number("state"), outcome.number("of_32")
-        most = outcome.number("memory.peak")
-        if state is not None:
-            text = numbers.bytes_text(state) if state else "none"
-            if of_32 is not None and of_32 < 1:
-                text += f", {numbers.share_text(of_32)} of 32-bit"
-            bars.append((outcome.full_label, outcome.color, state, text))
-        if most is not None:
-            peaks.append((outcome.full_label, outcome.color, most, numbers.bytes_text(most)))
+        of_32, look = outcome.number("of_32"), (outcome.full_label, outcome.color)
+        smaller = of_32 is not None and of_32 < 1
+        note = f", {numbers.share_text(of_32)} of 32-bit" if smaller else ""
+        states.append((*look, outcome.number("state"), note))
+        peaks.append((*look, outcome.number("memory.peak"), ""))
     caption = "Statistics and inverse roots, as stored between steps."
     largest = f"The largest amount of memory during training{kind and f': {kind}'}."
     return [
-        _bars("state", "Second-order state", caption, "statistics and inverse roots", bars),
+        _bars("state", "Second-order state", caption, "statistics and inverse roots", states),
         _bars("peak", "Peak memory", largest, kind or "peak memory", peaks),
     ]
 
@@ -338,9 +322,14 @@ def peak_kind(compared: Sequence[Outcome]) -> str:
 
 
 def _bars(
-    name: str, title: str, caption: str, axis: str, bars: Sequence[_Bar]
+    name: str, title: str, caption: str, axis: str, sizes: Sequence[_Bar]
 ) -> drawing.Drawing | None:
     """Draw horizontal bars. The text is inside long bars and to the right of short ones."""
+    bars = [
+        (label, color, size, (numbers.bytes_text(size) if size else "none") + note)
+        for label, color, size, note in sizes
+        if size is not None
+    ]
     most = max((size for *_, size, _ in bars), default=0)
     if not most > 0:
         return None
@@ -401,6 +390,6 @@ def _times(compared: Sequence[Outcome]) -> drawing.Drawing | None:
         "Boxes: the middle half of the steps. Ticks outside: single steps, which update or refresh"
         " the preconditioners or are the first ones. They are part of the mean.",
         "Box plots of step times; medians in ms: "
-        + drawing.in_words(compared, "step_ms.median", numbers.time_text),
+        + drawing.in_words(compared, Column("step_ms.median", "median", numbers.time_text)),
         drawing.to_png(figure),
     )

@@ -86,7 +86,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Column:
-    """A column of a table of runs or outcomes; ``key`` is that of the number."""
+    """A number in a table of runs or outcomes, or in a figure; ``title`` is its heading."""
 
     key: str
     title: str

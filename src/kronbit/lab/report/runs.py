@@ -6,13 +6,13 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import itemgetter
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from kronbit.lab.errors import LabError
+from kronbit.lab.errors import LabError, lab_error
 from kronbit.lab.optimizers import DEFAULT_VARIANTS
 
 _Lines = Sequence[Mapping[str, Any]]
@@ -99,14 +99,9 @@ def read_run(folder: Path) -> Run:
         sorted((line for line in lines if line["kind"] == kind), key=itemgetter("step"))
         for kind in _KEYS
     )
-    step_ms = [time for line in train for time in line.get("step_ms", ())]
-    ended = folder / "summary.json"
-    if ended.exists():
-        summary = _read_json(ended)
-    else:
-        summary = _summary_so_far(train, evals, errors, step_ms)
-    settings = about["recipe"]
-    return Run(
+    ended, settings = folder / "summary.json", about["recipe"]
+    summary = _read_json(ended) if ended.exists() else {"finished": False}
+    run = Run(
         folder=folder,
         label=str(about["label"]),
         variant=str(about["variant"]),
@@ -120,10 +115,11 @@ def read_run(folder: Path) -> Run:
         train=train,
         evals=evals,
         errors=errors,
-        step_ms=step_ms,
+        step_ms=[time for line in train for time in line.get("step_ms", ())],
         summary=summary,
         finished=bool(summary.get("finished", True)),
     )
+    return run if ended.exists() else replace(run, summary=_summary_so_far(run))
 
 
 def find_runs(paths: Sequence[Path]) -> list[Run]:
@@ -153,10 +149,8 @@ def by_recipe(runs: Sequence[Run]) -> dict[str, list[Run]]:
 
 
 def _read(path: Path) -> bytes:
-    try:
+    with lab_error(f"cannot read {path}", OSError):
         return path.read_bytes()
-    except OSError as error:
-        raise LabError(f"{path} cannot be read: {error.strerror}") from None
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -193,21 +187,20 @@ def _read_lines(path: Path) -> list[dict[str, Any]]:
     return lines
 
 
-def _summary_so_far(
-    train: _Lines, evals: _Lines, errors: _Lines, times: Sequence[float]
-) -> dict[str, Any]:
+def _summary_so_far(run: Run) -> dict[str, Any]:
     """Compute the summary of an unfinished run from its metrics."""
-    trained, evaluated = train[-1] if train else {}, evals[-1] if evals else {}
-    accuracies = [line["accuracy"] for line in evals if line.get("accuracy") is not None]
+    trained, evaluated = run.train[-1] if run.train else {}, run.evals[-1] if run.evals else {}
+    accuracies = [line["accuracy"] for line in run.evals if line.get("accuracy") is not None]
+    times = run.step_ms
     return {
         "steps": trained.get("step", 0),
         "finished": False,
         "train_loss": trained.get("loss"),
         "loss": evaluated.get("loss"),
-        "best_loss": min((line["loss"] for line in evals), default=None),
+        "best_loss": min((line["loss"] for line in run.evals), default=None),
         "accuracy": accuracies[-1] if accuracies else None,
         "best_accuracy": max(accuracies, default=None),
         "seconds": trained.get("seconds", 0.0),
         "step_ms": {"median": median(times), "mean": fmean(times)} if times else {},
-        "errors": errors[-1] if errors else None,
+        "errors": run.errors[-1] if run.errors else None,
     }

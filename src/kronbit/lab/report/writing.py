@@ -11,7 +11,7 @@ from typing import Any
 
 from kronbit.lab.errors import LabError
 from kronbit.lab.report import numbers, outcomes
-from kronbit.lab.report.figures import draw_figures, peak_kind
+from kronbit.lab.report.figures import PARTS, draw_figures, peak_kind
 from kronbit.lab.report.outcomes import Column, Outcome
 from kronbit.lab.report.runs import Run, by_recipe
 from kronbit.lab.training.files import make_folder, write_bytes
@@ -34,11 +34,7 @@ _RESULTS = (
 )
 _MEMORY = (
     Column("seed", "seed", numbers.count_text),
-    Column("memory.parameters", "parameters", numbers.bytes_text),
-    Column("memory.gradients", "gradients", numbers.bytes_text),
-    Column("memory.base", "base's\nstate", numbers.bytes_text),
-    Column("memory.statistics", "statistics", numbers.bytes_text),
-    Column("memory.roots", "inverse\nroots", numbers.bytes_text),
+    *(Column(f"memory.{k}", name.replace(" ", "\n"), numbers.bytes_text) for k, name, _ in PARTS),
     Column("memory.peak", "peak", numbers.bytes_text),
 )
 

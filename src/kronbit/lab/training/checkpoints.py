@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from kronbit.lab.errors import LabError, one_line
+from kronbit.lab.errors import LabError, lab_error
 from kronbit.lab.training.files import replaced
 
 FORMAT = 1
@@ -64,14 +64,12 @@ def read(path: Path) -> dict[str, Any]:
     Raises:
         LabError: If the file cannot be read.
     """
-    try:
+    problem = f"cannot read the checkpoint {path} (remove it to resume from the one before)"
+    with lab_error(problem, Exception, most=200):  # a broken file can raise anything
         with zipfile.ZipFile(path) as archive:
             if (damaged := archive.testzip()) is not None:  # torch does not verify its checksums
                 raise ValueError(f"its entry {damaged} is damaged")
         content = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # a broken file can raise anything
-        problem = f"cannot read the checkpoint {path}: {one_line(error)[:200]}"
-        raise LabError(f"{problem}; remove it to resume from the one before") from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise LabError(f"{path} is not a checkpoint of this version of the lab")
     return content

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from kronbit.lab.errors import LabError
+from kronbit.lab.errors import LabError, lab_error
 from kronbit.lab.optimizers import variant
 from kronbit.lab.recipe import Recipe, find_recipe, recipe_from
 from kronbit.lab.training.checkpoints import checkpoints
@@ -146,15 +146,13 @@ def read_member(folder: Path) -> tuple[Member, dict[str, Any]]:
         LabError: If the folder has no readable ``run.json``.
     """
     path = folder / "run.json"
-    try:
+    if not path.is_file():
+        raise LabError(f"{folder} is not the folder of a run: it has no run.json")
+    with lab_error(f"cannot read {path}", OSError, KeyError, TypeError, ValueError):
         content = json.loads(path.read_text(encoding="utf-8"))
         recipe = recipe_from(content["recipe"], content["recipe"]["name"], str(path))
         member = Member(content["variant"], content["label"], recipe, content["command"])
         return member, dict(content["running"])
-    except OSError as error:
-        raise LabError(f"{folder} is not the folder of a run: it has no run.json") from error
-    except (KeyError, TypeError, ValueError) as error:
-        raise LabError(f"cannot read {path}: {error}") from error
 
 
 def run_all(

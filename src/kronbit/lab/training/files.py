@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from kronbit.lab.errors import LabError
+from kronbit.lab.errors import lab_error
 
 
 def make_folder(folder: Path) -> None:
@@ -19,12 +19,9 @@ def make_folder(folder: Path) -> None:
     Raises:
         LabError: If the folder cannot be created or written to.
     """
-    try:
+    with lab_error(f"cannot write to {folder} (choose another with --out)", OSError):
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
-    except OSError as error:
-        reason = f"cannot write to {folder}: {error.strerror}; choose another with --out"
-        raise LabError(reason) from error
 
 
 @contextmanager
@@ -43,22 +40,13 @@ def replaced(path: Path) -> Iterator[BinaryIO]:
         raise
 
 
-@contextmanager
-def _errors_in_one_line(path: Path) -> Iterator[None]:
-    """Turn an error of writing into a ``LabError``."""
-    try:
-        yield
-    except OSError as error:
-        raise LabError(f"cannot write {path}: {error.strerror}") from error
-
-
 def write_bytes(path: Path, content: bytes) -> None:
     """Write a file atomically.
 
     Raises:
         LabError: If the file cannot be written; an existing file is kept.
     """
-    with _errors_in_one_line(path), replaced(path) as file:
+    with lab_error(f"cannot write {path}", OSError), replaced(path) as file:
         file.write(content)
 
 
@@ -69,13 +57,13 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 def append_line(path: Path, line: Mapping[str, Any]) -> None:
     """Append a line to a JSONL file; NaN and infinities become null."""
-    with _errors_in_one_line(path), path.open("a", encoding="utf-8") as file:
+    with lab_error(f"cannot write {path}", OSError), path.open("a", encoding="utf-8") as file:
         file.write(f"{_to_json(line)}\n")
 
 
 def shorten(path: Path, size: int) -> None:
     """Keep the first ``size`` bytes of a file; create it if it does not exist."""
-    with _errors_in_one_line(path), path.open("ab") as file:
+    with lab_error(f"cannot write {path}", OSError), path.open("ab") as file:
         file.truncate(size)
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from kronbit.lab.data import Setting, open_data
-from kronbit.lab.errors import LabError, one_line
+from kronbit.lab.errors import LabError, import_optional, lab_error
 from kronbit.lab.models import build
 from kronbit.lab.optimizers import make_optimizer
 from kronbit.lab.precision import DTYPES
@@ -275,16 +275,14 @@ class Training:
     def _load(self) -> int:
         """Load the last checkpoint; return the size of the metrics file at that time."""
         state = checkpoints.load_last(self.folder)
-        try:
+        problem = f"the checkpoint in {self.folder} does not fit"
+        with lab_error(problem, KeyError, RuntimeError, ValueError):
             self.world.load_whole_state(self.model, self.optimizer, state)
             self.scaler.load_state_dict(state["scaler"])
             if state["shadow"].keys() == self.shadow.state_dict().keys():
                 self.shadow.load_state_dict(state["shadow"])
             else:  # the run was watched on other ranks: watching cannot start midway
                 self.shadow.watches = []
-        except (KeyError, RuntimeError, ValueError) as error:
-            problem = f"the checkpoint in {self.folder} does not fit: {one_line(error)}"
-            raise LabError(problem) from error
         for name in ("step", *_KEPT):
             setattr(self, name, state[name])
         self.peak.bytes = state["peak"]
@@ -292,9 +290,6 @@ class Training:
 
 
 def _tensorboard(folder: Path, step: int) -> Any:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError as error:
-        raise LabError("--tensorboard needs a package: pip install tensorboard") from error
+    tensorboard = import_optional("torch.utils.tensorboard", "tensorboard", "--tensorboard")
     # Steps after the checkpoint are written again.
-    return SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
+    return tensorboard.SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)

@@ -21,7 +21,7 @@ from kronbit.base import BaseFactory
 from kronbit.baselines.rewriter import Rewriter, check_damping, graft, is_number, wide
 from kronbit.factors import Layout
 from kronbit.messages import warn
-from kronbit.statistics.hooks import given_up, hooked
+from kronbit.statistics.hooks import register_hooks, was_reset
 from kronbit.statistics.layers import Layer, find_layers
 
 
@@ -123,7 +123,7 @@ class EVA(Rewriter):
         for handle in self._handles:
             handle.remove()
         layers = [self._layers[p] for p in self._params() if p in self._layers]
-        self._handles = hooked(self.watch, [] if self._closed else layers)
+        self._handles = register_hooks(self.watch, [] if self._closed else layers)
 
     def close(self) -> None:
         """Remove the hooks from the model. The means no longer change."""
@@ -138,7 +138,7 @@ class EVA(Rewriter):
 
     def watch(self, layer: Layer, x: Tensor, output: Any) -> None:
         """Sum x, and register a hook for the gradient at the layer's output."""
-        if given_up(layer):
+        if was_reset(layer):
             self._collected.pop(layer, None)
         if isinstance(output, Tensor) and output.requires_grad:
             output.register_hook(partial(self._collect, layer, _sum_of_inputs(layer, x)))
@@ -171,9 +171,9 @@ class EVA(Rewriter):
         missed = [layer for layer in layers if layer not in means]
         if missed and not self._missed and not self._closed:
             warn(
-                f"{len(missed)} layer(s), {missed[0].name!r} first, have a gradient, but were not "
-                "called in training mode since the last step: their means stay as they are. "
-                "Compiled models do not call hooks"
+                f"{len(missed)} layer(s), such as {missed[0].name!r}, have a gradient, but were "
+                "not called in training mode since the last step: their means are not updated. "
+                "Compiled models do not call hooks: do not compile these layers"
             )
         self._missed += len(missed)
         finite = self._finite([mean for both in means.values() for mean in both])

@@ -29,7 +29,7 @@ from kronbit.linalg.precision import full_precision
 from kronbit.linalg.products import multiply, operand
 from kronbit.messages import warn
 from kronbit.statistics.base import MatrixOf, Statistics, rows_in_batch, zeros_for
-from kronbit.statistics.hooks import SavedInput, given_up, hooked
+from kronbit.statistics.hooks import SavedInput, register_hooks, was_reset
 from kronbit.statistics.layers import Layer, find_layers
 
 if TYPE_CHECKING:
@@ -183,7 +183,7 @@ class ActivationStatistics(Statistics):
             return
         for handle in self._handles:
             handle.remove()
-        self._handles = hooked(self.watch, [] if self._closed else wanted)
+        self._handles = register_hooks(self.watch, [] if self._closed else wanted)
 
     def forget(self) -> None:
         """Drop collected sums: their gradients have been reset."""
@@ -196,7 +196,7 @@ class ActivationStatistics(Statistics):
 
     def watch(self, layer: Layer, x: Tensor, output: Any) -> None:
         """Register a hook for the gradient at the output of a layer."""
-        if given_up(layer):
+        if was_reset(layer):
             self._collected.pop(layer, None)
         if isinstance(output, Tensor) and output.requires_grad:
             output.register_hook(partial(self._collect, layer, SavedInput(x)))

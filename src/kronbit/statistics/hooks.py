@@ -17,7 +17,7 @@ from kronbit.statistics.layers import Layer
 Watch: TypeAlias = Callable[[Layer, Tensor, Any], None]
 
 
-def hooked(watch: Watch, layers: Iterable[Layer]) -> list[RemovableHandle]:
+def register_hooks(watch: Watch, layers: Iterable[Layer]) -> list[RemovableHandle]:
     """Register hooks that report calls of layers to a method; return their handles."""
     return [
         layer.module.register_forward_hook(_Hook(watch, layer), with_kwargs=True)
@@ -25,7 +25,7 @@ def hooked(watch: Watch, layers: Iterable[Layer]) -> list[RemovableHandle]:
     ]
 
 
-def given_up(layer: Layer) -> bool:
+def was_reset(layer: Layer) -> bool:
     """True if the gradient of the layer's earlier calls has been reset. Called by hooks.
 
     False within a backward pass, in which checkpointing repeats calls: the gradient may not have

@@ -320,7 +320,9 @@ def test_layers_without_rows_keep_their_means_and_are_named() -> None:
     model[0].eval()
     model(torch.randn(8, 6)).square().sum().backward()
     grad = model[0].weight.grad.clone()
-    with pytest.warns(RuntimeWarning, match=r"1 layer.s., such as '0', have a gradient, but") as seen:
+    with pytest.warns(
+        RuntimeWarning, match=r"1 layer.s., such as '0', have a gradient, but"
+    ) as seen:
         optimizer.step()
     assert seen[0].filename == __file__
     assert torch.equal(model[0].weight.grad, grad)

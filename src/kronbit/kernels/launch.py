@@ -3,10 +3,11 @@
 ``kernel[grid](...)`` finds the variant of the kernel for its arguments at every call, which takes
 longer than most of our kernels run. Here, the variant is looked up in one dict.
 
-Up to Triton 3.6, the C code that launches kernels of a signature is compiled into a shared library
-in Triton's cache. Builders that start at the same time replace each other's file. Python identifies
-libraries by inode, and may then reuse a loaded library of another signature, which reads arguments
-with the wrong types. So one thread of one process builds a library, and the others load it.
+Up to Triton 3.6, the code that launches kernels of a signature is a C extension in Triton's cache.
+All of these extensions have the same name, and Python keeps one module object per name. If two
+threads load extensions at the same time, one may take the launcher of the other, which reads
+arguments with the wrong types. So one thread of a process loads at a time. A lock file keeps other
+processes from building the same extension at the same time.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ from __future__ import annotations
 import os
 import threading
 import zlib
-from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, nullcontext, suppress
@@ -31,7 +31,7 @@ from kronbit.interruptions import run_then
 
 _THREADS = 16
 _here = threading.local()
-_builders: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
+_loading = threading.Lock()
 _COMPILED: dict[tuple[Any, ...], Callable[[tuple[int, ...], list[Any]], None]] = {}
 
 
@@ -114,18 +114,18 @@ def _compile(device: torch.device, call: Callable[[], Any]) -> None:
 
 
 def load(compiled: Any) -> None:
-    """Load a compiled kernel onto the current GPU. Only one thread or process builds at a time.
+    """Load a compiled kernel onto the current GPU, while no other thread loads one.
 
     Args:
         compiled: Result of ``kernel.warmup``; None where a hook keeps Triton from compiling.
     """
     if compiled is None:
         return
-    # One lock serves all signatures that may share a library.
+    # One lock file serves all signatures that may share an extension.
     types = map(str, compiled.src.signature.values())
     words = " ".join("*" if name.startswith("*") else name for name in types)
     name = f"kronbit-launcher-{zlib.crc32(words.encode()):08x}.lock"
-    with _builders[name], _locked(Path(knobs.cache.dir) / name):
+    with _loading, _locked(Path(knobs.cache.dir) / name):
         _ = compiled.run
 
 

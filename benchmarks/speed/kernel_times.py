@@ -2,7 +2,7 @@
 
 Usage::
 
-    python benchmarks/speed/kernels.py --output result.json
+    python benchmarks/speed/kernel_times.py --output result.json
 
 Needs a CUDA device. Sizes are those of a batch at the paper's order 1200, and of smaller factors.
 """

@@ -24,11 +24,12 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 SCHEDULE = {"update_every": 10, "refresh_every": 20}
 ADAMW: dict[str, Any] = {"base": "adamw", "lr": 1e-4, "weight_decay": 0.05, "fused": True}
-KINDS = ("ordinary", "update", "refresh")
+KINDS = ("ordinary", "device", "update", "refresh")
+SLEEP = 40_000_000  # cycles in which the host can launch a whole step
 WARM_UP = 4  # turns that do not count
 MODELS = ("mlp", "swin-tiny", "gpt2-124m")
 
@@ -83,15 +84,33 @@ def work() -> None:
             model, loss = make_passes(name, device)
             optimizer = kronbit.Shampoo(model.parameters(), bits=4, **ADAMW, **SCHEDULE)
         times = []
-        for _ in range(SCHEDULE["refresh_every"]):
+        for t in range(1, SCHEDULE["refresh_every"] + 1):
             optimizer.zero_grad()
             loss().backward()
             synchronize()
+            kind = "ordinary" if t % SCHEDULE["update_every"] else "update"
+            kind = "refresh" if t == SCHEDULE["refresh_every"] else kind
+            if kind == "ordinary" and t % 2 and device == "cuda":
+                times.append(("device", device_time(optimizer.step)))
+                continue
             start = time.perf_counter()
             optimizer.step()
             synchronize()
-            times.append(1e3 * (time.perf_counter() - start))
+            times.append((kind, 1e3 * (time.perf_counter() - start)))
         print(json.dumps(times), file=answers, flush=True)
+
+
+def device_time(step: Callable[[], object]) -> float:
+    """Return the milliseconds that the GPU needs for a step that is launched while it sleeps."""
+    import torch
+
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(SLEEP)
+    start.record()
+    step()
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end)
 
 
 class Version:
@@ -114,39 +133,44 @@ class Version:
 
     def answer(self) -> Any:
         assert self._process.stdout is not None
-        return json.loads(self._process.stdout.readline())
+        line = self._process.stdout.readline()
+        if not line:
+            sys.exit(f"{self.name} has failed; its error is above")
+        return json.loads(line)
 
     def end(self) -> None:
         self._process.communicate()
 
 
-def measure(versions: list[Version], model: str, turns: int) -> dict[str, Any]:
-    """Return the median times of each version by kind of step, and their ratios."""
-    for _ in range(WARM_UP):  # all versions at once: most of the time is compilation
+Times: TypeAlias = dict[str, dict[str, list[float]]]  # of each version and each kind of step
+
+
+def measure(versions: list[Version], model: str, turns: int, times: Times) -> None:
+    """Let the versions take turns, and add their times."""
+    for _ in range(WARM_UP):  # together: most of it is compilation
         for version in versions:
             version.ask(model)
         for version in versions:
             version.answer()
-    times: dict[str, dict[str, list[float]]] = {
-        version.name: {kind: [] for kind in KINDS} for version in versions
-    }
     for _ in range(turns):
         for version in versions:
             version.ask(model)
-            for t, spent in enumerate(version.answer(), 1):
-                kind = "ordinary" if t % SCHEDULE["update_every"] else "update"
-                kind = "refresh" if t == SCHEDULE["refresh_every"] else kind
+            for kind, spent in version.answer():
                 times[version.name][kind].append(spent)
-    medians = {
-        name: {kind: statistics.median(values) for kind, values in of_kind.items()}
+
+
+def medians(times: Times) -> dict[str, Any]:
+    """Return the median times of each version by kind of step, and their ratios to the first."""
+    ms = {
+        name: {kind: statistics.median(values) for kind, values in of_kind.items() if values}
         for name, of_kind in times.items()
     }
-    first = medians[versions[0].name]
+    first = next(iter(ms.values()))
     ratios = {
-        name: {kind: of_kind[kind] / first[kind] for kind in KINDS}
-        for name, of_kind in medians.items()
+        name: {kind: value / first[kind] for kind, value in of_kind.items()}
+        for name, of_kind in ms.items()
     }
-    return {"ms": medians, "ratio": ratios, "turns": turns}
+    return {"ms": ms, "ratio": ratios, "steps": len(next(iter(times.values()))["ordinary"])}
 
 
 def import_times(versions: list[Version], repeats: int = 7) -> dict[str, float]:
@@ -174,23 +198,33 @@ def main() -> None:
     parser.add_argument("versions", nargs="*", metavar="NAME=SOURCE")
     parser.add_argument("--output", type=Path)
     parser.add_argument("--models", nargs="*", choices=MODELS, default=MODELS[1:])
-    parser.add_argument("--turns", type=int, default=10)
+    parser.add_argument("--turns", type=int, default=5, help="of each version in a round")
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--import-times", action="store_true")
     parser.add_argument("--work", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.work:
         work()
         return
-    versions = [Version(*item.split("=", 1)) for item in arguments.versions]
-    report: dict[str, Any] = {version.name: version.answer() for version in versions}
+    sources = dict(item.split("=", 1) for item in arguments.versions)
+    times: dict[str, Times] = {
+        model: {name: {kind: [] for kind in KINDS} for name in sources}
+        for model in arguments.models
+    }
+    report: dict[str, Any] = {"rounds": arguments.rounds}
+    for _ in range(arguments.rounds):
+        versions = [Version(name, source) for name, source in sources.items()]
+        report |= {version.name: version.answer() for version in versions}
+        for model in arguments.models:
+            measure(versions, model, arguments.turns, times[model])
+            report[model] = medians(times[model])
+        for version in versions:
+            version.end()
     for model in arguments.models:
-        report[model] = measure(versions, model, arguments.turns)
         for name, of_kind in report[model]["ms"].items():
             ratios = report[model]["ratio"][name]
             cells = (f"{kind} {ms:8.2f} ms ({ratios[kind]:.3f})" for kind, ms in of_kind.items())
             print(f"{model:12} {name:12}", *cells, flush=True)
-    for version in versions:
-        version.end()
     if arguments.import_times:
         report["import_s"] = import_times(versions)
         print("import kronbit", report["import_s"])

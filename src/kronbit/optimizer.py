@@ -22,7 +22,7 @@ from kronbit.reporting.diagnostics import diagnostics, fallback_counts
 from kronbit.reporting.memory import account
 from kronbit.reporting.summary import summary
 from kronbit.reporting.warnings import warn_after_loading, warn_of_few
-from kronbit.routing import Groups
+from kronbit.routing import ParamGroups
 from kronbit.rules import Algorithm
 from kronbit.state.base_state import BaseLoader
 from kronbit.state.binding import StateKeeper, blocks_of
@@ -63,7 +63,7 @@ class SecondOrder(Around):
         self._known_ranks: Ranks | None = None
         self.base = resolve(params, base, options)
         self._statistics = self._make_statistics()
-        self._groups = Groups(self.base, self.config, self._statistics)
+        self._groups = ParamGroups(self.base, self.config, self._statistics)
         self._groups.adopt()
         self._groups.check()  # before anything is changed
         super().__init__(self.base.param_groups, {**self.base.defaults, **self._groups.defaults})
@@ -203,11 +203,11 @@ class SecondOrder(Around):
 
     def _replan(self, present: Collection[Tensor]) -> StatePlan:
         """Lay out all state anew. Existing values are copied; missing ones start fresh."""
-        old, rows, owns = self._keeper.plan, self._groups.rows(), self._ranks.owns
-        present, params = set(present), [p for _, p, _ in rows]
+        old, named, owns = self._keeper.plan, self._groups.named(), self._ranks.owns
+        present, params = set(present), [p for _, p, _ in named]
         plan = self._make_plan(
             (p, config)
-            for _, p, config in rows
+            for _, p, config in named
             if p.requires_grad or p in present or blocks_of(self.state.get(p, {}))
         )
         # All ranks create F's state of the same parameters.
@@ -215,7 +215,7 @@ class SecondOrder(Around):
         self._past_counts.update(fallback_counts(old))
         self._keeper.bind(plan, started, self.state, self.base.state)
         if old is None:
-            warn_of_few(rows, self._statistics.route, self.summary)
+            warn_of_few(named, self._statistics.route, self.summary)
         return plan
 
     def _make_plan(self, params: Iterable[tuple[Tensor, Config]]) -> StatePlan:
@@ -230,8 +230,8 @@ class SecondOrder(Around):
         return self._known_ranks
 
     def _find_ranks(self) -> Ranks:
-        rows, route = self._groups.rows(), self._statistics.route
-        return find_ranks(rows, self.config, self._process_group, route)
+        named, route = self._groups.named(), self._statistics.route
+        return find_ranks(named, self.config, self._process_group, route)
 
     def _expect_statistics(self) -> None:
         """Tell the statistics which parameters the next step updates."""
@@ -288,7 +288,7 @@ class SecondOrder(Around):
             entries = checkpoint.entries.items()
             unknown = [p for p, entry in entries if entry.product_bits is None]
             self._keeper.bind(plan, checkpoint.entries, self.state, self.base.state, unknown)
-        warn_after_loading(checkpoint.entries, self._groups.rows(), self._statistics.route)
+        warn_after_loading(checkpoint.entries, self._groups.named(), self._statistics.route)
         self._expect_statistics()
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
@@ -302,7 +302,7 @@ class SecondOrder(Around):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._known_ranks = None
-        self._groups = Groups(self.base, self.config, self._statistics)
+        self._groups = ParamGroups(self.base, self.config, self._statistics)
         self._start_unplanned()
         self._expect_statistics()
 
@@ -314,8 +314,8 @@ class SecondOrder(Around):
 
     def summary(self) -> str:
         """Return a table of parameters: blocks, method, bits, bytes, or why they are left to F."""
-        rows, route = self._groups.rows(), self._statistics.route
-        return summary(type(self).__name__, rows, route, self.base, self.config)
+        named, route = self._groups.named(), self._statistics.route
+        return summary(type(self).__name__, named, route, self.base, self.config)
 
     def diagnostics(self) -> dict[str, Any]:
         """Return counters of all fallbacks, and figures per group. Waits for the device.

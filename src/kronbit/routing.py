@@ -16,7 +16,7 @@ from kronbit.base import tensors_of
 from kronbit.config import FORMAT, FORMAT_KEY, GROUP_OPTIONS, STATISTICS_KEY, Config
 from kronbit.distributed.sharding import refuse
 from kronbit.messages import parameter_name
-from kronbit.reporting.summary import Row, rows
+from kronbit.reporting.summary import NamedParameter, named_parameters
 from kronbit.statistics.base import Statistics
 
 # Names of the factors of a low-rank update in peft, torchtune and kohya's scripts.
@@ -93,7 +93,7 @@ def _matching(model: nn.Module, pattern: str | type[nn.Module]) -> set[Tensor]:
     return matches
 
 
-class Groups:
+class ParamGroups:
     """The param groups of F with their options. Equal options share one ``Config`` object.
 
     Args:
@@ -131,13 +131,13 @@ class Groups:
                 for name, value in self.defaults.items():
                     group.setdefault(name, value)
 
-    def rows(self) -> list[Row]:
+    def named(self) -> list[NamedParameter]:
         """Return each parameter once, with its name and options."""
-        return rows(self._base.param_groups, self.config_of)
+        return named_parameters(self._base.param_groups, self.config_of)
 
     def name(self, p: Tensor) -> str:
         """Return the name of a parameter, for messages."""
-        return next((name for name, other, _ in self.rows() if other is p), "a parameter")
+        return next((name for name, other, _ in self.named() if other is p), "a parameter")
 
     def adopt(self) -> None:
         """Tell the statistics which parameters may be preconditioned."""

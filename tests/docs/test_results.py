@@ -12,7 +12,7 @@ from rich.console import Console
 from kronbit.lab.optimizers import variant
 from kronbit.lab.recipe import find_recipe, parse_settings
 from kronbit.lab.report.runs import read_run
-from kronbit.lab.training.experiment import Member, run_member
+from kronbit.lab.training.experiment import Trial, run_trial
 from kronbit.lab.training.terminal import Terminal
 from kronbit.lab.training.world import join_world
 
@@ -44,8 +44,8 @@ def test_a_collected_run_has_its_curves(tmp_path: Path) -> None:
     key, label, member_recipe = variant("shampoo-4 lr=0.02", recipe)
     world = join_world("none", "cpu")
     with Terminal(Console(quiet=True)) as terminal:
-        member = Member(key, label, member_recipe, "kronbit train")
-        run_member(member, tmp_path / "run", world, terminal, False)
+        member = Trial(key, label, member_recipe, "kronbit train")
+        run_trial(member, tmp_path / "run", world, terminal, False)
     run = read_run(tmp_path / "run")
     path = tmp_path / "results" / "summary.json"
     collect_results.write(path, {"runs": [collect_results.collect(run, side_by_side=2)]})
@@ -68,9 +68,9 @@ def test_a_diverged_run_has_no_score(tmp_path: Path) -> None:
     )
     key, label, member_recipe = variant("base", recipe)
     with Terminal(Console(quiet=True)) as terminal:
-        member = Member(key, label, member_recipe, "kronbit train --data x --set lr=1e30")
+        member = Trial(key, label, member_recipe, "kronbit train --data x --set lr=1e30")
         world = join_world("none", "cpu")
-        run_member(member, tmp_path / "run", world, terminal, False)
+        run_trial(member, tmp_path / "run", world, terminal, False)
     target = tmp_path / "summary.json"
     collect_results.write_collected([tmp_path / "run"], target)
     (row,) = json.loads(target.read_text())["runs"]

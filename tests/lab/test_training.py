@@ -25,7 +25,7 @@ from kronbit.lab.errors import LabError
 from kronbit.lab.models import build
 from kronbit.lab.recipe import Recipe, find_recipe, parse_settings
 from kronbit.lab.training import checkpoints
-from kronbit.lab.training.experiment import member, run_all, run_member, train_command
+from kronbit.lab.training.experiment import make_trial, run_all, run_trial, train_command
 from kronbit.lab.training.loop import Interrupted, Training
 from kronbit.lab.training.terminal import Terminal
 from kronbit.lab.training.world import World
@@ -225,13 +225,13 @@ def test_broken_checkpoints_are_named(tmp_path: Path) -> None:
 
 def test_a_comparison_resumes_with_its_missing_runs(tmp_path: Path) -> None:
     recipe = small("steps=4")
-    members = [member(spec, recipe, "digits-cnn", CPU) for spec in ("base", "shampoo-4")]
+    trials = [make_trial(spec, recipe, "digits-cnn", CPU) for spec in ("base", "shampoo-4")]
     with Terminal(QUIET) as terminal:
-        first = run_member(members[0], tmp_path / "base-seed0", CPU, terminal, False)
-        runs = run_all(members, tmp_path, CPU, terminal, True)
+        first = run_trial(trials[0], tmp_path / "base-seed0", CPU, terminal, False)
+        runs = run_all(trials, tmp_path, CPU, terminal, True)
         assert [run.pop("folder") for run in runs] == ["base-seed0", "shampoo-4-seed0"]
         assert runs[0] == json.loads(json.dumps(first))  # not run again: the times are the same
-        other = [member("base lr=0.1", recipe, "digits-cnn", CPU)]
+        other = [make_trial("base lr=0.1", recipe, "digits-cnn", CPU)]
         other[0] = type(other[0])("base", *list(vars(other[0]).values())[1:])
         with pytest.raises(LabError, match="other settings"):
             run_all(other, tmp_path, CPU, terminal, True)
@@ -249,14 +249,14 @@ class InterruptedTerminal(Terminal):
 
 
 def test_an_interrupted_comparison_resumes(tmp_path: Path) -> None:
-    members = [member(spec, small(), "digits-cnn", CPU) for spec in ("base", "shampoo-4")]
+    trials = [make_trial(spec, small(), "digits-cnn", CPU) for spec in ("base", "shampoo-4")]
     with pytest.raises(Interrupted), InterruptedTerminal(QUIET) as terminal:
-        run_all(members, tmp_path / "parts", CPU, terminal, True)
+        run_all(trials, tmp_path / "parts", CPU, terminal, True)
     (first_run,) = (tmp_path / "parts").iterdir()  # the first one, after its first step
     assert checkpoints.load_last(first_run)["step"] == 1
     with Terminal(QUIET) as terminal:
-        run_all(members, tmp_path / "parts", CPU, terminal, True)
-        run_all(members, tmp_path / "whole", CPU, terminal, False)
+        run_all(trials, tmp_path / "parts", CPU, terminal, True)
+        run_all(trials, tmp_path / "whole", CPU, terminal, False)
     for name in ("base-seed0", "shampoo-4-seed0"):
         resumed, expected = (
             checkpoints.load_last(tmp_path / folder / name) for folder in ("parts", "whole")
@@ -277,7 +277,7 @@ def test_commands_reproduce_the_run() -> None:
         "kfac-4 model.n_layer=1",
         "base holdout=0.1",
     ):
-        made = member(spec, recipe, "pydoc-gpt", CPU)
+        made = make_trial(spec, recipe, "pydoc-gpt", CPU)
         words = shlex.split(made.command)
         assert words[:3] == ["kronbit", "train", "pydoc-gpt"]
         given: dict[str, Any] = {}
@@ -341,9 +341,9 @@ def test_invalid_runs_are_refused_before_anything_is_written(
         pytest.skip("there is a GPU")
     recipe = small(*settings)
     world = World("none", torch.device("cpu"), **how)  # type: ignore[arg-type]
-    invalid = member(recipe.optimizer, recipe, "digits-cnn", world)
+    invalid = make_trial(recipe.optimizer, recipe, "digits-cnn", world)
     with Terminal(QUIET) as terminal, pytest.raises(LabError, match=message):
-        run_member(invalid, tmp_path / "run", world, terminal, False)
+        run_trial(invalid, tmp_path / "run", world, terminal, False)
     assert not (tmp_path / "run").exists()
 
 

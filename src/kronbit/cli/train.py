@@ -65,7 +65,7 @@ def train(
     if resume is not None:
         if recipe is not None or wishes or out is not None:
             raise LabError("--resume takes all settings from the run: give no others")
-        one, before = experiment.read_member(resume)
+        trial, before = experiment.read_trial(resume)
         device, data = device or before["device"], data or Path(before["data"])
         compile, cuda_graph = compile or before["compile"], cuda_graph or before["graph"]
         place: AbstractContextManager[Path] = nullcontext(resume)
@@ -84,13 +84,13 @@ def train(
             folder = Path(world.agree_on(str(folder)))
             if resume is None:
                 command = experiment.train_command(made, recipe or "", world)
-                one = experiment.Member(made.optimizer, label_of(made), made, command)
+                trial = experiment.Trial(made.optimizer, label_of(made), made, command)
             elif (before["parallel"], before["ranks"]) != (world.parallel, world.ranks):
                 terminal.message(
                     f"started on {before['ranks']} ranks ({before['parallel']}), resumed on "
                     f"{world.ranks} ({world.parallel}): results differ in rounding"
                 )
-            summary = experiment.run_member(one, folder, world, terminal, resume is not None)
+            summary = experiment.run_trial(trial, folder, world, terminal, resume is not None)
     except Interrupted:
         if world.first:
             echo(f"saved; resume with: {experiment.resume_command(folder, world)}", err=True)
@@ -131,7 +131,7 @@ def compare(
     """Train one network from one seed with several optimizers, and write a report."""
     from kronbit.lab.optimizers import DEFAULT_VARIANTS, check_optimizer
     from kronbit.lab.report.runs import find_runs
-    from kronbit.lab.training.experiment import member, run_all, write_comparison
+    from kronbit.lab.training.experiment import make_trial, run_all, write_comparison
     from kronbit.lab.training.loop import Interrupted
     from kronbit.lab.training.terminal import Terminal
 
@@ -139,21 +139,21 @@ def compare(
         raise LabError("--resume needs --out: the folder of the comparison")
     start = find_recipe(recipe).with_settings(options.wishes(settings, base=base, amp=amp))
     world = join_world("none", device, data=data or World.data, compile=compile, graph=cuda_graph)
-    members = [
-        member(spec, start.with_settings({"seed": start.seed + seed}), recipe, world)
+    trials = [
+        make_trial(spec, start.with_settings({"seed": start.seed + seed}), recipe, world)
         for spec in optimizers or DEFAULT_VARIANTS
         for seed in range(seeds)
     ]
-    if len({one.folder for one in members}) < len(members):
+    if len({trial.folder for trial in trials}) < len(trials):
         raise LabError("the same optimizer was given twice: add a setting to one of them")
-    for one in members:
-        world.refuse_conflicts(one.recipe)
-        check_optimizer(one.recipe)
+    for trial in trials:
+        world.refuse_conflicts(trial.recipe)
+        check_optimizer(trial.recipe)
     place, command = options.output_folder(out, start.name, resume), options.command_line()
     try:
         with place as folder, Terminal(Console(stderr=True)) as terminal:
             make_folder(folder)
-            summaries = run_all(members, folder, world, terminal, resume)
+            summaries = run_all(trials, folder, world, terminal, resume)
     except Interrupted:
         where = "" if out else f" --out {shlex.quote(str(folder))}"
         again = command if resume else f"{command}{where} --resume"

@@ -18,7 +18,7 @@ from kronbit.reporting.memory import state_bytes
 from kronbit.step.schedule import first_preconditioned_step
 
 # Name, parameter, options.
-Row: TypeAlias = tuple[str, Tensor, Config]
+NamedParameter: TypeAlias = tuple[str, Tensor, Config]
 # How a parameter is cut into blocks, or why it is left to F.
 Route: TypeAlias = Callable[[Tensor, Config], Blocking | str]
 
@@ -26,9 +26,9 @@ _COLUMNS = ("parameter", "shape", "blocks", "method", "bits", "bytes", "left to 
 _NUMERIC = ("blocks", "bits", "bytes")
 
 
-def rows(
+def named_parameters(
     groups: Iterable[Mapping[str, Any]], config_of: Callable[[Mapping[str, Any]], Config]
-) -> list[Row]:
+) -> list[NamedParameter]:
     """Return each parameter of the param groups once, with its name and options."""
     by_parameter = {
         p: (parameter_name(group, index, number), p, config_of(group))
@@ -38,7 +38,9 @@ def rows(
     return list(by_parameter.values())
 
 
-def summary(title: str, params: list[Row], route: Route, base: Optimizer, config: Config) -> str:
+def summary(
+    title: str, params: list[NamedParameter], route: Route, base: Optimizer, config: Config
+) -> str:
     """Return the table of ``SecondOrder.summary``, with totals below."""
     lines: list[tuple[str, ...]] = []
     elements = covered = total = offloaded = 0

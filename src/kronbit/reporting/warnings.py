@@ -9,14 +9,14 @@ from torch import Tensor
 from kronbit.blocks.blocking import Blocking
 from kronbit.blocks.gradients import elements
 from kronbit.messages import warn
-from kronbit.reporting.summary import Route, Row
+from kronbit.reporting.summary import NamedParameter, Route
 from kronbit.state.loading import Entry
 from kronbit.state.validation import is_finite
 
 _FLATTENED = 2**16  # a vector with at least this many elements is probably a flattened matrix
 
 
-def warn_of_few(params: list[Row], route: Route, summary: Callable[[], str]) -> None:
+def warn_of_few(params: list[NamedParameter], route: Route, summary: Callable[[], str]) -> None:
     """Warn if less than half of the eligible elements are preconditioned."""
     possible = preconditioned = 0
     flat = ""
@@ -39,7 +39,9 @@ def warn_of_few(params: list[Row], route: Route, summary: Callable[[], str]) -> 
         )
 
 
-def warn_after_loading(entries: Mapping[Tensor, Entry], params: list[Row], route: Route) -> None:
+def warn_after_loading(
+    entries: Mapping[Tensor, Entry], params: list[NamedParameter], route: Route
+) -> None:
     """Warn about state that a checkpoint lacks, and about state of F that is not finite."""
     if any(entry.blocks for entry in entries.values()):
         fresh = [

@@ -19,7 +19,7 @@ from kronbit.quantization import Quantizer
 # Methods and storages of this library, in the order of the tables.
 KEPT = tuple(product(("naive", "eigen", "cholesky"), ("paper", "compact")))
 # The quantised quantity, and True if its eigenvectors are rectified; None if it has none.
-Way = tuple[str, bool | None]
+Quantity = tuple[str, bool | None]
 # The paper's synthetic matrix has two distinct eigenvalues, which the paper does not print. These
 # values reproduce all rows of its table that do not depend on them strongly.
 _LARGE, _SMALL, _SHARE_OF_LARGE = 1000.0, 1.0, 1155 / 1200
@@ -111,7 +111,7 @@ def synthetic_matrix(order: int = 1200, device: torch.device | str = "cpu") -> S
 
 
 @dataclass(frozen=True)
-class Row:
+class StorageErrors:
     """One way to store a preconditioner, with the errors of its inverse root f(A) = A^(-1/p).
 
     A way is the quantised quantity: the matrix ``A``, its eigenvectors ``U``, its triangular factor
@@ -127,7 +127,9 @@ class Row:
     off_diagonal: Deviation  # of f(A) without its diagonal
 
     @classmethod
-    def of(cls, key: Way, kept: Quantizer | Config, root: Tensor, exact: Tensor) -> Row:
+    def of(
+        cls, key: Quantity, kept: Quantizer | Config, root: Tensor, exact: Tensor
+    ) -> StorageErrors:
         """Compare a root after quantisation with the exact one."""
         quantizer = kept.mapping, kept.bits, kept.block_size
         return cls(key[0], *quantizer, key[1], *deviations(root, exact))
@@ -138,7 +140,7 @@ class Row:
         return _label((self.way, self.rectified))
 
 
-def _label(key: Way) -> str:
+def _label(key: Quantity) -> str:
     way, rectified = key
     return f"{way}, rectified" if rectified else way
 
@@ -148,7 +150,7 @@ def static_table(
     bits: int = 4,
     mappings: Sequence[str] = ("linear2", "dt"),
     kept: Iterable[tuple[str, str]] = KEPT,
-) -> list[Row]:
+) -> list[StorageErrors]:
     """Compute the paper's table for one matrix, extended by methods and storages of this library.
 
     A scale covers 64 elements, and 256 at 8 bits, as in the paper; compact storage always has 64.
@@ -163,17 +165,17 @@ def static_table(
         roots["B", None] = _restored_off_diagonal(exact, quantizer)
         for way, rectified in (("A", None), ("U", False), ("U", True)):
             roots[f"{way}, B", rectified] = _restored_off_diagonal(roots[way, rectified], quantizer)
-        rows += [Row.of(key, quantizer, root, exact) for key, root in roots.items()]
+        rows += [StorageErrors.of(key, quantizer, root, exact) for key, root in roots.items()]
         for method, storage in kept:
             size = block_size if storage == "paper" else 64
             stored = widths | {"method": method, "storage": storage, "mapping": mapping}
             config = replace(statistic.config, **stored, block_size=size)
             key = f"{method}, {storage}", None
-            rows.append(Row.of(key, config, kept_root(statistic, config), exact))
+            rows.append(StorageErrors.of(key, config, kept_root(statistic, config), exact))
     return rows
 
 
-def _matrices(statistic: Statistic, quantizer: Quantizer) -> Iterator[tuple[Way, Tensor]]:
+def _matrices(statistic: Statistic, quantizer: Quantizer) -> Iterator[tuple[Quantity, Tensor]]:
     """Yield each quantised quantity with the matrix that is restored from it."""
     A = statistic.matrix()
     yield ("A", None), _restored_off_diagonal(A, quantizer)
@@ -247,7 +249,7 @@ def refreshed_root(factors: Factors, config: Config) -> Tensor:
 _QUANTIZER = Quantizer(4, "linear2")
 
 
-def contraction(statistic: Statistic) -> dict[float, list[Row]]:
+def contraction(statistic: Statistic) -> dict[float, list[StorageErrors]]:
     """Compute errors at 4 bits for eigenvalues that are contracted until they are almost equal.
 
     The keys are the factors τ of the contraction λ ↦ τ (λ - λmin) + λmin; the rows quantise A, the
@@ -261,7 +263,7 @@ def contraction(statistic: Statistic) -> dict[float, list[Row]]:
         contracted = Statistic(tau * (lam - least) + least, statistic.U, undamped)
         exact = contracted.root()
         rows[tau] = [
-            Row.of(key, _QUANTIZER, inverse_root(A, contracted), exact)
+            StorageErrors.of(key, _QUANTIZER, inverse_root(A, contracted), exact)
             for key, A in _matrices(contracted, _QUANTIZER)
             if key in (("A", None), ("U", True), ("C", None))
         ]

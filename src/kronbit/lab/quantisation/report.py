@@ -16,10 +16,10 @@ from kronbit.config import FORMAT_KEY, STATISTICS_KEY, Config
 from kronbit.factors import Factors, make_method
 from kronbit.lab.errors import LabError, lab_error
 from kronbit.lab.quantisation import errors
-from kronbit.lab.quantisation.errors import Deviation, Row, Statistic
+from kronbit.lab.quantisation.errors import Deviation, Statistic, StorageErrors
 from kronbit.lab.training.checkpoints import checkpoints
 from kronbit.linalg.precision import full_precision
-from kronbit.reporting.summary import rows
+from kronbit.reporting.summary import named_parameters
 from kronbit.state import loading
 from kronbit.state.validation import check_outline, checked_leaves
 from kronbit.step.schedule import refreshes_at, updates_at
@@ -36,7 +36,7 @@ class Study:
     name: str
     statistic: Statistic
     quantized_to: int | None  # bits, if the matrix was restored from quantised state
-    rows: list[Row]
+    rows: list[StorageErrors]
 
     def to_dict(self) -> dict[str, Any]:
         """Convert to JSON, without the matrix itself."""
@@ -111,7 +111,7 @@ def synthetic_errors(
     return ErrorReport(f"{name}, seed 0", True, [], [study])
 
 
-def _tables(statistic: Statistic, bits: Sequence[int]) -> list[Row]:
+def _tables(statistic: Statistic, bits: Sequence[int]) -> list[StorageErrors]:
     return [row for width in bits for row in errors.static_table(statistic, width)]
 
 
@@ -187,7 +187,7 @@ def read_preconditioners(
                 f"{label} holds no second-order state: give a checkpoint of Shampoo, CASPR, KFAC "
                 "or AdaBK after their first update"
             )
-        names = {p: name for name, p, _ in rows(twins, lambda group: Config())}
+        names = {p: name for name, p, _ in named_parameters(twins, lambda group: Config())}
         for p, entry in entries.items():
             for block, sides in entry.blocks.items():
                 for side in ("left", "right"):

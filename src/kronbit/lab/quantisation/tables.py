@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from kronbit.lab.quantisation.errors import KEPT, Deviation, Row
+from kronbit.lab.quantisation.errors import KEPT, Deviation, StorageErrors
 from kronbit.lab.quantisation.report import ErrorReport
 from kronbit.lab.report.numbers import MISSING
 from kronbit.lab.report.tables import new_table
@@ -90,7 +90,7 @@ def _show_held(report: ErrorReport, console: Console) -> None:
         )
 
 
-def _table(rows: Sequence[Row], synthetic: bool, off_diagonal: bool) -> Table:
+def _table(rows: Sequence[StorageErrors], synthetic: bool, off_diagonal: bool) -> Table:
     """Create a table with a row per quantised quantity and columns per mapping."""
     mappings = dict.fromkeys(row.mapping for row in rows)
     part = "off_diagonal" if off_diagonal else "whole"

@@ -27,7 +27,7 @@ _FLAGS = ("optimizer", "bits", "base", "amp", "seed")  # settings with an option
 
 
 @dataclass(frozen=True)
-class Member:
+class Trial:
     """One run of a comparison."""
 
     key: str  # name in folders
@@ -41,13 +41,13 @@ class Member:
         return f"{self.key}-seed{self.recipe.seed}"
 
 
-def member(spec: str, recipe: Recipe, source: str, world: World) -> Member:
+def make_trial(spec: str, recipe: Recipe, source: str, world: World) -> Trial:
     """Return the run of a recipe with an optimizer; see ``kronbit.lab.optimizers.variant``.
 
     ``source`` is the name or the file of the recipe.
     """
     key, label, made = variant(spec, recipe)
-    return Member(key, label, made, train_command(made, source, world))
+    return Trial(key, label, made, train_command(made, source, world))
 
 
 def _launched(world: World) -> list[str]:
@@ -93,8 +93,8 @@ def _flat(recipe: Recipe) -> dict[str, Any]:
     return flat
 
 
-def run_member(
-    member: Member, folder: Path, world: World, terminal: Terminal, resume: bool
+def run_trial(
+    trial: Trial, folder: Path, world: World, terminal: Terminal, resume: bool
 ) -> dict[str, Any]:
     """Train, and write ``run.json``, ``metrics.jsonl``, checkpoints and ``summary.json``.
 
@@ -106,20 +106,20 @@ def run_member(
     """
     origin = {
         "format": FORMAT,
-        "label": member.label,
-        "variant": member.key,
-        "command": member.command,
+        "label": trial.label,
+        "variant": trial.key,
+        "command": trial.command,
         **_machine(world),
     }
     if not resume and checkpoints(folder):
         raise LabError(f"{folder} has checkpoints of another run: choose another --out")
-    training = Training(member.recipe, folder, world)  # raises before anything is written
+    training = Training(trial.recipe, folder, world)  # raises before anything is written
     if world.first:
         make_folder(folder)
         if not resume:
             details = {
-                "recipe": asdict(member.recipe),
-                "seed": member.recipe.seed,
+                "recipe": asdict(trial.recipe),
+                "seed": trial.recipe.seed,
                 "running": {
                     "parallel": world.parallel,
                     "ranks": world.ranks,
@@ -132,14 +132,14 @@ def run_member(
             }
             write_json(folder / "run.json", origin | details)
     world.wait()
-    training.run(terminal, member.label, resume)
+    training.run(terminal, trial.label, resume)
     summary = origin | summarise(training)
     if world.first:
         write_json(folder / "summary.json", summary)
     return summary
 
 
-def read_member(folder: Path) -> tuple[Member, dict[str, Any]]:
+def read_trial(folder: Path) -> tuple[Trial, dict[str, Any]]:
     """Read the run of a folder, and how it was started: attributes of ``World``.
 
     Raises:
@@ -151,12 +151,12 @@ def read_member(folder: Path) -> tuple[Member, dict[str, Any]]:
     with lab_error(f"cannot read {path}", OSError, KeyError, TypeError, ValueError):
         content = json.loads(path.read_text(encoding="utf-8"))
         recipe = recipe_from(content["recipe"], content["recipe"]["name"], str(path))
-        member = Member(content["variant"], content["label"], recipe, content["command"])
-        return member, dict(content["running"])
+        trial = Trial(content["variant"], content["label"], recipe, content["command"])
+        return trial, dict(content["running"])
 
 
 def run_all(
-    members: Sequence[Member], folder: Path, world: World, terminal: Terminal, resume: bool
+    trials: Sequence[Trial], folder: Path, world: World, terminal: Terminal, resume: bool
 ) -> list[dict[str, Any]]:
     """Run a comparison, one run after the other, each in its folder.
 
@@ -167,21 +167,21 @@ def run_all(
         Interrupted: If the user wants to stop.
     """
     summaries = []
-    for one in members:
-        place = folder / one.folder
+    for trial in trials:
+        place = folder / trial.folder
         done = place / "summary.json"
         finished = resume and done.is_file()
         goes_on = resume and bool(checkpoints(place)) and (place / "run.json").is_file()
-        if (goes_on or finished) and read_member(place)[0].recipe != one.recipe:
+        if (goes_on or finished) and read_trial(place)[0].recipe != trial.recipe:
             raise LabError(f"{place} was run with other settings: choose another --out")
         if not finished:
             if terminal.interrupted:
                 raise Interrupted
             if place.exists() and not goes_on:
                 shutil.rmtree(place)
-            run_member(one, place, world, terminal, goes_on)
+            run_trial(trial, place, world, terminal, goes_on)
         summary = json.loads(done.read_text(encoding="utf-8"))
-        summaries.append({**summary, "folder": one.folder})
+        summaries.append({**summary, "folder": trial.folder})
     return summaries
 
 

@@ -18,16 +18,15 @@ import matplotlib as mpl
 mpl.use("Agg")
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
-from result_pages import (
+from result_pages import choice_runs, over_time_runs
+from training_tables import (
     GRIDS,
     LONG,
     ROOT,
     Run,
     best_of,
     by_optimizer,
-    choice_runs,
     mean,
-    over_time_runs,
     rate_text,
     state_bytes,
 )

@@ -20,6 +20,7 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks" / "training"))
 import collect_results  # noqa: E402
 import result_pages  # noqa: E402
+import training_tables  # noqa: E402
 
 PAGES = result_pages.PAGES
 
@@ -77,6 +78,6 @@ def test_a_diverged_run_has_no_score(tmp_path: Path) -> None:
     assert row["diverged"]
     assert None in row["curve"]["loss"]
     assert row["command"] == "kronbit train --set lr=1e30"
-    assert result_pages.score_text(row) == "diverged"
+    assert training_tables.score_text(row) == "diverged"
     good = {"accuracy": 0.1, "loss": 5.0}
-    assert result_pages.best_of([row, good]) is result_pages.best_of([good, row]) is good
+    assert training_tables.best_of([row, good]) is training_tables.best_of([good, row]) is good

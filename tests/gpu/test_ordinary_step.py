@@ -2,31 +2,31 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 import math
 import weakref
-from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from support.numerics import angle, relative_error, slow
+from support.preconditioners import (
+    ALL_BF16,
+    MIXED,
+    PASS,
+    SINGLE,
+    gradients,
+    make_preconditioner,
+    measure,
+)
 from torch import Tensor
 
 from kronbit import CASPR, Shampoo
-from kronbit.blocks.batches import UPDATE, batches, due_parts
-from kronbit.blocks.blocking import Blocking, route
-from kronbit.blocks.gradients import GradientBlocks, plain_dtypes
-from kronbit.blocks.groups import Due, Member
+from kronbit.blocks.blocking import route
+from kronbit.blocks.groups import Member
 from kronbit.config import Config
-from kronbit.factors import Factors
-from kronbit.gpu.measured import Measured
 from kronbit.gpu.product_precision import BF16X3, FLOAT32, HALF, _least_bits
 from kronbit.kernels import guard
-from kronbit.statistics import GradientStatistics
-from kronbit.statistics.gradients import _by_torch as gradients_by_torch
 from kronbit.step.nonfinite import NonfiniteGuard
 from kronbit.step.preconditioner import Preconditioner
 
@@ -38,55 +38,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:(invalid value|overflow encountered):RuntimeWarning"),
     pytest.mark.bf16_products,
 ]
-
-# Rows of (12, 64) and (75, 40) are wide (read 16 bytes at a time): in bf16, they are multiplied in
-# place.
-SHAPES = [(20, 66), (12, 64), (2, 10, 24), (75, 40)]
-PASS = Config(nonfinite="pass")
-
-
-def make_preconditioner(
-    device: torch.device,
-    algorithm: Any = Shampoo,
-    shapes: Sequence[tuple[int, ...]] = SHAPES,
-    workspace: int = 2**21,
-    **options: Any,
-) -> Preconditioner:
-    """Make a preconditioner of several shapes and formats, with roots far from the identity."""
-    config = Config(**{"storage": "paper", "max_order": 70, **options})
-    members = [Member(route(shape, config), config) for shape in shapes]
-    preconditioner = Preconditioner(members, algorithm.algorithm, workspace, False, device)
-    for group in preconditioner.stacks.groups:
-        for factors in (group.left, group.right):
-            A = torch.randn(factors.rows, factors.order, factors.order) / factors.order**0.5
-            for name, leaf in factors.method.root.encode(
-                (A @ A.mT + torch.eye(factors.order)).to(device)
-            ).items():
-                factors.tensors[name].copy_(leaf)
-    preconditioner.find_refreshed(range(len(shapes)))
-    return preconditioner
-
-
-def measure(
-    device: torch.device, grads: Sequence[Tensor | None], guard: NonfiniteGuard | None = None
-) -> Measured:
-    """Measure gradients as a step does."""
-    sizes = [0 if grad is None else grad.numel() for grad in grads]
-    taps = [1 if grad is None else math.prod(grad.shape[2:]) for grad in grads]
-    dtypes = plain_dtypes([grad for grad in grads if grad is not None])
-    return (guard or NonfiniteGuard(device, PASS)).measure(grads, sizes, taps, dtypes)
-
-
-def gradients(device: torch.device, dtypes: list[torch.dtype]) -> list[Tensor]:
-    return [
-        torch.randn(shape).to(device=device, dtype=dtype)
-        for shape, dtype in zip(SHAPES, dtypes, strict=True)
-    ]
-
-
-SINGLE = [torch.float32] * 4
-MIXED = [torch.float32, torch.bfloat16, torch.float16, torch.float32]
-ALL_BF16 = [torch.bfloat16] * 4
 
 
 @pytest.mark.parametrize(
@@ -206,149 +157,6 @@ def test_precisions_change_with_hysteresis() -> None:
     assert choices(BF16X3) == [HALF, BF16X3, BF16X3, BF16X3, FLOAT32]
     assert choices(FLOAT32) == [HALF, BF16X3, BF16X3, FLOAT32, FLOAT32]
     assert _least_bits(math.nan, HALF) == FLOAT32
-
-
-# Some blocks of order 70 are read wide. Others begin and end between the taps of an input.
-CONVOLUTIONS = [(75, 8, 2, 2), (20, 9, 3, 3), (8, 6, 2, 3, 2), (16, 24), (24, 9, 1, 1)]
-
-
-def in_both_orders(
-    device: torch.device, dtype: torch.dtype = torch.float32
-) -> tuple[list[Tensor], list[Tensor]]:
-    """Make gradients of convolutions and matrices, contiguous and in channels-last order."""
-    plain = [torch.randn(shape).to(device=device, dtype=dtype) for shape in CONVOLUTIONS]
-    channels_last = [
-        grad.movedim(1, -1).contiguous().movedim(-1, 1) if grad.dim() > 2 else grad.clone()
-        for grad in plain
-    ]
-    assert [grad.is_contiguous() for grad in channels_last] == [False] * 3 + [True] * 2
-    return plain, channels_last
-
-
-@slow
-@pytest.mark.parametrize(
-    ("precision", "dtype"),
-    [
-        (HALF, torch.bfloat16),
-        (BF16X3, torch.float32),
-        (HALF, torch.float32),
-        (BF16X3, torch.bfloat16),
-    ],
-)
-def test_channels_last_gradients_are_read_and_written_in_place(
-    precision: int, dtype: torch.dtype, kernels: torch.device
-) -> None:
-    preconditioner = make_preconditioner(kernels, shapes=CONVOLUTIONS)
-    preconditioner.products.bits = dict.fromkeys(range(5), precision)
-    plain, channels_last = in_both_orders(kernels, dtype)
-    before = [grad.clone() for grad in plain]
-    for grads in (plain, channels_last):
-        step = measure(kernels, grads)
-        assert step.by_kernels
-        assert step.addresses is not None
-        assert step.addresses.aligned
-        assert step.addresses.channels_last == ({0, 1, 2} if grads is channels_last else set())
-        preconditioner.precondition(step)
-    for grad, expected, start in zip(channels_last, plain, before, strict=True):
-        # The norm is summed in another order; contiguous bf16 gradients are multiplied in place.
-        near = 1e-6 if dtype == torch.float32 else 0.01
-        assert relative_error(grad.float(), expected.float()) < near
-        assert relative_error(grad.float(), start.float()) > 0.1
-    # Contiguous gradients are still read wide.
-    wide = {
-        (key[2], block.member): chunk.wide
-        for key, tables in preconditioner.products._grouped.items()
-        for wave in tables._tables.waves
-        for chunk in wave.chunks
-        for block in chunk.blocks
-    }
-    assert wide[frozenset(), 0]
-    assert wide[frozenset({0, 1, 2}), 3]
-    assert not wide[frozenset({0, 1, 2}), 0]
-
-
-@slow
-def test_statistics_of_channels_last_gradients_have_the_same_bits(kernels: torch.device) -> None:
-    preconditioner, statistics = (
-        make_preconditioner(kernels, shapes=CONVOLUTIONS),
-        GradientStatistics(),
-    )
-    due = {i: Due(preconditioner.stacks.members[i].config) for i in range(5)}
-    actual = []
-    plain, channels_last = in_both_orders(kernels)
-    blocks = GradientBlocks(preconditioner.stacks.members, plain)
-    for grads in (plain, channels_last):
-        measured = measure(kernels, grads)
-        outer_products = statistics.outer_products(preconditioner.stacks, measured, due)
-        parts = list(
-            batches(
-                due_parts(preconditioner.stacks.groups, due),
-                preconditioner.stacks.workspace,
-                UPDATE,
-            )
-        )
-        actual.append([outer_products(part) for part in parts])
-    assert all(torch.equal(*pair) for pair in zip(*actual, strict=True))
-    for M, part in zip(actual[0], parts, strict=True):
-        expected = gradients_by_torch(blocks, measured.finite, part)
-        assert (M - expected).abs().max() <= 1e-6 * expected.abs().max()
-
-
-def test_channels_last_gradients_of_grouped_convolutions_are_preconditioned(
-    kernels: torch.device,
-) -> None:
-    """K-FAC has a matrix per group, and each row of the matrix keeps all taps."""
-    preconditioner = make_preconditioner(kernels, shapes=[(2, 12, 36)], batch_dims=1)
-    (member,) = preconditioner.stacks.members
-    member_with_taps = replace(member, blocking=replace(member.blocking, taps=9))
-    preconditioner.products._stacks = copy.copy(preconditioner.stacks)
-    preconditioner.products._stacks.members = (member_with_taps,)
-    preconditioner.products.bits = {0: HALF}
-    plain = torch.randn(24, 4, 3, 3).to(kernels)
-    channels_last = plain.to(memory_format=torch.channels_last)
-    for grad in (plain, channels_last):
-        step = measure(kernels, [grad])
-        assert step.by_kernels
-        preconditioner.precondition(step)
-    assert relative_error(channels_last, plain) < 1e-6
-
-
-def test_channels_last_gradients_that_kernels_cannot_read_are_left_to_torch(
-    kernels: torch.device,
-) -> None:
-    """Rows of stacked matrices are scattered. Gradients left to the base may have any order."""
-    last = torch.randn(3, 10, 4, 5, device=kernels).to(memory_format=torch.channels_last)
-    guard = NonfiniteGuard(kernels, PASS)
-    for taps, by_kernels in ((1, False), (0, True), (20, True), (1, False)):
-        actual = guard.measure([last], [600], [taps], {torch.float32})
-        assert actual.by_kernels == by_kernels
-        assert float(actual.norms[0]) == pytest.approx(float(last.norm()), rel=1e-6)
-        assert actual.addresses is not None
-        assert bool(actual.addresses.values[0]) == by_kernels
-        assert (actual.addresses.channels_last == {0}) == by_kernels
-    # Kernels cannot read the other gradient, which is float64.
-    wide = torch.randn(4, 4, device=kernels, dtype=torch.float64)
-    both = {torch.float32, torch.float64}
-    actual = guard.measure([last, wide], [600, 16], [20, 1], both)
-    assert not actual.by_kernels
-    assert actual.addresses is not None
-    assert actual.addresses.channels_last == {0}
-    assert actual.addresses.values[0] == last.data_ptr() + (1 << 59)
-    assert actual.addresses.values[1] == 0
-
-
-def test_taps_count_kernel_positions_unless_rows_are_scattered() -> None:
-    def taps(shape: tuple[int, ...], **options: Any) -> int:
-        blocking = route(shape, Config(**options))
-        assert isinstance(blocking, Blocking)
-        return blocking.taps
-
-    assert taps((3, 10, 4, 5)) == 20
-    assert taps((3, 10, 2, 4, 5)) == 40
-    assert taps((30, 10)) == 1
-    # In channels-last order, rows of these are scattered.
-    assert taps((3, 10, 4, 5), batch_dims=1) == 1
-    assert taps((1, 10, 4, 5)) == 1
 
 
 @slow
@@ -609,82 +417,3 @@ def test_kernels_and_torch_count_the_same_skipped_gradients(
     raising = NonfiniteGuard(kernels, Config(nonfinite="raise"))
     assert raising.measure(broken, [3], [1], {torch.float32}).finite.tolist() == [False]
     assert int(raising.skipped) == 0
-
-
-@pytest.mark.parametrize(
-    ("method", "attempt", "option"),
-    [
-        ("eigen", 0, {"damping": 0.0}),
-        ("eigen", 0, {"beta": 0.0}),
-        ("eigen", 0, {"root": "schur_newton"}),
-        ("eigen", None, {"trace_scaling": True}),
-        ("cholesky", 0, {"beta": 0.0}),
-    ],
-)
-def test_orders_stay_apart_if_padding_would_change_results(
-    method: str, attempt: int | None, option: dict[str, Any]
-) -> None:
-    """A matrix with λ = 0 cannot be padded, and Newton's iteration depends on the whole matrix."""
-    for options in ({}, option):
-        config = Config(method=method, max_order=100, **options)
-        members = [Member(route(shape, config), config) for shape in ((70, 66), (80, 90))]
-        preconditioner = Preconditioner(
-            members, Shampoo.algorithm, 2**24, False, torch.device("cpu")
-        )
-        parts = due_parts(preconditioner.stacks.groups, {0: Due(config), 1: Due(config)})
-        orders = [
-            {part.factors.order for part in batch}
-            for batch in batches(
-                parts,
-                preconditioner.stacks.workspace,
-                UPDATE,
-                lambda part: part.factors.method.allows_padding(part.config, attempt),
-            )
-        ]
-        assert (max(map(len, orders)) > 1) == (not options)
-
-
-@pytest.mark.parametrize(("method", "last"), [("eigen", 2), ("cholesky", 1), ("naive", 0)])
-def test_orders_do_not_share_a_batch_if_results_depend_on_the_whole_matrix(
-    method: str, last: int
-) -> None:
-    config = Config(method=method, bits=4)
-    chosen = Factors(64, 1, config.format(64), 1e-6, "cpu").method
-    assert not chosen.allows_padding(config, last)
-    assert chosen.allows_padding(config, None) == (method != "naive")
-    assert not chosen.allows_padding(replace(config, trace_scaling=True), None)
-
-
-@pytest.mark.parametrize("mixed", [pytest.param(False, marks=slow), True])
-def test_outer_products_read_gradients_in_place(mixed: bool, kernels: torch.device) -> None:
-    """Both sides match torch in several dtypes. M is zero where a gradient is not finite."""
-    preconditioner = make_preconditioner(kernels)
-    grads: list[Tensor | None] = [torch.randn(shape).to(kernels) for shape in SHAPES]
-    grads[1] = grads[1].bfloat16()
-    grads[2] = None
-    grads[3][4, 4] = torch.inf
-    finite = torch.tensor([True, True, True, False], device=kernels)
-    due = {
-        i: Due(member.config) for i, member in enumerate(preconditioner.stacks.members) if i != 2
-    }
-    measured = measure(kernels, grads)
-    statistics = GradientStatistics()
-    by_kernels = statistics.outer_products(preconditioner.stacks, measured, due)
-    blocks = GradientBlocks(preconditioner.stacks.members, grads)
-    count = 0
-    orders = []
-    for parts in batches(
-        due_parts(preconditioner.stacks.groups, due),
-        preconditioner.stacks.workspace,
-        UPDATE,
-        lambda part: mixed,
-    ):
-        orders.append({part.factors.order for part in parts})
-        expected = gradients_by_torch(blocks, finite, parts)
-        M = by_kernels(parts)
-        assert M.shape == expected.shape
-        assert (M - expected).abs().max() <= 1e-6 * expected.abs().max()
-        count += len(M)
-    assert preconditioner.stacks in statistics._tables
-    assert (max(map(len, orders)) > 1) == mixed
-    assert count == sum(2 * len(preconditioner.stacks.members[i].blocking) for i in due)

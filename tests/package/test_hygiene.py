@@ -1,4 +1,4 @@
-"""The library has no side effects: no network access, no files, no processes."""
+"""The library has no side effects: no network access, no files, no processes. Files are short."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+ROOT = Path(__file__).parents[2]
 # Audit hooks see everything that leaves the process. They cannot be removed, so the script runs in
 # a new process.
 SCRIPT = """
@@ -73,3 +74,14 @@ def test_nothing_leaves_the_process(tmp_path: Path) -> None:
     )
     assert result.returncode == 0, result.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["written"]
+
+
+def test_no_file_has_more_than_500_lines() -> None:
+    """A longer file usually holds more than one concept."""
+    lines = {
+        str(path.relative_to(ROOT)): path.read_text(encoding="utf-8").count("\n")
+        for folder in ("src", "tests", "benchmarks", "examples")
+        for path in (ROOT / folder).rglob("*.py")
+    }
+    assert "tests/package/test_hygiene.py" in lines
+    assert not {path: count for path, count in lines.items() if count > 500}

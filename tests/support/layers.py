@@ -1,10 +1,11 @@
-"""Inputs and output gradients of layers, and backward passes, for tests of hooks."""
+"""Inputs, output gradients and statistics of layers, and backward passes, for tests of hooks."""
 
 from __future__ import annotations
 
 import copy
 import pickle
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +13,9 @@ from torch.func import functional_call, grad
 from torch.nn import functional
 
 from kronbit import KFAC
+
+# With these options, A is the M of the last update, in float32.
+EXACT: dict[str, Any] = {"bits": 32, "beta": 0.0, "update_every": 1, "refresh_every": 100}
 
 
 def sgd(model: nn.Module, lr: float = 0.1) -> torch.optim.SGD:
@@ -103,3 +107,14 @@ def through_a_copy(model: nn.Module, optimizer: KFAC, x: Tensor) -> None:
 
 def hooks(model: nn.Module) -> int:
     return sum(len(module._forward_hooks) for module in model.modules())
+
+
+def statistics(optimizer: KFAC, weight: Tensor, block: int = 0) -> tuple[Tensor, Tensor]:
+    """Return L and R of a layer."""
+    factors = optimizer.state[weight][f"block_{block}"]
+    return factors["left"]["matrix"], factors["right"]["matrix"]
+
+
+def mean_square(rows: Tensor) -> Tensor:
+    rows = rows.double()
+    return rows.mT @ rows / rows.shape[-2]

@@ -10,8 +10,8 @@ from torch import nn
 from kronbit import Shampoo
 from kronbit.lab.quantisation.errors import (
     Deviation,
-    Row,
     Statistic,
+    StorageErrors,
     static_table,
     synthetic_matrix,
 )
@@ -42,7 +42,7 @@ def pair(errors: Deviation) -> tuple[float, float]:
     return errors.nre, errors.angle
 
 
-def check_orderings(rows: list[Row]) -> None:
+def check_orderings(rows: list[StorageErrors]) -> None:
     actual = {(row.mapping, row.way, row.rectified): pair(row.whole) for row in rows}
     for i in range(2):  # NRE, then AE
         rectified, plain, matrix, tree = (

@@ -11,7 +11,16 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from support.ranks import in_turn, run_on_ranks
-from support.shards import OPTIONS, Network, give_gradients, mesh_of, same, sharded, step, whole
+from support.shards import (
+    OPTIONS,
+    Network,
+    assert_same,
+    give_gradients,
+    mesh_of,
+    sharded,
+    step,
+    whole,
+)
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -40,7 +49,7 @@ def check(optimizer: Any, model: nn.Module, reference: Any, network: nn.Module, 
         expected = reference.state_dict()
         for group in (*consolidated["param_groups"], *expected["param_groups"]):
             group.pop("shard_state", None)
-        same(consolidated, expected, where)
+        assert_same(consolidated, expected, where)
     repaired = torch.tensor(optimizer.diagnostics()["jittered"])
     owners = optimizer._ranks.owners
     if owners is not None:  # owners count their parameters, replicas count all
@@ -246,14 +255,14 @@ def train_sharded(rank: int) -> None:
         model = fully_shard(Tied(), mesh=mesh) if tokens else sharded(mesh, **more)
         optimizer = Shampoo(model.parameters(), **options)
         train(model, optimizer, rank, 3, tokens)
-        for p, q, w in zip(
-            model.parameters(), reference.parameters(), start.parameters(), strict=True
-        ):
-            if q.requires_grad and not torch.equal(q, w):
-                half = "mp_policy" in more
-                error = float((whole(p) - q).detach().norm())
-                limit = 0.3 * (q - w).detach().norm() if half else 1e-5 * q.detach().norm()
-                assert error < limit, (more, error)
+        networks = model.parameters(), reference.parameters(), start.parameters()
+        moved = [(p, q, w) for p, q, w in zip(*networks, strict=True) if not torch.equal(q, w)]
+        assert len(moved) == (4 if tokens else 6)
+        for p, q, w in moved:
+            mixed = "mp_policy" in more
+            error = float((whole(p) - q).detach().norm())
+            limit = 0.3 * (q - w).detach().norm() if mixed else 1e-5 * q.detach().norm()
+            assert error < limit, (more, error)
 
 
 def test_training_on_shards_matches_one_process() -> None:
@@ -407,7 +416,8 @@ def train_on_one_gpu(rank: int, on_shards: bool) -> None:
             fresh = Network().cuda()
             resumed = Shampoo(fresh.parameters(), process_group=False, **OPTIONS)
             kronbit.load_consolidated(resumed, consolidated)
-            same(resumed.state_dict()["state"], reference.state_dict()["state"], f"{options}")
+            expected = reference.state_dict()["state"]
+            assert_same(resumed.state_dict()["state"], expected, f"{options}")
 
 
 @pytest.mark.gpu

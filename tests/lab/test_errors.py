@@ -14,7 +14,7 @@ import pytest
 import torch
 from rich.console import Console
 from support.numerics import METHODS, angle, relative_error, spd
-from support.roots import SCHEDULE, backward, exact_root, network, stored_roots
+from support.roots import ROOTS, SCHEDULE, backward, exact_root, network, stored_roots
 from torch import Tensor, nn
 
 from kronbit import KFAC, Config, Shampoo
@@ -162,7 +162,7 @@ def test_a_checkpoint_decodes_to_the_optimizers_roots(method: str, bits: int, st
         assert entry.factors.format.statistic.bits == (32 if small else bits)
 
 
-def test_errors_are_those_of_a_separate_computation() -> None:
+def test_errors_match_a_separate_computation() -> None:
     optimizer = run(bits=4, damping=1e-4)
     report = checkpoint_errors(optimizer.state_dict(), matrices=0)
     assert [errors.name for errors in report.held] == [
@@ -201,23 +201,28 @@ def test_errors_are_the_same_on_a_gpu() -> None:
         assert a.whole is not None
         assert b.whole is not None
         assert a.whole.nre == pytest.approx(b.whole.nre, rel=1e-4, abs=1e-6)
-    # Some codes of kernels and torch differ; Newton's iteration may diverge.
+    # Kernels and torch compute some codes differently, and Newton's iteration may diverge.
     for c, d in zip(actual.studies[0].rows, expected.studies[0].rows, strict=True):
         assert c.whole.nre == pytest.approx(d.whole.nre, rel=0.5 if "naive" in c.way else 0.05)
 
 
 def test_updates_after_a_refresh_are_counted() -> None:
     optimizer = run(steps=10, bits=32, newton_steps=40, damping=1e-3)
-    for errors in checkpoint_errors(optimizer.state_dict(), matrices=0).held:
+    held = checkpoint_errors(optimizer.state_dict(), matrices=0).held
+    assert len(held) == ROOTS
+    for errors in held:
         assert errors.updates_since == 2  # at steps 8 and 10
         assert errors.whole is not None
         assert errors.refreshed is not None
         assert errors.whole.nre > 0.01
         assert errors.refreshed.nre < 1e-4
     fresh = run(steps=1)
-    assert all(errors.whole is None for errors in checkpoint_errors(fresh.state_dict()).held)
+    held = checkpoint_errors(fresh.state_dict()).held
+    assert [errors.whole for errors in held] == [None] * ROOTS
     staggered = run(steps=30, stagger=True, first_refresh=None)
-    for errors in checkpoint_errors(staggered.state_dict(), matrices=0).held:
+    held = checkpoint_errors(staggered.state_dict(), matrices=0).held
+    assert len(held) == ROOTS
+    for errors in held:
         assert errors.updates_since is None
         assert errors.refreshed is not None
 
@@ -230,6 +235,7 @@ def test_roots_of_layers_have_exponent_minus_one() -> None:
     train(optimizer, model, 2)
     report = checkpoint_errors(optimizer.state_dict(), matrices=1, bits=(4,))
     assert report.studies[0].statistic.config.exponent == -1
+    assert len(report.held) == ROOTS
     assert all(errors.whole is not None and errors.whole.nre < 0.2 for errors in report.held)
 
 
@@ -264,7 +270,7 @@ def test_checkpoints_are_found_in_files_and_folders(tmp_path: Path) -> None:
 
 
 def tampered(state: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str]]:
-    """Yield damaged state dicts and parts of the expected messages."""
+    """Yield damaged state dicts, each with a part of the expected message."""
     for damage, message in (
         (lambda s: s["state"][0]["block_0"]["left"].pop("codes"), "['codes'] is missing"),
         (lambda s: s["state"][0]["block_0"]["left"]["diagonal"].fill_(torch.nan), "non-finite"),

@@ -48,12 +48,13 @@ def test_training_matches_the_oracle(
     """Updates are at steps 2, 4, 6 and 8, refreshes at 4 and 8. Orders are around 64.
 
     Rounding may move a code across a threshold, and a code near a small eigenvalue changes a step
-    by 5 %. For which seed this happens depends on the CPU, so one of three seeds may deviate.
+    by 5 %. For which seed this happens depends on the CPU, so one of three seeds may deviate by
+    twice that.
     """
     tolerance = {32: 1e-3, 8: 1e-2, 4: 1e-2, 3: 3e-2}[bits]
-    errors = (deviation(kind, method, bits, storage, device, seed) for seed in (1, 2, 3))
-    exceeded = [error for error in errors if error >= tolerance]
-    assert not exceeded if bits == 32 else len(exceeded) < 2, exceeded
+    errors = [deviation(kind, method, bits, storage, device, seed) for seed in (1, 2, 3)]
+    exceeded = [error for error in errors if not error < tolerance]  # also NaN
+    assert not exceeded or (bits < 32 and len(exceeded) == 1 and exceeded[0] < 0.1), errors
 
 
 def deviation(
@@ -92,12 +93,12 @@ def deviation(
         rows = [(with_one(x.double()), ys[0]), (hidden.detach(), ys[1])]
         with torch.no_grad():
             reference.step(rows)
-    return max(
+    networks = model.parameters(), oracle_model.parameters(), start.parameters()
+    errors = [
         relative_error((p.detach().cpu().double() - w).detach(), (q - w).detach())
-        for p, q, w in zip(
-            model.parameters(), oracle_model.parameters(), start.parameters(), strict=True
-        )
-    )
+        for p, q, w in zip(*networks, strict=True)
+    ]
+    return float(torch.tensor(errors).max())  # NaN if any error is
 
 
 @slow
@@ -124,23 +125,35 @@ def test_nonfinite_gradients_of_excluded_layers_become_zero(kernels: torch.devic
         assert torch.equal(p, q)
 
 
+def convolutions(
+    bias: bool, layout: torch.memory_format, device: str
+) -> tuple[nn.Sequential, KFAC, list[int]]:
+    """Return two layers, their optimizer, and the taps that kernels reorder in place."""
+    torch.manual_seed(5)
+    layers = nn.Conv2d(4, 8, 3, groups=2, bias=bias), nn.Conv2d(8, 4, 2, bias=bias)
+    model = nn.Sequential(*layers).to(device, memory_format=layout)
+    optimizer = KFAC(sgd(model), model=model, update_every=1, refresh_every=2)
+    route = partial(optimizer._statistics.route, config=optimizer.config)
+    return model, optimizer, [route(layer.weight).taps for layer in model]
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
 @pytest.mark.parametrize("bias", [True, False])
-def test_memory_format_does_not_matter(bias: bool, kernels: torch.device) -> None:
+def test_only_convolutions_without_bias_have_taps(bias: bool, layout: torch.memory_format) -> None:
+    """With a bias, the matrix is [W | b], a copy."""
+    assert convolutions(bias, layout, "cpu")[2] == ([1, 1] if bias else [9, 4])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("bias", [True, False])
+def test_memory_format_does_not_matter(bias: bool) -> None:
     """Without a bias, the gradient of a convolution is preconditioned in place."""
     results = []
     for layout in (torch.contiguous_format, torch.channels_last):
-        torch.manual_seed(5)
-        layers = nn.Conv2d(4, 8, 3, groups=2, bias=bias), nn.Conv2d(8, 4, 2, bias=bias)
-        model = nn.Sequential(*layers).to(kernels, memory_format=layout)
-        optimizer = KFAC(sgd(model), model=model, update_every=1, refresh_every=2)
-        route = partial(optimizer._statistics.route, config=optimizer.config)
-        taps = [route(layer.weight).taps for layer in model]
-        assert taps == ([1, 1] if bias else [9, 4])
-        if kernels.type == "cpu":
-            pytest.skip("interpreted kernels are slow")
+        model, optimizer, _ = convolutions(bias, layout, "cuda")
         for _ in range(2):
             optimizer.zero_grad()
-            model(torch.randn(5, 4, 8, 8).to(kernels)).square().mean().backward()
+            model(torch.randn(5, 4, 8, 8, device="cuda")).square().mean().backward()
             assert model[0].weight.grad.is_contiguous(memory_format=layout)
             optimizer.step()
         (guard,) = optimizer._guards.values()
@@ -153,14 +166,14 @@ def test_memory_format_does_not_matter(bias: bool, kernels: torch.device) -> Non
 
 
 @pytest.mark.parametrize("method", ["dense", "eigen", "naive", "cholesky"])
-def test_fewer_rows_than_columns_still_give_roots(method: str) -> None:
-    """With low-rank statistics at 8 bits, the update is closer to the exact one than G is."""
+def test_statistics_of_low_rank_have_roots(method: str) -> None:
+    """With 16 examples, L and R have low rank. The update is closer to the exact one than G is."""
     torch.manual_seed(6)
     model = nn.Linear(99, 90)
     bits = 32 if method == "dense" else 8
-    every = {"update_every": 1, "refresh_every": 1, "beta": 0.0, "qr_iterations": 4}
-    every |= {} if method == "eigen" else {"qr_iterations": 2}
-    optimizer = KFAC(sgd(model), model=model, method=method, bits=bits, **every)
+    options = {"update_every": 1, "refresh_every": 1, "beta": 0.0}
+    options["qr_iterations"] = 4 if method == "eigen" else 2
+    optimizer = KFAC(sgd(model), model=model, method=method, bits=bits, **options)
     x = torch.randn(16, 99)
     y = output_gradients(model, "", lambda out: out.pow(4).mean(), x)
     optimizer.zero_grad()
@@ -255,8 +268,8 @@ def test_training_resumes_bit_identically(device: torch.device) -> None:
         assert torch.equal(p, q)
 
 
-def test_statistics_of_other_algorithms_are_refused() -> None:
-    """AdaBK loads statistics of K-FAC, whose roots differ in the exponent; Shampoo refuses them."""
+def test_adabk_loads_statistics_of_kfac_and_shampoo_refuses_them() -> None:
+    """The roots of K-FAC and AdaBK differ only in their exponent."""
     model = nn.Sequential(nn.Linear(70, 66, bias=False))
     every = {"update_every": 1, "refresh_every": 1}
     kfac = KFAC(sgd(model), model=model, **every)
@@ -307,7 +320,7 @@ def test_the_summary_gives_reasons_for_excluded_parameters() -> None:
         "a side of 201 is above max_order=150",
         "nn.MultiheadAttention does not call it",
         "not a matrix",
-        "no weight of a linear layer or convolution",
+        "not the weight of a linear layer or convolution",
         "goes with large.weight",
     ):
         assert reason in text, reason

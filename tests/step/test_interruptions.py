@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import pytest
 import torch
 from support.faults import NthOperation, interrupted_at
-from support.networks import assert_same_state, tensors
+from support.networks import assert_same_state, tensors, weights
 from support.numerics import slow
 from torch import Tensor, nn
 
@@ -60,10 +60,6 @@ def grads(model: nn.Module) -> list[Tensor]:
     return [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
 
-def weights(model: nn.Module) -> list[Tensor]:
-    return [p.detach().clone() for p in model.parameters()]
-
-
 def note_of(error: BaseException) -> str:
     return "".join(getattr(error, "__notes__", ()))
 
@@ -71,7 +67,9 @@ def note_of(error: BaseException) -> str:
 def assert_consistent(state: Any, before: Any, after: Any) -> None:
     """Check that every statistic and every root is either the old one or the new one."""
     for index, entry in state.items():
-        for key in [key for key in entry if key.startswith("block")]:
+        blocks = [key for key in entry if key.startswith("block")]
+        assert blocks
+        for key in blocks:
             for side, leaves in entry[key].items():
                 for root in (False, True):
                     names = [name for name in leaves if name.startswith("root") == root]
@@ -151,7 +149,7 @@ def test_an_interrupted_step_can_be_repeated(configuration: str, make: Any, coun
 
 
 @pytest.mark.parametrize("keep", [False, True])
-def test_the_note_says_if_the_step_counts(keep: bool) -> None:
+def test_the_note_says_whether_the_step_counts(keep: bool) -> None:
     """After Ctrl-C at any line from F on, the note is right and the run continues correctly."""
     for _ in range(2):  # the first run also does work that a process does only once
         model, reference = start("default", keep_gradients=keep)
@@ -254,7 +252,7 @@ def test_rows_are_written_completely_or_not_at_all(configuration: str) -> None:
 
 @pytest.mark.parametrize("make", [KFAC, AdaBK])
 def test_an_interrupted_step_on_statistics_of_layers_can_be_repeated(make: Any) -> None:
-    """Inputs and output gradients of the layers are still available for the repeated step."""
+    """Inputs and output gradients of the layers are kept for the repeated step."""
     options = {"keep_gradients": True}
     _, reference = start("default", make, **options)
     reference.step()

@@ -14,6 +14,9 @@ SCHEDULE: dict[str, Any] = {"update_every": 2, "refresh_every": 6, "first_refres
 CPU = torch.device("cpu")
 
 
+ROOTS = 4  # L̂ and R̂ of two layers
+
+
 def network(device: torch.device = CPU) -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(80, 64), nn.Tanh(), nn.Linear(64, 48)).to(device)
@@ -27,6 +30,7 @@ def backward(model: nn.Module, seed: int) -> None:
 
 
 def stored_roots(optimizer: SecondOrder) -> Iterator[tuple[str, str, Tensor]]:
+    """Yield the block, the side and the value of every stored root."""
     names = dict(zip(*_params_and_names(optimizer), strict=True))
     assert optimizer._keeper.plan is not None
     for p, key, row, sides in optimizer._keeper.plan.blocks():

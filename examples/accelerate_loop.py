@@ -5,8 +5,8 @@ Run it in one process, or resume on several ranks (needs ``accelerate``)::
     python examples/accelerate_loop.py
     accelerate launch --num_processes 2 examples/accelerate_loop.py --resume
 
-``prepare`` may come before or after the first step, FSDP2 may replace all parameters in it, and
-steps skipped by an fp16 scaler are not counted.
+``prepare`` may come before or after the first step, and may replace all parameters, as for FSDP2.
+Steps skipped by an fp16 scaler are not counted.
 """
 
 from __future__ import annotations

@@ -70,9 +70,10 @@ def main() -> None:
         loss.backward()
         optimizer.step()
     with torch.no_grad():
-        accuracy = (model(x[TRAINED:]).argmax(-1) == y[TRAINED:]).float().mean()
+        accuracy = 100 * (model(x[TRAINED:]).argmax(-1) == y[TRAINED:]).float().mean()
     if rank == 0:
-        print(f"{world} ranks, steps {start} to {arguments.steps}: {100 * accuracy:.1f} % held out")
+        steps = f"steps {start} to {arguments.steps}"
+        print(f"{world} ranks, {steps}: {accuracy:.1f} % held-out accuracy")
         if arguments.checkpoint is not None:
             states = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
             save(arguments.checkpoint, {**states, "step": arguments.steps})

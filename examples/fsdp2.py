@@ -5,8 +5,8 @@ Run two ranks on one machine, with or without GPUs, and resume with another numb
     torchrun --nproc-per-node 2 examples/fsdp2.py --checkpoint digits --steps 100
     torchrun --nproc-per-node 3 examples/fsdp2.py --checkpoint digits --steps 200
 
-One rank owns each matrix: it holds the second-order state and preconditions the gradient. The state
-is thus divided among ranks, and results are those of a single process.
+Each matrix has one owner, the rank that holds its second-order state and preconditions its
+gradient. The state is thus divided among ranks, and results are those of a single process.
 """
 
 from __future__ import annotations
@@ -111,9 +111,10 @@ def main() -> None:
         optimizer.step()
         training.step += 1
     with torch.no_grad():
-        accuracy = (model(x[TRAINED:]).argmax(-1) == y[TRAINED:]).float().mean()
+        accuracy = 100 * (model(x[TRAINED:]).argmax(-1) == y[TRAINED:]).float().mean()
     if rank == 0:
-        print(f"{world} ranks, steps {start} to {arguments.steps}: {100 * accuracy:.1f} % held out")
+        steps = f"steps {start} to {arguments.steps}"
+        print(f"{world} ranks, {steps}: {accuracy:.1f} % held-out accuracy")
     if arguments.checkpoint is not None:
         save(arguments.checkpoint, training)
     dist.destroy_process_group()

@@ -4,7 +4,7 @@ It uses the Trainer of transformers and adapters of peft (needs ``kronbit[hf]`` 
 
     python examples/lora.py
 
-Only the low-rank factors are trained. They form a separate group, with blocks small enough to keep
+Only the low-rank matrices are trained. They form a separate group, with blocks small enough to keep
 the state in proportion to the matrices; ``summary()`` shows them.
 """
 

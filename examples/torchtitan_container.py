@@ -1,4 +1,4 @@
-"""4-bit Shampoo in torchtitan's container of optimizers: built, trained, saved, loaded.
+"""4-bit Shampoo in torchtitan's optimizer container: build, train, save and load.
 
 In the config of a torchtitan training, ``optimizer=shampoo4bit(lr=3e-4)`` replaces
 ``default_adamw(lr=3e-4)``; nothing else changes. This script builds the container directly, in one
@@ -61,7 +61,7 @@ def main() -> None:
     twin.load_state_dict(saved["model"])
     resumed.load_state_dict(saved["optimizer"])
     losses = train(model, optimizers, 20, 60), train(twin, resumed, 20, 60)
-    print(f"after 60 steps: loss {losses[0]:.3f}; with the checkpoint: {losses[1]:.3f}")
+    print(f"after 60 steps: loss {losses[0]:.3f}; resumed from the checkpoint: {losses[1]:.3f}")
     assert all(map(torch.equal, model.parameters(), twin.parameters()))
     print(optimizers.optimizers[0].summary())  # type: ignore[attr-defined, unused-ignore]
 

@@ -71,10 +71,10 @@ _DEFAULTS: tuple[tuple[str, Any], ...] = (
 class KFAC(SecondOrder):
     """K-FAC with quantised state around any first-order optimizer.
 
-    Let x be the inputs of a layer, y the gradients at its outputs, and G the gradient of [W | b].
-    Then L ← β L + (1 - β) E[y yᵀ], R ← β R + (1 - β) E[x xᵀ], Ĝ = L⁻¹ G R⁻¹. The first-order
-    optimizer receives G̃ = Ĝ ‖G‖ / ‖Ĝ‖. Linear layers, 2-d convolutions and ``Conv1D`` of
-    transformers are preconditioned. All other parameters are left to the base.
+    Let x be the inputs of a layer, y the gradients at its outputs, and G the gradient of [W | b],
+    weight and bias. Then L ← β L + (1 - β) E[y yᵀ], R ← β R + (1 - β) E[x xᵀ], Ĝ = L⁻¹ G R⁻¹. The
+    first-order optimizer receives G̃ = Ĝ ‖G‖ / ‖Ĝ‖. Linear layers, 2-d convolutions and ``Conv1D``
+    of transformers are preconditioned. All other parameters are left to the base.
 
     Example::
 

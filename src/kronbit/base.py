@@ -80,7 +80,7 @@ def resolve(
         options: Keywords that are not options of kronbit.
 
     Raises:
-        TypeError: If the arguments contradict each other, or F cannot use gradients as given.
+        TypeError: If arguments contradict each other, a keyword is unknown, or F cannot be wrapped.
         ValueError: If a name is unknown.
         ImportError: If a package is missing.
     """
@@ -226,7 +226,7 @@ def state_on_meta(
     return {i: dict(optimizer.state.get(p, {})) for i, p in enumerate(meta_params)}
 
 
-class Around(Optimizer):
+class Wrapper(Optimizer):
     """An optimizer that wraps a first-order optimizer F, which takes the step.
 
     Attributes:

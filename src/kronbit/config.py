@@ -27,7 +27,7 @@ class Format(NamedTuple):
     statistic: Quantizer
     root: Quantizer
     compact: bool = False
-    p: int = 4
+    p: int = 4  # the root is the inverse p-th root of the statistic
 
     @property
     def root_part(self) -> tuple[Quantizer, bool, int]:
@@ -58,16 +58,16 @@ class Config:
             ``"eigen"``, the paper's method, stores eigenvalues and quantised eigenvectors.
             ``"naive"``, the paper's baseline, quantises the matrix itself. ``"dense"`` keeps
             float32. ``None``: ``"dense"`` at 32 bits, else ``"cholesky"``.
-        mapping: R. Codebook of the quantiser: ``"linear2"``, ``"dt"`` or ``"linear"``.
+        mapping: Codebook of the quantiser: ``"linear2"``, ``"dt"`` or ``"linear"``.
         block_size: Number of elements that share one scale.
-        min_quantized_numel: Matrices with fewer elements are kept in 32 bits.
+        min_quantized_numel: Statistics and roots with fewer elements stay in 32 bits.
         storage: Layout of quantised matrices. ``"compact"`` stores one triangle of symmetric and
             triangular matrices, in tiles, with 8-bit scales. ``"paper"`` is the paper's layout,
             bit for bit. ``None``: ``"compact"`` if ``block_size`` is 64, else ``"paper"``.
         exponent: Exponent of the inverse root: -1/4 (the paper's), -1/2 or -1.
         trace_scaling: If True, L and R are divided by the square root of their trace before the
             root is computed. This changes the balance between the blocks of a parameter, but not
-            the norm of its update, which F determines.
+            the norm of G̃, which is the norm of the gradient.
         beta: β. Decay of the statistics. 1: a plain sum.
         damping: ε. Ridge of the root, relative to the largest eigenvalue. ``"cholesky"`` uses at
             least 5e-7. (``eps`` is an option of the base optimizer.)
@@ -108,8 +108,8 @@ class Config:
         cuda_graph: If True, the ordinary step on a GPU and the factorisation of updates are
             captured as CUDA graphs.
         nonfinite: Treatment of a parameter's non-finite gradient. ``"zero"`` sets it to zero,
-            ``"pass"`` passes it to the base optimizer, and ``"raise"`` raises an error, which waits
-            for the device at every step.
+            ``"pass"`` passes it to the base optimizer, and ``"raise"`` raises an error. With
+            ``"raise"``, every step waits for the device.
     """
 
     # Up to ``exponent``: FORMAT_OPTIONS.
@@ -250,7 +250,7 @@ def take_options(
     return config
 
 
-# Allowed values of options that are neither booleans nor checked by the quantiser.
+# Options with a few allowed values. The quantiser checks ``mapping`` and ``block_size``.
 _CHOICES: dict[str, tuple[object, ...]] = {
     "bits": BITS,
     "root_bits": BITS,
@@ -272,9 +272,9 @@ _first_global = OPTIONS.index("workspace_mb")
 GROUP_OPTIONS, GLOBAL_OPTIONS = OPTIONS[:_first_global], frozenset(OPTIONS[_first_global:])
 # Options that only ``method="eigen"`` uses.
 EIGEN_OPTIONS = ("update_rectify", "refresh_rectify", "qr_iterations", "root")
-# Storage of matrices. Fixed once state exists, but checkpoints are converted.
+# Options of matrix storage. Fixed once state exists, but checkpoints are converted.
 FORMAT_OPTIONS = OPTIONS[: OPTIONS.index("exponent") + 1]
-# Cut into blocks. Fixed once state exists, and checkpoints must agree.
+# Options of the cut into blocks. Fixed once state exists, and checkpoints must agree.
 CUT_OPTIONS = ("max_order", "split", "batch_dims", "split_sizes", "precondition")
 STRUCTURAL_OPTIONS = FORMAT_OPTIONS + CUT_OPTIONS
 

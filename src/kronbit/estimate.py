@@ -1,4 +1,4 @@
-"""An estimate of an optimizer's memory, without allocating any."""
+"""An estimate of an optimizer's memory, computed without allocating it."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def estimate_memory(
         ``{"statistics", "roots", "base", "total"}``, as ``opt.memory()``.
 
     Raises:
-        TypeError: If the first argument has another type.
+        TypeError: If the first argument or ``optimizer`` has the wrong type.
         ValueError: If an option is invalid, or the base cannot run on the meta device.
     """
     params = list(_parameters(model_or_shapes, dtype))

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
-from kronbit.base import Around, BaseFactory, resolve
+from kronbit.base import BaseFactory, Wrapper, resolve
 from kronbit.blocks.gradients import StepGradients, collect, plain_dtypes
 from kronbit.config import Config, take_options
 from kronbit.distributed.ranks import Ranks, agreement_lines, find_ranks
@@ -21,7 +21,7 @@ from kronbit.interruptions import run_then
 from kronbit.reporting.diagnostics import diagnostics, fallback_counts
 from kronbit.reporting.memory import account
 from kronbit.reporting.summary import summary
-from kronbit.reporting.warnings import warn_after_loading, warn_of_few
+from kronbit.reporting.warnings import warn_after_loading, warn_if_few
 from kronbit.routing import ParamGroups
 from kronbit.rules import Algorithm
 from kronbit.state.base_state import BaseLoader
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-class SecondOrder(Around):
+class SecondOrder(Wrapper):
     """Base class of the second-order optimizers, which rewrite gradients before F takes the step.
 
     Use one of the algorithms, such as ``kronbit.Shampoo``.
@@ -130,17 +130,17 @@ class SecondOrder(Around):
                     # Ĝ = L̂ G R̂, and G̃ = Ĝ ‖G‖ / ‖Ĝ‖ for G. While L̂ = R̂ = I, G̃ is G.
                     stage.rewriting = True
                     self._rewrite(device)
-            # t ← t + 1; W, s ← F(W, s, G̃)
+            # t ← t + 1; W, s ← F(W, s, G̃), where W are the weights and s is F's state
             self._count_and_step(plan, stage)
             self._after_step(plan)
             return loss  # inside report_failure: an interrupt here must say that the step counts
 
     def _rewrite(self, device: DevicePlan) -> None:
-        """Replace the gradients of a device by directions. A seam: algorithms may override it."""
+        """Write G̃ over the gradients of a device. A seam: algorithms may override this method."""
         device.precondition()
 
     def _step_base(self) -> None:
-        """Take F's step: W, s ← F(W, s, G̃). A seam: algorithms may step some parameters."""
+        """Take F's step: W, s ← F(W, s, G̃). A seam: algorithms may step parameters themselves."""
         self.base.step()
 
     def _count_and_step(self, plan: StepPlan, stage: Stage) -> None:
@@ -176,7 +176,7 @@ class SecondOrder(Around):
         groups.complete()
         gradients = collect(self.base.param_groups, groups.config_of, route, groups.name)
         if not self._ranks.agreed:
-            if self._keeper.plan is None:  # Accelerate may shard parameters after loading no state
+            if self._keeper.plan is None:  # Accelerate loads an empty state, then shards
                 groups.check()
                 groups.adopt()
                 self._known_ranks = None
@@ -215,7 +215,7 @@ class SecondOrder(Around):
         self._past_counts.update(fallback_counts(old))
         self._keeper.bind(plan, started, self.state, self.base.state)
         if old is None:
-            warn_of_few(named, self._statistics.route, self.summary)
+            warn_if_few(named, self._statistics.route, self.summary)
         return plan
 
     def _make_plan(self, params: Iterable[tuple[Tensor, Config]]) -> StatePlan:
@@ -234,7 +234,7 @@ class SecondOrder(Around):
         return find_ranks(named, self.config, self._process_group, route)
 
     def _expect_statistics(self) -> None:
-        """Tell the statistics which parameters the next step updates."""
+        """Tell the statistics which parameters are due for an update at the next step."""
         if self._statistics.collects:
             of_groups = self.param_groups, self._groups.config_of, self._statistics.route
             self._statistics.expect(expected_updates(*of_groups, self.state, self._keeper.plan))
@@ -318,7 +318,7 @@ class SecondOrder(Around):
         return summary(type(self).__name__, named, route, self.base, self.config)
 
     def diagnostics(self) -> dict[str, Any]:
-        """Return counters of all fallbacks, and figures per group. Waits for the device.
+        """Return counters of fallbacks, and figures per group of blocks. Waits for the device.
 
         Counting starts at construction or at the last ``load_state_dict``.
         """

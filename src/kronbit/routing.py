@@ -19,7 +19,7 @@ from kronbit.messages import parameter_name
 from kronbit.reporting.summary import NamedParameter, named_parameters
 from kronbit.statistics.base import Statistics
 
-# Names of the factors of a low-rank update in peft, torchtune and kohya's scripts.
+# Names of the two matrices of a low-rank update in peft, torchtune and kohya's scripts.
 _LOW_RANK = re.compile(r"(^|\.)lora_")
 _VALUES = itemgetter(*GROUP_OPTIONS)
 
@@ -40,17 +40,17 @@ def param_groups(
 
     Args:
         model: The model.
-        skip: Patterns of parameter names (with ``*`` and ``?``), and kinds of modules whose
-            parameters are all left to the base optimizer.
-        low_rank_order: ``max_order`` of LoRA's factors, ``r x n`` and ``m x r``, which then form a
-            separate group: a block of order n is far larger than the factors. ``None``: the same as
-            for all other parameters. (K-FAC and AdaBK do not cut matrices.)
+        skip: Patterns of parameter names (with ``*`` and ``?``), and module classes. Parameters
+            that match a pattern or belong to such a module are left to the base optimizer.
+        low_rank_order: ``max_order`` of LoRA's matrices, ``r x n`` and ``m x r``, which then form a
+            separate group: a statistic of order n is far larger than they are. ``None``: the same
+            as for all other parameters. (K-FAC and AdaBK do not cut matrices.)
 
     Returns:
         Up to three groups. Options may be added to them.
 
     Raises:
-        TypeError: If an item of ``skip`` is neither a pattern nor a kind of module.
+        TypeError: If an item of ``skip`` is neither a pattern nor a module class.
         ValueError: If an item of ``skip`` matches no parameter of the model.
     """
     skipped: set[Tensor] = set()
@@ -73,7 +73,7 @@ def param_groups(
 
 
 def _matching(model: nn.Module, pattern: str | type[nn.Module]) -> set[Tensor]:
-    """Return the parameters that match a pattern, or belong to a kind of module."""
+    """Return the parameters that match a pattern, or belong to modules of a class."""
     matches: set[Tensor]
     if isinstance(pattern, str):
         # A shared weight has several names.
@@ -83,7 +83,7 @@ def _matching(model: nn.Module, pattern: str | type[nn.Module]) -> set[Tensor]:
         modules = (module for module in model.modules() if isinstance(module, pattern))
         matches = {p for module in modules for p in module.parameters()}
     else:
-        raise TypeError(f"skip takes patterns of names and kinds of modules; got {pattern!r}")
+        raise TypeError(f"skip takes name patterns and module classes; got {pattern!r}")
     if not matches:
         examples = ", ".join(name for name, _ in list(model.named_parameters())[:3])
         label = repr(pattern) if isinstance(pattern, str) else pattern.__name__
@@ -109,7 +109,7 @@ class ParamGroups:
         self._base, self._config, self._statistics = base, config, statistics
         options = {name: getattr(config, name) for name in GROUP_OPTIONS}
         self.defaults = {**options, FORMAT_KEY: FORMAT, STATISTICS_KEY: statistics.name}
-        self._known: dict[Any, Config] = {}  # keys: a group's option values, or the options
+        self._known: dict[Any, Config] = {}  # keys: tuples of option values, and configs
 
     def config_of(self, group: Mapping[str, Any]) -> Config:
         """Return the options of a group."""

@@ -13,7 +13,7 @@ _GRAFT_FLOOR = 1e-12
 
 
 class Pass(NamedTuple):
-    """X ← L̂ X, X ← X R̂, or their sum: X ← L̂ X + X R̂."""
+    """One pass of a rule: X ← L̂ X, X ← X R̂, or their sum, X ← L̂ X + X R̂."""
 
     left: bool
     right: bool

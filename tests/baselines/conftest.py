@@ -1,4 +1,4 @@
-"""Grafting for the tests of EVA and M-FAC, and its replacement by nothing."""
+"""A fixture that runs the tests of EVA and M-FAC with and without grafting."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def grafted(G: Tensor, Ghat: Tensor) -> Tensor:
 
 @pytest.fixture(params=["grafted", "plain"])
 def grafting(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Return the grafting function, or one that returns Ĝ: grafting would hide a wrong scale."""
+    """Return the grafting function, or turn grafting off, because it would hide a wrong scale."""
     if request.param == "grafted":
         return grafted
     for module in ("eva", "mfac"):

@@ -33,7 +33,10 @@ class Conv1D(nn.Module):
 
 
 def rows_of(layer: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the rows of inputs and of output gradients, (E, rows, ...), one per position."""
+    """Return the rows of inputs and of output gradients, (E, rows, ...), one per position.
+
+    E is the number of groups of a convolution, or 1.
+    """
     if isinstance(layer, nn.Conv2d):
         Y = y.flatten(2).unflatten(1, (layer.groups, -1)).permute(1, 0, 3, 2).flatten(1, 2)
         X = layers.patches(layer, x)
@@ -43,7 +46,10 @@ def rows_of(layer: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def dense_inverse(G: Tensor, a: Tensor, b: Tensor, damping: float) -> Tensor:
-    """Return C⁻¹ G with a dense C = (b bᵀ) ⊗ (a aᵀ) + γ I for each matrix of G."""
+    """Return C⁻¹ G with a dense C = (b bᵀ) ⊗ (a aᵀ) + γ I for each matrix of G.
+
+    a and b are the mean inputs and output gradients, and γ is the damping.
+    """
     products = []
     for matrix, ai, bi in zip(G, a, b, strict=True):
         C = torch.kron(torch.outer(bi, bi), torch.outer(ai, ai))
@@ -250,9 +256,9 @@ def test_a_layer_that_is_called_twice_averages_rows_of_both_calls() -> None:
     assert relative_error(a[0], with_one(torch.cat(seen)).mean(0)) < 1e-5
     # The second call's gradient arrives before the first call is recomputed.
     again = Twice(recompute=True)
-    twins = copy.deepcopy(again)
-    twins.recompute = False
-    for actual, expected in zip(means(one_pass, again), means(one_pass, twins), strict=True):
+    twin = copy.deepcopy(again)
+    twin.recompute = False
+    for actual, expected in zip(means(one_pass, again), means(one_pass, twin), strict=True):
         assert torch.equal(actual, expected)
 
 

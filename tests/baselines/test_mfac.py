@@ -59,7 +59,7 @@ def test_mfac_matches_the_dense_inverse(
     assert int(optimizer.common["stored"]) == 11
 
 
-def test_mfac_takes_parameters_of_any_shape_and_added_later(device: torch.device) -> None:
+def test_mfac_accepts_parameters_of_any_shape_and_groups_added_later(device: torch.device) -> None:
     model = network(device)
     first, *rest = [p for p in model.parameters() if p.requires_grad]
     optimizer = MFAC([first], base="sgd", lr=1e-3, gradients=2)

@@ -1,4 +1,4 @@
-"""Benchmarks and examples use names that exist: most of them do not run in CI."""
+"""Benchmarks and examples import only names that exist. Most of these scripts do not run in CI."""
 
 from __future__ import annotations
 

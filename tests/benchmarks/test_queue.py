@@ -1,4 +1,4 @@
-"""The queue of trainings plans runs, fits them into a time limit, and merges results."""
+"""The queue of training runs has valid plans, fits runs into a time limit, and merges results."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ RAW = sorted(path.parent.name for path in (ROOT / "results").glob("*/summary.jso
 _SMALL = ("steps=80", "batch=20", "eval_every=40", "checkpoint_every=10", *trainings._LEAN)
 
 
-def small(*members: str, **options: Any) -> trainings.Trainings:
-    return trainings.Trainings("digits-cnn", members, _SMALL, flags=(), **options)
+def small(*specs: str, **options: Any) -> trainings.Trainings:
+    return trainings.Trainings("digits-cnn", specs, _SMALL, flags=(), **options)
 
 
 def rows_of(path: Path) -> list[dict[str, Any]]:
@@ -48,24 +48,21 @@ def rows_of(path: Path) -> list[dict[str, Any]]:
         for number, name in enumerate(trainings.TRAININGS)
     ],
 )
-def test_every_training_can_start(name: str) -> None:
+def test_every_planned_run_can_start(name: str) -> None:
     planned = trainings.TRAININGS[name]
     recipe = find_recipe(planned.recipe).with_settings(parse_settings(planned.settings))
-    for member in planned.members:
-        member_recipe = variant(member, recipe)[2]
-        if (
-            importlib.util.find_spec(member_recipe.base.partition(".")[0])
-            or "." not in member_recipe.base
-        ):
-            check_optimizer(member_recipe)
+    for spec in planned.specs:
+        made = variant(spec, recipe)[2]
+        if "." not in made.base or importlib.util.find_spec(made.base.partition(".")[0]):
+            check_optimizer(made)
     runs = planned.runs(name)
-    assert len({run.name for run in runs}) == planned.seeds * len(planned.members)
+    assert len({run.name for run in runs}) == planned.seeds * len(planned.specs)
 
 
 @pytest.mark.parametrize("name", trainings.TRAININGS)
-def test_every_training_has_a_name_and_an_estimate(name: str) -> None:
+def test_every_run_has_a_valid_name_and_an_estimate(name: str) -> None:
     for run in trainings.TRAININGS[name].runs(name):
-        assert run.variant == variant(run.member, find_recipe(run.trainings.recipe))[0]
+        assert run.variant == variant(run.spec, find_recipe(run.trainings.recipe))[0]
         assert run.name.replace("-", "").replace(".", "").replace("_", "").isalnum()
         if run.trainings.recipe != "pydoc-gpt":
             assert estimates.estimate(run).seconds > 0
@@ -73,7 +70,7 @@ def test_every_training_has_a_name_and_an_estimate(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name in RAW if name in trainings.TRAININGS])
 def test_raw_files_match_the_plan(name: str) -> None:
-    """Raw files hold only planned runs; tables of full trainings are complete."""
+    """Raw files hold only planned runs. Those of tables named ``*-epochs`` hold all of them."""
     done = {
         (row["variant"], row["seed"]) for row in rows_of(ROOT / "results" / name / "summary.json")
     }
@@ -105,12 +102,12 @@ def test_rows_of_the_paper_have_its_settings() -> None:
 # ------------------------------------------------------------------------------------------ time
 
 
-def test_trainings_that_share_a_gpu_finish_later() -> None:
+def test_runs_that_share_a_gpu_finish_later() -> None:
     half, whole = Estimate(10, 100, 0.5), Estimate(10, 100, 1.0)
     assert finish_times([half, half], 2) == pytest.approx([100, 100])
     assert finish_times([whole, whole], 2) == pytest.approx([200, 200])
     assert finish_times([whole, whole], 1) == pytest.approx([100, 200])
-    # The second training has the GPU to itself after the first one ends.
+    # The second run has the GPU to itself after the first one ends.
     assert finish_times([Estimate(10, 50, 1.0), whole], 2) == pytest.approx([100, 150])
 
 
@@ -177,7 +174,7 @@ def test_files_of_runs_merge_into_a_table(tmp_path: Path, monkeypatch: pytest.Mo
     assert rows_of(target)[0]["commit"] == "b"
 
 
-# ------------------------------------------------------------------------------------- trainings
+# ----------------------------------------------------------------------------------------- queue
 
 
 def test_the_queue_stops_resumes_and_keeps_finished_runs(
@@ -185,7 +182,7 @@ def test_the_queue_stops_resumes_and_keeps_finished_runs(
 ) -> None:
     for name in list(trainings.TRAININGS):
         monkeypatch.delitem(trainings.TRAININGS, name)
-    # The queue runs the longer training first, although the shorter one is listed first.
+    # The queue starts the longer run first, although the shorter one is listed first.
     monkeypatch.setitem(trainings.TRAININGS, "small", small("base steps=20", "base lr=0.02"))
     second, first = trainings.TRAININGS["small"].runs("small")
     results = tmp_path / "results"
@@ -221,13 +218,13 @@ def test_the_queue_stops_resumes_and_keeps_finished_runs(
     assert [row["curve"]["step"] for row in rows_of(part)] == [[40, 80]]
     assert "base lr=0.02, seed 0: done" in status()
 
-    # The second run comes from another machine, and a third machine sees both results.
+    # The second run's file comes from another machine. A third machine sees both results.
     content = json.loads(part.read_text())
     content["runs"][0]["variant"] = second.variant
     part.with_name(f"{second.name}.json").write_text(json.dumps(content))
-    assert queue("another machine", "--next") == 0
+    assert queue("third machine", "--next") == 0
     assert "started" not in capsys.readouterr().out
-    assert queue("another machine", "--merge") == 0
+    assert queue("third machine", "--merge") == 0
     assert not part.exists()
     rows = rows_of(results / "small" / "summary.json")
     assert [row["variant"] for row in rows] == ["base-steps=20", "base-lr=0.02"]
@@ -235,7 +232,7 @@ def test_the_queue_stops_resumes_and_keeps_finished_runs(
 
 
 @slow
-def test_stopped_trainings_resume(
+def test_a_stopped_run_resumes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(trainings.TRAININGS, "small", small("shampoo-4 lr=0.02"))
@@ -268,7 +265,7 @@ def test_stopped_trainings_resume(
     assert "seconds" not in row  # runs that shared the device have no times
 
 
-def test_bad_arguments_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_arguments_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     for words, message in (
         ([], "--next"),
         (["--next"], "--data and --out"),

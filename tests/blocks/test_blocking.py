@@ -72,7 +72,7 @@ def test_blocks_tile_every_matrix_once(
         if split_sizes is not None:
             assert (piece.row < split_sizes[0]) == (piece.row + piece.m <= split_sizes[0])
         index = (
-            piece.batch,
+            piece.matrix,
             slice(piece.row, piece.row + piece.m),
             slice(piece.column, piece.column + piece.n),
         )
@@ -81,7 +81,7 @@ def test_blocks_tile_every_matrix_once(
     assert (count == 1).all()
     assert sorted(piece.index for piece in pieces) == list(range(len(result)))
     # Blocks are numbered row by row, in the order of their first elements.
-    corners = sorted((piece.batch, piece.row, piece.column, piece.index) for piece in pieces)
+    corners = sorted((piece.matrix, piece.row, piece.column, piece.index) for piece in pieces)
     assert [corner[-1] for corner in corners] == list(range(len(result)))
     # A grid's view lists its blocks in the order of blocks().
     for grid in result.grids:
@@ -125,5 +125,5 @@ def test_split_sizes_cut_rows_or_else_columns() -> None:
     assert [grid.shape for grid in columns.grids] == [(5, 6), (5, 3)]
     grouped_query = blocking((8, 5), split_sizes=(4, 2, 2), max_order=3)
     assert [piece.m for grid in grouped_query.grids for piece in grid.blocks()][::2] == [3, 1, 2, 2]
-    with pytest.raises(ValueError, match=r"split_sizes \(4, 4\) sums up to 8.*12 rows and 5 col"):
+    with pytest.raises(ValueError, match=r"split_sizes \(4, 4\) sums to 8.*12 rows and 5 col"):
         route((12, 5), Config(split_sizes=(4, 4)))

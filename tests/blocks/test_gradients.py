@@ -56,14 +56,11 @@ def test_kept_gradients_are_restored_if_the_base_fails() -> None:
     assert torch.equal(grad, before)
 
 
-@pytest.mark.parametrize("memory_format", [torch.channels_last, torch.contiguous_format])
-def test_memory_format_of_convolutions_does_not_matter(
-    memory_format: torch.memory_format, device: torch.device
-) -> None:
+def test_memory_format_of_convolutions_does_not_matter(device: torch.device) -> None:
     start = torch.randn(66, 70, 3, 3, device=device)
     grads = [torch.randn(66, 70, 3, 3, device=device) for _ in range(3)]
     results = []
-    for layout in (torch.contiguous_format, memory_format):
+    for layout in (torch.contiguous_format, torch.channels_last):
         p = nn.Parameter(start.clone(memory_format=layout))
         optimizer = Shampoo([p], base="sgd", lr=0.1, max_order=100, update_every=1, refresh_every=2)
         for grad in grads:
@@ -100,10 +97,10 @@ def test_results_do_not_depend_on_the_strides_of_gradients(kind: str) -> None:
         "strided": torch.randn(140, 132)[::2, ::2],
     }[kind]
     results = []
-    for grad in (unusual.clone(memory_format=torch.preserve_format), unusual.contiguous().clone()):
+    for grad in (unusual, unusual.clone(memory_format=torch.contiguous_format)):
         p = nn.Parameter(start.clone())
         optimizer = Shampoo([p], base="sgd", lr=0.1, update_every=1, refresh_every=1)
-        p.grad = unusual if grad.stride() == unusual.stride() else grad
+        p.grad = grad
         optimizer.step()
         results.append(p.detach())
     assert relative_error(*results) < 1e-6
@@ -113,7 +110,7 @@ def test_results_do_not_depend_on_the_strides_of_gradients(kind: str) -> None:
 def test_state_is_float32_for_every_parameter_dtype(
     dtype: torch.dtype, device: torch.device
 ) -> None:
-    """State is float32 for every parameter dtype; the result is that of float32 gradients."""
+    """Up to the rounding of its dtype, G̃ is that of a float32 parameter."""
     start, grads = torch.randn(70, 66), [torch.randn(70, 66).to(dtype) for _ in range(3)]
     results = []
     for p_dtype in (dtype, torch.float32):
@@ -237,8 +234,8 @@ def test_zero_grad_to_none_and_to_zero_agree() -> None:
 
 
 @pytest.mark.parametrize("workspace_mb", [1e6, 1, 0.05, 0])
-def test_the_workspace_bounds_memory_not_results(workspace_mb: float) -> None:
-    """Chunks may end anywhere, and a parameter may be larger than the workspace."""
+def test_the_workspace_does_not_change_results(workspace_mb: float) -> None:
+    """Batches may end anywhere, and a parameter may be larger than the workspace."""
     shapes = [(64, 64), (200, 150), (5, 70, 66), (64, 64), (130, 64)]
     final = []
     for size in (256, workspace_mb):

@@ -16,20 +16,20 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.ranks import SECONDS, in_turn, run_on_ranks, run_script_on_ranks
+from support.shards import OPTIONS, assert_same
 from torch import Tensor, nn
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._pytree import tree_flatten_with_path, tree_leaves
+from torch.utils._pytree import tree_leaves
 
 from kronbit import CASPR, KFAC, Shampoo
 from kronbit.baselines import MFAC
 from kronbit.step.preconditioner import Preconditioner
 
 OPTIMIZERS: dict[str, Any] = {"Shampoo": Shampoo, "CASPR": CASPR}
-OPTIONS = {"lr": 0.01, "update_every": 2, "refresh_every": 4, "max_order": 64}
 
 
 def network() -> nn.Module:
@@ -218,7 +218,7 @@ def test_incompatible_parameters_and_ranks_are_refused() -> None:
             "group 0, parameter 0 is a DTensor, of which this rank holds a part",
             "group 0, parameter 0 is a DTensor, of which this rank holds a part",
             "group 0, parameter 0 is partitioned by DeepSpeed's ZeRO, which hides its shape",
-            "group 0, parameter 0 is a FlatParameter of FSDP 1, which joins matrices to one vector",
+            "group 0, parameter 0 is a FlatParameter of FSDP 1, which joins matrices into a vector",
             "group 0, parameter 6 is sharded over another mesh",
         ]
     for errors in disagreements:
@@ -293,13 +293,7 @@ def test_the_ddp_example_resumes_bit_identically(tmp_path: Path) -> None:
     assert float(output.split()[-4]) > 80
     for steps in ("25", "40"):
         torchrun("ddp.py", 2, "--steps", steps, "--checkpoint", str(twice))
-    a, b = (
-        dict(tree_flatten_with_path(torch.load(path, weights_only=True))[0])
-        for path in (once, twice)
-    )
-    assert a.keys() == b.keys()
-    for key, value in a.items():
-        assert torch.equal(value, b[key]) if isinstance(value, Tensor) else value == b[key], key
+    assert_same(*(torch.load(path, weights_only=True) for path in (twice, once)))
     assert not list(tmp_path.glob("*.new"))
 
 
@@ -312,7 +306,7 @@ def test_the_fsdp_example_resumes_on_another_number_of_ranks(tmp_path: Path) -> 
 
 
 def save_and_load_sharded(rank: int, folder: str, dies: bool) -> Any:
-    """Save twice, with a rank that dies in the second save, or load and return the step."""
+    """Load and return the step. If ``dies``, save twice instead; rank 1 dies in the second save."""
     spec = importlib.util.spec_from_file_location("fsdp2", EXAMPLES / "fsdp2.py")
     assert spec is not None
     example = importlib.util.module_from_spec(spec)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from support.numerics import slow
 from support.ranks import run_on_ranks
-from support.shards import OPTIONS, Network, mesh_of, same, sharded, step, whole
+from support.shards import OPTIONS, Network, assert_same, mesh_of, sharded, step, whole
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -112,12 +112,12 @@ def reshard(rank: int, folder: str, pairs: list[tuple[str, str]]) -> None:
 
 @pytest.mark.parametrize("pairs", [FEW, pytest.param(PAIRS, marks=slow)], ids=["few", "all"])
 def test_checkpoints_reshard(pairs: list[tuple[str, str]], tmp_path: Path) -> None:
-    """Values saved by torch.distributed.checkpoint, nested or flat, are bit-identical."""
+    """Checkpoints of torch.distributed.checkpoint, nested or flat, resume bit-identically."""
     run_on_ranks(4, reshard, str(tmp_path), pairs)
 
 
 def save_one_file(rank: int, folder: str, bits: int) -> None:
-    """Save every layout to one file, and load it in the next layout, with other bits."""
+    """Save every layout to a file. Load each file in another layout, stored in ``bits`` bits."""
     network = Network()
     reference = Shampoo(network.parameters(), process_group=False, **OPTIONS)
     steps(network, reference, 1, SAVED)
@@ -133,7 +133,7 @@ def save_one_file(rank: int, folder: str, bits: int) -> None:
             consolidated = kronbit.consolidate_state_dict(optimizer)
             assert bool(consolidated) == (rank == 0)
             if rank == 0:
-                same(consolidated, expected, layout)
+                assert_same(consolidated, expected, layout)
                 torch.save(consolidated, f"{folder}/{number}.pt")
         dist.barrier()
     network.load_state_dict(weights)

@@ -143,7 +143,7 @@ def test_statistics_start_exactly_at_damping_times_identity(
 
 
 @pytest.mark.parametrize(("method", "bits"), METHODS)
-def test_rows_are_independent_of_each_other_and_of_the_chunk(method: str, bits: int) -> None:
+def test_rows_are_independent_of_each_other_and_of_the_batch(method: str, bits: int) -> None:
     """Results are bit-identical however the batch is cut.
 
     Rows of this order are aligned. LAPACK's triangular solve and QR round differently at unaligned
@@ -202,7 +202,7 @@ def test_a_bad_root_never_replaces_a_good_one() -> None:
 
 @pytest.mark.parametrize(("method", "bits"), METHODS)
 def test_refresh_without_statistics_gives_the_identity(method: str, bits: int) -> None:
-    """K-FAC starts from A0 = 0."""
+    """K-FAC starts from a zero statistic."""
     config = Config(method=method, bits=bits)
     factors = Factors(64, 1, config.format(64), 0.0, "cpu")
     refresh(factors, config)

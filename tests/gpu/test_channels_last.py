@@ -147,9 +147,9 @@ def test_channels_last_gradients_that_kernels_cannot_read_are_left_to_torch(
         assert bool(actual.addresses.values[0]) == by_kernels
         assert (actual.addresses.channels_last == {0}) == by_kernels
     # Kernels cannot read the other gradient, which is float64.
-    wide = torch.randn(4, 4, device=kernels, dtype=torch.float64)
+    double = torch.randn(4, 4, device=kernels, dtype=torch.float64)
     both = {torch.float32, torch.float64}
-    actual = guard.measure([last, wide], [600, 16], [20, 1], both)
+    actual = guard.measure([last, double], [600, 16], [20, 1], both)
     assert not actual.by_kernels
     assert actual.addresses is not None
     assert actual.addresses.channels_last == {0}

@@ -22,13 +22,10 @@ from support.preconditioners import (
 from torch import Tensor
 
 from kronbit import CASPR, Shampoo
-from kronbit.blocks.blocking import route
-from kronbit.blocks.groups import Member
 from kronbit.config import Config
 from kronbit.gpu.product_precision import BF16X3, FLOAT32, HALF, _least_bits
 from kronbit.kernels import guard
 from kronbit.step.nonfinite import NonfiniteGuard
-from kronbit.step.preconditioner import Preconditioner
 
 pytest.importorskip("triton")
 from kronbit.gpu import addresses
@@ -87,6 +84,7 @@ def test_preconditioned_gradients_match_the_reference(
     for actual, right in ((twins[2], broken), (grads[2], expected)):
         torch.testing.assert_close(actual, right, rtol=0, atol=0, equal_nan=True)
     assert missing is not None
+    assert torch.equal(missing, twins[1])
     assert torch.isfinite(preconditioner.stacks.graft_ratio[:1]).all()
 
 
@@ -129,7 +127,7 @@ def test_roots_in_tiles_and_in_rows_are_decoded_correctly(
 def test_precisions_are_chosen_by_the_angle(
     gain: float, precision: int, kernels: torch.device
 ) -> None:
-    """Random gradients permit float16. Gradients along the smallest gain of dense roots may not."""
+    """Random gradients permit float16. Those in the subspace that a root shrinks most may not."""
     preconditioner = make_preconditioner(kernels, bits=32)
     grads: list[Tensor | None] = list(gradients(kernels, SINGLE))
     low = torch.linalg.qr(torch.randn(20, 20))[0][:, :2]
@@ -161,18 +159,10 @@ def test_precisions_change_with_hysteresis() -> None:
 
 @slow
 def test_gradients_at_unaligned_addresses_give_the_same_result(kernels: torch.device) -> None:
-    """Rows of a multiple of 8 elements are read and written wide if they are aligned."""
-    config = Config(max_order=64)
-    preconditioner = Preconditioner(
-        [Member(route((64, 128), config), config)], Shampoo.algorithm, 2**21, False, kernels
+    """Rows whose length is a multiple of 8 are read and written wide if they are aligned."""
+    preconditioner = make_preconditioner(
+        kernels, shapes=[(64, 128)], storage="compact", max_order=64
     )
-    for group in preconditioner.stacks.groups:
-        for factors in (group.left, group.right):
-            A = torch.randn(factors.rows, factors.order, factors.order) / factors.order**0.5
-            roots = factors.method.root.encode((A @ A.mT + torch.eye(factors.order)).to(kernels))
-            for name, leaf in roots.items():
-                factors.tensors[name].copy_(leaf)
-    preconditioner.find_refreshed(range(1))
     preconditioner.products.bits = {0: HALF}
     G, results = torch.randn(64, 128), []
     for shift in (0, 1):
@@ -239,7 +229,7 @@ def test_precisions_keep_their_tolerances(
 
 @slow
 def test_one_table_serves_parameters_that_lose_their_gradient(kernels: torch.device) -> None:
-    """Kernels skip parameters without a gradient. torch handles gradients they cannot read."""
+    """Kernels skip parameters without a gradient. torch handles those that kernels cannot read."""
     preconditioner = make_preconditioner(kernels)
     preconditioner.products.bits = dict(enumerate((HALF, BF16X3, HALF, HALF)))
     guard = NonfiniteGuard(kernels, PASS)

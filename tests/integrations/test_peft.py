@@ -16,7 +16,7 @@ from kronbit.state.binding import blocks_of
 @pytest.mark.parametrize(
     ("name", "options", "blocks"),
     [
-        ("Shampoo", {}, [1, 2, 2, 1]),  # 4 x 64, 192 x 4, 4 x 256 and 64 x 4, by at most 128
+        ("Shampoo", {}, [1, 2, 2, 1]),  # 4 x 64, 192 x 4, 4 x 256 and 64 x 4, cut at 128
         ("Shampoo", {"max_order": 16}, [4, 12, 16, 4]),
         ("KFAC", {}, [1, 1, 1, 1]),
     ],

@@ -59,7 +59,7 @@ def test_the_torchtitan_config_accepts_every_option() -> None:
         shampoo4bit(refresh_evry=10).build(model_parts=[nn.Linear(20, 30)])
 
 
-def test_implementations_for_adamw_of_torchtitan_are_refused() -> None:
+def test_implementations_that_torchtitan_has_for_adamw_alone_are_refused() -> None:
     pytest.importorskip("torchtitan")
     from kronbit.integrations.torchtitan import shampoo4bit
 

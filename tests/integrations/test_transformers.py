@@ -56,6 +56,7 @@ def test_the_trainer_matches_a_plain_loop(tmp_path: Path) -> None:
     model = gpt2()
     decay = trained.get_decay_parameter_names(model)
     named = list(model.named_parameters())
+    # The Trainer sets the weight decay of both groups; its default is 0.
     groups = [
         {"params": [p for n, p in named if n in decay], "weight_decay": 0.0},
         {"params": [p for n, p in named if n not in decay], "weight_decay": 0.0},

@@ -33,7 +33,8 @@ def test_the_environment_turns_kernels_off(monkeypatch: pytest.MonkeyPatch) -> N
 def test_kernels_are_compiled_and_loaded_before_they_are_launched() -> None:
     """A kernel that cannot be loaded does not stop the others. It fails when it is launched.
 
-    CPython may fail to parse a kernel while another thread parses. The kernel is compiled again.
+    CPython may fail to parse a kernel while another thread parses. The kernel is then
+    compiled again.
     """
     from kronbit.kernels.launch import compile_together, launch
 

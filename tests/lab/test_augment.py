@@ -100,12 +100,12 @@ def test_each_operation_matches_pil(name: str, device: torch.device) -> None:
     assert torch.equal(actual, actual.round())
     assert actual.amin() >= 0
     assert actual.amax() <= 255
-    if name in ("shear-x", "shear-y", "rotate"):  # a pixel halfway between two values may be either
+    if name in ("shear-x", "shear-y", "rotate"):  # halfway between two pixels, either is nearest
         assert (actual != expected).float().mean() < 0.005
     else:
         limit = 0 if name in ("identity", "translate-x", "translate-y", "equalize") else 1
         assert (actual - expected).abs().max() <= limit
-        # few pixels are rounded differently; a GPU fuses multiplications and additions
+        # Few pixels are rounded differently; a GPU fuses multiplications and additions.
         assert (actual != expected).float().mean() < (0.01 if device.type == "cpu" else 0.05)
     if name != "identity":
         assert (actual[5] != images[5].float()).float().mean() > 0.1  # full strength changes pixels
@@ -180,7 +180,7 @@ def test_policies_draw_operations_as_in_their_tables() -> None:
     assert first.signed.sign().mean() == pytest.approx(0.0, abs=0.02)
     for choice in image_operations.rand(drawn):
         shares = choice.operation.bincount(minlength=len(NAMES)) / 50_000
-        assert shares[-1] == 0  # inversion is not among them
+        assert shares[-1] == 0  # this policy never inverts
         assert shares[:-1].tolist() == pytest.approx([1 / 14] * 14, abs=0.006)
         assert choice.strength.unique().tolist() == pytest.approx([0.9])
 
@@ -195,7 +195,7 @@ def test_erasing_replaces_one_rectangle_of_some_images() -> None:
     assert has_hole.float().mean() == pytest.approx(0.25, abs=0.04)
     rows, columns = erased.any(2)[has_hole], erased.any(1)[has_hole]
     assert torch.equal(erased[has_hole], rows[:, :, None] & columns[:, None, :])
-    for edge in (rows, columns):  # connected
+    for edge in (rows, columns):  # without gaps
         assert (edge.int().diff(prepend=torch.zeros(len(edge), 1), dim=1) == 1).sum(1).max() == 1
     share = erased[has_hole].float().mean((1, 2))
     assert share.min() > 0.015
@@ -222,16 +222,16 @@ def test_targets_match_the_shares_of_pixels(
     values = torch.arange(count, device=device).float()
     torch.testing.assert_close(255 * x.mean((1, 2, 3)), y @ values, rtol=1e-4, atol=1e-3)
     label_share = y.gather(1, labels[:, None]).squeeze(1)
-    pure = (x == x[:, :, :1, :1]).all((1, 2, 3))  # mixed by mixup
+    constant = (x == x[:, :, :1, :1]).all((1, 2, 3))  # mixed by mixup
     assert (y > 0).sum(1).max() == 2
     if "mixup" not in options:
         assert set((255 * x[0]).round().unique().tolist()) <= {0.0, float(count - 1)}
     elif "cutmix" not in options:
-        assert pure.all()
+        assert constant.all()
     else:
-        assert 0.3 < pure.float().mean() < 0.75  # a rectangle may be empty, too
+        assert 0.3 < constant.float().mean() < 0.75  # also where cutmix's rectangle is empty
     if "cutmix" not in options:
-        # Beta(a, a) has mean 1/2 and variance 1 / (4 (2 a + 1))
+        # Beta(a, a) has mean 1/2 and variance 1 / (4 (2 a + 1)).
         assert label_share.mean().item() == pytest.approx(0.5, abs=0.08)
         assert label_share.var().item() == pytest.approx(1 / (4 * 2.6), abs=0.03)
 
@@ -241,7 +241,7 @@ def test_mixed_targets_are_smoothed_and_some_images_are_not_mixed() -> None:
     mixing = {"mixup": 0.8, "mix_probability": 0.3}
     _, y = augmented(Augmentation(**mixing), images, labels)
     unmixed = y.gather(1, labels[:, None]).squeeze(1) == 1
-    # one image in ten is mixed with another one of its class
+    # Image k is mixed with image 499 - k, which has another label.
     assert unmixed.float().mean() == pytest.approx(0.7, abs=0.1)
     _, smooth = augmented(Augmentation(**mixing, smoothing=0.1), images, labels)
     torch.testing.assert_close(smooth, 0.9 * y + 0.1 / 10)

@@ -17,8 +17,6 @@ from kronbit.lab.doctor.battery import CHECKS, examine
 from kronbit.lab.doctor.subject import Subject, subject_of
 
 CPU = torch.device("cpu")
-
-
 FSDP2 = "FSDP2 on two ranks is one process"
 
 
@@ -44,7 +42,7 @@ def test_our_optimizers_pass_on_a_gpu(check: str, name: str) -> None:
 
 
 class LosesRoots(Shampoo):
-    """A user's subclass that loses its roots when it is loaded."""
+    """A user's optimizer that loses its roots when a checkpoint is loaded."""
 
     def load_state_dict(self, state_dict: Any) -> None:
         fresh = {
@@ -66,7 +64,7 @@ def test_subclasses_of_kfac_get_the_model() -> None:
     assert examine(subject, CPU, "resume to the bit") == ""
 
 
-def test_second_order_is_used_in_subclasses() -> None:
+def test_subclasses_are_checked_with_second_order_steps() -> None:
     subject = subject_of(f"{LosesRoots.__module__}.LosesRoots", {})
     assert "differs by up to" in examine(subject, CPU, "resume to the bit")
 

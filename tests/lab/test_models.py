@@ -59,10 +59,10 @@ def test_parameter_counts_match_published_ones(
 def test_small_images_change_counts_by_stem_and_head() -> None:
     stem, head = 64 * 3 * (7 * 7 - 3 * 3), 513 * 900
     assert parameters(without_storage("resnet34")) == 21_797_672 - stem - head
-    # torchvision's vgg19_bn less its three linear layers
+    # torchvision's vgg19_bn without its three linear layers
     linear = (512 * 49 + 1) * 4096 + (4096 + 1) * 4096 + (4096 + 1) * 1000
     assert parameters(without_storage("vgg19")) == 143_678_248 - linear + 513 * 100
-    # each of the twelve windows keeps one bias per offset and head; the last stage has 2 x 2
+    # Every block has one bias per offset and head; windows of the last stage have 2 x 2 tokens.
     heads, offsets = (2 * 3 + 2 * 6 + 6 * 12), 13**2 - 7**2
     biases = heads * offsets + 2 * 24 * (13**2 - 3**2)
     patches = 96 * 3 * (4 * 4 - 2 * 2)
@@ -94,7 +94,7 @@ def test_networks_give_logits_and_gradients_to_all_parameters(name: str) -> None
         pytest.importorskip("transformers")
     model, x, outputs = small(name)
     model.eval()  # in training, a bias before a batch norm has no effect
-    for norm in model.modules():  # branches start at 0, without gradients inside
+    for norm in model.modules():  # a branch that starts at 0 passes no gradient to its weights
         if isinstance(norm, nn.BatchNorm2d):
             nn.init.ones_(norm.weight)
     output = logits(model, x)
@@ -269,23 +269,22 @@ def full_float32() -> Any:
 @pytest.mark.parametrize("name", TIMM_REFERENCES)
 def test_networks_match_timm(name: str) -> None:
     pytest.importorskip("timm")
-    device = "cuda" if torch.cuda.is_available() else "cpu"
     make_model, make_reference, side = TIMM_REFERENCES[name]
-    with torch.device(device):
+    with torch.device("cuda"):
         model, reference = make_model(), make_reference()
     assert parameters(model) == parameters(reference)
-    # tensors come in the same order and have the same distributions
+    # Tensors come in the same order and have the same distributions.
     for p, q in zip(model.parameters(), reference.parameters(), strict=True):
         assert p.shape == q.shape
         deviation, mean = torch.std_mean(torch.stack((p, q)).detach().flatten(1), 1, correction=0)
         assert deviation[0].item() == pytest.approx(deviation[1].item(), rel=0.3, abs=1e-3)
         assert mean[0].item() == pytest.approx(mean[1].item(), abs=0.05)
     with torch.no_grad():
-        for p in reference.parameters():  # so that no branch or bias is 0
+        for p in reference.parameters():  # now no branch or bias is 0
             p.add_(torch.randn_like(p), alpha=0.05)
     entries = zip(model.state_dict().items(), reference.state_dict().values(), strict=True)
     model.load_state_dict({key: value for (key, _), value in entries})
-    x = torch.randn(4, 3, side, side, device=device)
+    x = torch.randn(4, 3, side, side, device="cuda")
     for network in (model, reference):
         network.train()
     assert relative_error(model(x), reference(x)) < 1e-4

@@ -128,10 +128,10 @@ def test_rows_of_layers_match_kfac_and_adabk(kind: type[KFAC], bits: int) -> Non
     opt = kind(model.parameters(), base="adamw", model=model, bits=bits)
     model(torch.randn(8, 96)).sum().backward()
     opt.step()
-    # --order cuts Shampoo's matrices, not layers
+    # --order cuts Shampoo's matrices, not those of layers.
     row = next(row for row in make_plan(MLP, order=50).rows if row.key == f"kfac-{bits}")
     assert (row.statistics, row.roots) == (opt.memory()["statistics"], opt.memory()["roots"])
-    # Y Yᵀ and X Xᵀ of both layers, which have biases, are collected before an update
+    # Y Yᵀ and X Xᵀ of both layers, which have biases, are collected before an update.
     collected = 4 * (160**2 + 97**2 + 70**2 + 161**2)
     assert row.workspace == 256 * 2**20 + collected
 
@@ -154,7 +154,7 @@ def test_workspace_counts_only_beyond_activations() -> None:
     assert small.workspace + small.activations == 256 * 2**20
     assert large.workspace == 0
     assert large.activations > 256 * 2**20
-    # a single block may need more than the workspace
+    # A single block may need more than the workspace.
     tight = make_plan(MLP, settings={"workspace_mb": 0})
     assert tight.row("4").workspace == 4 * (4 * 160**2 + 4 * 160 * 96)
     assert tight.row("32").workspace == 4 * 11 * 160**2
@@ -167,13 +167,13 @@ def test_saved_activations_match_a_count_by_hand() -> None:
     with on_meta:
         model = mlp()
     traced = trace(model, Passes((96,), tokens=False), 128)
-    # log_softmax keeps its result, not the output of the MLP
+    # log_softmax keeps its result, not the output of the MLP.
     inputs, hidden, log_probabilities = 96, 160, 70
     targets, loss_and_weight = 8 * 128, 8
     assert (
         traced.saved == 4 * 128 * (inputs + hidden + log_probabilities) + targets + loss_and_weight
     )
-    # at the end only the gradients are left
+    # At the end only the gradients are left.
     assert traced.curve[-1] - 4 * sum(p.numel() for p in model.parameters()) < traced.saved
     assert traced.peak >= traced.saved
     assert all(p.grad is None for p in model.parameters())
@@ -196,7 +196,7 @@ def test_saved_activations_match_autograd(
         with torch.autocast("cpu", torch.bfloat16, enabled=amp != "off"):
             return passes.loss(real, 64)
 
-    # the trace includes the loss, which no node of autograd saves
+    # The trace includes the loss, which no node of autograd saves.
     assert traced.saved == pytest.approx(saved_on_cpu(real, loss), rel=0.02)
 
 
@@ -226,7 +226,7 @@ def tiny_gpt(**options: Any) -> nn.Module:
     return build("gpt2", **{**sizes, **options})
 
 
-def test_two_batches_predict_others_and_checkpointing_saves_memory() -> None:
+def test_two_batch_sizes_predict_others_and_checkpointing_saves_memory() -> None:
     with on_meta:
         model = tiny_gpt()
     passes = Passes((64,), tokens=True)
@@ -238,7 +238,7 @@ def test_two_batches_predict_others_and_checkpointing_saves_memory() -> None:
     assert checkpointed.peak_at(32) == trace(model, passes, 32).peak
     assert checkpointed.first.saved < plain.first.saved / 2
     assert checkpointed.peak_at(32) < plain.peak_at(32)
-    # the gradients of the first pass are kept during the second
+    # The gradients of the first pass are kept during the second.
     gradients = 4 * sum(p.numel() for p in model.parameters())
     again = trace(model, replace(passes, repeated=True), 4)
     assert again.saved == checkpointed.first.saved
@@ -267,12 +267,12 @@ def test_the_plan_of_llama_7b_matches_measurements(monkeypatch: pytest.MonkeyPat
     # At 64, memory peaks in the backward pass of the last layers; at 128, in that of the logits.
     for batch in (64, 128):
         activations = counted[0].peak_at(batch) - plan.rows[0].gradients
-        for row in plan.rows:
-            if row.key in names:
-                measured = runs[names[row.key]][str(batch)]["peak_allocated_mib"]
-                total = row.total - row.activations + activations
-                assert total / 2**20 == pytest.approx(measured, rel=0.01)
-                assert row.largest_batch >= batch
+        for key, name in names.items():
+            row = next(row for row in plan.rows if row.key == key)
+            measured = runs[name][str(batch)]["peak_allocated_mib"]
+            total = row.total - row.activations + activations
+            assert total / 2**20 == pytest.approx(measured, rel=0.01)
+            assert row.largest_batch >= batch
     assert plan.row("32").largest_batch == 0  # nor did it fit in the measurement
 
 
@@ -365,7 +365,7 @@ def test_recipes_are_planned_with_their_settings(tmp_path: Path) -> None:
 def test_a_network_that_needs_values_is_planned_without_activations() -> None:
     plan = make_plan("tests.lab.test_plan:Peeking", batch=4, gpu="1GB")
     assert plan.activations.peak is None
-    assert plan.activations.how.startswith("not known: it does not run on meta (")
+    assert plan.activations.how.startswith("not known: the model does not run on meta (")
     assert plan.row("4").fits
     assert plan.row("4").largest_batch is None
     assert "not in the totals" in shown(plan, 80)
@@ -424,7 +424,7 @@ def test_the_table_matches_the_json(width: int, encoding: str) -> None:
         widths.add(round(filled * scale / row["total"]))
     assert max(widths) - min(widths) <= 0.1 * max(widths) + 2  # one scale for all
     assert all(mark in line for line in lines if line.startswith(("AdamW", "+ ")))
-    assert "The most exact second-order state that fits 3,072 MiB: 32-bit Shampoo." in lines or (
+    assert "The most exact second-order state that fits in 3,072 MiB: 32-bit Shampoo." in lines or (
         width == 60
     )
 

@@ -76,7 +76,7 @@ def test_settings_are_assigned_to_sections_and_options() -> None:
         ("schedule=cosinus", "did you mean cosine"),
         ("base=schedulefree-adamw", "schedule=schedule-free"),
         ("warmup=2", "share from 0 to 1"),
-        ("holdout=1", "share from 0 to below 1"),
+        ("holdout=1", "at least 0 and below 1"),
         ("lr", "key=value"),
         ("lr=[", "cannot read the value"),
     ],

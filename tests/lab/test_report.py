@@ -165,7 +165,10 @@ class Written:
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Written:
-    """Write a report on two recipes: one with several seeds, one with divergence and bad labels."""
+    """Write a report on two recipes: one with several seeds, one with faulty runs.
+
+    These have a single evaluation, diverge, are unfinished, or have a label that must be escaped.
+    """
     root = tmp_path_factory.mktemp("lab")
     comparison, faulty = root / "comparison", root / "odd"
     for seed, last in enumerate((1.0, 1.2, 1.7)):
@@ -402,7 +405,7 @@ def test_folders_without_runs_are_named(tmp_path: Path) -> None:
         ("nowhere", "nowhere does not exist"),
         ("empty", "empty holds no run"),
         ("file", "file is a file"),
-        ("base-seed0", "run.json does not say 'variant'"),
+        ("base-seed0", "run.json has no 'variant'"),
         ("base-seed1", "summary.json has format 2"),
     ):
         with pytest.raises(LabError, match=message):

@@ -60,14 +60,14 @@ def test_shadow_agrees_with_a_separate_replay(
         roots = {f"{name} {side}": root for name, side, root in stored_roots(optimizer)}
         for name, A in exact.items():
             root = roots[name.replace("weight", "weight block_0")]
-            right = exact_root(A, 1e-4, 4)
+            expected = exact_root(A, 1e-4, 4)
             assert line["blocks"][name]["nre"] == pytest.approx(
-                relative_error(root, right), rel=1e-3, abs=1e-9
+                relative_error(root, expected), rel=1e-3, abs=1e-9
             )
             assert line["blocks"][name]["angle"] == pytest.approx(
-                angle(root, right), rel=1e-3, abs=1e-5
+                angle(root, expected), rel=1e-3, abs=1e-5
             )
-            off = [X - torch.diag(X.diagonal()) for X in (root.double(), right)]
+            off = [X - torch.diag(X.diagonal()) for X in (root.double(), expected)]
             off_diagonals.append((relative_error(*off), angle(*off)))
         for key, mean in zip(
             ("nre", "angle"), torch.tensor(off_diagonals).mean(0).tolist(), strict=True
@@ -165,8 +165,8 @@ def test_shadow_watches_the_largest_block_of_each_parameter() -> None:
     line = shadow.after_step()
     assert line is not None
     exact = shadow.state_dict()["1.weight block_0 left"]
-    right = 0.95e-6 * torch.eye(32) + 0.05 * grad[:32] @ grad[:32].mT
-    assert relative_error(exact, right) < 1e-12
+    expected = 0.95e-6 * torch.eye(32) + 0.05 * grad[:32] @ grad[:32].mT
+    assert relative_error(exact, expected) < 1e-12
 
 
 def test_shadow_watches_neither_staggered_refreshes_nor_layers() -> None:

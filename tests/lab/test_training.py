@@ -7,6 +7,7 @@ import json
 import os
 import resource
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -116,7 +117,7 @@ def test_a_run_resumes_bit_for_bit(optimizer: str, tmp_path: Path) -> None:
     trained(recipe, tmp_path / "whole")
     trained(recipe, tmp_path / "parts")
     checkpoints.checkpoints(tmp_path / "parts")[-1].unlink()  # as if it crashed after step 6
-    (tmp_path / "parts" / "metrics.jsonl").open("a").write('{"kind": "tr')  # mid-line
+    (tmp_path / "parts" / "metrics.jsonl").open("a").write('{"kind": "tr')  # half a line
     trained(recipe, tmp_path / "parts", resume=True)
     resumed, expected = (checkpoints.load_last(tmp_path / name) for name in ("parts", "whole"))
     assert resumed["step"] == expected["step"] == 12
@@ -133,7 +134,7 @@ def test_a_run_resumes_bit_for_bit(optimizer: str, tmp_path: Path) -> None:
 
 
 def test_micro_batches_sum_up_to_the_batch(tmp_path: Path) -> None:
-    # The network has no batch norm, because its statistics would be those of each part.
+    # This network has no batch norm, which would normalise each part by its own statistics.
     given = ["steps=5", "batch=20", "eval_every=5"]
     recipe = find_recipe("digits-vit").with_settings(parse_settings(given))
     whole = trained(recipe, tmp_path / "whole")
@@ -231,10 +232,9 @@ def test_a_comparison_resumes_with_its_missing_runs(tmp_path: Path) -> None:
         runs = run_all(trials, tmp_path, CPU, terminal, True)
         assert [run.pop("folder") for run in runs] == ["base-seed0", "shampoo-4-seed0"]
         assert runs[0] == json.loads(json.dumps(first))  # not run again: the times are the same
-        other = [make_trial("base lr=0.1", recipe, "digits-cnn", CPU)]
-        other[0] = type(other[0])("base", *list(vars(other[0]).values())[1:])
+        other = replace(make_trial("base lr=0.1", recipe, "digits-cnn", CPU), key="base")
         with pytest.raises(LabError, match="other settings"):
-            run_all(other, tmp_path, CPU, terminal, True)
+            run_all([other], tmp_path, CPU, terminal, True)
     memory = runs[1]["memory"]
     assert memory["statistics"] > 0
     assert memory["gradients"] == memory["parameters"]
@@ -252,7 +252,7 @@ def test_an_interrupted_comparison_resumes(tmp_path: Path) -> None:
     trials = [make_trial(spec, small(), "digits-cnn", CPU) for spec in ("base", "shampoo-4")]
     with pytest.raises(Interrupted), InterruptedTerminal(QUIET) as terminal:
         run_all(trials, tmp_path / "parts", CPU, terminal, True)
-    (first_run,) = (tmp_path / "parts").iterdir()  # the first one, after its first step
+    (first_run,) = (tmp_path / "parts").iterdir()  # the second run has not started
     assert checkpoints.load_last(first_run)["step"] == 1
     with Terminal(QUIET) as terminal:
         run_all(trials, tmp_path / "parts", CPU, terminal, True)
@@ -330,7 +330,7 @@ def test_ranks_train_like_one_process(tmp_path: Path) -> None:
         ([], {"graph": True}, "--cuda-graph needs a CUDA device"),
         (["model.classes=3"], {}, "model.classes=10"),
         (["model.width=x"], {}, "model 'digits-cnn' cannot be built"),
-        (["optimizer=kfac"], {"compile": True}, "--compile leaves out the hooks"),
+        (["optimizer=kfac"], {"compile": True}, "--compile skips the hooks"),
         (["batch=5000"], {}, "larger than the 1400 training images"),
     ],
 )
@@ -404,7 +404,8 @@ def on_gpu(
 def test_a_run_on_a_gpu_resumes_bit_for_bit(
     name: str, amp: str, graph: bool, tmp_path: Path
 ) -> None:
-    settings = [f"amp={amp}", *(["model.drop_path=0.1"] if "i" in name else [])]
+    transformer_settings = ["model.drop_path=0.1"] if name in ("swin-tiny", "vit-small") else []
+    settings = [f"amp={amp}", *transformer_settings]
     if graph and amp == "fp16":
         with pytest.raises(LabError, match="fp16"):
             on_gpu(settings, tmp_path / "whole", name, graph=graph)
@@ -440,7 +441,7 @@ def test_memory_of_earlier_runs_does_not_count(tmp_path: Path) -> None:
     first = on_gpu([], tmp_path / "first", graph=True).peak.bytes
     other = torch.zeros(2**26, device="cuda")
     second = on_gpu([], tmp_path / "second", graph=True).peak.bytes
-    assert other.numel() == 2**26
+    del other  # allocated during the whole second run
     assert first == pytest.approx(second, rel=0.01)
 
 

@@ -165,7 +165,7 @@ def test_a_model_may_move_to_another_device_between_steps() -> None:
     assert torch.isfinite(p).all()
 
 
-def test_reduced_precision_settings_do_not_change_the_run() -> None:
+def test_autocast_around_the_step_does_not_change_the_run() -> None:
     results = []
     for reduced in (False, True):
         model = network()

@@ -125,8 +125,7 @@ def test_copies_continue_like_the_original(kind: str) -> None:
         twin, twin_optimizer = copy.deepcopy(both)
     else:
         twin = copy.deepcopy(model)
-        params, state = pickle.loads(pickle.dumps((list(model.parameters()), optimizer)))
-        twin_optimizer = state
+        params, twin_optimizer = pickle.loads(pickle.dumps((list(model.parameters()), optimizer)))
         for p, q in zip(twin.parameters(), params, strict=True):
             assert torch.equal(p, q)
         # The unpickled optimizer has copies of the parameters: put them into the model.
@@ -152,16 +151,16 @@ def test_replaced_state_is_noticed_and_used() -> None:
         run(model, optimizer, 5, first=5)
         results.append(weights(model))
     assert same(*results)
-    leaf = optimizer.state[model.linear.weight]["block_0"]["left"]
-    replacement = leaf["eigenvalues"] = torch.full_like(leaf["eigenvalues"], 7.0)
+    left = optimizer.state[model.linear.weight]["block_0"]["left"]
+    replacement = left["eigenvalues"] = torch.full_like(left["eigenvalues"], 7.0)
     # A single replaced tensor is noticed one step later.
     for noticed in (False, True):
         backward(model, 0)
         optimizer.step()
-        leaf = optimizer.state[model.linear.weight]["block_0"]["left"]
-        assert (leaf["eigenvalues"] > 6).all()  # even after the update at the second step
-        assert (leaf["eigenvalues"] is not replacement) == noticed
-    leaf["eigenvalues"] = torch.zeros(3)
+        left = optimizer.state[model.linear.weight]["block_0"]["left"]
+        assert (left["eigenvalues"] > 6).all()  # even after the update at the second step
+        assert (left["eigenvalues"] is not replacement) == noticed
+    left["eigenvalues"] = torch.zeros(3)
     optimizer.step()
     with pytest.raises(ValueError, match=r"block_0\['left'\]\['eigenvalues'\] has shape \(3,\)"):
         optimizer.step()

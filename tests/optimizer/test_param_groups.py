@@ -1,4 +1,4 @@
-"""Param groups: options per group, late groups, freezing, schedules."""
+"""Param groups: options per group, groups added later, freezing, schedules."""
 
 from __future__ import annotations
 
@@ -195,7 +195,7 @@ def test_swapped_parameters_are_looked_up_at_the_step() -> None:
 
 def test_options_that_do_not_fit_a_parameter_are_refused_at_once() -> None:
     p = nn.Parameter(torch.ones(64, 66))
-    with pytest.raises(ValueError, match=r"split_sizes \(3, 3\) sums up to 6"):
+    with pytest.raises(ValueError, match=r"split_sizes \(3, 3\) sums to 6"):
         Shampoo([{"params": [p], "split_sizes": (3, 3)}], lr=0.1)
     optimizer = Shampoo([nn.Parameter(torch.ones(4, 4))], lr=0.1)
     with pytest.raises(ValueError, match=r"split_sizes"):

@@ -1,4 +1,4 @@
-"""Param groups by name and by kind of module."""
+"""Param groups by name and by module class."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_low_rank_factors_have_smaller_blocks() -> None:
         p.grad = torch.ones_like(p)
     optimizer.step()
     blocks = [len(blocks_of(optimizer.state[p])) for p in model.parameters()]
-    assert blocks == [1, 1, 0, 3, 2]  # 4 x 300 and 200 x 4, by sides of at most 128
+    assert blocks == [1, 1, 0, 3, 2]  # 4 x 300 and 200 x 4, cut at 128
     assert len(param_groups(model)) == 1
     _, left_out = param_groups(model, skip="lora_*", low_rank_order=128)
     assert left_out["precondition"] is False
@@ -100,7 +100,7 @@ def test_skipped_parameters_are_left_to_the_base() -> None:
     [
         ("lm_head.*", ValueError, r"'lm_head\.\*' matches no parameter.*like embedding\.weight"),
         (nn.Conv2d, ValueError, "Conv2d matches no parameter"),
-        ([3], TypeError, "patterns of names and kinds of modules; got 3"),
+        ([3], TypeError, "name patterns and module classes; got 3"),
         ([torch.Tensor], TypeError, "got <class 'torch.Tensor'>"),
     ],
 )

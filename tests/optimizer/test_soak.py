@@ -62,7 +62,7 @@ def test_the_digest_depends_on_every_bit() -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads memory from Linux")
 def test_saving_and_loading_leaks_no_memory() -> None:
-    """Memory is compared after malloc returns free pages. A leak would fill 30 checkpoints."""
+    """Memory is compared after malloc returns free pages. 30 leaked checkpoints would show."""
     libc = ctypes.CDLL(None)
     if not hasattr(libc, "malloc_trim"):
         pytest.skip("needs malloc_trim")

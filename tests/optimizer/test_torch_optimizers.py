@@ -15,6 +15,7 @@ from unittest import mock
 
 import pytest
 import torch
+from support.networks import weights
 from support.numerics import slow
 from torch import Tensor, nn
 from torch.optim.optimizer import (
@@ -23,7 +24,7 @@ from torch.optim.optimizer import (
 )
 
 pytest.importorskip("expecttest")
-# The import would freeze the flags of backends in this process, which other tests set.
+# The import would freeze the flags of torch.backends in this process, but other tests set them.
 with warnings.catch_warnings(), mock.patch("torch.backends.disable_global_flags"):
     warnings.simplefilter("ignore")
     from torch.testing._internal.common_optimizers import (
@@ -53,9 +54,9 @@ def optimizers_and_bases() -> list[Any]:
 
 
 def cases() -> list[Any]:
-    """Return every base with every set of options in torch's tests, and all optimizers.
+    """Return Shampoo with every base and every set of options in torch's tests.
 
-    Some options need a GPU. Optimizers other than Shampoo use the defaults of the base.
+    The other optimizers use the defaults of every base. Some options need a GPU.
     """
     params = []
     for device, name in itertools.product(("cpu", "cuda"), BASES):
@@ -102,10 +103,6 @@ def backward(model: nn.Module, x: Tensor) -> Tensor:
     loss: Tensor = model(x).square().sum()
     loss.backward()
     return loss
-
-
-def weights(model: nn.Module) -> list[Tensor]:
-    return [p.detach().clone() for p in model.parameters()]
 
 
 @pytest.mark.parametrize("noncontiguous", [False, True])
@@ -233,6 +230,7 @@ def test_parameters_without_gradients_do_not_change(
     for p, q in zip(model.parameters(), before, strict=True):
         assert torch.equal(p, q)
     # The state is allocated, as torch.distributed.checkpoint requires, and no step is counted.
+    assert "block_0" in optimizer.state[model.weight]
     assert all(entry["step"] == 0 for entry in optimizer.state.values())
 
 
@@ -252,11 +250,11 @@ def test_kept_gradients_are_not_changed(
             assert torch.equal(p.grad, grad)
 
 
-def copied(optimizer: Any, model: nn.Module, kind: str, folder: Path) -> tuple[Any, nn.Module]:
-    if kind == "deepcopy":
+def copied(optimizer: Any, model: nn.Module, by: str, folder: Path) -> tuple[Any, nn.Module]:
+    if by == "deepcopy":
         twin, resumed = copy.deepcopy((model, optimizer))
         return resumed, twin
-    if kind == "pickle":
+    if by == "pickle":
         twin, resumed = pickle.loads(pickle.dumps((model, optimizer)))
         return resumed, twin
     torch.save(optimizer.state_dict(), folder / "state.pt")

@@ -1,4 +1,4 @@
-"""A small training: 4 bits reach the loss of 32 bits, which is below that of AdamW."""
+"""A small training run: 4 bits reach the loss of 32 bits, which is below that of AdamW."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_4_bits_match_32_bits_within_noise_and_beat_adamw(options: dict[str, Any
 
 @slow
 @pytest.mark.parametrize("kind", [KFAC, AdaBK])
-def test_4_bits_of_layers_statistics_match_32_bits_within_noise(kind: type[KFAC]) -> None:
+def test_4_bit_statistics_of_layers_match_32_bits_within_noise(kind: type[KFAC]) -> None:
     def around_sgd(**options: Any) -> Callable[[nn.Module], torch.optim.Optimizer]:
         every = {"first_refresh": 5, "update_every": 10, "refresh_every": 20}
         return lambda model: kind(

@@ -1,4 +1,4 @@
-"""The library has no side effects: no network access, no files, no processes. Files are short."""
+"""The library has no side effects (network, files, processes), and source files are short."""
 
 from __future__ import annotations
 

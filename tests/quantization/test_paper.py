@@ -44,7 +44,7 @@ def pair(errors: Deviation) -> tuple[float, float]:
 
 def check_orderings(rows: list[StorageErrors]) -> None:
     actual = {(row.mapping, row.way, row.rectified): pair(row.whole) for row in rows}
-    for i in range(2):  # NRE, then AE
+    for i in range(2):  # NRE, then angle
         rectified, plain, matrix, tree = (
             actual[key][i]
             for key in (

@@ -17,7 +17,7 @@ from kronbit.factors import Batch, Factors
 from kronbit.kernels import guard
 from kronbit.reporting.memory import state_bytes
 
-METHODS = [
+OPTIONS = [
     {"bits": 32},
     {"bits": 32, "method": "eigen"},
     {"bits": 8, **PAPER},
@@ -96,7 +96,7 @@ def test_kernels_use_as_many_matrices_as_the_cost_of_a_row(
     assert cost.square - 0.5 < matrices < cost.square + 0.1
 
 
-@pytest.mark.parametrize("options", METHODS, ids=str)
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_estimate_equals_the_memory_of_the_state(
     options: dict[str, Any], dtype: torch.dtype
@@ -201,13 +201,13 @@ def test_memory_before_the_first_step_is_zero() -> None:
         {"bits": 4},
         pytest.param({"bits": 4, **PAPER}, marks=slow),
         pytest.param({"bits": 4, "method": "naive"}, marks=slow),
-        *(pytest.param(options, marks=slow) for options in METHODS[1:-1]),
+        *(pytest.param(options, marks=slow) for options in OPTIONS[1:-1]),
         pytest.param({**PAPER, "root": "schur_newton"}, marks=slow),
     ],
     ids=str,
 )
 def test_the_peak_stays_within_the_workspace(make: Any, options: dict[str, Any]) -> None:
-    """Every kind of step stays within this limit, although gradients and stacks are larger."""
+    """Every kind of step stays within the limit, although gradients and stacks exceed it."""
     workspace = 2 * 2**20
     shapes = [(64, 64)] * 90 + [(64, 192)] * 30 + [(151, 100)] * 30 + [(300, 300)]
     params = [nn.Parameter(torch.randn(shape)) for shape in shapes]
@@ -273,7 +273,7 @@ def test_the_peak_stays_within_the_workspace_for_channels_last_convolutions() ->
     ids=str,
 )
 def test_the_peak_stays_within_the_workspace_on_the_gpu(options: dict[str, Any]) -> None:
-    """The allocator counts cuSOLVER's scratch memory, too."""
+    """The peak of CUDA's allocator includes the scratch memory of cuSOLVER."""
     workspace = 64 * 2**20
     shapes = [(512, 512)] * 30 + [(512, 256)] * 30 + [(300, 700)] * 10 + [(2000, 768)]
     params = [nn.Parameter(torch.randn(shape, device="cuda")) for shape in shapes]

@@ -164,7 +164,7 @@ def test_few_preconditioned_elements_give_one_warning() -> None:
         p.grad = torch.ones_like(p)
     message = (
         r"(?s)only 0\.0 % of 131,136 elements are preconditioned\. group 0, parameter 0 is a "
-        "vector of 131,072: if .* use fully_shard .*not a matrix"
+        "vector of 131,072 elements: if .* use fully_shard .*not a matrix"
     )
     with pytest.warns(RuntimeWarning, match=message):
         optimizer.step()

@@ -1,4 +1,4 @@
-"""The state of F in checkpoints: odd entries load, and the state of another base is refused."""
+"""The state of F in checkpoints: unusual entries load, and the state of another base is refused."""
 
 from __future__ import annotations
 

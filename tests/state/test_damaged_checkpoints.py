@@ -233,5 +233,5 @@ def test_too_few_parameter_names_are_refused_and_nothing_changes(names: Any) -> 
 @pytest.mark.parametrize("state", [None, 5, [1]])
 def test_only_a_dict_is_a_state_dict(state: Any) -> None:
     p = nn.Parameter(torch.randn(66, 40))
-    with pytest.raises(ValueError, match="a state dict is a dict; got "):
+    with pytest.raises(ValueError, match="a state dict must be a dict; got "):
         Shampoo([p], lr=1e-2).load_state_dict(state)

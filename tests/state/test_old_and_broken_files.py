@@ -70,7 +70,10 @@ def small_run() -> tuple[list[nn.Parameter], Shampoo]:
 
 
 def loads(path: Path, checked: bool) -> bool:
-    """Return True if a file loads. Otherwise, check that the error changes nothing."""
+    """Return True if a file loads. Otherwise, check that the error changes nothing.
+
+    ``checked`` reads it as the lab does, which verifies checksums.
+    """
     params, optimizer = small_run()
     state = copy.deepcopy(optimizer.state_dict())
     try:
@@ -102,7 +105,7 @@ def loads(path: Path, checked: bool) -> bool:
 def test_damaged_files_load_completely_or_not_at_all(
     count: int, checked: bool, tmp_path: Path
 ) -> None:
-    """Each file has one flipped bit or is truncated, in all regions of the file.
+    """In every region, one bit of the file is flipped, or the file is truncated there.
 
     The lab verifies checksums, so it detects every changed number. Without checksums, a number may
     be wrong, but it is always finite, and a checkpoint is never loaded in part.
@@ -147,7 +150,7 @@ def test_loading_a_checkpoint_runs_none_of_its_code(
 
 
 def test_no_source_unpickles_untrusted_files() -> None:
-    """Files that could contain code are read only with functions that do not run it."""
+    """Pickled files, which can contain code, are read only by functions that do not run it."""
     sources = [
         *(ROOT.parents[1] / "src").rglob("*.py"),
         *(ROOT.parents[1] / "examples").glob("*.py"),

@@ -67,7 +67,7 @@ def test_passes_that_do_not_contribute_to_the_gradient_are_ignored(
 
 
 def test_several_backward_passes_are_one_batch() -> None:
-    """Each loss is a mean over half of the batch, so y doubles. All else is as for one batch."""
+    """Each loss is a mean over half of the batch, so output gradients double, and inputs do not."""
     (L, R), (L2, R2) = after_one_update(one_pass), after_one_update(in_two_passes)
     assert relative_error(R2, R) < 1e-6
     assert relative_error(L2, 4 * L) < 1e-6

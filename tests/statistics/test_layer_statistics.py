@@ -160,7 +160,7 @@ def test_empty_batches_add_no_rows(shape: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("shape", [(6,), (8, 6), (2, 4, 6), (2, 2, 2, 6)])
-def test_inputs_may_have_any_rank(shape: tuple[int, ...]) -> None:
+def test_inputs_may_have_any_number_of_axes(shape: tuple[int, ...]) -> None:
     model = nn.Linear(6, 5)
     optimizer = KFAC(sgd(model), model=model, **EXACT)
     x = torch.randn(shape)
@@ -190,6 +190,7 @@ def test_ranks_average_their_statistics() -> None:
     for _ in range(5):
         step(model, optimizer, lambda out: out.square().mean(), torch.randn(32, 70))
     results = [torch.from_numpy(p) for p in run_on_ranks(2, train_on_rank)[0]]
-    # The loss of a rank is a mean over half of the examples, so y is twice as large; x is not.
+    # The loss of a rank is a mean over half of the examples. This doubles the output gradients and
+    # multiplies L by 4, which grafting undoes.
     for p, q, w in zip(model.parameters(), results, start, strict=True):
         assert relative_error(q - w, p.detach() - w) < 1e-3

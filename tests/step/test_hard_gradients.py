@@ -1,4 +1,4 @@
-"""Hard gradients, as in failing trainings, keep the state finite and affect no other parameter."""
+"""Under hard gradients, as in failing runs, states stay finite and other parameters unaffected."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def gradient(kind: str, shape: tuple[int, ...], seed: int) -> Tensor:
             s[1:] = 0.0
         elif kind == "equal eigenvalues":
             s.fill_(1.0)
-        else:  # the condition of G Gᵀ
+        else:  # the condition of G Gᵀ is the square of that of G
             s = torch.logspace(0, -10, len(s), dtype=torch.float64)
         grad = ((U * s) @ Vh).float().view(shape)
     return grad
@@ -123,8 +123,6 @@ INPUTS |= {"nan": math.nan}
 def test_hard_inputs_and_gradients_do_not_affect_other_layers(
     walk: list[tuple[str, str]], make: Any
 ) -> None:
-    """Hard inputs and gradients of one layer do not affect another layer."""
-
     def build() -> tuple[nn.ModuleList, Any]:
         torch.manual_seed(0)
         model = nn.ModuleList([nn.Linear(20, 24), nn.Linear(12, 9)])

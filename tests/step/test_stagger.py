@@ -49,22 +49,22 @@ def test_an_early_first_refresh_is_not_staggered() -> None:
 def test_blocks_of_a_turn_have_similar_orders_unless_there_are_few(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(grouping, "_BATCH", 4 * 96**2)
+    monkeypatch.setattr(grouping, "_TURN_SIZE", 4 * 96**2)
     orders = [96] * 5 + [70] * 2 + [40] * 2 + [20, 8]
     config = Config(stagger=True)
     members = [grouping.Member(route((8, n), config), config) for n in orders]
     groups = grouping.make_groups(members, torch.device("cpu"))
     phases = {s.member: s.phase for group in groups for s in group.spans}
     numbers = [round(phases[i] * len(set(phases.values()))) for i in range(len(orders))]
-    # Four blocks of order 96 fill a batch. The fifth joins those of order 70, which is close.
-    # Orders 20 and 8 are not close to 40, but these blocks are too small for another batch.
+    # Four blocks of order 96 fill a turn. The fifth joins those of order 70, which is close.
+    # Orders 20 and 8 are not close to 40, but these blocks are too small for another turn.
     assert numbers == [0] * 4 + [1] * 3 + [2] * 4
 
 
 @pytest.fixture
-def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Give each of the small blocks of these tests its own turn."""
-    monkeypatch.setattr(grouping, "_BATCH", 1)
+def one_block_per_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give every block its own turn, although the blocks of these tests are small."""
+    monkeypatch.setattr(grouping, "_TURN_SIZE", 1)
 
 
 SHAPES = [(66, 70), (140, 64), (9,), (20, 30)]
@@ -85,7 +85,7 @@ def feed(params: list[Tensor], t: int, only: set[int] | None = None) -> None:
         p.grad = grad if only is None or i in only else None
 
 
-@pytest.mark.usefixtures("small_batches")
+@pytest.mark.usefixtures("one_block_per_turn")
 def test_statistics_match_a_run_that_starts_later() -> None:
     """A block with delay d has the state that an unstaggered block had d steps earlier.
 
@@ -123,7 +123,7 @@ def test_statistics_match_a_run_that_starts_later() -> None:
     assert delays == {0, 2, 4, 6, 8}
 
 
-@pytest.mark.usefixtures("small_batches")
+@pytest.mark.usefixtures("one_block_per_turn")
 def test_a_parameter_waits_until_all_its_blocks_have_been_refreshed(device: torch.device) -> None:
     params, optimizer = build(True, device)
     changed: dict[int, int] = {}
@@ -143,7 +143,7 @@ def test_a_parameter_waits_until_all_its_blocks_have_been_refreshed(device: torc
     assert len(preconditioner.turns[1]) == 4
 
 
-@pytest.mark.usefixtures("small_batches")
+@pytest.mark.usefixtures("one_block_per_turn")
 @pytest.mark.parametrize("when", [5, 9, 11, 15])
 def test_resuming_is_exact_within_an_interval(when: int, device: torch.device) -> None:
     params, optimizer = build(True, device)
@@ -165,7 +165,7 @@ def test_resuming_is_exact_within_an_interval(when: int, device: torch.device) -
     assert_same_state(optimizer.state_dict()["state"], resumed.state_dict()["state"])
 
 
-@pytest.mark.usefixtures("small_batches")
+@pytest.mark.usefixtures("one_block_per_turn")
 def test_parameters_without_product_bits_are_not_preconditioned_too_early() -> None:
     """A checkpoint without ``product_bits`` is saved between the first refreshes of L̂ and R̂."""
     device = torch.device("cpu")
@@ -190,8 +190,8 @@ def test_parameters_without_product_bits_are_not_preconditioned_too_early() -> N
     assert refreshed[0][1]
 
 
-@pytest.mark.usefixtures("small_batches")
-def test_each_step_handles_at_most_one_batch() -> None:
+@pytest.mark.usefixtures("one_block_per_turn")
+def test_each_step_updates_or_refreshes_at_most_one_turn() -> None:
     """In one interval, each side is updated and refreshed once, at different steps."""
     params, optimizer = build(True, torch.device("cpu"), update_every=16, refresh_every=16)
     feed(params, 0)

@@ -55,7 +55,7 @@ def step(model: nn.Module, optimizer: KFAC, loss: Callable[[Tensor], Tensor], *x
 
 
 def patches(conv: nn.Conv2d, x: Tensor) -> Tensor:
-    """Return patches (groups, images x positions, channels x kernel), by the definition."""
+    """Return patches (groups, images x positions, channels x kernel), cut one by one."""
     mode = "constant" if conv.padding_mode == "zeros" else conv.padding_mode
     before = conv._reversed_padding_repeated_twice
     x = functional.pad(x.double(), before, mode=mode)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+# The codebooks as the paper prints them.
 PAPER_CODEBOOKS = {
     ("dt", 4): "-0.8875 -0.6625 -0.4375 -0.2125 -0.0775 -0.0325 -0.0055 0.0000 "
     "0.0055 0.0325 0.0775 0.2125 0.4375 0.6625 0.8875 1.0000",
@@ -23,7 +24,7 @@ PAPER_CODEBOOKS = {
 
 
 def codebook(mapping: str, bits: int) -> list[float]:
-    """Return R(0), ..., R(2^b - 1)."""
+    """Return R(0), ..., R(2^b - 1), the values of the codes."""
     count = 2**bits
     if mapping == "dt":
         values = {0.0, 1.0}
@@ -51,16 +52,15 @@ def quantize_row(
     row: Tensor, bits: int, mapping: str, block: int
 ) -> tuple[list[int], list[Tensor]]:
     """Return codes and scales of one vector."""
-    book = torch.tensor(codebook(mapping, bits), dtype=torch.float32).double()
     codes: list[int] = []
     scales: list[Tensor] = []
+    book = codebook(mapping, bits)
     for start in range(0, len(row), block):
         piece = row[start : start + block]
         scale = piece.abs().max()
         scales.append(scale)
         normalized = piece / scale if scale > 0 else piece * 0
-        # argmin returns the first of equal distances
-        codes += (normalized.double()[:, None] - book).abs().argmin(1).tolist()
+        codes += nearest(normalized, book)
     return codes, scales
 
 
@@ -85,7 +85,7 @@ def packed_bytes(count: int, bits: int) -> int:
 def triangle_blocks(n: int, bits: int) -> tuple[int, list[tuple[int, range]]]:
     """Choose the smallest layout of a triangle: tiles of 32, tiles of 64, or rows.
 
-    Tiles of 64 are chosen only if they save one percent.
+    Tiles of 64 are chosen only if they save at least one percent.
 
     Returns:
         The length of a block, and (row, columns) of each block in order. Parts of a block may lie
@@ -299,7 +299,7 @@ class Factor:
         return X @ X.T if self.o.method == "cholesky" else X
 
     def update(self, M: Tensor) -> None:
-        """Take in a new matrix: the paper's PU."""
+        """Average M into A, or add it to A if β is 1: the paper's PU."""
         o = self.o
         A = self.matrix() + M if o.beta == 1 else o.beta * self.matrix() + (1 - o.beta) * M
         if o.method != "eigen":
@@ -348,7 +348,7 @@ def pieces(length: int, max_order: int, split: str) -> list[tuple[int, int]]:
 
 
 class Shampoo:
-    """Algorithm "Practical 4-bit Shampoo", or CASPR, or 32-bit Shampoo, parameter by parameter."""
+    """The paper's "Practical 4-bit Shampoo", 32-bit Shampoo or CASPR, parameter by parameter."""
 
     def __init__(
         self,
@@ -417,7 +417,11 @@ class KFAC:
         self.factors: list[tuple[Factor, Factor]] = []
 
     def step(self, rows: list[tuple[Tensor, Tensor]]) -> None:
-        """Take one step; ``rows`` are x (with a constant 1 for a bias) and y of each layer."""
+        """Take one step.
+
+        Args:
+            rows: Inputs x (with a constant 1 for a bias) and output gradients y of each layer.
+        """
         self.t += 1
         o = self.o
         for number, ((W, b), (x, y)) in enumerate(zip(self.layers, rows, strict=True)):

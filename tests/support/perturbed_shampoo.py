@@ -1,7 +1,7 @@
 """The perturbed Shampoo of the paper's convergence appendix, on online convex problems.
 
-Everything is in float64, except the perturbation: the effect that kronbit's updates and quantiser
-have on a preconditioner, in float32.
+Everything is in float64, except the perturbation, which is the error that kronbit's updates and
+quantiser add to a preconditioner in float32.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ SCHEMES: dict[str, Config | None] = {
     "naive, paper": side_config(method="naive", storage="paper"),
     "naive, compact": side_config(method="naive", storage="compact"),
     # One QR iteration per update only approaches the eigenvectors, and a single Björck step leaves
-    # them too short. The first configuration has only the former error. The third has neither.
+    # them too short. The first configuration below has only the former error, and the third has
+    # neither.
     "eigen, 32 bits": side_config(bits=32, method="eigen"),
     "eigen, paper": side_config(method="eigen", storage="paper"),
     "eigen, paper, converged": side_config(
@@ -55,6 +56,9 @@ SCHEMES: dict[str, Config | None] = {
 class Side:
     """One of the two preconditioners, with its accumulated error.
 
+    In round t, X_t is G Gᵀ or Gᵀ G, J_t = L_{t-1} + X_t is the exact update, and L_t = g(J_t) is
+    what kronbit stores.
+
     Args:
         order: Order of the matrix.
         config: Options of the preconditioner; ``None`` keeps it exactly.
@@ -73,7 +77,7 @@ class Side:
             self._factors = Factors(order, 1, config.format(order), config.start_value, "cpu")
 
     def add(self, X: Tensor) -> None:
-        """Set J_t = L_{t-1} + X_t, L_t = g(J_t), ρ_t = ρ_{t-1} + ‖J_t - L_t‖₂."""
+        """Update L_t and ρ_t = ρ_{t-1} + ‖J_t - L_t‖₂."""
         J = self.perturbed + X
         self.total += X
         if self._config is None:
@@ -88,7 +92,7 @@ class Side:
         return self.perturbed + torch.diag(ridge)
 
     def printed_trace(self) -> float:
-        """Return 2^¼ m ρ^¼ + tr(L̃^¼), with L̃ = ε I + Σ X_t. It is at least tr(L̂^¼)."""
+        """Return 2^¼ m ρ^¼ + tr(L̃^¼), at least tr(L̂^¼). m is the order; L̃ = ε I + Σ X_t."""
         return self.error_trace() + self.exact_trace()
 
     def error_trace(self) -> float:
@@ -118,11 +122,11 @@ class Side:
 
 @dataclass(frozen=True, eq=False)
 class Outcome:
-    """A run with a fixed η, and all quantities in the proof of the theorem.
+    """A run with a fixed step size, and all quantities in the proof of the theorem.
 
     Attributes:
-        eta: η.
-        rank: r.
+        eta: η, the step size.
+        rank: r, an upper bound of the gradients' ranks.
         path: W_1, ..., W_{T+1}.
         best: W*.
         regret: Σ f_t(W_t) - Σ f_t(W*).
@@ -158,7 +162,7 @@ class Outcome:
 
     @property
     def first_link(self) -> float:
-        """The start of the proof, before norms become traces."""
+        """The bound at the start of the proof, before norms become traces."""
         return self.moved / (2 * self.eta) + self.eta / 2 * self.gradients
 
     @property

@@ -98,7 +98,7 @@ def run_on_ranks(
 
 
 def _files_of(*values: Any) -> dict[str, str]:
-    """Return the files of test modules by name. Ranks do not have them on their ``sys.path``."""
+    """Return the files of test modules by name: their folders are not on a rank's ``sys.path``."""
     names = {value.__module__ for value in values if isinstance(value, FunctionType)}
     return {name: sys.modules[name].__file__ for name in names if name.startswith("tests.")}
 
@@ -139,7 +139,7 @@ def _script(rank: int, script: str, arguments: tuple[str, ...]) -> str:
 
 
 def in_turn(rank: int, *functions: Callable[[int], Any]) -> list[Any]:
-    """Call several functions on the same ranks: starting ranks takes longer than most calls."""
+    """Call functions one after another on the same ranks, because ranks take long to start."""
     return [function(rank) for function in functions]
 
 

@@ -67,7 +67,8 @@ def whole(p: Tensor) -> Tensor:
     return p.full_tensor() if isinstance(p, DTensor) else p
 
 
-def same(actual: Any, expected: Any, where: str = "") -> None:
+def assert_same(actual: Any, expected: Any, where: str = "") -> None:
+    """Assert that nested values are equal, and tensors bitwise."""
     a, b = (dict(tree_flatten_with_path(value)[0]) for value in (actual, expected))
     assert a.keys() == b.keys()
     for key, value in a.items():

@@ -1,4 +1,7 @@
-"""The paper's convergence appendix: regret of Shampoo under kronbit's perturbations."""
+"""The paper's convergence appendix: regret of Shampoo under kronbit's perturbations.
+
+``support.perturbed_shampoo`` defines the symbols: J_t, L_t, ρ_t, L̂_t, and η, D and r of a run.
+"""
 
 from __future__ import annotations
 

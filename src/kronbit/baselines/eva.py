@@ -40,7 +40,7 @@ class EVA(Rewriter):
     (one matrix per group of channels) and ``Conv1D`` of transformers are preconditioned. All other
     parameters are left to the base.
 
-    The y depend on the scale of the loss. If the loss is a mean over N rows, y has a factor 1/N,
+    y depends on the scale of the loss. If the loss is a mean over N terms, y has a factor 1/N,
     and γ weighs N² times as much relative to ‖b̄‖². The scale of a ``torch.amp.GradScaler`` is not
     removed: use bfloat16 or float32. EVA runs in one process only.
 
@@ -86,7 +86,7 @@ class EVA(Rewriter):
         super().__init__(params, base, **options)  # adds the param groups, which registers hooks
 
     def check(self) -> None:
-        """Refuse several processes, and parameters without the weight of any layer."""
+        """Require a single process, and a parameter that is the weight of a layer."""
         if not any(p in self._layers for p in self._params()):
             raise ValueError(
                 "none of the parameters is the weight of a linear layer or convolution of model, "
@@ -100,7 +100,7 @@ class EVA(Rewriter):
             )
 
     def layout(self, p: Tensor) -> Layout:
-        """Return the layout of step and means for the weight of a layer; empty otherwise."""
+        """Return the layout of step count and means for a layer's weight; else an empty layout."""
         layer = self._layers.get(p)
         if layer is None:
             return {}
@@ -224,7 +224,7 @@ class EVA(Rewriter):
         self._missed = 0
 
     def diagnostics(self) -> dict[str, Any]:
-        """Return counters; one counts layers with a gradient but no means. Waits for the device."""
+        """Return counters, also of layers without new means. Waits for the device."""
         return {**super().diagnostics(), "missed_statistics": self._missed}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

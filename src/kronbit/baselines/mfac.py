@@ -118,7 +118,7 @@ class MFAC(Rewriter):
         return products
 
     def _weights(self, K: Tensor, slot: Tensor) -> Tensor:
-        """Return the c with F̂⁻¹ g = Gᵀ c.
+        """Return the vector c for which F̂⁻¹ g = Gᵀ c.
 
         The unit vector e selects the row of g in G: g = Gᵀ e and G g = K e. The Woodbury identity
         becomes Gᵀ (e - (m λ I + K)⁻¹ K e) / λ, and c = m (m λ I + K)⁻¹ e.

@@ -1,4 +1,4 @@
-"""Base class of optimizers that rewrite gradients before a first-order optimizer F steps."""
+"""Base class of optimizers that rewrite gradients before a first-order optimizer F takes a step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch._compile import _disable_dynamo
 from torch.linalg import vector_norm
 from torch.optim import Optimizer
 
-from kronbit.base import Around, BaseFactory, resolve, tensors_of
+from kronbit.base import BaseFactory, Wrapper, resolve, tensors_of
 from kronbit.blocks.gradients import elements, overlaps_itself
 from kronbit.config import Config
 from kronbit.distributed.sharding import refuse
@@ -27,10 +27,10 @@ from kronbit.state.loading import Checkpoint, Entry
 from kronbit.state.validation import check_outline, checked_leaves, copied
 
 
-class Rewriter(Around, ABC):
+class Rewriter(Wrapper, ABC):
     """An optimizer that rewrites gradients before a first-order optimizer F takes the step.
 
-    This class provides the step, F and checkpoints. It has no blocks and factors, unlike
+    This class provides the step, F and checkpoints. It has no blocks or factors, unlike
     ``kronbit.optimizer.SecondOrder``. A subclass defines the state and how gradients change.
     """
 
@@ -132,16 +132,16 @@ class Rewriter(Around, ABC):
             )
 
     def _started(self, p: Tensor) -> Leaves:
-        """Return the state of a parameter, which starts with zeros."""
+        """Return the state of a parameter. All values are 0 at first."""
         if not self.state[p]:
             self.state[p] = zeros(self.layout(p), p.device)
         state: Leaves = self.state[p]
         return state
 
     def _finite(self, also: Sequence[Tensor] = ()) -> Tensor:
-        """Return True on the device if gradients and other tensors are finite; else count the step.
+        """Return True if the gradients and ``also`` are finite; else count a skipped step.
 
-        The host does not wait for the flag. The caller computes both results and selects by it.
+        The flag stays on the device, so the caller computes both results and selects one with it.
         """
         grads = [elements(p.grad) for p in self._params() if p.grad is not None]
         home = grads[0].device

@@ -16,12 +16,12 @@ from kronbit.blocks.groups import Due, Group
 from kronbit.config import Config, Format
 from kronbit.factors import Batch, Factors
 from kronbit.linalg.backend import backend
-from kronbit.linalg.orthogonal import thousands
+from kronbit.linalg.orthogonal import rounded_order
 from kronbit.linalg.roots import LEAST_RIDGE
 
-_MOST_ROWS = 65535  # in a batch: the limit of a launch grid
-_PADDING = 1 / 3  # part of a batch that may be spent on padding
-_TILE = 64  # kernels pad the sides of matrices to a multiple of it
+_MOST_ROWS = 65535  # of a batch: the limit of a launch grid
+_PADDING = 1 / 3  # fraction of a batch that may be padding
+_TILE = 64  # kernels pad the sides of matrices to multiples of this
 
 
 @dataclass(frozen=True)
@@ -29,9 +29,9 @@ class Cost:
     """Peak number of float32 matrices per row of a batch.
 
     Attributes:
-        square: Matrices of the order, n x n. The larger order if both sides are in use.
-        block: Matrices of the gradient's shape, m x n.
-        gathered: Matrices of the gradient's shape while G is gathered, beside one square matrix.
+        square: Matrices n x n, where n is the order; the larger order if both sides are in use.
+        block: Matrices m x n, the shape of the block.
+        gathered: Matrices m x n while G is gathered, in addition to one square matrix.
         cropped: True if kernels skip the padding of matrices.
     """
 
@@ -48,7 +48,7 @@ class Cost:
         return max(1, min(_MOST_ROWS, workspace // (4 * elements)))
 
 
-# Maxima over all methods and widths. tests/reporting/test_memory.py measures them.
+# Maxima over all methods and bit widths. tests/reporting/test_memory.py measures them.
 UPDATE = Cost(square=5, gathered=1)
 ROBUST_UPDATE = Cost(square=7, gathered=1)
 REFRESH = Cost(square=5)
@@ -89,8 +89,8 @@ Portion: TypeAlias = tuple[Sequence[Part], Batch, Tensor]
 def portion_of(parts: Sequence[Part]) -> Portion:
     """Return the given rows with their factors and members."""
     batch = Batch([(part.factors, part.rows) for part in parts])
-    owners = [part.group.owner[part.rows] for part in parts]
-    return parts, batch, owners[0] if len(owners) == 1 else torch.cat(owners)
+    members = [part.group.member_of[part.rows] for part in parts]
+    return parts, batch, members[0] if len(members) == 1 else torch.cat(members)
 
 
 def due_parts(groups: Sequence[Group], due: Mapping[int, Due]) -> Iterator[Part]:
@@ -127,7 +127,7 @@ def batches(
 ) -> Iterator[list[Part]]:
     """Yield batches of rows of equal format and options, as large as the workspace allows.
 
-    Launches dominate the time of small matrices, so parts for which ``mixed`` returns True share
+    Launch overhead dominates for small matrices, so parts for which ``mixed`` returns True share
     batches with other orders.
     """
     classes: dict[tuple[Format, Config], dict[int, list[Part]]] = {}
@@ -140,7 +140,7 @@ def batches(
     for (format, _), orders in classes.items():
         first = next(iter(orders.values()))[0]
         row_cost = cost if isinstance(cost, Cost) else cost(first)
-        # One more copy for scattered rows of 32 bits, and one for offloaded statistics.
+        # At 32 bits, rows that are not adjacent are copied; offloaded statistics are, too.
         copies = (format.statistic.bits == 32) + first.factors.offloaded
         row_cost = replace(row_cost, square=row_cost.square + copies)
         if row_cost.cropped and mixed(first):
@@ -165,16 +165,16 @@ def _count(parts: Sequence[Part]) -> int:
 
 
 def _join(orders: Mapping[int, list[Part]], workspace: int, cost: Cost) -> Iterator[list[Part]]:
-    """Join small orders of few rows to a larger order, to which their matrices are padded.
+    """Join small orders with few rows to a larger order, to which their matrices are padded.
 
-    Padding may cost a fraction of a batch, since joining saves a batch.
+    Padding may fill a fraction of a batch, since joining saves a batch.
     """
     joined: list[Part] = []
     largest, budget = 0, 0.0
     for order in sorted(orders, reverse=True):
         parts = orders[order]
         rows = _count(parts)
-        joinable = bool(joined) and thousands(order) == thousands(largest)
+        joinable = bool(joined) and rounded_order(order) == rounded_order(largest)
         padding = rows * (1 - (order / largest) ** 3) if joinable else math.inf
         if padding <= budget and rows <= _capacity(parts, workspace, cost):
             joined += parts
@@ -190,7 +190,7 @@ def _join(orders: Mapping[int, list[Part]], workspace: int, cost: Cost) -> Itera
 def _pack(orders: Mapping[int, list[Part]], workspace: int, cost: Cost) -> Iterator[list[Part]]:
     """Yield the fewest batches, of about equal size; smaller orders fill up each batch."""
     descending = sorted(orders, reverse=True)
-    for _, joinable in groupby(descending, key=thousands):
+    for _, joinable in groupby(descending, key=rounded_order):
         selected = {order: orders[order] for order in joinable}
         counts = tuple((order, _count(parts)) for order, parts in selected.items())
         sizes = _packed_sizes(counts, workspace, cost)

@@ -1,4 +1,4 @@
-"""The cut of parameters into matrices and blocks: only shapes, no tensors.
+"""Division of parameters into matrices and blocks: shapes only, no tensors.
 
 A parameter is a stack of E matrices of M rows and N columns. Rows and columns are cut so that no
 side of a block exceeds ``max_order``. Blocks are numbered row by row, and the number is part of the
@@ -19,17 +19,17 @@ from kronbit.config import Config
 
 @dataclass(frozen=True)
 class Block:
-    """A block: rows [row, row + m), columns [column, column + n) of matrix number ``batch``."""
+    """Block ``index``: rows [row, row + m), columns [column, column + n) of matrix ``matrix``."""
 
     index: int
-    batch: int
+    matrix: int
     row: int
     column: int
     m: int
     n: int
 
 
-@dataclass(frozen=True, eq=False)  # ranges of different steps may be equal
+@dataclass(frozen=True, eq=False)  # ranges with different steps may compare equal
 class Grid:
     """A grid of ``matrices`` x ``len(rows)`` x ``len(columns)`` blocks of one shape.
 
@@ -72,7 +72,7 @@ class Grid:
 
 @dataclass(frozen=True)
 class Blocking:
-    """The cut of one parameter.
+    """Division of one parameter into blocks.
 
     Attributes:
         matrices: (E, M, N), the shape of the parameter as a stack of matrices.
@@ -116,10 +116,10 @@ def _runs(sizes: Sequence[int]) -> Iterator[tuple[int, range]]:
 
 @lru_cache(maxsize=4096)
 def route(shape: tuple[int, ...], config: Config) -> Blocking | str:
-    """Cut a parameter into blocks, or say why it is left to the base optimizer.
+    """Cut a parameter into blocks, or return why it is left to the base optimizer.
 
     Raises:
-        ValueError: If ``split_sizes`` sums up to neither the rows nor the columns.
+        ValueError: If ``split_sizes`` sums to neither the number of rows nor that of columns.
     """
     if not config.precondition:
         return "precondition=False"
@@ -137,7 +137,7 @@ def route(shape: tuple[int, ...], config: Config) -> Blocking | str:
         size = sum(config.split_sizes)
         if size not in (M, N):
             raise ValueError(
-                f"split_sizes {config.split_sizes} sums up to {size}, but a parameter of shape "
+                f"split_sizes {config.split_sizes} sums to {size}, but a parameter of shape "
                 f"{shape} is a matrix of {M} rows and {N} columns: put parameters that are not "
                 "stacked into another param group"
             )

@@ -52,13 +52,13 @@ def problem(grad: Tensor) -> str | None:
     if grad.layout != torch.strided:
         return (
             f"is sparse ({grad.layout}): build the embedding with sparse=False, or put the "
-            "parameter into a group with precondition=False and use a base that takes sparse "
+            "parameter into a param group with precondition=False and use a base that takes sparse "
             "gradients, such as SGD or Adagrad"
         )
     if grad.is_complex():
         return (
             f"is complex ({grad.dtype}): optimize torch.view_as_real of the parameter, or put it "
-            "into a group with precondition=False"
+            "into a param group with precondition=False"
         )
     return None
 
@@ -82,8 +82,8 @@ def view_blocks(grid: Grid, matrices: Tensor) -> Tensor:
 class GradientBlocks:
     """Reads and writes blocks of the gradients of one step.
 
-    A gradient whose strides do not allow a view as a matrix (a channels-last convolution without
-    kernels) is copied at each read. Writes go to a copy, which ``flush`` writes back.
+    A gradient whose strides do not allow a view as a matrix (that of a convolution in channels-last
+    order) is copied at each read. Writes go to a copy, which ``flush`` writes back.
     """
 
     def __init__(self, members: Sequence[Member], grads: Sequence[Tensor | None]) -> None:
@@ -93,7 +93,7 @@ class GradientBlocks:
     def gather(self, group: Group, rows: slice) -> Tensor:
         """Return G, the blocks of the given rows, as a new float32 stack (rows, m, n)."""
         shape = (rows.stop - rows.start, *group.shape)
-        stack = torch.empty(shape, dtype=torch.float32, device=group.owner.device)
+        stack = torch.empty(shape, dtype=torch.float32, device=group.member_of.device)
         for member, grid, box, target in _pieces(group, rows):
             view = view_blocks(grid, self._matrices(member))[box]
             stack[target].view(view.shape).copy_(view)
@@ -118,7 +118,7 @@ class GradientBlocks:
 
     def _grad(self, member: int) -> Tensor:
         grad = self._grads[member]
-        assert grad is not None, "rows of a parameter without gradient are never requested"
+        assert grad is not None, "rows of a parameter without a gradient are never requested"
         return grad
 
     def _matrices(self, member: int, to_write: bool = False) -> Tensor:
@@ -215,10 +215,10 @@ class StepGradients(NamedTuple):
         configs: list[Config] = []
         grads: list[Any] = []
         for group in groups:
-            members = group["params"]
-            params += members
-            grads += [p.grad for p in members]
-            configs += [config_of(group)] * len(members)
+            listed = group["params"]
+            params += listed
+            grads += [p.grad for p in listed]
+            configs += [config_of(group)] * len(listed)
         try:
             dtypes = plain_dtypes(grads)
         except AttributeError:  # some parameters have no gradient
@@ -244,7 +244,7 @@ def collect(
     route: Callable[[Tensor, Config], Blocking | str],
     name: Callable[[Tensor], str],
 ) -> StepGradients:
-    """Collect a step's gradients, and replace those that cannot be written to by copies.
+    """Collect a step's gradients; a gradient that must not be written to is replaced by a copy.
 
     Raises:
         RuntimeError: If a gradient cannot be preconditioned.

@@ -24,11 +24,11 @@ from kronbit.rules import Rule
 _Key: TypeAlias = tuple[tuple[int, int], Format, Format, float]
 
 # The point in an interval at which a statistic and its root are due, under ``stagger``: the block's
-# phase, which is its position in the interval, in [0, 1); and True for R, which follows L.
+# phase, which is a position in the interval, in [0, 1); and True for R, whose turn follows L's.
 Turn: TypeAlias = tuple[float, bool]
 
-_BATCH = 2**23  # largest number of elements in the larger factors of one turn
-_SIMILAR, _FEW = 2 / 3, 1 / 8  # fractions of the largest order of a turn, and of _BATCH
+_TURN_SIZE = 2**23  # largest number of elements in the larger factors of one turn
+_SIMILAR, _FEW = 2 / 3, 1 / 8  # fractions of a turn's largest order, and of _TURN_SIZE
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Member:
     """A parameter as the preconditioner sees it.
 
     Attributes:
-        blocking: The cut into blocks.
+        blocking: The division into blocks.
         config: The options when the state was made. They determine formats and start value; all
             other options are those of the step.
     """
@@ -92,7 +92,7 @@ class Group:
         left: L and L̂, order m.
         right: R and R̂, order n.
         spans: The rows of each grid of each member, in row order.
-        owner: The member of each row, on the device.
+        member_of: The member of each row, on the device.
         number: The index of each row's block among all blocks of the device, counted member by
             member, on the device.
         pieces: Cache of ``gradients.GradientBlocks``: (start, stop) -> views that hold these rows.
@@ -102,7 +102,7 @@ class Group:
     left: Factors
     right: Factors
     spans: tuple[Span, ...]
-    owner: Tensor
+    member_of: Tensor
     number: Tensor
     pieces: dict[tuple[int, int], tuple[Any, ...]] = field(init=False, default_factory=dict)
 
@@ -125,13 +125,13 @@ class Group:
         """Yield the location of each row's block in its gradient.
 
         A location is the row, its member, the index of the block within the member, the offset of
-        the block in the gradient, the stride between the block's rows, and its taps.
+        the block in the gradient, the stride between the block's rows, and the member's taps.
         """
         for span in self.spans:
             blocking = members[span.member].blocking
             _, M, N = blocking.matrices
             for row, block in enumerate(span.blocks(), span.start):
-                first = (block.batch * M + block.row) * N + block.column
+                first = (block.matrix * M + block.row) * N + block.column
                 yield row, span.member, block.index, first, N, blocking.taps
 
 
@@ -157,10 +157,10 @@ def make_groups(members: Sequence[Member], device: torch.device) -> list[Group]:
     for key, of_group in grids.items():
         spans = tuple(_spans(of_group, phases[key]))
         blocks = [(span.member, block.index) for span in spans for block in span.blocks()]
-        owner = torch.tensor([member for member, _ in blocks], device=device)
+        member_of = torch.tensor([member for member, _ in blocks], device=device)
         number = torch.tensor([first_number[i] + j for i, j in blocks], device=device)
         L, R = sides[key]
-        groups.append(Group(key[0], L, R, spans, owner, number))
+        groups.append(Group(key[0], L, R, spans, member_of, number))
     return groups
 
 
@@ -192,7 +192,7 @@ def _phases(rows: Mapping[_Key, int]) -> dict[_Key, list[float]]:
     """Assign each group's rows to slots of the interval; return the phases of the rows.
 
     The rows of one slot suffice to keep a GPU busy. Large blocks come first, so that the blocks of
-    a slot have similar orders and can share batches, unless there are only a few of an order.
+    a slot have similar orders and can share batches; a nearly empty slot takes any order.
     """
     slots: dict[_Key, list[int]] = {}
     slot = filled = largest = 0
@@ -200,8 +200,8 @@ def _phases(rows: Mapping[_Key, int]) -> dict[_Key, list[float]]:
         order = max(key[0])
         slots[key] = []
         for _ in range(rows[key]):
-            much_smaller = order < largest * _SIMILAR and filled >= _BATCH * _FEW
-            if filled and (much_smaller or filled + order**2 > _BATCH):
+            much_smaller = order < largest * _SIMILAR and filled >= _TURN_SIZE * _FEW
+            if filled and (much_smaller or filled + order**2 > _TURN_SIZE):
                 slot, filled = slot + 1, 0
             largest = largest if filled else order
             slots[key].append(slot)

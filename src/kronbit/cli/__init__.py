@@ -25,13 +25,13 @@ app.add_typer(recipes_app, name="recipes")
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run the command and return its exit code; errors of the user are one line on stderr.
+    """Run the command and return its exit code. A user error is printed on stderr as one line.
 
     Args:
-        arguments: Command line without the name of the command.
+        arguments: Command line without the command name.
     """
     if "" not in sys.path:
-        sys.path.append("")  # the working folder may have packages of the user
+        sys.path.append("")  # the user's packages may be in the working directory
     command = typer.main.get_command(app)
     try:
         result = command.main(list(arguments), prog_name="kronbit", standalone_mode=False)
@@ -44,7 +44,7 @@ def run(arguments: Sequence[str]) -> int:
     except (KeyboardInterrupt, typer.Abort):
         return _fail("interrupted", 130)
     except Exception as error:
-        if hasattr(error, "format_message"):  # an error of click, or of the click inside typer
+        if hasattr(error, "format_message"):  # raised by click, or by typer's copy of click
             message = error.format_message().rstrip(".")
             if not message:  # no arguments: the help was shown
                 return 2

@@ -23,7 +23,7 @@ def doctor(
     optimizer: Annotated[
         str, Option("--optimizer", "-o", help="Import path of the optimizer.")
     ] = "kronbit.Shampoo",
-    options: Annotated[str, Option(help="Its options, e.g. bits=8,lr=1e-3.")] = "",
+    options: Annotated[str, Option(help="Options of the optimizer, e.g. bits=8,lr=1e-3.")] = "",
     device: Device = None,
     as_json: Json = False,
 ) -> int:

@@ -29,11 +29,11 @@ ERRORS_EXAMPLES = (
 
 
 def recipes(context: Context) -> None:
-    """List recipes, with the paper's table that each belongs to."""
+    """List recipes, each with the table of the paper that it reproduces."""
     if context.invoked_subcommand is not None:
         return
     table = Table(box=None, padding=(0, 2, 0, 0))
-    for title in ("recipe", "what", "paper"):
+    for title in ("recipe", "description", "paper"):
         table.add_column(title, no_wrap=title == "recipe", overflow="fold")
     for name in recipe_names():
         recipe = find_recipe(name)
@@ -42,7 +42,7 @@ def recipes(context: Context) -> None:
 
 
 def show(name: Annotated[str, options.RECIPE]) -> None:
-    """Print all settings of a recipe as YAML, to edit as your own."""
+    """Print all settings of a recipe as YAML, as a template for your own."""
     print(find_recipe(name).to_yaml(), end="")
 
 
@@ -57,7 +57,7 @@ def report(
     if out is None and len(runs) > 1:
         raise LabError("several runs are merged into a new folder: choose it with --out")
     command = options.command_line()
-    if len(runs) == 1:  # a comparison knows the command that made it
+    if len(runs) == 1:  # the summary of a comparison has its command
         with suppress(OSError, ValueError, KeyError):
             command = json.loads((runs[0] / "summary.json").read_text(encoding="utf-8"))["command"]
     title = ", ".join(dict.fromkeys(run.recipe for run in merged))
@@ -127,8 +127,8 @@ def plan(
         ),
     ],
     batch: Annotated[int | None, Option(help="Examples per pass.")] = None,
-    seq: Annotated[int | None, Option(help="Length of sequences.")] = None,
-    image: Annotated[int | None, Option(help="Side of images.")] = None,
+    seq: Annotated[int | None, Option(help="Sequence length, in tokens.")] = None,
+    image: Annotated[int | None, Option(help="Side of the images, in pixels.")] = None,
     gpu: Annotated[
         str | None, Option(help="Memory of the GPU, e.g. 80GB (80 x 1024 MiB) or 24G.")
     ] = None,
@@ -148,7 +148,7 @@ def plan(
     settings: options.Settings = None,
     as_json: options.Json = False,
 ) -> None:
-    """Show the memory of a training for each method and bit width, and what fits."""
+    """Show the memory of a training run for each method and bit width, and what fits."""
     from kronbit.lab.plan.planning import make_plan, to_json
     from kronbit.lab.plan.table import show as show_plan
 

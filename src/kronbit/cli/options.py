@@ -46,14 +46,14 @@ Device = Annotated[str | None, Option(help="cpu, cuda or cuda:N; default: a GPU 
 Amp = Annotated[str | None, Option(help="Autocast: bf16, fp16 or off.")]
 Compile = Annotated[bool, Option("--compile", help="Compile the network with torch.compile.")]
 CudaGraph = Annotated[
-    bool, Option("--cuda-graph", help="Replay forward and backward pass as a CUDA graph.")
+    bool, Option("--cuda-graph", help="Replay the forward and backward pass as a CUDA graph.")
 ]
-TensorBoard = Annotated[bool, Option("--tensorboard", help="Write TensorBoard files, too.")]
+TensorBoard = Annotated[bool, Option("--tensorboard", help="Also write TensorBoard files.")]
 Json = Annotated[bool, Option("--json", help="Print JSON instead of a table.")]
 
 
-def wishes(settings: Sequence[str] | None, **options: Any) -> dict[str, Any]:
-    """Return the options that were given, and the settings of ``--set``, by name."""
+def merge(settings: Sequence[str] | None, **options: Any) -> dict[str, Any]:
+    """Merge the options that were given with the settings of ``--set``; return both by name."""
     given = {name: value for name, value in options.items() if value is not None}
     return {**given, **parse_settings(settings or ())}
 
@@ -79,7 +79,7 @@ def output_folder(
 def _new_folder(name: str) -> Iterator[Path]:
     runs, time = Path("runs"), dt.datetime.now().strftime("%Y%m%d-%H%M%S")
     make_folder(runs)
-    # The name may be taken: by a run of the same second, or if the clock was set back.
+    # The name is taken if another run started in the same second, or the clock was set back.
     for suffix in chain([""], (f"-{number}" for number in count(2))):
         place = runs / f"{name}-{time}{suffix}"
         with suppress(FileExistsError):

@@ -61,18 +61,18 @@ def train(
     from kronbit.lab.training.loop import Interrupted
     from kronbit.lab.training.terminal import Terminal
 
-    wishes = options.wishes(settings, optimizer=optimizer, bits=bits, base=base, seed=seed, amp=amp)
+    given = options.merge(settings, optimizer=optimizer, bits=bits, base=base, seed=seed, amp=amp)
     if resume is not None:
-        if recipe is not None or wishes or out is not None:
+        if recipe is not None or given or out is not None:
             raise LabError("--resume takes all settings from the run: give no others")
         trial, before = experiment.read_trial(resume)
         device, data = device or before["device"], data or Path(before["data"])
         compile, cuda_graph = compile or before["compile"], cuda_graph or before["graph"]
         place: AbstractContextManager[Path] = nullcontext(resume)
     elif recipe is None:
-        raise LabError("which recipe? `kronbit recipes` lists them; --resume RUN resumes a run")
+        raise LabError("no recipe given: `kronbit recipes` lists them; --resume RUN resumes a run")
     else:
-        made = find_recipe(recipe).with_settings(wishes)
+        made = find_recipe(recipe).with_settings(given)
         refuse_unused_options(made)
         place = options.output_folder(out, f"{made.name}-{made.optimizer}")
     how = {"compile": compile, "graph": cuda_graph, "tensorboard": tensorboard}
@@ -115,7 +115,7 @@ def compare(
             "caspr-4, kfac-4, ..., optionally followed by settings.",
         ),
     ] = None,
-    seeds: Annotated[int, Option(help="Number of seeds, counted from the recipe's.", min=1)] = 1,
+    seeds: Annotated[int, Option(help="Number of seeds, from the recipe's seed on.", min=1)] = 1,
     base: options.Base = None,
     settings: options.Settings = None,
     out: options.Out = None,
@@ -128,7 +128,7 @@ def compare(
     compile: options.Compile = False,
     cuda_graph: options.CudaGraph = False,
 ) -> None:
-    """Train one network from one seed with several optimizers, and write a report."""
+    """Train one network from the same seeds with several optimizers, and write a report."""
     from kronbit.lab.optimizers import DEFAULT_VARIANTS, check_optimizer
     from kronbit.lab.report.runs import find_runs
     from kronbit.lab.training.experiment import make_trial, run_all, write_comparison
@@ -137,7 +137,7 @@ def compare(
 
     if resume and out is None:
         raise LabError("--resume needs --out: the folder of the comparison")
-    start = find_recipe(recipe).with_settings(options.wishes(settings, base=base, amp=amp))
+    start = find_recipe(recipe).with_settings(options.merge(settings, base=base, amp=amp))
     world = join_world("none", device, data=data or World.data, compile=compile, graph=cuda_graph)
     trials = [
         make_trial(spec, start.with_settings({"seed": start.seed + seed}), recipe, world)

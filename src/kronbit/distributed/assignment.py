@@ -32,7 +32,7 @@ def divide(parts: Iterable[Part], ranks: int) -> list[list[Part]]:
 
 
 def assign(costs: Sequence[int], ranks: int) -> list[int]:
-    """Return the rank of each item. Each goes to the smallest load, the most expensive first."""
+    """Return the rank of each item: the one with the smallest load, most expensive items first."""
     loads = [0] * ranks
     owners = [0] * len(costs)
     for number, i in enumerate(sorted(range(len(costs)), key=lambda i: -costs[i])):

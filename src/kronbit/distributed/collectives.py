@@ -31,7 +31,7 @@ class Link:
         transport = message_device(group, device)
         if transport is None:
             raise ValueError(
-                f"process_group cannot send tensors of {device.type}: initialise it with a backend "
+                f"process_group cannot send tensors on {device.type}: initialise it with a backend "
                 "for that device"
             )
         self.group, self.device = group, transport
@@ -110,7 +110,7 @@ def gather(streams: Streams, link: Link, workspace: int) -> int:
         streams: For each rank, the contiguous tensors that it sends, of the same shapes on all
             ranks. The tensors of other ranks are overwritten.
         link: The ranks.
-        workspace: Limit on the bytes of the buffers, unless it is very small.
+        workspace: Limit on the bytes of the buffers. A small limit may be exceeded.
 
     Returns:
         The bytes that this rank has received.

@@ -137,7 +137,7 @@ class Owners:
             )
 
     def _spread_nonfinite(self, grads: Sequence[Tensor]) -> None:
-        """Make a gradient NaN on all ranks if it is not finite on any rank."""
+        """Make a gradient NaN on all ranks if it is non-finite on at least one."""
         grads = [grad for grad in grads if grad.is_floating_point()]
         if not grads:
             return

@@ -81,7 +81,7 @@ class Ranks:
         return nullcontext(gradients)
 
     def grow(self, larger: Ranks) -> None:
-        """Become ``larger``, found with new parameters. Known parameters keep their owners."""
+        """Become ``larger``, which includes new parameters. Known parameters keep their owners."""
         if self.owners is not None and larger.owners is not None:
             larger.owners.owner_of |= self.owners.owner_of
         if self.exchange.link is not None and larger.exchange.link is not None:
@@ -138,7 +138,7 @@ class Ranks:
 def agreement_lines(
     optimizer: Optimizer, base: Optimizer, config: Config, state: Mapping[Tensor, Any]
 ) -> list[str]:
-    """Describe, line by line, everything that ranks that step together must have in common."""
+    """Describe, line by line, everything that must be equal on ranks that step together."""
     lines = [type(optimizer).__name__, f"base {type(base).__name__}"]
     lines += [f"{name}={getattr(config, name)!r}" for name in sorted(GLOBAL_OPTIONS)]
     for index, group in enumerate(optimizer.param_groups):
@@ -169,7 +169,7 @@ def find_ranks(
         blocking, placement = route(p, options), placement_of(p)
         if isinstance(blocking, Blocking):
             blockings[p] = blocking
-        # Even without rows on this rank: all ranks must decide the same.
+        # Even without rows on this rank: all ranks must reach the same decision.
         if options.precondition and placement is not None:
             placements[p] = placement
     if not (blockings or placements) or not (dist.is_available() and dist.is_initialized()):

@@ -51,7 +51,7 @@ def refuse(name: str, p: Tensor, shards: bool, known: Iterable[Tensor] = ()) -> 
     accepted so far.
 
     Raises:
-        TypeError: The message names the parameter and the remedy.
+        TypeError: If it is refused. The message names the parameter and the remedy.
     """
     problem = _problem(p, shards, known)
     if problem is not None:
@@ -67,7 +67,7 @@ def _problem(p: Tensor, shards: bool, known: Iterable[Tensor]) -> str | None:
         )
     if getattr(p, "_is_flat_param", False):
         return (
-            "a FlatParameter of FSDP 1, which joins matrices to one vector: use fully_shard (FSDP2)"
+            "a FlatParameter of FSDP 1, which joins matrices into a vector: use fully_shard (FSDP2)"
         )
     if not is_distributed(p):
         return None
@@ -86,13 +86,13 @@ def _problem(p: Tensor, shards: bool, known: Iterable[Tensor]) -> str | None:
         fault = f"on a mesh of {p.device_mesh.ndim} axes"
     if fault is not None:
         return (
-            f"a DTensor {fault}: shard parameters by fully_shard along their first axis only, "
+            f"a DTensor {fault}: shard parameters with fully_shard along their first axis only, "
             "or put this one into a group with precondition=False"
         )
     placement, others = placement_of(p), filter(None, map(placement_of, known))
     if placement is not None and next(others, placement) != placement:
         return (
-            f"sharded over another mesh, {placement.mesh}, than earlier parameters: build an "
+            f"sharded over another mesh ({placement.mesh}) than earlier parameters: build an "
             "optimizer for each mesh"
         )
     return None

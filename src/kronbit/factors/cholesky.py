@@ -27,7 +27,7 @@ class Triangle(NamedTuple):
 
     Attributes:
         C: The matrices.
-        smaller: Rows whose matrices are padded with zeros, and their order before padding.
+        smaller: Rows whose matrices are padded with zeros, each with the order before padding.
     """
 
     C: Tensor
@@ -79,7 +79,7 @@ class Cholesky:
         self.root = root_storage(format)
 
     def allows_padding(self, config: Config, attempt: int | None) -> bool:
-        """True unless jitter or a trace is needed, which depends on the whole matrix."""
+        """True unless jitter or a trace may be needed, which depends on the whole matrix."""
         return not config.trace_scaling if attempt is None else attempt == 0 and config.beta > 0
 
     def layout(self, order: int) -> Layout:

@@ -45,7 +45,7 @@ class Spectrum(NamedTuple):
 
 
 class Eigen:
-    """Stores A = V Λ Vᵀ as (λ, Ū): Algorithms PU and PIRU.
+    """Stores A = V Λ Vᵀ as λ and Ū = Q(U), from which V is restored: Algorithms PU and PIRU.
 
     U is stored transposed: a row is an eigenvector, so no quantisation block spans two of them.
     Float32 eigenvectors (32 bits, or a small order) are orthogonal and are not rectified.
@@ -86,7 +86,7 @@ class Eigen:
         """Return (λ, D(Ū)) of all stacks, concatenated.
 
         A matrix of a smaller order is padded with unit eigenvectors, whose λ is its largest.
-        Neither update nor root mixes the matrix and the padding.
+        Neither an update nor a refresh mixes the matrix with its padding.
         """
         lams = [_padded(leaves["eigenvalues"], order) for leaves in slices]
         lam = lams[0] if len(lams) == 1 else torch.cat(lams)

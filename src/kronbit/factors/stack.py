@@ -32,9 +32,9 @@ class Method(Protocol):
 
     p: int
     root: MatrixStorage
-    # Counters of repeated attempts at an update, in order.
+    # Names of the counters of repeated attempts at an update, in order.
     repairs: tuple[str, ...]
-    # Counters of repeated attempts at a refresh, each with ten times the damping.
+    # Names of the counters of repeated attempts at a refresh, each with ten times the damping.
     root_repairs: tuple[str, ...]
 
     def allows_padding(self, config: Config, attempt: int | None) -> bool:
@@ -219,7 +219,7 @@ class Batch:
         attempt: int = 0,
         chain: Chain | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Run PU with M (rows, n, n), finite, which may be overwritten; see ``Method.update``.
+        """Run PU with a finite M, (rows, n, n), which may be overwritten; see ``Method.update``.
 
         A row is unchanged where ``finite``, bool (rows,), is False, or its factorisation fails.
 
@@ -256,7 +256,7 @@ class Batch:
         return self.method.restore(slices, self._order)
 
     def _trace_scale(self) -> Tensor:
-        """Return the ratio of (A / √tr A)^(-1/p) to A^(-1/p), a number; 1 for a zero matrix."""
+        """Return the ratio, a scalar, of (A / √tr A)^(-1/p) to A^(-1/p); 1 for a zero matrix."""
         trace = self.restored().trace()
         scale = torch.where(trace == 0, 1.0, trace)
         for _ in range(self.method.p.bit_length()):  # the 2p-th root; not pow, see ``Eigen``
@@ -327,7 +327,7 @@ def _per_row(values: Tensor, leaf: Tensor) -> Tensor:
 
 
 def _finite_rows(leaves: Sequence[Tensor]) -> Tensor:
-    """Return bool (rows,), True if finite: the scale of a non-finite element is not finite."""
+    """Return bool (rows,), True if finite. A non-finite element has a non-finite scale."""
     checks = [
         torch.linalg.vector_norm(leaf.flatten(1), ord=torch.inf, dim=1) < torch.inf
         for leaf in leaves

@@ -22,8 +22,8 @@ from kronbit.quantization import Quantizer, reference
 Leaves: TypeAlias = dict[str, Tensor]
 # Name -> (shape without the row axis, dtype).
 Layout: TypeAlias = dict[str, tuple[tuple[int, ...], torch.dtype]]
-# Structure of a matrix: none, symmetric, or lower triangular.
-Shape: TypeAlias = Literal["square", "symmetric", "lower"]
+# Structure of a matrix: none ("square"), symmetric, or lower triangular.
+Structure: TypeAlias = Literal["square", "symmetric", "lower"]
 
 TILES = (32, 64)
 # Blocks of 32 have a smaller error (by half a degree of an update at 4 bits, see
@@ -129,11 +129,11 @@ class CompactStorage:
 
     quantizer: Quantizer
     prefix: str
-    shape: Shape
+    structure: Structure
 
     def tile(self, order: int) -> int | None:
         """Return the side of the tiles that need the least memory; None for storage by rows."""
-        return None if self.shape == "square" else _best_tile(self, order)
+        return None if self.structure == "square" else _best_tile(self, order)
 
     def layout(self, order: int) -> Layout:
         """Return name -> (shape, dtype) of the tensors of a matrix of this order."""
@@ -146,7 +146,7 @@ class CompactStorage:
         ).lengths(tile or order)
         scales = math.prod(rows) * blocks
         layout: Layout = {}
-        if self.shape != "square":
+        if self.structure != "square":
             layout[f"{self.prefix}diagonal"] = ((order,), torch.float32)
         layout[f"{self.prefix}codes"] = ((*rows, code_length), torch.uint8)
         layout[f"{self.prefix}scales"] = ((scales,), torch.uint8)
@@ -156,7 +156,7 @@ class CompactStorage:
 
     def encode(self, X: Tensor) -> Leaves:
         """Return Q(X); only the lower triangle of a symmetric matrix is read."""
-        tile, triangle = self.tile(X.shape[-1]), self.shape != "square"
+        tile, triangle = self.tile(X.shape[-1]), self.structure != "square"
         leaves: Leaves = {}
         if triangle:
             leaves[f"{self.prefix}diagonal"] = X.diagonal(dim1=-2, dim2=-1).clone()
@@ -170,10 +170,10 @@ class CompactStorage:
         codes, scales, tops = (
             leaves[f"{self.prefix}{name}"] for name in ("codes", "scales", "top_scales")
         )
-        diagonal = None if self.shape == "square" else leaves[f"{self.prefix}diagonal"]
+        diagonal = None if self.structure == "square" else leaves[f"{self.prefix}diagonal"]
         order = codes.shape[1] if diagonal is None else diagonal.shape[1]
         parameters = _parameters(self.quantizer, self.tile(order))
-        mirrored = self.shape == "symmetric"
+        mirrored = self.structure == "symmetric"
         return backend(codes.device).decode_triangle(
             codes, scales, tops, diagonal, mirrored, *parameters, out=out
         )
@@ -200,9 +200,9 @@ def _best_tile(storage: CompactStorage, order: int) -> int | None:
     return min((*TILES, None), key=cost)
 
 
-def statistic_storage(format: Format, plain: str, shape: Shape) -> MatrixStorage:
+def statistic_storage(format: Format, plain: str, structure: Structure) -> MatrixStorage:
     """Return the storage of a statistic; ``plain`` is the name of the tensor at 32 bits."""
-    return _storage(format, format.statistic, plain, "", shape)
+    return _storage(format, format.statistic, plain, "", structure)
 
 
 def root_storage(format: Format) -> MatrixStorage:
@@ -211,12 +211,12 @@ def root_storage(format: Format) -> MatrixStorage:
 
 
 def _storage(
-    format: Format, quantizer: Quantizer, plain: str, prefix: str, shape: Shape
+    format: Format, quantizer: Quantizer, plain: str, prefix: str, structure: Structure
 ) -> MatrixStorage:
     if format.compact and quantizer.bits < 32:
-        return CompactStorage(quantizer, prefix, shape)
+        return CompactStorage(quantizer, prefix, structure)
     # A square matrix is an orthogonal basis, whose diagonal does not dominate.
-    return RowStorage(quantizer, plain, prefix, diagonal=shape != "square")
+    return RowStorage(quantizer, plain, prefix, diagonal=structure != "square")
 
 
 def is_root(name: str) -> bool:

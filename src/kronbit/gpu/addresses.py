@@ -65,7 +65,7 @@ def _sendable(values: array[int], device: torch.device) -> Tensor:
 
     Torch's allocator does not reuse pinned memory before the copy has ended.
     """
-    # torch.tensor of a list takes four times as long.
+    # torch.tensor(list) takes four times as long.
     host = torch.frombuffer(values, dtype=_DTYPES[values.typecode])
     return host.pin_memory() if device.type == "cuda" else host
 

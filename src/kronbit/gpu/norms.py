@@ -14,7 +14,7 @@ from kronbit.gpu.addresses import to_device
 from kronbit.kernels.gradients import norms_kernel, squares_kernel, zero_kernel
 from kronbit.kernels.launch import launch
 
-_BLOCK, _ROUNDS = 2048, 8
+_BLOCK, _ROUNDS = 2048, 8  # elements of a round, and rounds of a piece of a gradient
 _SUMMED = 256  # pieces of a gradient that are summed together
 
 

@@ -61,7 +61,7 @@ class GroupedProducts:
         # Scratch is addressed relative to the anchor, whichever 16-bit dtype it holds.
         anchor = torch.zeros(64, dtype=torch.bfloat16, device=self._device)
         self._anchors = {True: anchor, False: anchor.view(torch.float16)}
-        # The units of both roots of each block.
+        # The units of both roots of each block; see ``kernels.grouped``.
         self._units = torch.ones(2 * len(tables.lines), dtype=torch.float32, device=self._device)
 
     def set_buffers(self, scratch: int, held: int, norms: Tensor) -> None:

@@ -12,8 +12,8 @@ class Precision:
     """Precision of the products of a step.
 
     Attributes:
-        precise: True if roots, gradients, X and Y are sums of two bf16 numbers, not float16, and Ĝ
-            is held in float32, not bf16.
+        precise: True if roots and gradients, and X and Y in the scratch, are sums of two bf16
+            numbers, not float16, and Ĝ is held in float32, not bf16.
         direct: True if gradients with wide rows are multiplied in place, without a copy.
     """
 

@@ -36,7 +36,7 @@ _Key: TypeAlias = tuple[Precision, frozenset[int], frozenset[int]]
 
 
 class KernelProducts:
-    """Computes products with kernels, for members whose measured error permits less precision.
+    """Computes products with kernels, for members whose measured error permits reduced precision.
 
     Args:
         stacks: The members' state.
@@ -55,7 +55,7 @@ class KernelProducts:
         self._replay = Replay(stacks.device, graphs)
         self._addresses: Tensor | None = None
         # Graphs may hold the tables. No lambda: a reference cycle would keep the stacks in memory
-        # until a collection.
+        # until a garbage collection.
         self._grouped: BoundedCache[_Key, GroupedProducts] = BoundedCache(
             _CACHE_SIZE, keep_used=True, on_eviction=self._replay.forget
         )
@@ -77,7 +77,7 @@ class KernelProducts:
             addresses: Table of the gradients that the kernels support.
 
         Returns:
-            The refreshed members that remain, in order; some may have no gradient.
+            The refreshed members that are left to torch, in order; some may have no gradient.
         """
         refreshed = self._stacks.refreshed
         if self._divided != (refreshed, self.bits):

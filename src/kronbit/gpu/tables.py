@@ -75,7 +75,7 @@ class TableBlock:
         return not self.channels_last and all(length % 8 == 0 for length in lengths)
 
     def scratch(self, precision: Precision) -> int:
-        """Return the elements of scratch: two roots, Y, and X unless it is the gradient itself."""
+        """Return the scratch in elements: two roots, Y, and X unless it is the gradient itself."""
         m, n = map(padded, self.group.shape)
         copies = 1 if precision.direct and self.wide else 2
         return precision.parts * (m * m + n * n + copies * m * n)
@@ -121,7 +121,7 @@ class Chunk(NamedTuple):
         blocks: The blocks.
         roots: For each kind of root, the index of a list of programs that restore roots. A program
             is (block, side, first), where ``first`` is the first program of the block.
-        strips: Range of the tables' programs that gather or scatter the chunk's rows.
+        strips: Range, in the last list of programs, of those that move the chunk's rows.
         wide: True if the rows of all gradients are wide, False if none are.
         tiles: Index of the list of a product's programs, each (block, first).
         square: Index of the first program's sum of squares.

@@ -1,7 +1,7 @@
 """Entries in timm's registry of optimizers: ``opt="shampoo4bit"`` and ``opt="caspr4bit"``.
 
 Importing this module registers both names for ``timm.optim.create_optimizer_v2`` and timm's
-training script. The base optimizer takes param groups with timm's flag ``use_fallback``.
+training script. Param groups with timm's flag ``use_fallback`` are left to the base optimizer.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""torchtitan's container of optimizers, extended by those of kronbit."""
+"""torchtitan's optimizer container, extended by kronbit's optimizers."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from kronbit.config import GROUP_OPTIONS
 
 
 class KronbitOptimizers(OptimizersContainer):  # type: ignore[misc, type-arg, unused-ignore]
-    """Accepts ``optimizer_name="Shampoo"`` or ``"CASPR"`` in param groups, and torchtitan's names.
+    """Accepts ``optimizer_name="Shampoo"`` and ``"CASPR"`` in addition to torchtitan's names.
 
-    ``optimizer_kwargs`` of a group takes the group's options of kronbit and of the base. Options of
-    the whole optimizer (``base``, ``workspace_mb``, ``blocks``, ...) belong in
+    ``optimizer_kwargs`` of a param group takes options that may differ by group, of kronbit and of
+    the base. Options of the whole optimizer (``base``, ``workspace_mb``, ``blocks``, ...) belong in
     ``optimizer_factory_kwargs_by_name``.
     """
 
@@ -53,7 +53,7 @@ def shampoo4bit(
     """
     defaults = {} if "base" in options else {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
     given = {"lr": lr, **defaults, **options}
-    # The container writes these into groups, where they override options of the whole optimizer.
+    # Options that the container writes into groups. They override those of the whole optimizer.
     of_groups = {*GROUP_OPTIONS, *IMPLEMENTATION, "lr"}
     whole = {name: given.pop(name) for name in list(given) if name not in of_groups}
     kept = {**given, "precondition": False}

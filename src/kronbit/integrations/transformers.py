@@ -15,7 +15,7 @@ import kronbit
 from kronbit.integrations.strings import read_options
 from kronbit.optimizer import SecondOrder
 
-# max_order of LoRA factors, so that blocks are not much larger than the rank.
+# max_order of LoRA's matrices, so that blocks are not much larger than LoRA's rank.
 LOW_RANK_ORDER = 128
 
 

@@ -67,7 +67,7 @@ def _factors(D, least, DIRECT: tl.constexpr, HALF: tl.constexpr):
 
     This is Gaussian elimination, from D | I to Lᵀ | L⁻¹, up to the square roots of the pivots.
     Column j of D is zero below the pivot from step j on, and column j of the right half is zero
-    before, so both share one column.
+    until then, so both share one column.
     """
     index = tl.arange(0, HALF)
     row, column = index[:, None], index[None, :]
@@ -194,7 +194,7 @@ def _step_kernel(
 
 @triton.jit(do_not_specialize=["n"])
 def _transpose_kernel(places, n, TILE: tl.constexpr):
-    """Move the tiles above the diagonal below it, and leave zeros."""
+    """Move the tiles above the diagonal below it, transposed, and leave zeros above it."""
     i, j = tl.program_id(0), tl.program_id(1)
     matrix = tl.program_id(2).to(tl.int64)
     if j >= i or not _wanted(places, matrix):
@@ -332,7 +332,7 @@ def factor_(A: Tensor, chain: Chain | None = None) -> Tensor:
 
 
 class Chain:
-    """Launches of ``inverse_factor_`` and ``factor_``. Kernels read addresses from a table.
+    """Launches the kernels of ``inverse_factor_`` and ``factor_``, which read a table of addresses.
 
     Args:
         device: Device of the matrices.

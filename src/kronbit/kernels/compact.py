@@ -32,7 +32,7 @@ _BY_ROWS = 16
 def tile_at(number):
     """Return row and column of a tile of the lower triangle, counted by rows."""
     i = ((tl.sqrt(8.0 * number.to(tl.float32) + 1.0) - 1.0) * 0.5).to(tl.int32)
-    i = tl.where(i * (i + 1) // 2 > number, i - 1, i)  # a root may be rounded to either side
+    i = tl.where(i * (i + 1) // 2 > number, i - 1, i)  # the square root is rounded
     i = tl.where((i + 1) * (i + 2) // 2 <= number, i + 1, i)
     return i, number - i * (i + 1) // 2
 

@@ -1,7 +1,7 @@
 """Evaluation of a polynomial in two launches: all lines but the last; after a check, the last.
 
-Programs take tiles in the order of lines, matrices and tiles, and wait until the previous lines of
-their matrix are done. No processor idles at the end of a line, as it would with a launch per line.
+A line is one of the polynomial's products. Programs take tiles in the order of lines, matrices and
+tiles, and wait until the previous lines of their matrix are done: no processor idles between lines.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A table of addresses through which kernels reach gradients, which move from step to step.
 
-An entry is the address of a gradient, with its kind and its order in bits that addresses leave
+An entry is the address of a gradient, with its kind and memory order in bits that addresses leave
 free; 0 if there is no gradient. A convolution's weight has rows of (input, tap), or of (tap, input)
 in channels-last order.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-_ORDER_AT, KIND_FROM = 59, 60  # the bit of an entry's order, and the first bit of its kind
+_ORDER_AT, KIND_FROM = 59, 60  # bit of the memory order, and first bit of the kind
 CHANNELS_LAST = 1 << _ORDER_AT  # added to an entry whose gradient is channels-last
 _KIND = tl.constexpr(KIND_FROM)
 _CHANNELS_LAST = tl.constexpr(CHANNELS_LAST)

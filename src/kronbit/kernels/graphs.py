@@ -33,7 +33,7 @@ class Replay:
         )
 
     def __call__(self, key: Hashable, work: Callable[[], None]) -> None:
-        """Do work that uses the same addresses in all calls with the same key.
+        """Run work that uses the same addresses in all calls with the same key.
 
         The work must not allocate memory, nor wait for the device.
         """

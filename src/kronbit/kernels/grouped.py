@@ -10,7 +10,7 @@ step's buffers, so a captured graph stays valid when they move.
 
 Products multiply float16 and add in float32. Operands are divided by powers of two
 (``gradient_unit``, ``root_unit``) that keep them in float16's range. A gradient in bf16 can be an
-operand without a copy (DIRECT); then R̂, its first factor, is in bf16, too. Where float16 is not
+operand without a copy (DIRECT); then R̂, the other operand, is in bf16, too. Where float16 is not
 accurate enough (PRECISE), every operand is a sum of two bf16 numbers, hi + lo, and the tensor cores
 multiply both: 16 bits, and no units.
 
@@ -36,8 +36,8 @@ STRIP = 16  # rows of a block that a program gathers, restores or scatters: a st
 # Fields of the line of a block, after those of ``gradients``.
 LEFT = tl.constexpr(6)  # scratch: L̂
 RIGHT = tl.constexpr(7)  # scratch: R̂
-X = tl.constexpr(8)  # scratch
-Y = tl.constexpr(9)
+X = tl.constexpr(8)  # scratch: a copy of G
+Y = tl.constexpr(9)  # scratch: the result of a pass
 HELD = tl.constexpr(10)  # first element of Ĝ in the held stack
 CODES = tl.constexpr(11)  # from here on, addresses of L̂; the fields of R̂ are TO_RIGHT later
 SCALES = tl.constexpr(12)
@@ -49,7 +49,7 @@ COUNT = 21  # integers in a line
 LINE = tl.constexpr(COUNT)
 
 # Fields of the table of a step's buffers.
-SCRATCH = tl.constexpr(0)  # not an address, but elements from the anchor on
+SCRATCH = tl.constexpr(0)  # not an address: the offset from the anchor in elements
 HELD_STACK = tl.constexpr(1)  # the address of the held stack
 NORMS = tl.constexpr(2)  # the address of ‖G‖_F of every member
 BUFFERS = 3
@@ -63,7 +63,7 @@ _WIDEN = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 # norm 2¹⁵ stay below 2¹⁵ √n; two sums are added.
 _ROOM = tl.constexpr(256.0)
 
-# A scale that tells scatter to leave the gradient unchanged.
+# A scale that tells ``scatter_kernel`` to leave the gradient unchanged.
 LEAVE = tl.constexpr(-1.0)
 
 # Elements of the tiles that a program restores and also writes mirrored.
@@ -304,7 +304,7 @@ def _dot(a, b, total):
 def _multiply(
     a, a_size, a_step, b, b_size, b_step, depth, total, PRECISE: tl.constexpr, DEPTH: tl.constexpr
 ):
-    """Add a product to the total. lo is ``size`` elements after hi; ``step`` goes along depth."""
+    """Add a product to the total. lo is ``size`` elements after hi; steps go along the depth."""
     for _ in range(0, depth, DEPTH):
         high_a, high_b = tl.load(a), tl.load(b)
         if PRECISE:
@@ -318,7 +318,7 @@ def _multiply(
 
 @triton.jit
 def _multiply_gradient(a, b, b_step, depth, total, DEPTH: tl.constexpr):
-    """Add a product by rows of a gradient, of multiples of 8 elements, but without padding."""
+    """Add a product of rows of a gradient: a multiple of 8 elements each, without padding."""
     k = tl.arange(0, DEPTH)
     for start in range(0, depth, DEPTH):
         within = tl.max_constancy(start + k < depth, 8)
@@ -434,7 +434,7 @@ def graft_kernel(
     members, begin, addresses, buffers, squares, scales, ratios, ungrafted,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Compute ‖G‖ / ‖Ĝ‖ of a member, or LEAVE, which tells scatter to leave G unchanged."""
+    """Compute ‖G‖ / ‖Ĝ‖ of a member, or LEAVE, to leave G unchanged."""
     line = members + (begin + tl.program_id(0)) * 3
     member, start, stop = tl.load(line), tl.load(line + 1), tl.load(line + 2)
     address, _ = find(addresses, member)

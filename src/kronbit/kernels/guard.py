@@ -1,7 +1,7 @@
 """The one guard in front of every Triton kernel.
 
 Pure torch is the contract on every device. A kernel computes the same result faster; this module
-decides at each use whether kernels run. ``KRONBIT_KERNELS=0`` in the environment disables them.
+decides once per device whether kernels run. ``KRONBIT_KERNELS=0`` in the environment disables them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Launching Triton kernels with little overhead.
 
 ``kernel[grid](...)`` finds the variant of the kernel for its arguments at every call, which takes
-longer than most of our kernels run. Here, the variant is looked up in one dict.
+longer than most of our kernels. Here, the variant is looked up in one dict.
 
 Up to Triton 3.6, the code that launches kernels of a signature is a C extension in Triton's cache.
 All of these extensions have the same name, and Python keeps one module object per name. If two
@@ -30,7 +30,7 @@ from triton.runtime import JITFunction, driver
 from kronbit.interruptions import run_then
 
 _THREADS = 16
-_here = threading.local()
+_local = threading.local()
 _loading = threading.Lock()
 _COMPILED: dict[tuple[Any, ...], Callable[[tuple[int, ...], list[Any]], None]] = {}
 
@@ -68,7 +68,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any
     if run is not None:
         run((*grid, 1, 1), plain)
         return
-    waiting = getattr(_here, "waiting", None)
+    waiting = getattr(_local, "waiting", None)
     if waiting is not None:
         waiting[key] = device, partial(kernel.warmup, *arguments, grid=grid, **constants)
         return
@@ -92,10 +92,10 @@ def compile_together(work: Callable[[], object]) -> None:
     waiting: dict[tuple[Any, ...], tuple[torch.device, Callable[[], Any]]] = {}
 
     def collect() -> None:
-        _here.waiting = waiting
+        _local.waiting = waiting
         work()
 
-    run_then(collect, partial(setattr, _here, "waiting", None))
+    run_then(collect, partial(setattr, _local, "waiting", None))
     with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1)) as threads:
         for done in [threads.submit(_compile, *call) for call in waiting.values()]:
             done.result()

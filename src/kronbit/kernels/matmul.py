@@ -64,7 +64,7 @@ def accumulate(
     for _ in range(0, depth, DEPTH):
         ah, al = tl.load(a_hi + a_place), tl.load(a_lo + a_place)
         bh, bl = tl.load(b_hi + b_place), tl.load(b_lo + b_place)
-        # Tensor cores truncate sums where float32 rounds: they add only few terms at a time.
+        # Tensor cores truncate sums where float32 rounds, so they add only a few terms at a time.
         part = tl.dot(al, bh)
         part = tl.dot(ah, bl, part)
         total += tl.dot(ah, bh, part)
@@ -175,7 +175,7 @@ def multiply(
     symmetric: bool = False, triangular: bool = False, out: Tensor | None = None,
     only: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Multiply and add as ``linalg.products.multiply``, on split operands.
+    """Multiply and add as ``linalg.products.multiply`` does, on split operands.
 
     ``only``, bool (k,), marks the matrices that are wanted; other results are undefined.
     """

@@ -1,7 +1,7 @@
 """G Gᵀ and Gᵀ G of blocks of many shapes, read from their gradients.
 
 A line of integers describes a block and its product. The block is copied as two float16 parts,
-transposed for Gᵀ G, and the copy is multiplied with its transpose.
+transposed for Gᵀ G, and the copy is multiplied by its transpose.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from kronbit.kernels.gradients import MEMBER, TAPS, M, N, find, gradient_of, loa
 from kronbit.kernels.matmul import accumulate, place_of_tile, store_tile
 from kronbit.kernels.split import PAD, magnitude_bits, power_below, store_parts
 
-TILE = PAD  # of a gradient, per program
+TILE = PAD  # side of a program's tile of a gradient
 _PAD = tl.constexpr(PAD)
 COUNT = TAPS.value + 4
 _COUNT = tl.constexpr(COUNT)
@@ -74,7 +74,7 @@ def outer_kernel(
     lines, hi, lo, unit, out, n, TILE: tl.constexpr, DEPTH: tl.constexpr, SUPER: tl.constexpr,
     PAD: tl.constexpr,
 ):  # fmt: skip
-    """Multiply a copy with its transpose; the result is symmetric, and zero beyond its order."""
+    """Multiply a copy by its transpose; the result is symmetric, and zero beyond its order."""
     matrix = tl.program_id(1).to(tl.int64)
     i, j = place_of_tile(n, n, TILE, SUPER)
     if j > i:

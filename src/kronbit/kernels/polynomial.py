@@ -50,7 +50,7 @@ class Polynomial(NamedTuple):
     tolerance: float
 
     def last_uses(self) -> dict[int, int]:
-        """Return number of a matrix -> the last product that reads it."""
+        """Return the number of each matrix -> the last product that reads it."""
         return {
             number: i for i, product in enumerate(self.products, 1) for number in product.operands()
         }

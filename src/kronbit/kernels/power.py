@@ -66,7 +66,7 @@ def _length(x, n, COLUMNS: tl.constexpr):
 
 @triton.jit
 def _place_of_largest(a, n, COLUMNS: tl.constexpr):
-    """Return the first index of the largest diagonal element; n if a NaN hides it."""
+    """Return the first index of the largest diagonal element; n if all are NaN."""
     best = tl.full((COLUMNS,), float("-inf"), dtype=tl.float32)
     at = tl.full((COLUMNS,), 0, dtype=tl.int32) + n
     for start in range(0, n, COLUMNS):

@@ -1,7 +1,7 @@
 """Matrices as sums of two float16 matrices, which the tensor cores multiply: 22 bits.
 
 One scale per matrix, a power of two, keeps the parts inside float16's range. Elements down to 2⁻¹⁴
-of the largest have all their bits; smaller ones lose 2⁻³⁷ of the largest.
+of the largest have all their bits; smaller ones have an error of 2⁻³⁷ of the largest.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _SIZES = ["rows", "columns", "padded_rows", "padded_columns"]
 
 
 class Split(NamedTuple):
-    """Matrices (k, rows, columns) as hi + lo = x 2¹² / unit; zero-padded; maybe transposed."""
+    """Matrices (k, rows, columns) as hi + lo = x / unit; zero-padded; maybe transposed."""
 
     hi: Tensor
     lo: Tensor
@@ -80,14 +80,14 @@ def magnitude_bits(value):
 
 @triton.jit
 def load_parts(hi, lo, place, mask):
-    """Load a float32 value that is divided by its unit."""
+    """Load a value divided by its unit, in float32."""
     value = tl.load(hi + place, mask=mask, other=0.0).to(tl.float32)
     return value + tl.load(lo + place, mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def store_parts(hi, lo, place, value, mask):
-    """Store a float32 value that is divided by its unit."""
+    """Store a float32 value that has been divided by its unit."""
     high = value.to(tl.float16)
     tl.store(hi + place, high, mask=mask)
     tl.store(lo + place, (value - high.to(tl.float32)).to(tl.float16), mask=mask)
@@ -211,7 +211,7 @@ def _dots_kernel(x, y, out, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.const
 def split(X: Tensor, bound: Tensor | float | None = None) -> Split:
     """Split each matrix of a float32 stack (k, rows, columns); see ``linalg.products.operand``.
 
-    Elements up to 15 times the bound do not overflow.
+    Elements up to 15 times the power of two below the bound do not overflow.
     """
     if X.stride(-1) != 1 and X.stride(-2) == 1:
         return split(X.mT, bound).mT
@@ -280,7 +280,7 @@ def normalise_columns(X: Tensor) -> Split:
 
 
 def take_(x: Split, new: Split, only: Tensor) -> None:
-    """Overwrite the matrices that ``only``, bool (k,), marks."""
+    """Overwrite matrices by those of ``new`` where ``only``, bool (k,), is True."""
     size = math.prod(x.hi.shape[1:])
     grid = (-(-size // _TAKEN), len(x.hi))
     launch(_take_kernel, grid, *x[:3], *new[:3], only, size, BLOCK=_TAKEN)

@@ -19,7 +19,7 @@ def take(counter):
 
 @triton.jit
 def wait_for(counter, count):
-    """Wait until a counter reaches a number. Writes before its increments are visible then."""
+    """Wait until a counter reaches a number. Writes before its increments are then visible."""
     while tl.atomic_add(counter, 0, sem="acquire") < count:
         pass
     tl.debug_barrier()

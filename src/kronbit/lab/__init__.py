@@ -1,1 +1,1 @@
-"""The lab: trainings, comparisons, plans and reports (``pip install "kronbit[lab]"``)."""
+"""The lab: training runs, comparisons, plans and reports (``pip install "kronbit[lab]"``)."""

@@ -32,7 +32,7 @@ def lab_error(problem: str, *kinds: type[Exception], most: int | None = None) ->
 
 
 def import_optional(module: str, package: str, user: str) -> Any:
-    """Import a module of a package that may be missing. The error names the package's user."""
+    """Import a module of a package that may be missing. Errors name ``user``, which needs it."""
     try:
         return importlib.import_module(module)
     except ImportError as error:

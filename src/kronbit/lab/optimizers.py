@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from kronbit.algorithms import CASPR, KFAC, AdaBK, Shampoo
-from kronbit.base import Around, resolve
+from kronbit.base import Wrapper, resolve
 from kronbit.baselines import EVA, MFAC
 from kronbit.config import Config
 from kronbit.lab.errors import LabError, lab_error, refuse_unknown
@@ -30,7 +30,7 @@ WAYS: Ways = {
     "4-eigen": ("4-bit {} (eigen)", {"bits": 4, "method": "eigen"}),
     "3": ("3-bit {}", {"bits": 3}),
     "4": ("4-bit {} (default)", {"bits": 4}),
-    "6+4": ("6-bit {}, roots 4", {"bits": 6, "root_bits": 4}),
+    "6+4": ("6-bit {}, 4-bit roots", {"bits": 6, "root_bits": 4}),
     "8": ("8-bit {}", {"bits": 8}),
     "8-paper": ("8-bit {} (paper)", {"bits": 8, **_PAPER}),
 }
@@ -59,7 +59,7 @@ ALGORITHMS: Mapping[str, tuple[type[SecondOrder], str]] = {
     "kfac": (KFAC, "K-FAC"),
     "adabk": (AdaBK, "AdaBK"),
 }
-_BASELINES: Mapping[str, tuple[type[Around], str]] = {"eva": (EVA, "EVA"), "mfac": (MFAC, "M-FAC")}
+_BASELINES: dict[str, tuple[type[Wrapper], str]] = {"eva": (EVA, "EVA"), "mfac": (MFAC, "M-FAC")}
 
 
 def label_of(recipe: Recipe) -> str:
@@ -108,7 +108,7 @@ def refuse_unused_options(recipe: Recipe, shared: Collection[str] = ()) -> None:
     """Refuse second-order options for a first-order optimizer, unless a comparison shares them."""
     unused = [name for name in recipe.options if name not in shared]
     if unused and recipe.optimizer in ("base", "muon"):
-        raise LabError(f"{unused[0]} means nothing to {recipe.optimizer}: leave it out")
+        raise LabError(f"{unused[0]} is not an option of {recipe.optimizer}: leave it out")
 
 
 def check_optimizer(recipe: Recipe) -> None:

@@ -6,7 +6,7 @@ import hashlib
 
 
 def seed_of(*parts: int | str) -> int:
-    """Return a seed of 32 bits, the part that torch's CPU generator uses.
+    """Return a seed of 32 bits; torch's CPU generator uses no more.
 
     The parts identify the purpose: a name, the run's seed, the step, the rank.
     """

@@ -1,4 +1,4 @@
-"""A recipe: all settings that determine the results of a training, in one flat file."""
+"""A recipe: all settings that determine the results of a training run, in one file."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SCHEDULES = ("multistep", "cosine", "linear", "constant", "schedule-free")
 
 @dataclass(frozen=True)
 class Recipe:
-    """The settings of a training.
+    """The settings of a training run.
 
     Attributes:
         name: Name of the recipe.
@@ -46,8 +46,8 @@ class Recipe:
         eigen: Additional options if their method is ``eigen``, the paper's.
         kfac: Options of K-FAC and AdaBK.
         options: Options of any second-order optimizer; they override the previous three.
-        schedule: ``multistep`` (a tenth after every 30 %), ``cosine`` and ``linear`` (to 0),
-            ``constant``, ``schedule-free``.
+        schedule: ``multistep`` (divided by 10 after every 30 %), ``cosine`` and ``linear`` (to 0),
+            ``constant`` or ``schedule-free``.
         warmup: Share of the steps over which the learning rate rises linearly.
         warmup_epochs: The same as a number of epochs.
         clip: Maximum norm of all gradients; ``None`` for no clipping.
@@ -57,7 +57,7 @@ class Recipe:
         deterministic: True for deterministic gradients on a GPU, so that a resumed run equals an
             uninterrupted one. Attention is slower.
         seed: Seed of the weights and of the order of data.
-        log_every: Steps between logged training losses, for each of which the host waits for the
+        log_every: Steps between logged training losses. Logging makes the host wait for the
             device.
         eval_every: Steps between evaluations; ``None`` for 20 in all. The last step is always
             evaluated.
@@ -116,7 +116,7 @@ class Recipe:
         if self.watched_blocks < 0:
             raise LabError(f"watched_blocks must not be negative; got {self.watched_blocks}")
         if not 0 <= self.holdout < 1:
-            raise LabError(f"holdout must be a share from 0 to below 1; got {self.holdout}")
+            raise LabError(f"holdout must be at least 0 and below 1; got {self.holdout}")
         if self.warmup and self.warmup_epochs:
             raise LabError("give a recipe either warmup or warmup_epochs")
         if not 0 <= self.warmup <= 1 or self.warmup_epochs < 0:
@@ -141,8 +141,8 @@ class Recipe:
     def with_settings(self, settings: Mapping[str, Any]) -> Recipe:
         """Return a recipe with other values.
 
-        A name is that of a field, ``model.NAME``, ``data.NAME``, or an option of kronbit's
-        optimizers or of F.
+        A name is a field, ``model.NAME``, ``data.NAME``, or an option of kronbit's optimizers or
+        of F.
         """
         changed: dict[str, Any] = {}
         for key, value in settings.items():
@@ -170,7 +170,7 @@ class Recipe:
 
 _FIELDS = {field.name: str(field.type) for field in fields(Recipe)}
 _SECTIONS = [name for name, kind in _FIELDS.items() if kind.startswith("Mapping")]
-# Two names for one thing: a setting replaces that of the other name.
+# Pairs of names for one thing: setting one resets the other to its default.
 _OTHER = {"steps": "epochs", "warmup": "warmup_epochs"}
 _OTHER |= {second: first for first, second in _OTHER.items()}
 _POSITIVE = (
@@ -245,14 +245,14 @@ def find_recipe(name: str) -> Recipe:
                 "recipe file must end in .yaml"
             )
         if not path.is_file():
-            raise LabError(f"there is no file {name}; `kronbit recipes show NAME` prints a start")
+            raise LabError(f"there is no file {name}; `kronbit recipes show NAME` prints one")
     with lab_error(f"cannot read {path}", OSError, UnicodeDecodeError, yaml.YAMLError):
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     return recipe_from(content, path.stem, name)
 
 
 def recipe_from(content: Any, name: str, source: str) -> Recipe:
-    """Make a recipe from the content of a file, which may name it. Errors name ``source``."""
+    """Make a recipe from a file's content, by default with this name. Errors name ``source``."""
     if not isinstance(content, Mapping):
         raise LabError(f"{source} is not a recipe: it has no `key: value` lines")
     refuse_unknown(f"a setting of a recipe ({source})", map(str, content), _FIELDS)

@@ -119,7 +119,7 @@ class Backend:
         """Add a ridge to the diagonals of a contiguous stack (k, n, n); 1 for zero matrices.
 
         The ridge is ``ridge`` times the largest eigenvalue of A, which is ``largest`` times ``s``,
-        but at least ``least`` times the norm. Padding beyond ``orders``, int32 (k,), is optional.
+        but at least ``least`` times the norm. Padding beyond ``orders``, (k,), may be skipped.
         """
         added = torch.maximum(largest * s * ridge, norm * least)
         A.diagonal(dim1=-2, dim2=-1).add_(torch.where(norm == 0, 1.0, added).unsqueeze(-1))
@@ -153,7 +153,7 @@ class Backend:
 
         A is (k, n, n), symmetric, contiguous; all of its storage may be overwritten. ``s``, (k,),
         are powers of two that no element of A exceeds. Results are multiplied by ``scale``, (k,).
-        They are NaN where the check has failed, and undefined beyond ``orders``, int32 (k,).
+        They are NaN where the polynomial's check fails, and undefined beyond ``orders``, (k,).
         """
         last_uses = polynomial.last_uses()
         held = {0: A.div_(s[:, None, None])}
@@ -200,8 +200,8 @@ class Backend:
         Rounding errors grow with the condition number, and pivots near zero are rounding errors
         only. Columns with pivots below ``least`` are postponed: they are made orthogonal to the
         others, but not to each other. The result is better conditioned. A second pass follows
-        where an element of R⁻¹ exceeds ``limit``. X, (k, m, n), contiguous, and ``buffer``,
-        (k, n, n), which may be X itself, may be overwritten.
+        where an element of R⁻¹ exceeds ``limit``. Both X, (k, m, n), contiguous, and ``buffer``,
+        (k, n, n), may be overwritten; ``buffer`` may be X itself.
         """
         largest = _whiten_once_(X, least)
         for row, enough in enumerate((largest <= limit).tolist()):  # False for NaN
@@ -247,7 +247,7 @@ class Backend:
         stacks: Sequence[tuple[Tensor, Tensor]], order: int, bits: int, mapping: str,
         block_size: int,
     ) -> Operand:  # fmt: skip
-        """D by rows: return stacks as one operand, joined as by ``joined``."""
+        """D by rows: return stacks as one operand, padded and concatenated as by ``joined``."""
         decoded = [Backend.decode_rows(*s, None, bits, mapping, block_size) for s in stacks]
         return joined(decoded, order)
 
@@ -302,7 +302,7 @@ class Backend:
 
 
 def backend(where: torch.device | Operand) -> type[Backend]:
-    """Return the backend of an operand, or the one that a device uses: kernels may be off."""
+    """Return the backend of an operand or of a device: torch where kernels are not used."""
     if isinstance(where, Tensor) or (
         isinstance(where, torch.device) and guard.why_not(where) is not None
     ):
@@ -312,7 +312,7 @@ def backend(where: torch.device | Operand) -> type[Backend]:
 
 @cache
 def _backend_by_kernels() -> type[Backend]:
-    """Return the backend that runs kernels. Triton, which it imports, may not be installed."""
+    """Return the backend that runs kernels. It imports Triton, which may not be installed."""
     from kronbit.kernels import cholesky, compact, evaluation, matmul, power, quantization, split
     from kronbit.kernels.replacement import replace_rows_ as replace
 
@@ -382,7 +382,7 @@ def _whiten_once_(X: Tensor, shift: float, always: bool = False) -> Tensor:
 
 
 def joined(stacks: Sequence[Tensor], order: int) -> Tensor:
-    """Pad stacks (k, n, n) to an order, and concatenate them."""
+    """Pad stacks (k, n, n) to an order by the identity, and concatenate them."""
     padded = [padded_by_identity(X, order) for X in stacks]
     return padded[0] if len(padded) == 1 else torch.cat(padded)
 

@@ -55,7 +55,7 @@ def orthogonality_error(Q: Tensor) -> Tensor:
     return error
 
 
-def thousands(order: int) -> int:
+def rounded_order(order: int) -> int:
     """Round an order up to a multiple of 1024. Orders with equal results may share a batch."""
     return 1024 * -(-order // 1024)
 
@@ -66,7 +66,7 @@ def least_pivot(order: int) -> float:
     The order is rounded up, because a result must not depend on the matrices that share the batch.
     For small orders, this pivot is too large: good columns are postponed and cost a second pass.
     """
-    return _ROUNDING * thousands(order)
+    return _ROUNDING * rounded_order(order)
 
 
 def _corrected(Q: Operand, buffer: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -102,7 +102,7 @@ def shifted_cholesky_qr(X: Tensor) -> tuple[Tensor, Tensor]:
     with full_precision():
         for _ in range(_SHIFTED_PASSES):
             X = X.contiguous()
-            # Reduces the condition number by two or three orders of magnitude, and never fails.
+            # A pass divides the condition number by 100 to 1000, and never fails.
             X = backend(X.device).shifted(X, _buffer(X), least_pivot(X.shape[-1]))
         return cholesky_qr(X)
 

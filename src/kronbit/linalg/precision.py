@@ -13,20 +13,20 @@ import torch
 
 from kronbit.interruptions import cleaning_up
 
-# Precision of float32 products (cuBLAS, and oneDNN on the CPU), and what it inherits if "none".
+# Settings of float32 products (cuBLAS; oneDNN on the CPU), and those they inherit if "none".
 _BACKENDS = (
     (torch.backends.cuda.matmul, torch.backends.cudnn),
     (torch.backends.mkldnn.matmul, torch.backends.mkldnn),  # type: ignore[attr-defined]
 )
 _AUTOCAST_DEVICES = ("cpu", "cuda")
-_here = threading.local()
+_local = threading.local()
 
 
 @contextmanager
 def full_precision() -> Iterator[None]:
     """Run float32 products in IEEE float32, without autocast; restore all settings at the end."""
     autocast = [device for device in _AUTOCAST_DEVICES if torch.is_autocast_enabled(device)]
-    if getattr(_here, "inside", False) and not autocast:  # reading the settings is slow
+    if getattr(_local, "inside", False) and not autocast:  # reading the settings is slow
         yield
         return
     lowered = []
@@ -40,10 +40,10 @@ def full_precision() -> Iterator[None]:
             backend.fp32_precision = setting
         for device in autocast:
             torch.set_autocast_enabled(device, True)
-        _here.inside = False
+        _local.inside = False
 
     with cleaning_up(restore):
-        _here.inside = True
+        _local.inside = True
         for device in autocast:
             torch.set_autocast_enabled(device, False)
         for backend, _ in lowered:

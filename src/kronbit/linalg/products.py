@@ -1,4 +1,4 @@
-"""Products of stacks of float32 matrices at float32 accuracy; chains of them stay operands."""
+"""Products of stacks of float32 matrices at float32 accuracy."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def multiply(
         triangular: A is lower triangular and B upper triangular: zeros need not be multiplied.
         out: Contiguous, receives the result; it may be C, but neither A nor B.
     """
-    assert isinstance(A, Tensor) == isinstance(B, Tensor), "both operands are on the same device"
+    assert isinstance(A, Tensor) == isinstance(B, Tensor), "both operands have the same backend"
     return backend(A).multiply(
         A, B, C, alpha, beta, symmetric=symmetric, triangular=triangular, out=out
     )

@@ -1,4 +1,4 @@
-"""Inverse roots by products alone: no eigenvalues, and the host never waits."""
+"""Inverse roots by products alone: no eigendecomposition, and the host never waits."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kronbit.kernels.polynomial import Polynomial, Product
 from kronbit.linalg.backend import backend, nonzero
-from kronbit.linalg.orthogonal import thousands
+from kronbit.linalg.orthogonal import rounded_order
 from kronbit.linalg.precision import full_precision
 from kronbit.linalg.products import multiply, operand
 
@@ -48,8 +48,8 @@ def steps_of(order: int, p: int, damping: float) -> tuple[tuple[float, float, fl
     """Return the steps for a matrix of this order, divided by up to twice its Frobenius norm."""
     ridge = max(damping, LEAST_RIDGE)
     # No eigenvalue is larger than the norm, and λmax is at least norm / √n. The order is rounded
-    # up by ``thousands``: a result must not depend on the matrices that share the batch.
-    least = max(_MARGIN * ridge / math.sqrt(thousands(order)), _LEAST_OF_NORM)
+    # up, because a result must not depend on the matrices that share the batch.
+    least = max(_MARGIN * ridge / math.sqrt(rounded_order(order)), _LEAST_OF_NORM)
     return minimax_steps(p, least / 2 / 2 ** _doublings(ridge))
 
 
@@ -88,7 +88,7 @@ def converged_inverse_root(
     Args:
         A: (k, n, n), symmetric and positive semi-definite. Its storage may be overwritten.
         p: 1, 2 or 4.
-        damping: ε, relative to the largest eigenvalue; raised to what rounding needs.
+        damping: ε, relative to the largest eigenvalue; raised if rounding requires it.
         orders: int32 (k,), the orders before padding with zeros; ``None`` if none was padded.
 
     Returns:
@@ -146,7 +146,7 @@ def _iteration(p: int, steps: tuple[tuple[float, float, float], ...]) -> Polynom
 
 @full_precision()
 def power_iteration(A: Tensor, factors: Tensor | None = None, steps: int = 10) -> Tensor:
-    """Return λmax of positive semi-definite matrices.
+    """Return λmax of positive semi-definite matrices, times their ``factors``.
 
     The start is the unit vector of the largest diagonal element: deterministic, and never
     orthogonal to the leading eigenvectors, since its Rayleigh quotient is at least trace / n.

@@ -1,4 +1,4 @@
-"""Quantisation mappings R: the codebook of values that a code stands for, on [-1, 1]."""
+"""Quantisation mappings R: codebooks of the values that codes stand for, on [-1, 1]."""
 
 from __future__ import annotations
 

@@ -98,8 +98,8 @@ class Quantizer:
         for name, tensor, expected in (("codes", q.codes, codes), ("scales", q.scales, scales)):
             if tensor.dim() == 0 or tensor.shape[-1] != expected:
                 raise ValueError(
-                    f"{name} of length {length} at {self.bits} bits, block size {self.block_size}, "
-                    f"end in an axis of {expected}; got shape {tuple(tensor.shape)}"
+                    f"{name} for length {length} ({self.bits} bits, block size {self.block_size}) "
+                    f"need a last axis of size {expected}; got shape {tuple(tensor.shape)}"
                 )
         return self.decode(q, length).to(dtype)
 
@@ -121,7 +121,7 @@ class Quantizer:
         return self.bits, self.mapping, self.block_size
 
     def lengths(self, length: int) -> tuple[int, int]:
-        """Return sizes of the last axis of codes and of scales for a row of ``length`` elements."""
+        """Return the lengths of the codes and of the scales of a row of ``length`` elements."""
         if self.bits == 32:
             return length, 0
         codes = reference.packed_length(length, self.bits)

@@ -106,7 +106,7 @@ def block_scales(x: Tensor, block_size: int) -> Tensor:
 
 
 def nearest_codes(x: Tensor, scales: Tensor, bits: int, mapping: str, block_size: int) -> Tensor:
-    """Return packed codes of values divided by the scale of their block, which may be rounded."""
+    """Return packed codes of values divided by their block's scale, which may have been rounded."""
     if x.numel() == 0:
         length = packed_length(x.shape[-1], bits)
         return x.new_empty(*x.shape[:-1], length, dtype=torch.uint8)

@@ -71,11 +71,11 @@ def _counts(group: Group) -> dict[str, int]:
 
 
 def _figures(device: torch.device, preconditioner: Preconditioner, group: Group) -> dict[str, Any]:
-    ratio = preconditioner.stacks.graft_ratio[group.owner]
+    ratio = preconditioner.stacks.graft_ratio[group.member_of]
     return {
         "device": str(device),
         "shape": group.shape,
-        "blocks": len(group.owner),
+        "blocks": len(group.member_of),
         "left": _side_figures(group.left),
         "right": _side_figures(group.right),
         "graft_ratio": (float(ratio.min()), float(ratio.max())),

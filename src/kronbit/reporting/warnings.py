@@ -16,7 +16,7 @@ from kronbit.state.validation import is_finite
 _FLATTENED = 2**16  # a vector with at least this many elements is probably a flattened matrix
 
 
-def warn_of_few(params: list[NamedParameter], route: Route, summary: Callable[[], str]) -> None:
+def warn_if_few(params: list[NamedParameter], route: Route, summary: Callable[[], str]) -> None:
     """Warn if less than half of the eligible elements are preconditioned."""
     possible = preconditioned = 0
     flat = ""
@@ -28,7 +28,7 @@ def warn_of_few(params: list[NamedParameter], route: Route, summary: Callable[[]
         preconditioned += p.numel() * isinstance(route(p, config), Blocking)
         if vector and not flat:
             flat = (
-                f"{name} is a vector of {p.numel():,}: if DeepSpeed or FSDP 1 has flattened "
+                f"{name} is a vector of {p.numel():,} elements: if DeepSpeed or FSDP 1 flattened "
                 "matrices, use fully_shard (FSDP2) or DistributedDataParallel. "
             )
     if 2 * preconditioned < possible:
@@ -69,8 +69,8 @@ def warn_after_loading(
     if lost:
         warn(
             f"the checkpoint has no roots of {len(lost)} parameter(s), such as {lost[0]}, "
-            "although their first refresh is past: they are not preconditioned until the next "
-            "refresh. A full state dict of sharded parameters that torch or a trainer has saved "
+            "although their first refresh was due: they are not preconditioned until the next "
+            "refresh. A full state dict of sharded parameters, as torch or a trainer saves it, "
             "has only the state that the first rank owns: save sharded state dicts "
             "(SHARDED_STATE_DICT), or use kronbit.consolidate_state_dict"
         )

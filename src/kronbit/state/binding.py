@@ -272,7 +272,7 @@ class StateKeeper:
             self.base_link.start(p, state, base_state)
         lacking = self._binding.bind(plan, state)
         self._tensors_intact = True
-        plan.find_refreshed([*lacking, *unknown], state)
+        plan.derive_product_bits([*lacking, *unknown], state)
         self.plan = plan
 
     def after_step(self, plan: StepPlan, state: State, base_state: BaseState) -> None:

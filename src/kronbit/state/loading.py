@@ -50,7 +50,7 @@ class Entry:
         return f"state[{self.key!r}]" + "".join(f"[{key!r}]" for key in keys)
 
     def lacks_roots(self) -> bool:
-        """True if the parameter should be preconditioned by this step but is not."""
+        """True if the parameter should be preconditioned at ``step`` but is not."""
         due = self.step >= first_preconditioned_step(self.config)
         return bool(self.blocks) and self.product_bits == 0 and due
 
@@ -81,7 +81,7 @@ class Checkpoint:
             yield from ((p, options) for p in current["params"] if p in self.entries)
 
     def new_state(self) -> dict[Tensor, dict[str, Any]]:
-        """Return the optimizer's new state, without blocks and F's state."""
+        """Return the optimizer's new state, without blocks or F's state."""
         state: dict[Tensor, dict[str, Any]] = {}
         for p, entry in self.entries.items():
             state[p] = {"step": entry.step}
@@ -164,7 +164,7 @@ def _read_entry(key: Any, value: Mapping[str, Any], config: Config) -> Entry:
 
 _OTHER_BLOCKS = (
     "the checkpoint holds other blocks; set precondition, max_order, split, batch_dims and "
-    "split_sizes as in the run that saved it; with blocks='local', use as many ranks"
+    "split_sizes as in the run that saved it; with blocks='local', use the same number of ranks"
 )
 
 

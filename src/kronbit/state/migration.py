@@ -46,7 +46,7 @@ def up_to_date(groups: Sequence[Mapping[str, Any]], has_state: bool) -> list[dic
         if version is not None:
             for number in range(int(version), FORMAT):
                 current = _NEXT[number](current)
-            # Versions before K-FAC did not save the kind of statistics, under the same number.
+            # Versions before K-FAC wrote the same format, but without the kind of statistics.
             current = {STATISTICS_KEY: "gradients", **current, FORMAT_KEY: FORMAT}
         converted.append(current)
     return converted

@@ -18,7 +18,7 @@ from kronbit.factors import Layout, Leaves
 _KINDS: dict[str, tuple[type, ...]] = {
     "number": (int, float),
     "sequence": (list, tuple),
-    "text": (str,),
+    "string": (str,),
 }
 
 _FLOATS = frozenset((torch.float32, torch.bfloat16, torch.float16, torch.float64))
@@ -27,7 +27,7 @@ _FLOATS = frozenset((torch.float32, torch.bfloat16, torch.float16, torch.float64
 def copied(state_dict: Any) -> dict[str, Any]:
     """Return a shallow copy of a state dict, which hooks may change."""
     if not isinstance(state_dict, Mapping):
-        raise ValueError(f"a state dict is a dict; got {type(state_dict).__name__}")
+        raise ValueError(f"a state dict must be a dict; got {type(state_dict).__name__}")
     return dict(state_dict)
 
 
@@ -148,7 +148,7 @@ def is_finite(value: Tensor) -> bool:
 def check_base_state(
     state: Mapping[str, Any], expected: Mapping[str, Any], base: type[Optimizer], where: str
 ) -> None:
-    """Check that F can continue from a loaded state. Its values are not checked.
+    """Check that F can continue from a loaded state. Numbers in tensors are not checked.
 
     Args:
         state: F's state of one parameter.
@@ -186,7 +186,7 @@ def _check_like(where: str, name: str, value: Any, expected: Tensor) -> None:
 
 
 def plain(value: Any) -> Any:
-    """Convert a tensor of one element, or a foreign number, to a Python number.
+    """Convert a tensor of one element, or a number of another library, to a Python number.
 
     Other values are returned unchanged.
     """

@@ -1,4 +1,4 @@
-"""Statistics of K-FAC and AdaBK: M = Y Yᵀ for L and X Xᵀ for R, from the rows x and y of a layer.
+"""Statistics of K-FAC and AdaBK: means of y yᵀ (L) and x xᵀ (R) over the rows x and y of a layer.
 
 Hooks are registered only before steps that update statistics. Rows are collected in the backward
 pass, so a forward pass that activation checkpointing repeats is not counted twice.
@@ -42,7 +42,7 @@ SHARED = ("expand", "reduce")
 
 
 class LayerSums:
-    """Sums over the rows of a layer since its gradient was reset.
+    """Sums over the rows of a layer of E matrices, since its gradient was reset.
 
     Attributes:
         X: Σ x xᵀ, (E, inputs, inputs), float32.
@@ -146,7 +146,7 @@ class ActivationStatistics(Statistics):
             return "precondition=False"
         layer = self._layers.get(p)
         if layer is None:
-            return self._reasons.get(p, "no weight of a linear layer or convolution")
+            return self._reasons.get(p, "not the weight of a linear layer or convolution")
         largest = max(layer.matrices[1:])
         if largest > config.max_order:
             return f"a side of {largest} is above max_order={config.max_order}"
@@ -161,7 +161,7 @@ class ActivationStatistics(Statistics):
     def matrices(
         self, params: Sequence[Tensor], planned: Container[Tensor], grads: list[Tensor]
     ) -> Iterator[list[Tensor]]:
-        """Provide the gradients, and that of [W | b] for preconditioned layers with a bias."""
+        """Provide gradients: of [W | b] for preconditioned layers with a bias, else as they are."""
         layers = {
             i: self._layers[p]
             for i, p in enumerate(params)

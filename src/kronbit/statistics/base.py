@@ -71,7 +71,7 @@ class Statistics:
         raise NotImplementedError
 
     def expect(self, params: Iterable[Tensor]) -> None:
-        """Drop collected data, and collect for these parameters, which the next step updates."""
+        """Drop collected data; collect for these parameters, due for an update at the next step."""
 
     def counts(self) -> dict[str, int]:
         """Return counters of failures, for ``diagnostics``."""

@@ -73,7 +73,7 @@ def _by_torch(blocks: GradientBlocks, finite: Tensor, parts: Sequence[Part]) -> 
     """Compute M of a batch in torch. M of a gradient that is not finite is zero."""
     M = zeros_for(parts, finite.device)
     for part, rows in rows_in_batch(parts):
-        n, trusted = part.factors.order, finite[part.group.owner[part.rows]]
+        n, trusted = part.factors.order, finite[part.group.member_of[part.rows]]
         G = blocks.gather(part.group, part.rows)
         G.masked_fill_(~trusted[:, None, None], 0.0)  # not a product: 0 times NaN is NaN
         g = operand(G.mT if part.right else G)

@@ -16,7 +16,7 @@ from torch.nn import functional
 
 
 class Layer:
-    """A module with a matrix [W | b]: ``nn.Linear``, or a subclass for another kind of layer.
+    """A module with a matrix [W | b]: ``nn.Linear`` here, other layers in subclasses.
 
     Args:
         name: Name of the module in the model.
@@ -25,7 +25,7 @@ class Layer:
         bias: b, or None if it is not trained.
 
     Attributes:
-        sides: (E, outputs, inputs), including the bias.
+        sides: (E, outputs, inputs) of E matrices, including the bias.
         matrices: (E, M, N), the shape of the stored matrices.
     """
 

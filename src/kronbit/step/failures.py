@@ -20,7 +20,7 @@ _AGAIN = (
 
 
 def refuse_capture() -> None:
-    """Raise an error if the user captures a CUDA graph."""
+    """Raise an error if a CUDA graph is being captured."""
     if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             "step() cannot be part of a CUDA graph: at every step, the host decides which blocks "
@@ -30,7 +30,7 @@ def refuse_capture() -> None:
 
 
 class Stage:
-    """The progress of a step. ``str`` returns the note on an error: what has changed, what to do.
+    """How far a step has come. ``str`` returns the note on an error: what has changed, what to do.
 
     Attributes:
         rewriting: True if gradients may be G̃.
@@ -48,7 +48,7 @@ class Stage:
         weights, remedy = "no weight has changed", _AGAIN
         if self.in_base:
             weights = "the base optimizer had begun, so some weights may have changed"
-            remedy = f"{_AGAIN}; weights that have changed are"
+            remedy = f"{_AGAIN}, but weights that have changed are"
         if self._keep or not self.rewriting:
             but = ", except that non-finite ones may be zero now" * (
                 self._zeroes and not self._keep
@@ -95,7 +95,7 @@ def writable(gradients: StepGradients, config: Config) -> Iterator[StepGradients
 class Progress:
     """The updates of a step that is running or has failed.
 
-    A step's M must not be averaged in twice. Refreshes may be repeated, with the same result.
+    A step's M must not enter a statistic twice. Refreshes may be repeated, with the same result.
 
     Attributes:
         new: Members whose first roots this step has computed.

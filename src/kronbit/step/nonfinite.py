@@ -122,7 +122,7 @@ class NonfiniteGuard:
         return torch.stack(norms) if norms else self._zero.new_empty(0)
 
     def graph_refused(self) -> str | None:
-        """Return why launches could not be captured as a graph; ``None`` if none was refused."""
+        """Return why launches could not be captured as a graph; ``None`` if no capture failed."""
         return self._replay.refused
 
     def warn_once(self) -> None:

@@ -1,4 +1,4 @@
-"""Update, refresh, precondition: the algorithm on groups of blocks, in chunks of the workspace.
+"""Update, refresh, precondition: the algorithm on groups of blocks, within the workspace.
 
 A preconditioner knows neither the optimizer nor other ranks. An exchange may assign it a part of
 the rows.
@@ -117,7 +117,7 @@ class Preconditioner:
         )
 
     def graph_refused(self) -> str | None:
-        """Return why launches could not be captured as graphs; ``None`` if none was refused."""
+        """Return why launches could not be captured as graphs; ``None`` if no capture failed."""
         updates_refused = self._chain.graph_refused if self._chain is not None else None
         return self.products.graph_refused() or updates_refused
 
@@ -151,10 +151,10 @@ class Preconditioner:
         """Run PU on batches of rows; return the rows whose factorisation failed, left unchanged."""
         done: list[Part] = []
         flags: list[Tensor] = []
-        for parts, batch, owners in portions:
+        for parts, batch, members in portions:
             self.progress.begin(parts, batch)
             M = M_of(parts)
-            trusted = finite[owners]
+            trusted = finite[members]
             good, replaced = batch.update(M, trusted, parts[0].config, attempt, self._chain)
             flags.append(torch.stack((trusted, good, replaced)))
             done += parts
@@ -180,7 +180,7 @@ class Preconditioner:
         by_kernels = backend(self.stacks.device).by_kernels
 
         def mixed(part: Part) -> bool:
-            # Sharing launches between orders is worth the copies; torch has none to share.
+            # Padding costs copies, but lets orders share a kernel launch. Torch gains nothing.
             return by_kernels and part.factors.method.allows_padding(part.config, attempt)
 
         return map(portion_of, batches(wanted, self.stacks.workspace, cost, mixed))
@@ -197,7 +197,7 @@ class Preconditioner:
         cost: Cost | Callable[[Part], Cost],
         attempt: int | None = None,
     ) -> list[Portion]:
-        """Cut all rows that are due. Recent cuts are cached, because the GPU idles meanwhile."""
+        """Cut all rows that are due. Recent cuts are cached: the GPU idles while the host cuts."""
         # Options are compared by identity: hashing them is slow. Cached values keep them alive.
         dues = ((i, id(blocks.config), blocks.turns) for i, blocks in due.items())
         key = cost, self.exchange.divides, *dues
@@ -237,7 +237,7 @@ class Preconditioner:
             failed = self._refresh(self._cut(damped, refresh_cost, attempt=None))
 
     def _refresh(self, portions: Iterable[Portion]) -> list[Part]:
-        """Run PIRU on batches of rows; return the rows whose new root is not finite, nor stored."""
+        """Run PIRU on batches of rows; return rows whose new root is non-finite and not stored."""
         done: list[Part] = []
         flags: list[Tensor] = []
         for parts, batch, _ in portions:
@@ -305,9 +305,9 @@ class Preconditioner:
             self.stacks.ungrafted.add_((wave.mask & finite & ~usable).sum())
             self.stacks.graft_ratio.copy_(torch.where(wave.mask, scale, self.stacks.graft_ratio))
             for (group, rows), pair in zip(wave.parts, held, strict=True):
-                owner = group.owner[rows]
+                members = group.member_of[rows]
                 G, Ghat = self._product(blocks, group, rows) if pair is None else pair
-                Gtilde = torch.where(_per_row(usable[owner]), Ghat * _per_row(scale[owner]), G)
+                Gtilde = torch.where(_per_row(usable[members]), Ghat * _per_row(scale[members]), G)
                 blocks.scatter(group, rows, Gtilde)
             blocks.flush()
 
@@ -318,7 +318,7 @@ class Preconditioner:
 
 
 def _repairable(failed: Iterable[Part], attempt: int, roots: bool) -> list[Part]:
-    """Count each failed row by its next repair, or as discarded; return those with a next repair.
+    """Count each failed row under its next repair or as discarded; return the repairable rows.
 
     Attempts count from 0. ``roots`` is True for a refresh, False for an update.
     """

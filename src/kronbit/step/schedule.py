@@ -27,8 +27,8 @@ def updates_at(config: Config, t: int, turn: Turn = FIRST_TURN) -> bool:
 def refreshes_at(config: Config, t: int, turn: Turn = FIRST_TURN) -> bool:
     """True if an inverse root with this turn is refreshed at step t.
 
-    A staggered refresh comes one step after the update, so that no step does both (except for
-    early refreshes).
+    A staggered refresh comes one step after the update, so that no step does both for one turn
+    (except for early refreshes).
     """
     return _falls_on(config, t, config.refresh_every, delay(config, turn) + config.stagger)
 

@@ -127,7 +127,7 @@ class StatePlan:
                     for row, block in enumerate(span.blocks(), span.start):
                         yield p, f"{self._rows(p)}block_{block.index}", row, sides
 
-    def find_refreshed(
+    def derive_product_bits(
         self, params: Iterable[Tensor], state: Mapping[Tensor, dict[str, Any]]
     ) -> None:
         """Derive ``product_bits`` from the roots, for state that lacks it. Waits for the device."""

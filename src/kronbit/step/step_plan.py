@@ -98,7 +98,7 @@ class DevicePlan:
         self.refreshes: dict[int, Due] = {}
 
     def holds(self, grads: Sequence[Tensor]) -> bool:
-        """True if members still have the shapes of their state, and other gradients their sizes."""
+        """True if gradients of members keep their shapes, and other gradients their sizes."""
         shapes = list(map(attrgetter("shape"), self._pick_members(grads)))
         return (
             shapes == self._shapes
@@ -110,7 +110,7 @@ class DevicePlan:
         self.updates, self.refreshes = self._due(updates_at), self._due(refreshes_at)
 
     def _due(self, event: Event) -> dict[int, Due]:
-        """Return the members that are due for an event. Nearly always none is, which is fast."""
+        """Return the members that are due for an event. Usually none is, and this returns early."""
         all_turns = self.preconditioner.all_turns
         due_turns = {
             (config, step): turns_at(event, config, step + 1, all_turns)

@@ -24,7 +24,7 @@ _SHAPES = ((8, 8), (320, 320), (256, 512))
 def warm_up(device: torch.device, algorithm: Algorithm, config: Config, dtype: torch.dtype) -> None:
     """Compile the kernels for parameters with these options. Repeated calls do nothing.
 
-    Kernels differ only between gradients in bf16 and in all other dtypes. A kernel that is missed
+    There are kernels for bf16 gradients, and kernels for all other dtypes. A kernel that is missed
     here is compiled at its first use.
     """
     relevant = (*FORMAT_OPTIONS, "root", "nonfinite")

@@ -28,11 +28,11 @@ class Augmentation:
     """Augmentations of training images, in this order. The default is only to normalise.
 
     The share with which images are mixed is drawn from Beta(mixup, mixup), and the area of
-    rectangles that are pasted from other images from Beta(cutmix, cutmix); 0 for never. If both are
-    set, each image is mixed in one of the two ways.
+    rectangles that are pasted from other images from Beta(cutmix, cutmix); 0 disables either. If
+    both are set, each image is mixed in one of the two ways.
     """
 
-    crop: int = 0  # width of a border of zeros, from which an image of the old size is cut out
+    crop: int = 0  # width of a border of zeros, added before a random crop to the old size
     flip: bool = False  # mirror half of the images
     policy: str | None = None  # rand (RandAugment) or auto (AutoAugment's policy for CIFAR-10)
     erase: float = 0.0  # probability that a rectangle becomes noise

@@ -50,7 +50,7 @@ class _Folder(Dataset[tuple[Tensor, int]]):
 
 
 def _crop(width: int, height: int, chance: random.Random) -> tuple[int, int, int, int]:
-    """Draw a rectangle of 8 to 100 % of the area, at a ratio of 3:4 to 4:3."""
+    """Draw a rectangle of 8 to 100 % of the area, with an aspect ratio of 3:4 to 4:3."""
     for _ in range(10):
         area = chance.uniform(0.08, 1.0) * width * height
         ratio = math.exp(chance.uniform(math.log(3 / 4), math.log(4 / 3)))
@@ -67,7 +67,7 @@ class FolderImages(Images):
     """Images in ``train/<class>/`` and ``val/<class>/``, which workers decode ahead of time.
 
     ``image`` is the side of the network's inputs, ``jitter`` the maximum relative change of
-    brightness, contrast and colour, and ``whole`` the share of the shorter side in evaluations.
+    brightness, contrast and color, ``whole`` the share of the shorter side kept in evaluations.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class FolderImages(Images):
             num_workers=self._workers,
             pin_memory=device.type == "cuda",
             # Workers use no random numbers. Without this, they would draw a seed from the global
-            # generator, which the training uses.
+            # generator, which training uses.
             generator=torch.Generator(),
         )
         try:

@@ -58,7 +58,7 @@ POLICIES: dict[str, Callable[[Tensor], Iterator[Choice]]] = {"rand": rand, "auto
 def apply(images: Tensor, choice: Choice, fill: Tensor) -> Tensor:
     """Apply to each image the operation that was chosen for it.
 
-    Images (b, c, h, w) hold whole numbers from 0 to 255 in float32; outside is the colour ``fill``.
+    Images (b, c, h, w) hold whole numbers from 0 to 255 in float32; ``fill`` is the color outside.
     """
     rows = _operation_table(images.device).index_select(0, choice.operation)
     values = torch.addcmul(rows[:, 0], rows[:, 1], choice.strength[:, None])
@@ -104,7 +104,7 @@ def _blend(x: Tensor, parameters: dict[str, Tensor]) -> Tensor:
 
 
 def _spread(x: Tensor, parameters: dict[str, Tensor]) -> Tensor:
-    """Stretch each channel to 0 and 255, or equalise its histogram."""
+    """Stretch each channel to the range 0 to 255, or equalise its histogram."""
     flat = x.flatten(2)
     low, high = flat.aminmax(dim=2, keepdim=True)
     span = (high - low) * parameters["autocontrast"].squeeze(1)

@@ -89,7 +89,7 @@ def divide(labels: Tensor, share: float) -> tuple[Tensor, Tensor]:
 
 
 class Images:
-    """Images of ``outputs`` classes. Training ``examples`` are augmented on the device."""
+    """Images of ``outputs`` classes. Training augments its ``examples`` images on the device."""
 
     classifies = True
 
@@ -113,7 +113,7 @@ class Images:
         return augment(images, labels, generator, self._mean, self._std, self.outputs)
 
 
-class HeldImages(Images):
+class DeviceImages(Images):
     """Images of one size, uint8 (n, c, h, w), stored on the device with their labels.
 
     ``parts`` are the training set and the held-out set.

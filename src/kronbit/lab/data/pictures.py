@@ -12,13 +12,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kronbit.lab.data.images import IMAGENET, HeldImages, Pair, Setting
+from kronbit.lab.data.images import IMAGENET, DeviceImages, Pair, Setting
 from kronbit.lab.errors import LabError, import_optional, lab_error
 
 if TYPE_CHECKING:
     from PIL import Image
 
-# A pickle of arrays needs nothing else.
+# The only names that a pickle of arrays needs.
 _PICKLED = {
     *(f"numpy.{core}.multiarray._reconstruct" for core in ("core", "_core")),
     *("numpy.ndarray", "numpy.dtype", "_codecs.encode"),
@@ -26,7 +26,7 @@ _PICKLED = {
 
 
 def require(exists: bool, path: Path, layout: str, origin: str) -> None:
-    """Refuse missing data, with its layout and origin."""
+    """Raise an error that names layout and origin if the data does not exist."""
     if not exists:
         raise LabError(
             f"no data at {path}: expected {layout}; get it from {origin}, and give the folder "
@@ -34,7 +34,7 @@ def require(exists: bool, path: Path, layout: str, origin: str) -> None:
         )
 
 
-def digits(setting: Setting, **augmentation: Any) -> HeldImages:
+def digits(setting: Setting, **augmentation: Any) -> DeviceImages:
     """Open scikit-learn's 1,797 digits of 8 x 8; 397, the same for any seed, are held out."""
     datasets = import_optional("sklearn.datasets", "scikit-learn", "data 'digits'")
     pixels, labels = map(torch.tensor, datasets.load_digits(return_X_y=True))
@@ -42,7 +42,7 @@ def digits(setting: Setting, **augmentation: Any) -> HeldImages:
     # values from 0 to 16 become bytes from 0 to 240
     images = (pixels * 15).to(torch.uint8).view(-1, 1, 8, 8)
     parts = [(images[rows], labels[rows]) for rows in order.split((1400, 397))]
-    return HeldImages(setting, parts, 10, ((0.2872,), (0.3539,)), **augmentation)
+    return DeviceImages(setting, parts, 10, ((0.2872,), (0.3539,)), **augmentation)
 
 
 class _PlainUnpickler(pickle.Unpickler):
@@ -64,18 +64,18 @@ def read_cifar(path: Path) -> Pair:
         return images, torch.tensor(content[b"fine_labels"])
 
 
-def cifar100(setting: Setting, **augmentation: Any) -> HeldImages:
+def cifar100(setting: Setting, **augmentation: Any) -> DeviceImages:
     """Open CIFAR-100: 50,000 images of 32 x 32, and 10,000 held-out ones."""
     folder = setting.folder / "cifar-100-python"
     files = folder / "train", folder / "test"
     origin = "https://www.cs.toronto.edu/~kriz/cifar.html"
     require(all(map(Path.is_file, files)), folder, "the files train and test", origin)
     normal = (0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)
-    return HeldImages(setting, list(map(read_cifar, files)), 100, normal, **augmentation)
+    return DeviceImages(setting, list(map(read_cifar, files)), 100, normal, **augmentation)
 
 
 def class_names(folder: Path) -> list[str]:
-    """Return the names of the folders of a folder."""
+    """Return the sorted names of the folders in a folder, one per class."""
     return sorted(path.name for path in folder.iterdir() if path.is_dir())
 
 
@@ -112,7 +112,7 @@ def _read_images(files: Sequence[tuple[Path, int]]) -> Pair:
     return images, torch.tensor([label for _, label in files])
 
 
-def tiny_imagenet(setting: Setting, **augmentation: Any) -> HeldImages:
+def tiny_imagenet(setting: Setting, **augmentation: Any) -> DeviceImages:
     """Open Tiny-ImageNet: 100,000 images of 64 x 64 in 200 classes, and 10,000 held-out ones."""
     folder = setting.folder / "tiny-imagenet-200"
     train, val = folder / "train", folder / "val"
@@ -129,4 +129,4 @@ def tiny_imagenet(setting: Setting, **augmentation: Any) -> HeldImages:
         test.append((val / "images" / file, labels[name]))
     files = list_images([train / name / "images" for name in labels])
     parts = [_read_images(files), _read_images(test)]
-    return HeldImages(setting, parts, len(labels), IMAGENET, **augmentation)
+    return DeviceImages(setting, parts, len(labels), IMAGENET, **augmentation)

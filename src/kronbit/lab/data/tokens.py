@@ -19,7 +19,7 @@ from kronbit.lab.randomness import seed_of
 Array = np.ndarray[Any, Any]
 
 ASCII = 128
-_LOOKED_AT = 50_000_000  # tokens whose ids are checked when data are opened
+_LOOKED_AT = 50_000_000  # tokens whose ids are checked when a data set is opened
 
 
 class Tokens:

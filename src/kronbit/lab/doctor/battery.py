@@ -1,7 +1,7 @@
 """Checks of properties that trainers and users rely on, for any optimizer.
 
-Each check trains a small model and raises ``BrokenError`` if the outcome is wrong. The checks use
-nothing of kronbit.
+Each check trains a small model and raises ``BrokenError`` if the outcome is wrong. The checks
+themselves use no code of kronbit.
 """
 
 from __future__ import annotations
@@ -228,7 +228,7 @@ def weights_only(subject: Subject, device: torch.device) -> None:
 
 
 def pickled(subject: Subject, device: torch.device) -> None:
-    """A copy by pickle, parameters included, trains like the original."""
+    """A pickled copy, parameters included, trains like the original."""
     model, optimizer, _, _ = _half_way(subject, device)
     twin, again = pickle.loads(pickle.dumps((model, optimizer)))
     _require_same_end(model, optimizer, twin, again, "the copy's run")
@@ -301,7 +301,7 @@ CHECKS: dict[str, Callable[[Subject, torch.device], None]] = {
 
 
 def examine(subject: Subject, device: torch.device, check: str) -> str:
-    """Run one check, and return what is wrong; empty if it passed.
+    """Run one check, and return the problem; empty if it passed.
 
     Args:
         subject: The optimizer.

@@ -1,4 +1,4 @@
-"""Installed packages by their metadata; none of them is imported."""
+"""Versions of installed packages, read from their metadata without importing them."""
 
 from __future__ import annotations
 

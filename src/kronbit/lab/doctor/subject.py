@@ -1,4 +1,4 @@
-"""The optimizer under test, as an import path and options, which other processes can rebuild."""
+"""The optimizer under test: an import path and options, from which any process can build it."""
 
 from __future__ import annotations
 
@@ -50,12 +50,12 @@ def _takes_model(kind: Any) -> bool:
     return any("model" in signature(make).parameters for make in makers)
 
 
-# Intervals so short that second order takes effect from the second step.
+# Intervals so short that preconditioning takes effect from the second step.
 SHORT_INTERVALS = {"lr": 1e-2, "update_every": 1, "refresh_every": 2}
 
 
 def subject_of(path: str, options: Mapping[str, Any]) -> Subject:
-    """Return the subject for a class; kronbit's optimizers and subclasses get short intervals.
+    """Return the subject of a class; kronbit's optimizers and their subclasses get short intervals.
 
     Args:
         path: Import path of the class.

@@ -1,4 +1,4 @@
-"""Language models of transformers, built from their configurations."""
+"""Language models from the package transformers, built from their configurations."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def gpt2(**options: Any) -> nn.Module:
         **options: Fields of ``transformers.GPT2Config``.
     """
     defaults = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-    ids = dict.fromkeys(("bos_token_id", "eos_token_id"))  # GPT-2's may exceed a vocabulary
+    ids = dict.fromkeys(("bos_token_id", "eos_token_id"))  # GPT-2's ids may exceed the vocabulary
     return _causal("gpt2", "GPT2Config", "GPT2LMHeadModel", {**defaults, **ids, **options})
 
 

@@ -26,7 +26,7 @@ def rates(drop_path: float, depth: int) -> list[float]:
 
 
 class Attention(nn.Module):
-    """Multi-head attention among all tokens, or among ``length`` successive ones."""
+    """Multi-head attention among all tokens, or within groups of ``length`` successive tokens."""
 
     def __init__(self, width: int, heads: int, length: int | None = None) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class Attention(nn.Module):
         self.out = nn.Linear(width, width)
 
     def bias_of(self, q: Tensor) -> Tensor | None:
-        """Return what is added to the scores of queries (b, heads, length, width of a head)."""
+        """Return a bias for the scores of queries (b, heads, length, width of a head), or None."""
         return None
 
     def forward(self, x: Tensor) -> Tensor:

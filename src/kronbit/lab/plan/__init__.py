@@ -1,1 +1,1 @@
-"""Memory estimates of a training, made before it starts."""
+"""Memory estimates of a training run, made before it starts."""

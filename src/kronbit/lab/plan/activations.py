@@ -103,7 +103,7 @@ def trace(model: nn.Module, passes: Passes, batch: int) -> Trace:
 
 
 class Estimate:
-    """Memory of both passes at any batch size, extrapolated from counts at one and its double."""
+    """Memory of both passes at any batch size, extrapolated from ``batch`` and twice ``batch``."""
 
     def __init__(self, model: nn.Module, passes: Passes, batch: int) -> None:
         self.batch = batch

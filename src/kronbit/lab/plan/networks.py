@@ -93,7 +93,7 @@ class Network:
         return made.to(DTYPES[self.dtype])
 
     def passes(self, model: nn.Module) -> Passes | None:
-        """Infer the shape of an example from the first layer; ``None`` if no layer tells."""
+        """Infer the shape of an example from the first layer; ``None`` if no layer defines it."""
         kinds = (nn.Embedding, nn.Conv2d, nn.Linear)
         shape: tuple[int, ...]
         match first := next((m for m in model.modules() if isinstance(m, kinds)), None):
@@ -112,8 +112,8 @@ class Network:
 def resolve_model(name: str) -> Network:
     """Find a network by its name.
 
-    It is a preset, a recipe or its YAML file, a folder with a ``config.json`` of transformers, or
-    ``package.module:factory``.
+    The name is a preset, a recipe or its YAML file, a folder with a ``config.json`` of
+    transformers, or ``package.module:factory``.
     """
     path = Path(name)
     if name in PRESETS:

@@ -1,4 +1,4 @@
-"""The computation behind ``kronbit plan``: memory of a training for each way to store the state."""
+"""The computation behind ``kronbit plan``: memory of a run for each way to store the state."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Activations:
 
 @dataclass(frozen=True)
 class Plan:
-    """Memory of a training, for each way to store the second-order state."""
+    """Memory of a training run, for each way to store the second-order state."""
 
     model: str
     algorithm: str
@@ -79,7 +79,7 @@ def make_plan(
     settings: Mapping[str, Any] | None = None,
     **changes: Any,
 ) -> Plan:
-    """Plan a training.
+    """Plan the memory of a training run.
 
     Args:
         name: The model; see ``resolve_model``.
@@ -90,7 +90,7 @@ def make_plan(
         measured: True to run one batch on the GPU, if there is one.
         settings: Further options of kronbit's optimizers or of the base.
         **changes: Other values of ``Network``: ``batch``, ``length``, ``image``, ``dtype``, ``amp``
-            and ``base``; ``None`` leaves the setting of the model's source. Activations are left
+            and ``base``; ``None`` keeps the setting of the model's source. Activations are left
             out if no batch is known.
     """
     chosen = {"optimizer": optimizer, "order": order, **changes}
@@ -150,7 +150,7 @@ def _activations(
     try:
         counted = Estimate(model, passes, network.batch)
     except Exception as error:  # a network that depends on values can raise anything
-        how = f"not known: it does not run on meta ({one_line(error)[:160]})"
+        how = f"not known: the model does not run on meta ({one_line(error)[:160]})"
         return Activations(None, None, how), None
     peak, how = counted.first.peak, "estimated: counted on the meta device, with fused attention"
     if measured and not torch.cuda.is_available():

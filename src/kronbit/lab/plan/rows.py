@@ -1,4 +1,4 @@
-"""The rows of a plan: peak memory of a training for each way to store the state."""
+"""The rows of a plan: peak memory of a training run for each way to store the state."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _BATCHES = [2**i for i in range(21)]
 
 @dataclass(frozen=True)
 class Row:
-    """Peak memory of a training with one optimizer, in bytes.
+    """Peak memory of a training run with one optimizer, in bytes.
 
     Activations are freed while gradients are allocated, and the optimizer runs when all activations
     are freed. So activations count only beyond the size of the gradients, and the workspace only
@@ -165,7 +165,7 @@ class Accounts:
         return 4 * max(elements, default=0)
 
     def _fitted(self, row: Row, workspace: int = 0) -> Row:
-        """Return a row with what fits; ``workspace`` is in use when activations are freed."""
+        """Add ``fits`` and ``largest_batch``. ``workspace`` is used after activations are freed."""
         if self.limit is None:
             return row
         room = self.limit - CONTEXT - row.total + max(row.activations, workspace)

@@ -127,11 +127,11 @@ def _sentences(plan: Plan) -> Iterator[str]:
     if plan.gpu_bytes is not None:
         best, limit = plan.best(), bytes_text(plan.gpu_bytes)
         if best is not None:
-            yield f"The most exact second-order state that fits {limit}: {best.label[2:]}."
+            yield f"The most exact second-order state that fits in {limit}: {best.label[2:]}."
         elif base.fits:
-            yield f"No second-order state fits {limit}; {base.label} alone does."
+            yield f"No second-order state fits in {limit}; {base.label} alone does."
         else:
-            yield f"Nothing fits {limit}, not even {base.label} alone."
+            yield f"Nothing fits in {limit}, not even {base.label} alone."
         if base.largest_batch is not None:
             rows = (row for row in (base, whole, default) if row is not None)
             batches = "; ".join(f"{row.label}: {row.largest_batch or 'none'}" for row in rows)

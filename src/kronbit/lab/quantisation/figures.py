@@ -70,7 +70,7 @@ def _draw_mappings(figure: Figure, _: Study) -> None:
             panel.plot(values, **look, markersize=4, linewidth=1.2, label=mapping)
         panel.set_title(f"{bits} bits", fontsize=9)
         panel.set(xlabel="code", xticks=range(0, 2**bits, bits - 2), ylim=(-1.08, 1.08))
-    panels[0][0].set_ylabel("value, of the block's largest")
+    panels[0][0].set_ylabel("value / largest value of the block")
     panels[0][0].legend(loc="upper left")
 
 

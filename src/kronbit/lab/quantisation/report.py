@@ -66,7 +66,7 @@ class HeldErrors:
     bits: int  # of the statistic
     root_bits: int
     condition: float | None  # of the damped statistic; None if it is singular
-    updates_since: int | None  # the last refresh, by the schedule; None if it is staggered
+    updates_since: int | None  # updates after the last refresh; None if staggered
     whole: Deviation | None
     off_diagonal: Deviation | None
     refreshed: Deviation | None  # after a refresh now; None if the root is up to date
@@ -120,7 +120,7 @@ def _tables(statistic: Statistic, bits: Sequence[int]) -> list[StorageErrors]:
 
 @dataclass(frozen=True, eq=False)
 class Held:
-    """A preconditioner in a checkpoint, as a stack of one; step and options of its parameter."""
+    """A preconditioner in a checkpoint, as a stack of one, with its step and options."""
 
     parameter: str
     block: str
@@ -150,7 +150,7 @@ def _read_state(source: Any) -> tuple[str, Mapping[str, Any]]:
                 raise LabError(f"{path} is a folder without checkpoints: give a run, or a file")
             path = files[-1]
         if not path.is_file():
-            raise LabError(f"no checkpoint {path} exists")
+            raise LabError(f"there is no checkpoint {path}")
         label = str(path)
         # A broken file may raise any exception.
         with lab_error(f"cannot read {path} as a checkpoint", Exception, most=200):
@@ -208,7 +208,7 @@ def _as_factors(values: Any, config: Config, where: str, device: torch.device | 
 
 @cache
 def _updates_since_refresh(config: Config, step: int) -> int | None:
-    """Return the number of updates after the last refresh. At one step, the update comes first."""
+    """Return the number of updates after the last refresh. In a step, the update comes first."""
     if config.stagger:
         return None
     steps = takewhile(lambda t: not refreshes_at(config, t), range(step, 0, -1))
@@ -256,7 +256,7 @@ def checkpoint_errors(
     Args:
         source: A state dict, or a dict that has one under ``"optimizer"``; a file with one of
             these; or the folder of a run, whose last checkpoint is read.
-        matrices: Number of statistics, of the largest orders, for which all ways to store them are
+        matrices: Number of statistics, largest orders first, for which all ways to store them are
             compared. Statistics of a 32-bit run are exact; others have been quantised before.
         bits: Numbers of bits of this comparison. Each gets a table.
         device: Device of the computation.

@@ -49,7 +49,7 @@ def show_errors(report: ErrorReport, console: Console) -> None:
     if report.studies:
         console.print(_LEGEND, style="dim")
     if report.synthetic:
-        console.print("paper: the numbers printed there, for order 1200.", style="dim")
+        console.print("paper: its printed numbers, for order 1200.", style="dim")
     if any(study.quantized_to for study in report.studies):
         console.print(
             "These statistics were already quantised and count as exact here. Use a 32-bit run to "

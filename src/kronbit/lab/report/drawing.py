@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 INK, AXIS, GREY, ORANGE = "#2b3038", "#5c6370", "#8a8f98", "#e08a3c"
 BLUE, PALE_BLUE = "#3b6ea8", "#8ab6e0"
 DASHED, DOTTED = (0, (5, 1.5)), (0, (1.2, 1.2))
-# Colors differ in lightness, and lines in style, not in hue alone. References are grey, the
+# Colors differ in lightness, not in hue alone, and lines also in style. References are grey, the
 # paper's variants blue, this library's default orange.
 KNOWN: dict[str, tuple[str, Any]] = {
     "base": (INK, "-"),

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 _EARLY = 0.1  # fraction of steps that are cut off: their losses would flatten all later ones
 _LATE = 0.25  # fraction of steps before the close-up
-_BESIDE: Any = {"textcoords": "offset points", "va": "center", "fontsize": 8.5}  # of annotations
+_BESIDE: Any = {"textcoords": "offset points", "va": "center", "fontsize": 8.5}  # for annotate()
 # Parts of the memory of an optimizer: key in the summary, name and color.
 PARTS = (
     ("parameters", "parameters", drawing.GREY),
@@ -107,7 +107,7 @@ def _errors(
         Column(f"errors.{key}", label, write),
         _lines(compared, "errors", key),
         _frame_errors,
-        words=f"the {error} of stored inverse roots; last ones",
+        words=f"the {error} of stored inverse roots; last values",
     )
 
 
@@ -148,7 +148,7 @@ def _draw(
     for line in lines:
         _mark_diverged(axes, line, axis)
     axes.set(xlabel="step" if axis == "steps" else "seconds of training", ylabel=number.title)
-    words = words or f"{number.title}; last ones"
+    words = words or f"{number.title}; last values"
     alt = f"Lines of {words}: {drawing.in_words(compared, number)}"
     return drawing.Drawing(name, title, caption, alt, drawing.to_png(figure))
 
@@ -255,7 +255,7 @@ def _frame_accuracy(axes: Axes, lines: Sequence[_Line]) -> None:
 def _frame_late(
     axes: Axes, lines: Sequence[_Line], low: bool = True, start: float = math.inf
 ) -> None:
-    """Show the later part of curves in detail, from ``start`` or earlier on.
+    """Show the later part of curves in detail, from ``start`` or an earlier step.
 
     ``low`` is True if low values are good.
     """
@@ -387,8 +387,8 @@ def _times(compared: Sequence[Outcome]) -> drawing.Drawing | None:
     return drawing.Drawing(
         "step_time",
         "Time per step",
-        "Boxes: the middle half of the steps. Ticks outside: single steps, which update or refresh"
-        " the preconditioners or are the first ones. They are part of the mean.",
+        "Boxes: the middle half of the steps. Ticks outside: single steps, such as those"
+        " that update or refresh preconditioners, and the first ones. The mean includes them.",
         "Box plots of step times; medians in ms: "
         + drawing.in_words(compared, Column("step_ms.median", "median", numbers.time_text)),
         drawing.to_png(figure),

@@ -11,7 +11,7 @@ from typing import Any
 
 from kronbit.lab.report import numbers
 from kronbit.lab.report.curves import Curve, curve, mean
-from kronbit.lab.report.runs import Run, rank, with_notes
+from kronbit.lab.report.runs import Run, position, with_notes
 
 # Settings that control logging and checkpoints; they do not affect the result.
 _BOOKKEEPING = (
@@ -121,7 +121,7 @@ def shown_columns(compared: Sequence[Outcome]) -> list[Column]:
 def outcomes(runs: Sequence[Run]) -> list[Outcome]:
     """Combine the runs of one recipe into outcomes, in their fixed order.
 
-    Runs are seeds of one variant if label, variant, hardware and all settings that affect the
+    Runs count as seeds of one variant if label, variant, hardware and all settings that affect the
     result are equal. If two variants differ in settings alone, their labels name those settings.
     """
     gathered: dict[tuple[str, str, str], list[Run]] = {}
@@ -134,7 +134,7 @@ def outcomes(runs: Sequence[Run]) -> list[Outcome]:
         counted = [run for run in seeds if run.finished or run.diverged] or seeds
         full = label + _difference(seeds[0], alike)
         combined.append(Outcome(full, variant, counted, curve(counted, "evals", "loss")))
-    combined.sort(key=lambda outcome: rank(outcome.variant))
+    combined.sort(key=lambda outcome: position(outcome.variant))
     return [_compared(outcome, combined) for outcome in combined]
 
 

@@ -1,4 +1,4 @@
-"""Reading of run folders: the files of one training, or of the trainings of a comparison."""
+"""Reads run folders: the files of one training run, or of the runs of a comparison."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _KEYS: Mapping[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Run:
-    """One training. Lines of the metrics are ordered by step."""
+    """One training run. Lines of the metrics are ordered by step."""
 
     folder: Path
     label: str  # display name of the optimizer
@@ -59,8 +59,8 @@ class Run:
     def number(self, key: str) -> float | None:
         """Return a number of the summary, or None if it is missing.
 
-        ``"memory.peak"`` is a key in a mapping. ``"seed"`` is the run's seed, ``"state"`` the bytes
-        of statistics and roots together.
+        A dot separates nested keys, as in ``"memory.peak"``. ``"seed"`` is the run's seed, and
+        ``"state"`` the bytes of statistics and roots together.
         """
         if key == "seed":
             return self.seed
@@ -79,7 +79,7 @@ def with_notes(label: str, diverged: bool, finished: bool) -> str:
     return f"{label} ({', '.join(notes)})" if notes else label
 
 
-def rank(variant: str) -> int:
+def position(variant: str) -> int:
     """Return the position of a variant in tables and legends; unknown ones come last."""
     return [*DEFAULT_VARIANTS, variant].index(variant)
 
@@ -93,7 +93,7 @@ def read_run(folder: Path) -> Run:
     about = _read_json(folder / "run.json")
     for key in ("label", "variant", "recipe", "seed", "command"):
         if key not in about:
-            raise LabError(f"{folder / 'run.json'} does not say {key!r}: train this run again")
+            raise LabError(f"{folder / 'run.json'} has no {key!r}: train this run again")
     lines = _read_lines(folder / "metrics.jsonl")
     train, evals, errors = (
         sorted((line for line in lines if line["kind"] == kind), key=itemgetter("step"))
@@ -137,7 +137,7 @@ def find_runs(paths: Sequence[Path]) -> list[Run]:
         if not files:
             raise LabError(f"{path} holds no run: neither it nor a folder in it has a run.json")
         members = [read_run(file.parent) for file in files]
-        for run in sorted(members, key=lambda run: (rank(run.variant), run.variant, run.seed)):
+        for run in sorted(members, key=lambda run: (position(run.variant), run.variant, run.seed)):
             runs.setdefault(run.folder.resolve(), run)
     return list(runs.values())
 

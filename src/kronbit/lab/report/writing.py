@@ -1,4 +1,4 @@
-"""Writing of the report of a comparison: figures, and one HTML file that contains them."""
+"""Writes the report of a comparison: figures, and one HTML file that contains them."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def _tiles(compared: Sequence[Outcome]) -> tuple[str, list[_Tile]]:
     ]
     if chosen.steps_to_base is not None and chosen.reached_base:
         share = f"{100 * chosen.steps_to_base:.0f} %"
-        tiles.append((share, f"of {base.label}'s steps", f"until {base.label}'s last loss"))
+        tiles.append((share, f"of {base.label}'s steps", f"to reach {base.label}'s last loss"))
     elif chosen.steps_to_base is not None:
         tiles.append(("not reached", f"{base.label}'s last loss", "in all its steps"))
     state, of_32, full = chosen.number("state"), chosen.number("of_32"), ""

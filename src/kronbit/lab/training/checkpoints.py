@@ -22,7 +22,7 @@ def checkpoints(folder: Path) -> list[Path]:
 
 
 def save(folder: Path, step: int, content: Mapping[str, Any], keep: int) -> Path:
-    """Write a checkpoint, and keep that many in all; return its path.
+    """Write a checkpoint and return its path. Only the last ``keep`` checkpoints are kept.
 
     Raises:
         LabError: If the checkpoint cannot be written. Older ones are kept.

@@ -51,7 +51,7 @@ def make_trial(spec: str, recipe: Recipe, source: str, world: World) -> Trial:
 
 
 def _launched(world: World) -> list[str]:
-    """Return the words that start a training on these ranks."""
+    """Return the start of a command line that trains on these ranks."""
     if world.parallel == "none":
         return ["kronbit", "train"]
     launcher = ["torchrun", "--nproc-per-node", str(world.ranks), "-m", "kronbit", "train"]

@@ -164,7 +164,7 @@ class Training:
         self.step += 1
         self._timer.mark()
         errors = self.shadow.after_step()
-        if errors is not None:  # this line precedes that of the losses of the same step
+        if errors is not None:  # written before the losses of the same step
             self._add("errors", errors)
 
     def _make_passes(self, x: Tensor, y: Tensor) -> passes.Eager | passes.Captured:
@@ -195,7 +195,7 @@ class Training:
 
     @contextmanager
     def _aside(self) -> Iterator[None]:
-        """Exclude the body from the time and the memory of the training."""
+        """Exclude the body from the measured time and memory of the run."""
         synchronize = torch.get_device_module(self.world.device).synchronize
         synchronize(self.world.device)
         self.peak.note()
@@ -223,7 +223,7 @@ class Training:
 
     @contextmanager
     def evaluation_mode(self) -> Iterator[None]:
-        """Switch the network and a schedule-free F, whose weights differ in evaluation.
+        """Switch the network and F to evaluation, for which a schedule-free F has other weights.
 
         Statistics of batch norm are recomputed for these weights, and restored afterwards.
         """
@@ -281,7 +281,7 @@ class Training:
             self.scaler.load_state_dict(state["scaler"])
             if state["shadow"].keys() == self.shadow.state_dict().keys():
                 self.shadow.load_state_dict(state["shadow"])
-            else:  # the run was watched on other ranks: watching cannot start midway
+            else:  # with other ranks, other blocks were watched: watching cannot start midway
                 self.shadow.watches = []
         for name in ("step", *_KEPT):
             setattr(self, name, state[name])

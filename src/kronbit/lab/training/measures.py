@@ -56,13 +56,13 @@ class StepTimer:
 
 
 class PeakMemory:
-    """Peak memory of a training.
+    """Peak memory of a training run.
 
     On a GPU it is the peak of allocated bytes, with the memory of a CUDA graph. On a CPU it is the
     growth of the process. Evaluation between ``note`` and ``restart`` does not count.
 
     Args:
-        device: Device of the training.
+        device: Device of the run.
         held: Bytes of parameters, which are allocated already.
         earlier: Bytes that were allocated before the run; see ``allocated_earlier``.
     """
@@ -73,7 +73,7 @@ class PeakMemory:
         self.kind = "allocated on the GPU"
         gc.collect()
         if device.type != "cuda":
-            self.kind = "parameters, and what the process grew by in training"
+            self.kind = "parameters, and growth of the process in training"
             with contextlib.suppress(OSError, AttributeError):
                 # Free memory goes back to the system, so that its reuse counts as growth.
                 ctypes.CDLL("libc.so.6").malloc_trim(0)
@@ -91,7 +91,7 @@ class PeakMemory:
         self.bytes = max(peak, self.bytes or 0)
 
     def restart(self) -> None:
-        """Count from now on."""
+        """Start a new measurement. ``bytes`` keeps the peak so far."""
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
             return
@@ -143,7 +143,7 @@ def hardware(device: torch.device) -> str:
 
 
 def versions() -> dict[str, str | None]:
-    """Return the versions that figures are quoted with."""
+    """Return the versions of kronbit, Python, torch and CUDA."""
     return {
         "kronbit": kronbit.__version__,
         "python": platform.python_version(),

@@ -53,7 +53,7 @@ class Objective:
 
 
 class Repeatable:
-    """Runs passes on a GPU with deterministic algorithms, if wanted; on a CPU, all algorithms are.
+    """Runs passes on a GPU with deterministic algorithms, if wanted. CPU algorithms always are.
 
     A resumed run therefore equals an uninterrupted one bit for bit. The setting holds during the
     passes only: the optimizer is deterministic without it.

@@ -1,4 +1,4 @@
-"""Exact preconditioners, kept beside the quantised ones during a training."""
+"""Exact preconditioners, kept beside the quantised ones during training."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class _Watch:
         if not bool(torch.isfinite(torch.linalg.vector_norm(grad, dtype=wide).float())):
             return None
         b = self.block
-        G = grad.detach().reshape(self.matrices)[b.batch]
+        G = grad.detach().reshape(self.matrices)[b.matrix]
         return G[b.row : b.row + b.m, b.column : b.column + b.n].to(torch.float64, copy=True)
 
     def update(self, G: Tensor) -> None:
@@ -62,8 +62,8 @@ class Shadow:
     are watched. Their preconditioners are in float64 on the host. Call ``before_step`` after
     ``backward``, unscaling and clipping, and ``after_step`` after ``optimizer.step()``.
 
-    Nothing is watched if the exact root is unknown here: with statistics of activations (KFAC,
-    AdaBK) or none, staggered schedules, parameters that are sharded over ranks,
+    Nothing is watched if the exact root is unknown here: for KFAC and AdaBK (statistics of layers),
+    first-order optimizers, staggered schedules, parameters that are sharded over ranks,
     ``shard_state=True``, and on all ranks but the first.
 
     Args:

@@ -1,4 +1,4 @@
-"""The user's side of a training: a progress bar, or a line per evaluation, and Ctrl-C."""
+"""The terminal during training: a progress bar or a line per evaluation, and Ctrl-C."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeR
 
 
 class Terminal:
-    """Shows the progress of one training, or of several in sequence, and hears Ctrl-C and SIGTERM.
+    """Shows the progress of one run, or of several in sequence, and handles Ctrl-C and SIGTERM.
 
     The first signal sets ``interrupted``: the step is finished and saved before the process ends.
     The second one ends the process at once, as by default. A quiet console shows nothing, as on all
@@ -54,7 +54,7 @@ class Terminal:
             signal.signal(kind, handler)
 
     def begin(self, label: str, step: int, steps: int) -> None:
-        """Show a training that starts or resumes at ``step``."""
+        """Show a run that starts or resumes at ``step``."""
         self._label, self._steps = label, steps
         room = max(8, self._console.width // 4)
         name = label if len(label) <= room else label[: room - 1] + "…"

@@ -1,4 +1,4 @@
-"""How a training runs: ranks, devices, and models that are sharded or replicated."""
+"""How a run is executed: ranks, devices, and models that are sharded or replicated."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class World:
     data: Path = Path("data")  # folder with downloaded data sets
     compile: bool = False  # compile the network with torch.compile
     graph: bool = False  # capture the forward and backward pass in a CUDA graph
-    tensorboard: bool = False  # write TensorBoard files, too
+    tensorboard: bool = False  # also write TensorBoard files
 
     @property
     def first(self) -> bool:
@@ -74,15 +74,15 @@ class World:
         fp16, graph, on_cpu = recipe.amp == "fp16", self.graph, self.device.type != "cuda"
         name = recipe.optimizer
         hooked = name in ("kfac", "adabk", "eva")
-        leaves_out = f"leaves out the hooks of layers that {name} needs"
+        skips_hooks = f"skips the hooks of layers that {name} needs"
         reasons = {
             "--amp fp16 needs a GPU: use --amp bf16 or --amp off on the CPU": fp16 and on_cpu,
             "--cuda-graph needs a CUDA device": graph and on_cpu,
             "--cuda-graph needs a single process": graph and self.parallel != "none",
             "--cuda-graph cannot be combined with --amp fp16": graph and fp16,
             "--cuda-graph cannot be combined with micro_batch": graph and recipe.micro_batch,
-            f"--cuda-graph {leaves_out}": graph and hooked,
-            f"--compile {leaves_out}": self.compile and hooked,
+            f"--cuda-graph {skips_hooks}": graph and hooked,
+            f"--compile {skips_hooks}": self.compile and hooked,
             "eva does not unscale the statistics of --amp fp16: use bf16": fp16 and name == "eva",
         }
         for reason, holds in reasons.items():
@@ -92,7 +92,7 @@ class World:
     def distribute(self, model: nn.Module) -> nn.Module:
         """Return a network that runs on all ranks, with the parameters of ``model``.
 
-        FSDP2 shards each block by itself, then the rest.
+        FSDP2 shards each layer of the network separately, then the rest.
         """
         if self.parallel == "ddp":
             ids = [self.device.index] if self.device.type == "cuda" else None
@@ -101,7 +101,7 @@ class World:
             from torch.distributed.fsdp import fully_shard
 
             mesh = dist.device_mesh.init_device_mesh(self.device.type, (self.ranks,))
-            for part in (*_blocks(model), model):
+            for part in (*_layers(model), model):
                 fully_shard(part, mesh=mesh)
         return model
 
@@ -173,7 +173,7 @@ def find_device(name: str | None) -> torch.device:
             "or install a torch with CUDA"
         )
     if device.type == "cuda" and (device.index or 0) >= count:
-        raise LabError(f"--device {name}: there are {count} CUDA devices, from cuda:0")
+        raise LabError(f"--device {name}: the last CUDA device is cuda:{count - 1}")
     return device
 
 
@@ -204,10 +204,10 @@ def join_world(parallel: str, device: str | None, **how: Any) -> World:
     return World(parallel, local, dist.get_rank(), dist.get_world_size(), **how)
 
 
-def _blocks(model: nn.Module) -> list[nn.Module]:
+def _layers(model: nn.Module) -> list[nn.Module]:
     """Return the layers with parameters in the outermost lists of layers."""
-    blocks: list[nn.Module] = []
+    layers: list[nn.Module] = []
     for child in model.children():
         listed = isinstance(child, (nn.ModuleList, nn.Sequential))
-        blocks += child.children() if listed else _blocks(child)
-    return [block for block in blocks if any(True for _ in block.parameters())]
+        layers += child.children() if listed else _layers(child)
+    return [layer for layer in layers if any(True for _ in layer.parameters())]

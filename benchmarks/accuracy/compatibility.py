@@ -1,12 +1,12 @@
-"""Run ``kronbit doctor`` on kronbit's optimizers and on those of other packages.
+"""Run ``kronbit doctor`` on Shampoo, CASPR and optimizers of other packages.
 
 Usage::
 
     pip install pytorch_optimizer heavyball torchao bitsandbytes torch_optimizer
     python benchmarks/accuracy/compatibility.py --output results/accuracy/compatibility_cpu.json
 
-Every optimizer is examined in a separate process, on the CPU. Where an optimizer has such options,
-they start its second-order updates at the second step.
+Every optimizer is examined in a separate process, on the CPU. Second-order updates start at the
+second step, where an optimizer has options for it.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def examine(path: str, options: str) -> dict[str, object]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     result = {

@@ -115,9 +115,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--order", type=int, default=1200)
-    parser.add_argument("--rounds", type=int, default=400, help="T, at most 449")
+    parser.add_argument("--rounds", type=int, default=400, help="number of rounds T, at most 449")
     parser.add_argument(
-        "--rates", type=float, nargs="+", default=[1.0, 0.25], help="η, times ‖W₁ - W*‖ / √(2r)"
+        "--rates", type=float, nargs="+", default=[1.0, 0.25], help="multiples of ‖W₁ - W*‖ / √(2r)"
     )
     arguments = parser.parse_args()
     statistic = synthetic_matrix(arguments.order)

@@ -91,7 +91,7 @@ def build(
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, part: slice = slice(None)) -> None:
-    """Take the steps. ``part`` is the slice of every batch that this rank gets."""
+    """Take ``STEPS`` steps. ``part`` is the slice of every batch that this rank gets."""
     p = next(model.parameters())
     for t in range(STEPS):
         generator = torch.Generator().manual_seed(t)
@@ -101,22 +101,22 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, part: slice = slic
         optimizer.step()
 
 
-def tensors(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     """Yield all leaves of nested dicts and lists with their paths."""
     if isinstance(value, dict):
         for key in sorted(value, key=str):
-            yield from tensors(value[key], f"{path}/{key}")
+            yield from leaves(value[key], f"{path}/{key}")
     elif isinstance(value, (list, tuple)):
         for key, item in enumerate(value):
-            yield from tensors(item, f"{path}/{key}")
+            yield from leaves(item, f"{path}/{key}")
     else:
         yield path, value
 
 
 def digest(value: Any) -> str:
-    """Return a hash of all paths, dtypes and bits."""
+    """Return a hash of all paths, dtypes, shapes and bits."""
     bits = hashlib.sha256()
-    for path, leaf in tensors(value):
+    for path, leaf in leaves(value):
         if isinstance(leaf, Tensor):
             local = getattr(leaf, "_local_tensor", leaf).detach().cpu().contiguous()
             bits.update(f"{path} {local.dtype} {tuple(local.shape)}".encode())

@@ -5,10 +5,10 @@ Usage::
     python benchmarks/accuracy/update_angle.py --output result.json [--cifar FOLDER] \
         [--plot angles.png]
 
-The script records gradients of a real training and replays them with every method, bit width and
-storage. It trains a small transformer on the text of Python's documentation and, with ``--cifar``,
-a convolutional network on CIFAR-100 in its public layout. The exact preconditioned gradient is
-L^(-1/4) G R^(-1/4) in float64. For every layer, the report has
+The script records gradients of a real training run and replays them with every method, bit width
+and storage. It trains a small transformer on the text of Python's documentation and, with
+``--cifar``, a convolutional network on CIFAR-100 in its public layout. The exact preconditioned
+gradient is L^(-1/4) G R^(-1/4) in float64. For every layer, the report has
 
 - the bits of statistic and root per element of a matrix,
 - the angle between the preconditioned gradient and the exact one,

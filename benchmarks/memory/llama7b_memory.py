@@ -8,9 +8,9 @@ Usage::
 The setting is that of the paper's memory table: bf16, sequences of 256 tokens, gradient
 checkpointing, and 8-bit AdamW, alone and as the base of Shampoo with blocks of order 2048. Every
 optimizer runs in a separate process, whose allocator is limited to 81,920 MiB. The process
-increases the batch size until the model no longer fits. Every batch size takes ordinary steps, a
-step with update and refresh, and ordinary steps with roots. Weights and tokens are random. Needs a
-CUDA device, transformers, and bitsandbytes or torchao.
+increases the batch size until the model no longer fits. At each batch size it takes four steps; at
+least one of them updates and refreshes. Weights and tokens are random. Needs a CUDA device,
+transformers, and bitsandbytes or torchao.
 """
 
 from __future__ import annotations

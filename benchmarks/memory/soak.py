@@ -75,8 +75,8 @@ def kfac(model: nn.Module) -> torch.optim.Optimizer:
     return KFAC(base, model=model, **SCHEDULE)
 
 
-# By name: the constructor of the optimizer, and True if the passes may be a CUDA graph. Hooks
-# prevent it.
+# By name: a function that makes the optimizer, and True if forward and backward pass may be a CUDA
+# graph. The hooks of K-FAC prevent that.
 SETUPS: dict[str, tuple[Callable[[nn.Module], torch.optim.Optimizer], bool]] = {
     "Shampoo": (shampoo, True),
     "CASPR, the paper's storage, staggered": (caspr, True),
@@ -278,7 +278,7 @@ def side_by_side(options: list[str]) -> dict[str, list[list[dict[str, Any]]]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--minutes", type=float, default=9.2)
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--lap", type=int, default=500)

@@ -40,7 +40,7 @@ POLICIES: dict[str, dict[str, Any]] = {
 
 
 def milliseconds(function: Callable[[], Any]) -> float:
-    """Return the median over rounds."""
+    """Return the milliseconds of a call: the median over rounds of ``REPEATS`` calls."""
     times = []
     for _ in range(ROUNDS + 1):
         torch.cuda.synchronize()

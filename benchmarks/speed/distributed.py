@@ -47,7 +47,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 CYCLES, INTERVAL = 3, 4  # number of refreshes, and their interval; updates come twice as often
 
 
-def sent(optimizer: Shampoo) -> dict[str, int]:
+def traffic(optimizer: Shampoo) -> dict[str, int]:
     figures = optimizer.diagnostics()["ranks"]
     return {name: figures.get(name, 0) for name in ("received_bytes", "gradient_bytes")}
 
@@ -74,7 +74,7 @@ def measure(rank: int, layout: str, layers: int, width: int) -> dict[str, Any]:
 
         setattr(Preconditioner, name, timed)
     by_step: list[dict[str, int]] = []
-    before = sent(optimizer)
+    before = traffic(optimizer)
     for t in range(1, CYCLES * INTERVAL + 1):
         for p in model.parameters():
             grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(t))
@@ -83,7 +83,7 @@ def measure(rank: int, layout: str, layers: int, width: int) -> dict[str, Any]:
             else:
                 p.grad = grad
         optimizer.step()
-        after = sent(optimizer)
+        after = traffic(optimizer)
         by_step.append({name: after[name] - before[name] for name in after})
         before = after
     last = by_step[-INTERVAL:]

@@ -30,7 +30,15 @@ BF16 = 2
 
 
 class Sizes(NamedTuple):
-    """Sizes of a LLaMA network."""
+    """Sizes of a LLaMA network.
+
+    Attributes:
+        hidden: Width of the hidden states.
+        inner: Width inside the MLP.
+        layers: Number of layers.
+        keys: Width of all keys of a token, and of all values.
+        vocabulary: Number of tokens.
+    """
 
     hidden: int
     inner: int
@@ -54,7 +62,15 @@ MODELS = {
 
 
 class Work(NamedTuple):
-    """Operations and bytes of one parameter, or of several."""
+    """Operations and bytes of one parameter, or of several.
+
+    Attributes:
+        cubes: Sum of n³ over factors, for updates and refreshes.
+        products: Sum of m n (m + n) over blocks, for products.
+        statistics: Bytes of statistics.
+        roots: Bytes of roots.
+        elements: Number of elements.
+    """
 
     cubes: int
     products: int
@@ -106,7 +122,7 @@ def main() -> None:
     refresh = 1e-3 * (times["refresh_ms"] - times["update_ms"]) / small.cubes
     product = 1e-3 * times["above_adamw_ms"] / small.products
     print(f"s per n³: update {update:.3g}, refresh {refresh:.3g}; per m n (m + n): {product:.3g}\n")
-    header = "model|GPUs|way|state, GB|every step, GB (s)|update, GB (s)|refresh, GB (s)|"
+    header = "model|GPUs|layout|state, GB|every step, GB (s)|update, GB (s)|refresh, GB (s)|"
     header += "update, s|refresh, s|products, s"
     print(f"| {header.replace('|', ' | ')} |\n" + "|---" * 10 + "|")
     for name, sizes in MODELS.items():

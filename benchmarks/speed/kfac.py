@@ -1,5 +1,9 @@
 """Measure what K-FAC and AdaBK cost on a GPU: time by kind of step, hooks, and memory.
 
+Usage::
+
+    python benchmarks/speed/kfac.py --output result.json [--models swin-tiny resnet34]
+
 Statistics are collected before every tenth step, and roots are refreshed at every twentieth. The
 medians do not depend on these intervals. "Hooks" compares passes without statistics with those of a
 model without an optimizer. The two models take turns.
@@ -17,12 +21,11 @@ from typing import Any
 import torch
 import triton
 from models import CASES, Case
-from step_time import milliseconds, prepare
+from step_time import SCHEDULE, kind_of, milliseconds, prepare
 
 import kronbit
 from kronbit import KFAC, AdaBK
 
-SCHEDULE = {"update_every": 10, "refresh_every": 20}
 STEPS, SETTLED = 120, 40
 SGD: dict[str, Any] = {"lr": 1e-3, "momentum": 0.9, "fused": True}
 Make = Callable[[torch.nn.Module], torch.optim.Optimizer]
@@ -38,12 +41,6 @@ OPTIMIZERS: dict[str, Make] = {
         ("4-bit", {}),
     )
 }
-
-
-def kind_of(t: int) -> str:
-    if t % SCHEDULE["refresh_every"] == 0:
-        return "refresh"
-    return "update" if t % SCHEDULE["update_every"] == 0 else "ordinary"
 
 
 def backward(case: Case, model: torch.nn.Module) -> float:
@@ -73,7 +70,7 @@ def measure(case: Case, make: Make) -> dict[str, Any]:
     twin = prepare(case)  # without an optimizer
     ratios = []
     for number in range(STEPS - SETTLED):
-        # The second model may have an advantage.
+        # The model that runs second may have an advantage.
         order = (model, twin) if number % 2 else (twin, model)
         spent = {network: backward(case, network) for network in order}
         ratios.append(spent[model] / spent[twin])
@@ -91,7 +88,7 @@ def measure(case: Case, make: Make) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--models", nargs="*", default=["swin-tiny", "resnet34"])
     parser.add_argument("--optimizers", nargs="*", default=list(OPTIMIZERS))
     parser.add_argument("--output", type=Path)

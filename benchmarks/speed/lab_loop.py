@@ -3,7 +3,7 @@ r"""Compare the step time of the lab's training loop with that of a hand-written
 Usage::
 
     python benchmarks/speed/lab_loop.py --output result.json \
-        [--recipe cifar100-swin-tiny] [--steps 300]
+        [--recipe cifar100-swin-tiny] [--steps 1100]
 
 The script runs a CIFAR-100 recipe as ``kronbit train`` does, with its augmentation, on random
 images: eagerly and as a CUDA graph, with the base optimizer alone and with 4-bit Shampoo. The
@@ -52,7 +52,7 @@ def write_images(folder: Path) -> None:
 
 
 def by_hand(recipe: Recipe, steps: int) -> list[float]:
-    """Return milliseconds of every step: a graph of forward and backward, then AdamW."""
+    """Return milliseconds of every step: a graph of forward and backward pass, then AdamW."""
     options = dict(recipe.model)
     model = build(options.pop("name"), **options).cuda().train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)

@@ -57,7 +57,7 @@ def tokens(count: int, length: int, vocabulary: int) -> dict[str, Tensor]:
 CASES = {
     "swin-tiny": Case(lambda: build("swin-tiny"), images, torch.float32, False, (100, 500)),
     "resnet34": Case(lambda: build("resnet34"), images, torch.float32, False, (100, 500)),
-    # A common layout of trainings on GPUs.
+    # A common memory format on GPUs.
     "resnet34-channels-last": Case(
         lambda: build("resnet34").to(memory_format=torch.channels_last),
         images,

@@ -116,7 +116,7 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
 }
 
 
-def kind(t: int) -> str:
+def kind_of(t: int) -> str:
     if t % SCHEDULE["refresh_every"] == 0:
         return "refresh"
     return "update" if t % SCHEDULE["update_every"] == 0 else "ordinary"
@@ -152,7 +152,7 @@ def as_graph(case: Case) -> float | None:
         with torch.cuda.graph(graph):
             case.loss(model, batch).backward()
         return statistics.median(milliseconds(graph.replay) for _ in range(20))
-    except Exception as error:  # a model that cannot be captured
+    except Exception as error:  # the passes of this model cannot be captured
         print(f"  not captured: {str(error).splitlines()[0]}")
         return None
 
@@ -183,8 +183,8 @@ def run(case: Case, make: Callable[[nn.Module], torch.optim.Optimizer]) -> dict[
             adamw_steps.append(step(adamw))
         _, spent, peak = step(optimizer)
         if t >= settled:
-            times[kind(t)].append(spent)
-            above[kind(t)] = max(above[kind(t)], peak)
+            times[kind_of(t)].append(spent)
+            above[kind_of(t)] = max(above[kind_of(t)], peak)
         elif t <= 2 * SCHEDULE["refresh_every"]:
             warm_up += spent / 1e3
     model.zero_grad()

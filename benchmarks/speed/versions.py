@@ -5,9 +5,10 @@ Usage::
     python benchmarks/speed/versions.py --output result.json before=../before/src after=src
 
 Each version runs in a separate process, with its source folder in ``PYTHONPATH``. The speed of a
-machine changes within seconds, so the versions take turns, each of one interval between refreshes.
-The time of ``optimizer.step()`` around fused AdamW is measured until the device is idle. The ratios
-are relative to the first version. Swin-Tiny and GPT-2 are for a GPU; GPT-2 needs transformers.
+machine changes within seconds, so the versions take turns: a turn is one interval between
+refreshes. The time of ``optimizer.step()`` around fused AdamW is measured until the device is idle.
+The ratios are relative to the first version. Swin-Tiny and GPT-2 are for a GPU; GPT-2 needs
+transformers.
 
 ``--import-times`` also measures ``import kronbit`` in new processes, in turn.
 """

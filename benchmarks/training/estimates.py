@@ -1,4 +1,4 @@
-"""Estimate the time of a training on one H200, alone or next to other trainings."""
+"""Estimate the time of a training run on one H200, alone or next to other runs."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ ROOT = Path(__file__).parents[2]
 _START = 25.0  # seconds of imports, data, kernels and the capture of graphs
 _EVALUATION = 0.6  # seconds
 _WATCHED = 0.8  # seconds for the exact roots of a block, at every refresh
-# Share of the GPU's time that a training takes. Processes take turns on the GPU, so ten at a time
-# are hardly faster than ten in sequence, unless the host is the bottleneck.
+# Share of the GPU's time that a run takes. Processes take turns on the GPU, so ten at a time are
+# hardly faster than ten in sequence, unless the host is the bottleneck.
 _BUSY_WITH_GRAPH, _BUSY_WITHOUT = 0.9, 0.3
 _FLOAT32 = 2.5  # slowdown without bf16 autocast
 _EXAMPLES = {"cifar100": 50_000, "tiny-imagenet": 100_000, "digits": 1_400}
-_PER_SECOND_ORDER = "shampoo"
+_FALLBACK = "shampoo"  # for optimizers that are not in a recipe's entry below
 # Seconds per 1000 steps with a CUDA graph ("without graph": without one). Rows of
 # results/*-times take precedence.
 _PER_THOUSAND: dict[str, dict[str, float]] = {
@@ -47,7 +47,7 @@ _PYTHON_LOOP = 3  # slowdown by an optimizer that loops over parameters in Pytho
 
 @dataclass(frozen=True)
 class Estimate:
-    """Estimated steps, time and load of a training.
+    """Estimated steps, time and load of a run.
 
     Attributes:
         steps: Number of steps.
@@ -60,7 +60,7 @@ class Estimate:
     busy: float
 
     def rest(self, step: int) -> Estimate:
-        """Estimate the rest of the training after some steps, including another start."""
+        """Estimate the rest of the run after some steps, including another start."""
         left = max(0.0, 1 - step / self.steps)
         return Estimate(self.steps, _START + left * (self.seconds - _START), self.busy)
 
@@ -85,7 +85,7 @@ def recipe_of(run: PlannedRun) -> Recipe:
     if "--amp" in flags:
         settings = {"amp": flags[flags.index("--amp") + 1], **settings}
     recipe = find_recipe(run.trainings.recipe).with_settings({**settings, "seed": run.seed})
-    return variant(run.member, recipe)[2]
+    return variant(run.spec, recipe)[2]
 
 
 def _steps(recipe: Recipe) -> int:
@@ -104,14 +104,14 @@ def _watched(recipe: Recipe, steps: int) -> int:
 
 
 def _milliseconds(run: PlannedRun, recipe: Recipe, graph: bool) -> float:
-    measured = _measured(recipe.name).get(run.member.split()[0])
+    measured = _measured(recipe.name).get(run.spec.split()[0])
     table = _PER_THOUSAND.get(recipe.name, _UNKNOWN)
     kind = recipe.optimizer
     loops = "." in recipe.base
     if graph and measured is not None and not loops:
         per_step = measured
     else:
-        per_step = table.get(kind, table[_PER_SECOND_ORDER])
+        per_step = table.get(kind, table[_FALLBACK])
         if not graph:
             per_step = max(per_step, table.get("without graph", per_step))
     in_float32 = recipe.amp == "off" and "--amp" in run.trainings.flags
@@ -130,11 +130,11 @@ def _measured(recipe: str) -> dict[str, float]:
 
 
 def finish_times(loads: Sequence[Estimate], together: int) -> list[float]:
-    """Return the seconds until each training ends if they share the GPU.
+    """Return the seconds until each run ends if they share the GPU.
 
     Args:
-        loads: Estimates of the trainings, in the order of their starts.
-        together: Largest number of trainings at a time.
+        loads: Estimates of the runs, in the order of their starts.
+        together: Largest number of runs at a time.
     """
     left = [load.seconds for load in loads]
     ends = [0.0] * len(loads)
@@ -162,13 +162,13 @@ def fitting(
     seconds: float,
     together: int,
 ) -> list[PlannedRun]:
-    """Return the candidates that can be added so that all trainings end in time.
+    """Return the candidates that can be added so that all runs end in time.
 
     Args:
         candidates: Runs with their estimates, by priority.
-        running: Estimates of the rest of the running trainings.
+        running: Estimates of the rest of the runs that are running.
         seconds: Time that is left.
-        together: Largest number of trainings at a time.
+        together: Largest number of runs at a time.
     """
     loads, chosen = list(running), []
     for run, load in candidates:

@@ -1,4 +1,4 @@
-"""Run trainings as parallel processes, stop them in time, and report their progress."""
+"""Train runs as parallel processes, stop them in time, and report their progress."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class RunFolders:
 
 @dataclass
 class Runner:
-    """Runs trainings in parallel.
+    """Trains runs in parallel.
 
     Attributes:
         folders: Folders of the runs.
@@ -88,11 +88,11 @@ class Runner:
     _running: dict[PlannedRun, subprocess.Popen[bytes]] = field(default_factory=dict)
 
     def work(self, choice: Choice, seconds: float) -> None:
-        """Run until no run is left to start, or until the time is up.
+        """Train until all runs have ended and none is left to start, or until the time is up.
 
         Args:
             choice: Chooses the runs to start.
-            seconds: Time after which running trainings save and stop.
+            seconds: Time after which all runs save and stop.
         """
         end = time.monotonic() + seconds
         changed = True

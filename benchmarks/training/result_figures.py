@@ -1,4 +1,4 @@
-"""Draw the figures of trainings in docs/results from the raw files in results.
+"""Draw the figures of training runs in docs/results from the raw files in results.
 
 Usage::
 
@@ -66,7 +66,7 @@ def best_runs(network: str) -> list[Row]:
 
 
 def long_runs(network: str) -> list[Row]:
-    """Return the longer trainings of every optimizer, best optimizer first."""
+    """Return the longer runs of every optimizer, best optimizer first."""
     return _best_first(list(by_optimizer(LONG[network]).items()))
 
 
@@ -114,44 +114,44 @@ def memory_panel(axes: Axes, rows: Sequence[Row]) -> None:
 
 
 def cifar100(panel: Callable[[Axes, Sequence[Row]], None], longer: bool) -> Any:
-    """Draw both networks next to each other, with their shorter or longer trainings."""
-    figure, every = plt.subplots(1, 2, figsize=(9, 3.9), layout="constrained")
+    """Draw both networks next to each other, with their shorter or longer runs."""
+    figure, all_axes = plt.subplots(1, 2, figsize=(9, 3.9), layout="constrained")
     trained = "30 epochs of CIFAR-100, two seeds" if longer else "10 epochs of CIFAR-100"
-    for axes, network in zip(every, LONG, strict=True):
+    for axes, network in zip(all_axes, LONG, strict=True):
         panel(axes, long_runs(network) if longer else best_runs(network))
         axes.set_title(f"{network}, {trained}", fontsize=9.5, loc="left")
         axes.yaxis.set_major_formatter("{x:g} %")
-    every[0].set_ylabel("test accuracy")
+    all_axes[0].set_ylabel("test accuracy")
     return figure
 
 
 def over_time() -> Any:
-    """Draw the errors of roots during a training, by damping."""
-    figure, every = plt.subplots(2, 2, figsize=(9, 5.2), layout="constrained", sharex=True)
+    """Draw the errors of roots during training, by damping."""
+    figure, all_axes = plt.subplots(2, 2, figsize=(9, 5.2), layout="constrained", sharex=True)
     for damping, scheme, run in over_time_runs():
         column = ("1e-6", "1e-4").index(damping)
         colour, style = _STORAGES[scheme]
-        for axes, key in zip(every[:, column], ("nre", "angle"), strict=True):
+        for axes, key in zip(all_axes[:, column], ("nre", "angle"), strict=True):
             errors = run["errors"]
             axes.plot(errors["step"], errors[key], color=colour, linestyle=style, label=scheme)
             axes.set_ylim(0, None)
-    for axes, damping in zip(every[0], ("10⁻⁶", "10⁻⁴"), strict=True):
+    for axes, damping in zip(all_axes[0], ("10⁻⁶", "10⁻⁴"), strict=True):
         axes.set_title(f"ε = {damping}", fontsize=9.5, loc="left")
-    every[0, 0].legend(fontsize=8)
-    every[0, 0].set_ylabel("relative error (NRE)")
-    every[1, 0].set_ylabel("angle in degrees")
-    for axes in every[1]:
+    all_axes[0, 0].legend(fontsize=8)
+    all_axes[0, 0].set_ylabel("relative error (NRE)")
+    all_axes[1, 0].set_ylabel("angle in degrees")
+    for axes in all_axes[1]:
         axes.set_xlabel("step")
     return figure
 
 
 def choices() -> Any:
     """Draw the loss of a small GPT by intervals, order and bits."""
-    figure, every = plt.subplots(1, 3, figsize=(9, 3.3), layout="constrained", sharey=True)
+    figure, all_axes = plt.subplots(1, 3, figsize=(9, 3.3), layout="constrained", sharey=True)
     adamw = mean(run["loss"] for run in choice_runs("T1, T2")["never (AdamW)"])
     intervals = [(int(value.split(", ")[0]), runs) for value, runs in _numbers("T1, T2")]
     orders = [(min(512, int(value.split()[0])), runs) for value, runs in _numbers("`max_order`")]
-    for axes, rows in zip(every, (intervals, orders), strict=False):
+    for axes, rows in zip(all_axes, (intervals, orders), strict=False):
         axes.plot(*zip(*((x, mean(r["loss"] for r in runs)) for x, runs in rows), strict=True), "-")
         for x, runs in rows:
             axes.plot([x] * len(runs), [run["loss"] for run in runs], "o", color="0.5", ms=3)
@@ -160,20 +160,20 @@ def choices() -> Any:
         axes.minorticks_off()
     for value, runs in choice_runs("statistics, roots").items():
         size, loss = _second_order(runs[0]) / _MIB, mean(run["loss"] for run in runs)
-        every[2].plot(size, loss, "o")
+        all_axes[2].plot(size, loss, "o")
         text = value.replace("`", "").replace(", as in the paper", "")
-        every[2].annotate(text, (size, loss), (4, 3), textcoords="offset points", fontsize=7)
-    every[2].set_xscale("log")
-    every[2].set_xlim(0.6, 45)
-    every[2].minorticks_off()
-    every[2].set_xticks([1, 2, 5, 10, 20], ["1", "2", "5", "10", "20"])
+        all_axes[2].annotate(text, (size, loss), (4, 3), textcoords="offset points", fontsize=7)
+    all_axes[2].set_xscale("log")
+    all_axes[2].set_xlim(0.6, 45)
+    all_axes[2].minorticks_off()
+    all_axes[2].set_xticks([1, 2, 5, 10, 20], ["1", "2", "5", "10", "20"])
     for axes, label in zip(
-        every, ("T1, steps", "largest order of a block", "second-order state, MiB"), strict=True
+        all_axes, ("T1, steps", "largest order of a block", "second-order state, MiB"), strict=True
     ):
         axes.axhline(adamw, color=KNOWN["base"][0], linestyle=":", linewidth=1)
         axes.set_xlabel(label)
-    every[0].annotate("AdamW", (2, adamw), (0, 3), textcoords="offset points", fontsize=8)
-    every[0].set_ylabel("validation loss")
+    all_axes[0].annotate("AdamW", (2, adamw), (0, 3), textcoords="offset points", fontsize=8)
+    all_axes[0].set_ylabel("validation loss")
     return figure
 
 

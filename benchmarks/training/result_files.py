@@ -47,7 +47,7 @@ class ResultFiles:
         Args:
             run: The run.
             folder: Folder where it was trained.
-            commit: Commit of the training.
+            commit: Commit of the run.
             side_by_side: Number of runs that shared the device.
         """
         path = _part(self.target, run)

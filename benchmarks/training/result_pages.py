@@ -1,4 +1,4 @@
-"""Fill the tables of docs/results and of the README from the raw files in results.
+"""Fill the tables of the docs and of the README from the raw files in results.
 
 Usage::
 
@@ -150,7 +150,7 @@ def over_time() -> str:
         rows.append(
             [damping, scheme, *(f"{nre:.3f}, {angle:.1f}°" for nre, angle in pairs), accuracy]
         )
-    return table(["ε", "kept", *(f"step {step}" for step in errors["step"]), "accuracy"], rows)
+    return table(["ε", "storage", *(f"step {step}" for step in errors["step"]), "accuracy"], rows)
 
 
 # ------------------------------------------------------------------------------------------ theory

@@ -1,4 +1,4 @@
-"""Run the trainings for docs/results: a queue for one GPU.
+"""Train the runs for docs/results: a queue for one GPU.
 
 Usage::
 
@@ -8,16 +8,16 @@ Usage::
     python benchmarks/training/run_queue.py NAME... --data DATA --out RUNS [--together 6]
     python benchmarks/training/run_queue.py --merge
 
-``trainings.py`` lists the trainings; a NAME is a key of ``TRAININGS`` there.
+``trainings.py`` lists the runs; a NAME is a key of ``TRAININGS`` there, which is a table of runs.
 
-``--next`` starts unfinished trainings: stopped ones first, then by stage, the longest first. A
-training starts only if it is expected to end in time next to the others: within ``--seconds`` plus
-the ``--later`` seconds in which the machine and RUNS remain available afterwards. After
-``--seconds`` all running trainings save and stop, and the same command resumes them. With names,
-``--next`` is limited to them. Names without ``--next`` run to the end, whatever time that takes.
+``--next`` starts unfinished runs: stopped ones first, then by stage, the longest first. A run
+starts only if it is expected to end in time next to the others: within ``--seconds`` plus the
+``--later`` seconds in which the machine and RUNS remain available afterwards. After ``--seconds``
+all runs save and stop, and the same command resumes them. With names, ``--next`` is limited to
+these tables. Names without ``--next`` are trained to the end, however long that takes.
 
-Every run is a process. Up to ``--together`` of them run at a time. This affects only their times,
-which results of such runs leave out. Runs that are timed have the GPU to themselves.
+Every run is a process. Up to ``--together`` of them share the GPU. This affects only their times,
+which are left out of their results. Runs that are timed have the GPU to themselves.
 
 A finished run is written to RESULTS/NAME/runs/RUN.json at once. Runs with results there or in the
 repository's ``results`` are not trained again, so a machine needs only the repository and DATA, and
@@ -25,8 +25,8 @@ only RESULTS must be kept. ``PYTHONPATH=src`` finds kronbit if it is not install
 complete table are merged into RESULTS/NAME/summary.json. After RESULTS is copied to ``results``,
 ``--merge`` does the same there.
 
-``--status`` prints the number of runs that are done, running, stopped and open, and the estimated
-minutes of the rest in sequence on one H200. With names, it prints a line for every run.
+``--status`` prints how many runs of each table are done, running, stopped and open, and how many
+minutes the rest would take in sequence on one H200. With names, it prints a line for every run.
 """
 
 from __future__ import annotations
@@ -48,16 +48,16 @@ RESULTS = ROOT / "results"
 
 @dataclass
 class Queue:
-    """Trainings by priority.
+    """Training runs by priority.
 
     Attributes:
         runs: All runs.
         folders: Folders of the runs.
         files: Files of their results.
-        together: Largest number of trainings at a time.
+        together: Largest number of runs at a time.
         later: Seconds available after this call.
         fits: True to start only runs that end in time.
-        commit: Commit of the trainings.
+        commit: Commit of the runs.
         started: Runs that this call has started.
     """
 
@@ -77,7 +77,8 @@ class Queue:
             running: The runs that are running.
             left: Seconds until the end of this call.
         """
-        candidates = [run for run in self.runs if run not in self.started and not self.is_done(run)]
+        waiting = [run for run in self.runs if not self.is_taken(run)]
+        candidates = [run for run in waiting if run not in self.started]
         if self.fits:
             candidates.sort(key=self._place)
             loads = [(run, self.rest(run)) for run in candidates]
@@ -87,10 +88,12 @@ class Queue:
         self.started.update(chosen)
         return chosen
 
-    def is_done(self, run: PlannedRun) -> bool:
+    def is_taken(self, run: PlannedRun) -> bool:
         """True if a run is finished or is being trained."""
-        if self.folders.is_finished(run) or self.folders.is_running(run):
-            return True
+        done = self.folders.is_finished(run) or self.folders.is_running(run)
+        return done or self._has_results(run)
+
+    def _has_results(self, run: PlannedRun) -> bool:
         # Without ``fits``, a table is trained again although it has results.
         return self.files.is_done(run) if self.fits else self.files.part(run) is not None
 
@@ -112,10 +115,8 @@ class Queue:
     def write_finished(self) -> None:
         """Write results of finished runs that an earlier call did not write."""
         for run in self.runs:
-            if self.folders.is_finished(run):
-                known = self.files.is_done(run) if self.fits else self.files.part(run) is not None
-                if not known:
-                    self.write(run)
+            if self.folders.is_finished(run) and not self._has_results(run):
+                self.write(run)
 
     def merge(self, table: str) -> None:
         """Write the file of a table if it is complete."""
@@ -157,7 +158,7 @@ def work(queue: Queue, data: Path, seconds: float) -> int:
     queue.write_finished()
     runner = Runner(queue.folders, data, queue.write)
     runner.work(queue.choose, seconds)
-    waiting = [] if queue.fits else [run for run in queue.runs if not queue.is_done(run)]
+    waiting = [] if queue.fits else [run for run in queue.runs if not queue.is_taken(run)]
     unfinished = sorted({run.path for run in (*runner.failed, *waiting)})
     if unfinished:
         print(f"not finished: {', '.join(unfinished)}")
@@ -190,7 +191,7 @@ def show_status(queue: Queue, every_run: bool) -> None:
 
 
 def _show_run(queue: Queue, run: PlannedRun, state: str) -> None:
-    text = f"{'':9}{run.member}, seed {run.seed}: {state}"
+    text = f"{'':9}{run.spec}, seed {run.seed}: {state}"
     if state != "done":
         load = queue.rest(run)
         steps = {"running": queue.folders.logged_step, "stopped": queue.folders.saved_step}
@@ -200,7 +201,7 @@ def _show_run(queue: Queue, run: PlannedRun, state: str) -> None:
 
 
 def state_of(queue: Queue, run: PlannedRun) -> str:
-    """``"done"``, ``"running"``, ``"stopped"`` or ``"open"``."""
+    """Return the state of a run: ``"done"``, ``"running"``, ``"stopped"`` or ``"open"``."""
     if queue.folders.is_running(run):
         return "running"
     if queue.files.is_done(run) or queue.folders.is_finished(run):
@@ -223,14 +224,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--data", type=Path, help="folder with data sets")
     parser.add_argument("--out", type=Path, help="folder of runs and their checkpoints")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of raw files")
-    parser.add_argument("--together", type=int, default=6, help="trainings at a time")
+    parser.add_argument("--together", type=int, default=6, help="number of runs at a time")
     parser.add_argument(
         "--seconds", type=float, default=float("inf"), help="time until all runs stop"
     )
     parser.add_argument(
         "--later", type=float, default=0.0, help="seconds available after this call"
     )
-    parser.add_argument("--commit", default="", help="commit of the trainings")
+    parser.add_argument("--commit", default="", help="commit of the runs")
     options = parser.parse_args(arguments)
     unknown = sorted(set(options.names) - TRAININGS.keys())
     if unknown:
@@ -239,7 +240,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not read_only and not (options.next or options.names):
         parser.error("give names, --next, --status or --merge")
     if not read_only and (options.data is None or options.out is None):
-        parser.error("trainings need --data and --out")
+        parser.error("training needs --data and --out")
     names = options.names or sorted(TRAININGS, key=lambda name: TRAININGS[name].stage)
     queue = Queue(
         [run for name in names for run in TRAININGS[name].runs(name)],

@@ -1,4 +1,4 @@
-"""Make tables of trainings from the raw files in results. ``result_pages.py`` writes them."""
+"""Make tables of training runs from the raw files in results. ``result_pages.py`` writes them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kronbit.lab.report.numbers import MISSING
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "results"
 _MIB = 2**20
-# Files of trainings at all learning rates.
+# Files of runs at all learning rates.
 GRIDS = {
     "Swin-Tiny": ("cifar100-swin-tiny-10-epochs",),
     "ResNet-34": (
@@ -22,7 +22,7 @@ GRIDS = {
         "cifar100-resnet34-highest-rates",
     ),
 }
-# Files of trainings with two seeds, and of short ones that had the GPU to themselves.
+# Files of runs with two seeds, and of short runs that had the GPU to themselves.
 LONG = {"Swin-Tiny": "cifar100-swin-tiny-30-epochs", "ResNet-34": "cifar100-resnet34-30-epochs"}
 TIMES = {"Swin-Tiny": "cifar100-swin-tiny-times", "ResNet-34": "cifar100-resnet34-times"}
 _LONGER = ", 1.5 x as long"
@@ -131,7 +131,7 @@ def grid(network: str) -> str:
 
 
 def front() -> str:
-    """Make a table of the longer trainings of both networks, whose rows match by position."""
+    """Make a table of the longer runs of both networks, whose rows match by position."""
     networks = [by_optimizer(name) for name in LONG.values()]
     rows = []
     for labels in zip(*networks, strict=True):
@@ -184,7 +184,7 @@ def step_times(network: str) -> dict[str, float]:
 
 
 def longer(network: str) -> str:
-    """Make a table of the trainings with two seeds."""
+    """Make a table of the runs with two seeds."""
     times = step_times(network)
     rows = []
     for label, runs in by_optimizer(LONG[network]).items():

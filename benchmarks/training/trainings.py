@@ -1,4 +1,4 @@
-"""The trainings for docs/results, as data: tables of runs, in stages.
+"""The training runs for docs/results, as data: tables of runs, in stages.
 
 ``run_queue.py`` in this folder runs them.
 """
@@ -14,19 +14,19 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """One training of a table.
+    """One training run of a table.
 
     Attributes:
         table: Name of the table, which is a folder of ``results``.
         name: Name of the run, which names its folder and its file.
-        member: Optimizer, as ``kronbit compare -o`` takes it.
+        spec: Optimizer and settings, as ``kronbit compare -o`` takes them.
         seed: Seed of weights and batches.
         trainings: The table.
     """
 
     table: str
     name: str
-    member: str
+    spec: str
     seed: int
     trainings: Trainings
 
@@ -37,13 +37,13 @@ class PlannedRun:
 
     @property
     def variant(self) -> str:
-        """Name of the member in raw files."""
-        return "-".join(shlex.split(self.member)).replace("/", "_")
+        """Name of the spec in raw files."""
+        return "-".join(shlex.split(self.spec)).replace("/", "_")
 
     @property
     def words(self) -> list[str]:
         """The command, without ``--data`` and ``--out``."""
-        return self.trainings.words(self.member, self.seed)
+        return self.trainings.words(self.spec, self.seed)
 
 
 @dataclass(frozen=True)
@@ -52,8 +52,8 @@ class Trainings:
 
     Attributes:
         recipe: Name of the recipe.
-        members: Optimizers, as ``kronbit compare -o`` takes them.
-        settings: Settings of all members, as for ``--set``.
+        specs: Optimizers with their settings, as ``kronbit compare -o`` takes them.
+        settings: Settings of all runs, as for ``--set``.
         seeds: Number of seeds, from 0 on.
         flags: Flags of the command.
         stage: Place in the queue; lower stages run first.
@@ -61,30 +61,30 @@ class Trainings:
     """
 
     recipe: str
-    members: tuple[str, ...]
+    specs: tuple[str, ...]
     settings: tuple[str, ...]
     seeds: int = 1
     flags: tuple[str, ...] = ("--cuda-graph",)
     stage: int = 5
     alone: bool = False
 
-    def words(self, member: str, seed: int) -> list[str]:
+    def words(self, spec: str, seed: int) -> list[str]:
         """Return the command of one run, without ``--data`` and ``--out``."""
         settings = [f"--set={text}" for text in (*self.settings, f"seed={seed}")]
-        return ["compare", self.recipe, "-o", member, *settings, *self.flags]
+        return ["compare", self.recipe, "-o", spec, *settings, *self.flags]
 
     def runs(self, table: str) -> list[PlannedRun]:
         """Return all runs, seed by seed, so that an interrupted table has complete columns."""
         return [
-            PlannedRun(table, self._name(member, seed), member, seed, self)
+            PlannedRun(table, self._name(spec, seed), spec, seed, self)
             for seed in range(self.seeds)
-            for member in self.members
+            for spec in self.specs
         ]
 
-    def _name(self, member: str, seed: int) -> str:
+    def _name(self, spec: str, seed: int) -> str:
         # The digest distinguishes results of other settings.
-        digest = f"{zlib.crc32(shlex.join(self.words(member, seed)).encode()):08x}"
-        return re.sub(r"[^\w.-]+", "-", f"{member}-seed{seed}-{digest}")
+        digest = f"{zlib.crc32(shlex.join(self.words(spec, seed)).encode()):08x}"
+        return re.sub(r"[^\w.-]+", "-", f"{spec}-seed{seed}-{digest}")
 
 
 def at_rates(names: Iterable[str], rates: Iterable[str]) -> tuple[str, ...]:
@@ -118,7 +118,7 @@ _LEAN = ("keep=1", "watched_blocks=0")
 _TEN = ("epochs=10", "warmup_epochs=2", "eval_every=390", *_LEAN)
 _THIRTY = ("epochs=30", "warmup_epochs=5", "eval_every=390", *_LEAN)
 _FULL = ("eval_every=1950", "checkpoint_every=10000", *_LEAN)  # every 5 epochs
-# Errors of one block during the whole training.
+# With the errors of one block during the whole run.
 _FULL_WATCHED = (*_FULL[:-1], "watched_blocks=1")
 _PASS = ("steps=1200", "eval_every=100", *_LEAN)  # nearly one pass over 20 million tokens
 _THOUSAND = ("steps=1000", "eval_every=1000", "checkpoint_every=1000000", *_LEAN)

@@ -58,7 +58,7 @@ class Momentum:
 
 
 def to_rms(tensors: Iterable[Tensor], rms: float) -> None:
-    """Scale each tensor to a root mean square."""
+    """Scale each tensor to the given root mean square."""
     for x in tensors:
         x.mul_(rms * x.numel() ** 0.5 / x.norm().clamp(min=1e-20))
 
@@ -75,12 +75,12 @@ def orthogonalised(G: Tensor) -> Tensor:
 
 
 class NormalisedSGD(Optimizer):
-    """p ← (1 - lr · decay) p - lr · u, u scaled to Muon's size.
+    """p ← (1 - lr · decay) p - lr · u, where u has the root mean square of Muon's update.
 
     Args:
         params: Parameters.
         lr: Learning rate.
-        momentum: True if u is an average of gradients, False if it is the last gradient.
+        momentum: True if u is a Nesterov average of gradients, False if it is the last gradient.
         orthogonal: True to make the singular values of u equal.
     """
 

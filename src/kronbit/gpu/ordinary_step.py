@@ -125,9 +125,14 @@ class GroupedProducts:
             self._move(scatter, chunk.strips, chunk.wide, addresses, *scales)
 
     def _move(
-        self, kernel: Any, strips: range, wide: bool, addresses: AddressTable, precise: bool,
+        self,
+        kernel: Any,
+        strips: range,
+        wide: bool,
+        addresses: AddressTable,
+        precise: bool,
         numbers: Tensor,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Gather or scatter rows, with one program for each strip of gradients."""
         tables = self._tables.programs[-1], strips.start, self._tables.lines
         arguments = *tables, addresses.tensor, self._buffers.tensor, numbers
@@ -136,9 +141,13 @@ class GroupedProducts:
         launch(kernel, (len(strips),), *arguments, **constants)
 
     def _products(
-        self, chunk: Chunk, addresses: AddressTable, precision: Precision, sums: Tensor,
+        self,
+        chunk: Chunk,
+        addresses: AddressTable,
+        precision: Precision,
+        sums: Tensor,
         compare: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Compute Ĝ of a chunk's blocks into the held stack, and the sums of each program."""
         if not chunk.wide:
             precision = replace(precision, direct=False)
@@ -166,9 +175,13 @@ class GroupedProducts:
             launch(kernels.roots_kernel, (len(programs),), *arguments, **constants)
 
     def _passes(
-        self, chunk: Chunk, addresses: AddressTable, precision: Precision, sums: Tensor,
+        self,
+        chunk: Chunk,
+        addresses: AddressTable,
+        precision: Precision,
+        sums: Tensor,
         compare: bool,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Compute Ĝ of a chunk's blocks from X or G."""
         programs = self._tables.programs[chunk.tiles]
         tables = programs, self._tables.lines, addresses.tensor, self._buffers.tensor

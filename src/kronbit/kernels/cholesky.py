@@ -404,9 +404,13 @@ def shifted(X: Tensor, buffer: Tensor | None, shift: float) -> Tensor:
 
 
 def _inverse_of_gram(
-    x: Split, buffer: Tensor | None, least: float, only: Tensor, chain: Chain | None,
+    x: Split,
+    buffer: Tensor | None,
+    least: float,
+    only: Tensor,
+    chain: Chain | None,
     shift: float = 0.0,
-) -> tuple[Split, Tensor]:  # fmt: skip
+) -> tuple[Split, Tensor]:
     """Return R⁻¹ with Rᵀ R = XᵀX + shift I, and the bits of its largest elements."""
     S = multiply(x.mT, x, symmetric=True, out=buffer, only=only)
     if shift:

@@ -252,9 +252,16 @@ def encode(
 
 
 def decode(
-    codes: Tensor, scales: Tensor, tops: Tensor, diagonal: Tensor | None, mirrored: bool,
-    bits: int, mapping: str, block_size: int, out: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+    codes: Tensor,
+    scales: Tensor,
+    tops: Tensor,
+    diagonal: Tensor | None,
+    mirrored: bool,
+    bits: int,
+    mapping: str,
+    block_size: int,
+    out: Tensor | None = None,
+) -> Tensor:
     """D: restore the result of ``encode``; see ``linalg.backend``."""
     tiled = codes.dim() == 4
     k, n = codes.shape[:2] if diagonal is None else diagonal.shape

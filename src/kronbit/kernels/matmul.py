@@ -171,10 +171,16 @@ def tiles(size: int) -> int:
 
 
 def multiply(
-    A: Split, B: Split, C: Tensor | None = None, alpha: float = 1.0, beta: float = 1.0,
-    symmetric: bool = False, triangular: bool = False, out: Tensor | None = None,
+    A: Split,
+    B: Split,
+    C: Tensor | None = None,
+    alpha: float = 1.0,
+    beta: float = 1.0,
+    symmetric: bool = False,
+    triangular: bool = False,
+    out: Tensor | None = None,
     only: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Multiply and add as ``linalg.products.multiply`` does, on split operands.
 
     ``only``, bool (k,), marks the matrices that are wanted; other results are undefined.
@@ -186,9 +192,15 @@ def multiply(
 
 
 def compose(
-    A: Split, B: Split, C: Tensor | Split | None = None, alpha: float = 1.0, beta: float = 1.0,
-    symmetric: bool = False, bound: Tensor | None = None, only: Tensor | None = None,
-) -> Split:  # fmt: skip
+    A: Split,
+    B: Split,
+    C: Tensor | Split | None = None,
+    alpha: float = 1.0,
+    beta: float = 1.0,
+    symmetric: bool = False,
+    bound: Tensor | None = None,
+    only: Tensor | None = None,
+) -> Split:
     """Multiply and add as ``compose`` of ``linalg.backend``; for ``only``, see ``multiply``."""
     out = empty_split((len(A.hi), A.rows, B.columns), A.hi.device)
     _launch(A, B, C, out, alpha, beta, symmetric, bound=bound, only=only)
@@ -196,10 +208,17 @@ def compose(
 
 
 def _launch(
-    A: Split, B: Split, C: Tensor | Split | None, out: Tensor | Split, alpha: float, beta: float,
-    symmetric: bool, triangular: bool = False, bound: Tensor | None = None,
+    A: Split,
+    B: Split,
+    C: Tensor | Split | None,
+    out: Tensor | Split,
+    alpha: float,
+    beta: float,
+    symmetric: bool,
+    triangular: bool = False,
+    bound: Tensor | None = None,
     only: Tensor | None = None,
-) -> None:  # fmt: skip
+) -> None:
     assert not (isinstance(C, Split) and C.transposed), "C has the layout of the result"
     adds, added = (_NOTHING, out) if C is None else (_kind(C), C)
     masks = A.unit if bound is None else bound, A.unit if only is None else only

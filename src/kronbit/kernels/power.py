@@ -173,9 +173,14 @@ def power_iteration(A: Tensor, factors: Tensor, steps: int, unscaled: int) -> Te
 
 
 def add_ridge_(
-    A: Tensor, largest: Tensor, norm: Tensor, s: Tensor, ridge: float, least: float,
+    A: Tensor,
+    largest: Tensor,
+    norm: Tensor,
+    s: Tensor,
+    ridge: float,
+    least: float,
     orders: Tensor | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """Add a ridge to diagonals; see ``linalg.backend``."""
     k, n, _ = A.shape
     mixed = orders is not None

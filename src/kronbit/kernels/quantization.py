@@ -166,9 +166,17 @@ def decode_operand(
 
 
 def _decode(
-    codes: Tensor, scales: Tensor, diagonal: Tensor | None, out: tuple[Tensor, ...], first: int,
-    order: int, side: int, bits: int, mapping: str, block_size: int,
-) -> None:  # fmt: skip
+    codes: Tensor,
+    scales: Tensor,
+    diagonal: Tensor | None,
+    out: tuple[Tensor, ...],
+    first: int,
+    order: int,
+    side: int,
+    bits: int,
+    mapping: str,
+    block_size: int,
+) -> None:
     k, n = codes.shape[:2]
     table = codebook(mapping, bits, codes.device)
     tensors = codes, scales, scales if diagonal is None else diagonal, table, *out

@@ -40,9 +40,16 @@ class Backend:
 
     @staticmethod
     def multiply(
-        A: Any, B: Any, C: Tensor | None = None, alpha: float = 1.0, beta: float = 1.0, *,
-        symmetric: bool = False, triangular: bool = False, out: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
+        A: Any,
+        B: Any,
+        C: Tensor | None = None,
+        alpha: float = 1.0,
+        beta: float = 1.0,
+        *,
+        symmetric: bool = False,
+        triangular: bool = False,
+        out: Tensor | None = None,
+    ) -> Tensor:
         """See ``products.multiply``."""
         if A.dtype == torch.float32 and max(*A.shape[1:], B.shape[-1]) < 16:
             # On CPUs, products of tiny matrices depend on their position in memory, and so on the
@@ -58,9 +65,15 @@ class Backend:
 
     @staticmethod
     def compose(
-        A: Any, B: Any, C: Any = None, alpha: float = 1.0, beta: float = 1.0, *,
-        symmetric: bool = False, bound: Tensor | None = None,
-    ) -> Operand:  # fmt: skip
+        A: Any,
+        B: Any,
+        C: Any = None,
+        alpha: float = 1.0,
+        beta: float = 1.0,
+        *,
+        symmetric: bool = False,
+        bound: Tensor | None = None,
+    ) -> Operand:
         """Multiply and add as ``multiply`` does; the result is an operand of the next product.
 
         C may be an operand stored by rows. No element of the result is much above ``bound``, or 1.
@@ -113,9 +126,14 @@ class Backend:
 
     @staticmethod
     def add_ridge_(
-        A: Tensor, largest: Tensor, norm: Tensor, s: Tensor, ridge: float, least: float,
+        A: Tensor,
+        largest: Tensor,
+        norm: Tensor,
+        s: Tensor,
+        ridge: float,
+        least: float,
         orders: Tensor | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Add a ridge to the diagonals of a contiguous stack (k, n, n); 1 for zero matrices.
 
         The ridge is ``ridge`` times the largest eigenvalue of A, which is ``largest`` times ``s``,
@@ -146,9 +164,12 @@ class Backend:
 
     @staticmethod
     def evaluate(
-        polynomial: Polynomial, A: Tensor, s: Tensor, scale: Tensor,
+        polynomial: Polynomial,
+        A: Tensor,
+        s: Tensor,
+        scale: Tensor,
         orders: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         """Evaluate a polynomial of A / s.
 
         A is (k, n, n), symmetric, contiguous; all of its storage may be overwritten. ``s``, (k,),
@@ -233,9 +254,13 @@ class Backend:
 
     @staticmethod
     def decode_rows(
-        codes: Tensor, scales: Tensor, diagonal: Tensor | None, bits: int, mapping: str,
+        codes: Tensor,
+        scales: Tensor,
+        diagonal: Tensor | None,
+        bits: int,
+        mapping: str,
         block_size: int,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         """D by rows: return a new stack (k, n, n), with the given diagonal unless it is None."""
         X = reference.dequantize(codes, scales, bits, mapping, block_size, codes.shape[-2])
         if diagonal is not None:
@@ -244,9 +269,12 @@ class Backend:
 
     @staticmethod
     def operand_of_rows(
-        stacks: Sequence[tuple[Tensor, Tensor]], order: int, bits: int, mapping: str,
+        stacks: Sequence[tuple[Tensor, Tensor]],
+        order: int,
+        bits: int,
+        mapping: str,
         block_size: int,
-    ) -> Operand:  # fmt: skip
+    ) -> Operand:
         """D by rows: return stacks as one operand, padded and concatenated as by ``joined``."""
         decoded = [Backend.decode_rows(*s, None, bits, mapping, block_size) for s in stacks]
         return joined(decoded, order)
@@ -270,9 +298,16 @@ class Backend:
 
     @staticmethod
     def decode_triangle(
-        codes: Tensor, scales: Tensor, tops: Tensor, diagonal: Tensor | None, mirrored: bool,
-        bits: int, mapping: str, block_size: int, out: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
+        codes: Tensor,
+        scales: Tensor,
+        tops: Tensor,
+        diagonal: Tensor | None,
+        mirrored: bool,
+        bits: int,
+        mapping: str,
+        block_size: int,
+        out: Tensor | None = None,
+    ) -> Tensor:
         """D: restore the result of ``encode_triangle``: ``codes``, ``scales`` and ``tops``.
 
         Codes are (k, tiles, block, bytes), or (k, n, bytes) by rows. The diagonal, (k, n), is None

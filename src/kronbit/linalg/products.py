@@ -17,9 +17,16 @@ def operand(X: Tensor, bound: Tensor | float | None = None) -> Operand:
 
 
 def multiply(
-    A: Operand, B: Operand, C: Tensor | None = None, *, alpha: float = 1.0, beta: float = 1.0,
-    symmetric: bool = False, triangular: bool = False, out: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+    A: Operand,
+    B: Operand,
+    C: Tensor | None = None,
+    *,
+    alpha: float = 1.0,
+    beta: float = 1.0,
+    symmetric: bool = False,
+    triangular: bool = False,
+    out: Tensor | None = None,
+) -> Tensor:
     """Multiply and add: alpha A B + beta C, (k, m, n), float32.
 
     Args:

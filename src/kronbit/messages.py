@@ -6,12 +6,18 @@ import contextlib
 import os
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
+from torch import Tensor
+
+from kronbit.config import Config
+
+# Name, parameter, options.
+NamedParameter: TypeAlias = tuple[str, Tensor, Config]
 
 _INSIDE = (
     f"{Path(__file__).parent}{os.sep}",
@@ -33,3 +39,15 @@ def parameter_name(group: Mapping[str, Any], index: int, number: int) -> str:
     """Return the user's name for a parameter, or else its position in the param groups."""
     names = group.get("param_names")
     return names[number] if names else f"group {index}, parameter {number}"
+
+
+def named_parameters(
+    groups: Iterable[Mapping[str, Any]], config_of: Callable[[Mapping[str, Any]], Config]
+) -> list[NamedParameter]:
+    """Return each parameter of the param groups once, with its name and options."""
+    by_parameter = {
+        p: (parameter_name(group, index, number), p, config_of(group))
+        for index, group in enumerate(groups)
+        for number, p in enumerate(group["params"])
+    }
+    return list(by_parameter.values())

@@ -6,6 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from itertools import repeat
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, overload
 
 import torch
@@ -29,10 +30,11 @@ from kronbit.state.binding import StateKeeper, blocks_of
 from kronbit.state.loading import fill, read
 from kronbit.state.validation import copied
 from kronbit.statistics import GradientStatistics, Statistics
-from kronbit.step.failures import Stage, refuse_capture, report_failure, writable
+from kronbit.step.failures import Stage, refuse_capture, report_failure, swapped, writable
 from kronbit.step.nonfinite import NonfiniteGuard
+from kronbit.step.schedule import any_due, expected_updates
 from kronbit.step.state_plan import StatePlan
-from kronbit.step.step_plan import DevicePlan, StepPlan, expected_updates, is_due, refuse_nonfinite
+from kronbit.step.step_plan import DevicePlan, StepPlan, refuse_nonfinite
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -135,21 +137,36 @@ class SecondOrder(Wrapper):
             self._after_step(plan)
             return loss  # inside report_failure: an interrupt here must say that the step counts
 
+    # Seams: an algorithm may write another direction, and step the parameters that it names itself.
+
     def _rewrite(self, device: DevicePlan) -> None:
-        """Write G̃ over the gradients of a device. A seam: algorithms may override this method."""
+        """Write the direction, G̃, over the gradients of a device."""
         device.precondition()
 
-    def _step_base(self) -> None:
-        """Take F's step: W, s ← F(W, s, G̃). A seam: algorithms may step parameters themselves."""
-        self.base.step()
+    def _stepped_here(self) -> Collection[Tensor]:
+        """Return the parameters that ``_step_here`` steps. F steps all others."""
+        return ()
+
+    def _step_here(self, params: Collection[Tensor]) -> None:
+        """Step these parameters, after F. ``p.grad`` holds the direction, or None."""
+
+    def _take_step(self) -> None:
+        """Take F's step, W, s ← F(W, s, G̃), and that of the parameters that F does not step."""
+        here = self._stepped_here()
+        if not here:
+            self.base.step()
+            return
+        with swapped(here, repeat(None)):  # F skips parameters without a gradient
+            self.base.step()
+        self._step_here(here)
 
     def _count_and_step(self, plan: StepPlan, stage: Stage) -> None:
-        """Count the step and run F's step: both or neither, even if F fails or Ctrl-C arrives."""
+        """Count and take the step: both or neither, even if F fails or Ctrl-C arrives."""
         steps = [entry["step"] for entry in plan.entries]
 
         def count_and_step() -> None:
             plan.set_steps(t + 1 for t in steps)  # before F's step, as hooks of F expect
-            self._step_base()
+            self._take_step()
             stage.complete = True
 
         def settle_or_undo() -> None:
@@ -187,7 +204,7 @@ class SecondOrder(Wrapper):
     def _matrices(self, gradients: StepGradients) -> Iterator[StepPlan]:
         """Provide the step's plan with whole, measured matrices; write them back at the end."""
         ranks, statistics = self._ranks, self._statistics
-        due = partial(is_due, gradients, self.state)
+        due = partial(any_due, gradients, self.state)
         with nullcontext(gradients) if ranks.alone else ranks.whole(gradients, due) as whole:
             plan, whole = self._keeper.step_plan(
                 whole, self.state, self.base.state, self._groups.name, self._replan
@@ -237,7 +254,8 @@ class SecondOrder(Wrapper):
         """Tell the statistics which parameters are due for an update at the next step."""
         if self._statistics.collects:
             of_groups = self.param_groups, self._groups.config_of, self._statistics.route
-            self._statistics.expect(expected_updates(*of_groups, self.state, self._keeper.plan))
+            turns_of = self._keeper.turns_of
+            self._statistics.expect(expected_updates(*of_groups, self.state, turns_of))
 
     # ---------------------------------------------------------------------------------- state
 

@@ -15,8 +15,8 @@ from torch.optim import Optimizer
 from kronbit.base import tensors_of
 from kronbit.config import FORMAT, FORMAT_KEY, GROUP_OPTIONS, STATISTICS_KEY, Config
 from kronbit.distributed.sharding import refuse
-from kronbit.messages import parameter_name
-from kronbit.reporting.summary import NamedParameter, named_parameters
+from kronbit.kernels.cache import BoundedCache
+from kronbit.messages import NamedParameter, named_parameters, parameter_name
 from kronbit.statistics.base import Statistics
 
 # Names of the two matrices of a low-rank update in peft, torchtune and kohya's scripts.
@@ -109,7 +109,7 @@ class ParamGroups:
         self._base, self._config, self._statistics = base, config, statistics
         options = {name: getattr(config, name) for name in GROUP_OPTIONS}
         self.defaults = {**options, FORMAT_KEY: FORMAT, STATISTICS_KEY: statistics.name}
-        self._known: dict[Any, Config] = {}  # keys: tuples of option values, and configs
+        self._known: BoundedCache[Any, Config] = BoundedCache(0)  # by option values, and configs
 
     def config_of(self, group: Mapping[str, Any]) -> Config:
         """Return the options of a group."""
@@ -117,11 +117,10 @@ class ParamGroups:
             return self._known[_VALUES(group)]
         except (KeyError, TypeError):  # a new group, a missing option, or an unhashable value
             config = self._config.for_group(group)
-        if len(self._known) > 4 * len(self._base.param_groups):
-            self._known.clear()  # schedules leave old values behind
-        config = self._known.setdefault(config, config)
+        self._known.size = 4 * len(self._base.param_groups)  # schedules leave old values behind
+        config = self._known.obtain(config, lambda: config)
         with suppress(KeyError, TypeError):
-            self._known[_VALUES(group)] = config
+            self._known.obtain(_VALUES(group), lambda: config)
         return config
 
     def complete(self) -> None:

@@ -17,7 +17,7 @@ from kronbit.blocks.blocking import Blocking, route
 from kronbit.blocks.gradients import GradientBlocks
 from kronbit.blocks.groups import Due
 from kronbit.config import Config
-from kronbit.gpu.product_precision import BF16X3, HALF
+from kronbit.linalg.precision import BF16X3, HALF
 from kronbit.statistics import GradientStatistics
 from kronbit.statistics.gradients import _by_torch as gradients_by_torch
 from kronbit.step.nonfinite import NonfiniteGuard

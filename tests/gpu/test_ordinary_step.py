@@ -23,8 +23,9 @@ from torch import Tensor
 
 from kronbit import CASPR, Shampoo
 from kronbit.config import Config
-from kronbit.gpu.product_precision import BF16X3, FLOAT32, HALF, _least_bits
+from kronbit.gpu.product_precision import _least_bits
 from kronbit.kernels import guard
+from kronbit.linalg.precision import BF16X3, FLOAT32, HALF
 from kronbit.step.nonfinite import NonfiniteGuard
 
 pytest.importorskip("triton")

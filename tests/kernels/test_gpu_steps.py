@@ -13,8 +13,8 @@ from support.numerics import PAPER, no_host_sync, relative_error
 from torch import Tensor, nn
 
 from kronbit import Shampoo
-from kronbit.gpu.product_precision import FLOAT32, HALF
 from kronbit.kernels import guard
+from kronbit.linalg.precision import FLOAT32, HALF
 
 pytest.importorskip("triton")
 pytestmark = [

@@ -10,12 +10,12 @@ import torch
 from rich.console import Console
 from support.numerics import slow
 
+from kronbit.lab import checkpoints
 from kronbit.lab.errors import LabError
 from kronbit.lab.models import build
 from kronbit.lab.muon import MuonBesideBase, hidden_matrices
 from kronbit.lab.optimizers import variant
 from kronbit.lab.recipe import Recipe, find_recipe, parse_settings
-from kronbit.lab.training import checkpoints
 from kronbit.lab.training.loop import Training
 from kronbit.lab.training.terminal import Terminal
 from kronbit.lab.training.world import World

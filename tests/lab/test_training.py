@@ -21,11 +21,11 @@ from torch import nn
 from torch.nn import functional
 
 from kronbit import Shampoo
+from kronbit.lab import checkpoints
 from kronbit.lab.data import Setting, open_data
 from kronbit.lab.errors import LabError
 from kronbit.lab.models import build
 from kronbit.lab.recipe import Recipe, find_recipe, parse_settings
-from kronbit.lab.training import checkpoints
 from kronbit.lab.training.experiment import make_trial, run_all, run_trial, train_command
 from kronbit.lab.training.loop import Interrupted, Training
 from kronbit.lab.training.terminal import Terminal

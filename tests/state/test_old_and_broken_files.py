@@ -18,8 +18,8 @@ from support.numerics import relative_error, same_state, slow
 from torch import nn
 
 from kronbit import Shampoo
+from kronbit.lab import checkpoints
 from kronbit.lab.errors import LabError
-from kronbit.lab.training import checkpoints
 
 ROOT = Path(__file__).parent
 SCHEDULE = {"update_every": 2, "refresh_every": 3}

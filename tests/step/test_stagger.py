@@ -144,6 +144,28 @@ def test_a_parameter_waits_until_all_its_blocks_have_been_refreshed(device: torc
 
 
 @pytest.mark.usefixtures("one_block_per_turn")
+@pytest.mark.parametrize("steps", [12, 24])
+def test_loading_warns_of_missing_roots_only_after_the_last_turn(
+    steps: int, recwarn: pytest.WarningsRecorder
+) -> None:
+    """After 12 steps, some blocks wait for their first refresh. After 24 steps, all have a root."""
+    params, optimizer = build(True, torch.device("cpu"))
+    for t in range(steps):
+        feed(params, t)
+        optimizer.step()
+    state_dict = optimizer.state_dict()
+    matrices = [entry for entry in state_dict["state"].values() if "product_bits" in entry]
+    assert any(entry["product_bits"] == 0 for entry in matrices) == (steps == 12)
+    recwarn.clear()
+    build(True, torch.device("cpu"))[1].load_state_dict(copy.deepcopy(state_dict))
+    assert not [str(w.message) for w in recwarn if "roots" in str(w.message)]
+    for entry in matrices:
+        entry["product_bits"] = 0
+    build(True, torch.device("cpu"))[1].load_state_dict(state_dict)
+    assert any("roots" in str(w.message) for w in recwarn) == (steps == 24)
+
+
+@pytest.mark.usefixtures("one_block_per_turn")
 @pytest.mark.parametrize("when", [5, 9, 11, 15])
 def test_resuming_is_exact_within_an_interval(when: int, device: torch.device) -> None:
     params, optimizer = build(True, device)

@@ -9,12 +9,19 @@ view of the gradient, so the cost of gathering grows with the number of grids, n
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import groupby
+from typing import TYPE_CHECKING, TypeAlias
 
 from kronbit.config import Config
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+# Returns how a parameter is cut into blocks, or why it is left to F.
+Route: TypeAlias = "Callable[[Tensor, Config], Blocking | str]"
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from kronbit.blocks.blocking import Blocking, Grid
+from kronbit.blocks.blocking import Blocking, Grid, Route
 from kronbit.blocks.groups import Group, Member, Span
 from kronbit.config import Config
 
@@ -241,7 +241,7 @@ class StepGradients(NamedTuple):
 def collect(
     groups: Iterable[Mapping[str, Any]],
     config_of: Callable[[Mapping[str, Any]], Config],
-    route: Callable[[Tensor, Config], Blocking | str],
+    route: Route,
     name: Callable[[Tensor], str],
 ) -> StepGradients:
     """Collect a step's gradients; a gradient that must not be written to is replaced by a copy.

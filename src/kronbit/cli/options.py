@@ -15,8 +15,8 @@ from rich.console import Console
 from typer import Argument, Option
 
 from kronbit.lab.errors import LabError
+from kronbit.lab.files import make_folder
 from kronbit.lab.recipe import parse_settings
-from kronbit.lab.training.files import make_folder
 
 if TYPE_CHECKING:
     from kronbit.lab.report.runs import Run

@@ -12,8 +12,8 @@ from typer import Exit, Option, echo
 
 from kronbit.cli import options
 from kronbit.lab.errors import LabError
+from kronbit.lab.files import make_folder
 from kronbit.lab.recipe import find_recipe
-from kronbit.lab.training.files import make_folder
 from kronbit.lab.training.world import World, join_world
 
 TRAIN_EXAMPLES = (

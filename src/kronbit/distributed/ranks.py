@@ -12,14 +12,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from kronbit.blocks.blocking import Blocking
+from kronbit.blocks.blocking import Blocking, Route
 from kronbit.blocks.gradients import plain_dtypes
 from kronbit.config import GLOBAL_OPTIONS, GROUP_OPTIONS, Config
 from kronbit.distributed.collectives import Link, message_device
 from kronbit.distributed.exchange import Exchange
 from kronbit.distributed.owners import Owners
 from kronbit.distributed.sharding import is_distributed, local_gradients, placement_of
-from kronbit.messages import parameter_name
+from kronbit.messages import NamedParameter, parameter_name
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -57,9 +57,7 @@ class Ranks:
         """True if this rank has the state of a parameter."""
         return self.owners is None or self.owners.owns(p)
 
-    def route(
-        self, route: Callable[[Tensor, Config], Blocking | str], p: Tensor, config: Config
-    ) -> Blocking | str:
+    def route(self, route: Route, p: Tensor, config: Config) -> Blocking | str:
         """Return how this rank cuts a parameter, or why it does not precondition it."""
         return route(p, config) if self.owns(p) else "another rank has it"
 
@@ -70,11 +68,11 @@ class Ranks:
         return all(link is None or link.rank == 0 for link in links)
 
     def whole(
-        self, gradients: StepGradients, is_due: Callable[[], bool]
+        self, gradients: StepGradients, any_due: Callable[[], bool]
     ) -> AbstractContextManager[Any]:
         """Provide gradients as this rank preconditions them; see ``Owners.whole``."""
         if self.owners is not None:
-            return self.owners.whole(gradients, careful=is_due())
+            return self.owners.whole(gradients, careful=any_due())
         if self.localises:
             grads = local_gradients(gradients)
             gradients = gradients._replace(grads=grads, dtypes=plain_dtypes(grads))
@@ -153,10 +151,10 @@ def agreement_lines(
 
 
 def find_ranks(
-    parameters: Sequence[tuple[str, Tensor, Config]],
+    parameters: Sequence[NamedParameter],
     config: Config,
     process_group: ProcessGroup | Literal[False] | None,
-    route: Callable[[Tensor, Config], Blocking | str],
+    route: Route,
 ) -> Ranks:
     """Find the other ranks, from the names, parameters and options of all groups.
 

@@ -91,7 +91,7 @@ class RowStorage:
         if self.quantizer.bits == 32:
             return {self.plain: X}
         by = backend(X.device)
-        codes, scales, diagonal = by.encode_rows(X, self.diagonal, *self.quantizer.parameters)
+        codes, scales, diagonal = by.encode_rows(X, self.diagonal, *_parameters(self.quantizer))
         leaves = {} if diagonal is None else {f"{self.prefix}diagonal": diagonal}
         return leaves | {f"{self.prefix}codes": codes, f"{self.prefix}scales": scales}
 
@@ -103,8 +103,8 @@ class RowStorage:
             return leaves[self.plain]
         codes, scales = self._rows(leaves)
         diagonal = leaves[f"{self.prefix}diagonal"] if self.diagonal else None
-        parameters = self.quantizer.parameters
-        return backend(codes.device).decode_rows(codes, scales, diagonal, *parameters)
+        by, parameters = backend(codes.device), _parameters(self.quantizer)
+        return by.decode_rows(codes, scales, diagonal, *parameters)
 
     def operand(self, slices: Sequence[Mapping[str, Tensor]], order: int) -> Operand:
         """D: return an operand of matrices without a separate diagonal."""
@@ -112,7 +112,8 @@ class RowStorage:
         by = backend(next(iter(slices[0].values())).device)
         if self.quantizer.bits == 32:
             return by.operand(joined([leaves[self.plain] for leaves in slices], order), 1.0)
-        return by.operand_of_rows(list(map(self._rows, slices)), order, *self.quantizer.parameters)
+        rows = list(map(self._rows, slices))
+        return by.operand_of_rows(rows, order, *_parameters(self.quantizer))
 
     def _rows(self, leaves: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         return leaves[f"{self.prefix}codes"], leaves[f"{self.prefix}scales"]
@@ -185,7 +186,7 @@ class CompactStorage:
 
 
 @cache
-def _parameters(quantizer: Quantizer, tile: int | None) -> tuple[int, str, int]:
+def _parameters(quantizer: Quantizer, tile: int | None = None) -> tuple[int, str, int]:
     """Return bits, mapping and block size. With tiles, a row of a tile is a block."""
     bits, mapping, block_size = quantizer.parameters
     return bits, mapping, tile or block_size

@@ -13,16 +13,12 @@ from kronbit.blocks.groups import DeviceStacks
 from kronbit.gpu.precision import Precision
 from kronbit.kernels.cache import BoundedCache
 from kronbit.kernels.graphs import Replay
+from kronbit.linalg.precision import BF16X3, FLOAT32, HALF
 
 if TYPE_CHECKING:
     from kronbit.gpu.addresses import AddressTable
     from kronbit.gpu.measured import Measured
     from kronbit.gpu.ordinary_step import GroupedProducts
-
-# Precisions of products, named by the bits of their operands: float32 by torch, which is the
-# contract; sums of two bf16 numbers; float16, but a gradient in bf16 stays in bf16.
-FLOAT32, BF16X3, HALF = 24, 16, 11
-PRODUCT_BITS = (FLOAT32, BF16X3, HALF)
 
 # Largest angle, in degrees, between Ĝ in HALF and in BF16X3 at which a precision may be chosen.
 # BF16X3 has five more bits, so its error is a 32nd of this angle: either error is at most half a

@@ -10,7 +10,7 @@ V = TypeVar("V")
 
 
 class BoundedCache(dict[K, V]):
-    """A dict of at most ``size`` values, in which a new value evicts the oldest.
+    """A dict of at most ``size`` values, in which a new value evicts the oldest ones.
 
     If ``keep_used``, a value counts as new whenever ``obtain`` returns it, so that the least
     recently used value is evicted. ``on_eviction`` is called after an eviction.
@@ -19,12 +19,12 @@ class BoundedCache(dict[K, V]):
     def __init__(
         self, size: int, keep_used: bool = False, on_eviction: Callable[[], object] | None = None
     ) -> None:
-        self._size, self._keep_used, self._on_eviction = size, keep_used, on_eviction
+        self.size, self._keep_used, self._on_eviction = size, keep_used, on_eviction
 
     def obtain(self, key: K, make: Callable[[], V]) -> V:
-        """Return the value of a key. Before a missing value is made, evict one if needed."""
+        """Return the value of a key. Before a missing value is made, evict others if needed."""
         if key not in self:
-            if len(self) == self._size:
+            while len(self) >= self.size:
                 del self[next(iter(self))]
                 if self._on_eviction is not None:
                     self._on_eviction()

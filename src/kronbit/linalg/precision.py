@@ -1,4 +1,4 @@
-"""Full float32 arithmetic for factor math, independent of the user's settings.
+"""Precision of products: full float32 for factor math, independent of the user's settings.
 
 A product in TF32 or bf16 loses small eigenvalues, which the inverse root amplifies.
 """
@@ -12,6 +12,11 @@ from contextlib import contextmanager
 import torch
 
 from kronbit.interruptions import cleaning_up
+
+# Precisions of the products L̂ G R̂, named by the bits of their operands: float32 by torch, which is
+# the contract; sums of two bf16 numbers; float16, but a gradient in bf16 stays in bf16.
+FLOAT32, BF16X3, HALF = 24, 16, 11
+PRODUCT_BITS = (FLOAT32, BF16X3, HALF)
 
 # Settings of float32 products (cuBLAS; oneDNN on the CPU), and those they inherit if "none".
 _BACKENDS = (

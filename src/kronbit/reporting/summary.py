@@ -3,39 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Iterable, Sequence
 
-from torch import Tensor
 from torch.optim import Optimizer
 
 from kronbit.blocks.batches import UPDATE
-from kronbit.blocks.blocking import Blocking
+from kronbit.blocks.blocking import Route
 from kronbit.config import Config
 from kronbit.distributed.sharding import local
-from kronbit.messages import parameter_name
+from kronbit.messages import NamedParameter
 from kronbit.reporting.memory import state_bytes
 from kronbit.step.schedule import first_preconditioned_step
 
-# Name, parameter, options.
-NamedParameter: TypeAlias = tuple[str, Tensor, Config]
-# How a parameter is cut into blocks, or why it is left to F.
-Route: TypeAlias = Callable[[Tensor, Config], Blocking | str]
-
 _COLUMNS = ("parameter", "shape", "blocks", "method", "bits", "bytes", "left to the base because")
 _NUMERIC = ("blocks", "bits", "bytes")
-
-
-def named_parameters(
-    groups: Iterable[Mapping[str, Any]], config_of: Callable[[Mapping[str, Any]], Config]
-) -> list[NamedParameter]:
-    """Return each parameter of the param groups once, with its name and options."""
-    by_parameter = {
-        p: (parameter_name(group, index, number), p, config_of(group))
-        for index, group in enumerate(groups)
-        for number, p in enumerate(group["params"])
-    }
-    return list(by_parameter.values())
 
 
 def summary(

@@ -6,10 +6,9 @@ from collections.abc import Callable, Mapping
 
 from torch import Tensor
 
-from kronbit.blocks.blocking import Blocking
+from kronbit.blocks.blocking import Blocking, Route
 from kronbit.blocks.gradients import elements
-from kronbit.messages import warn
-from kronbit.reporting.summary import NamedParameter, Route
+from kronbit.messages import NamedParameter, warn
 from kronbit.state.loading import Entry
 from kronbit.state.validation import is_finite
 

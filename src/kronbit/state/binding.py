@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from kronbit.blocks.gradients import StepGradients
+from kronbit.blocks.groups import Turn
 from kronbit.state.validation import checked_leaves
 from kronbit.step.state_plan import StatePlan
 from kronbit.step.step_plan import Snapshot, StepPlan
@@ -205,6 +206,10 @@ class StateKeeper:
         self._step_plan: StepPlan | None = None
         self._tensors_intact = True  # result of the last comparison
 
+    def turns_of(self, p: Tensor) -> tuple[Turn, ...] | None:
+        """Return the turns of a parameter under ``stagger``; None if they are not known."""
+        return None if self.plan is None else self.plan.turns(p)
+
     def step_plan(
         self,
         gradients: StepGradients,
@@ -222,9 +227,9 @@ class StateKeeper:
         """
         last = self._step_plan
         if last is not None and last.holds(gradients) and self._holds(last, state, base_state):
-            writes = last.schedule()
+            last.schedule()
             # A step that writes to the state compares all tensors first; others compare at the end.
-            if not writes or self._binding.holds_tensors():
+            if not last.writes or self._binding.holds_tensors():
                 return last, gradients
         gradients = gradients.once()
         plan = self.plan

@@ -16,12 +16,11 @@ from torch import Tensor
 
 from kronbit.config import FORMAT, FORMAT_KEY, STATISTICS_KEY, STRUCTURAL_OPTIONS, Config, Format
 from kronbit.factors import Leaves, is_root, make_method
-from kronbit.gpu.product_precision import PRODUCT_BITS
-from kronbit.linalg.precision import full_precision
+from kronbit.linalg.precision import PRODUCT_BITS, full_precision
 from kronbit.state.binding import blocks_of
 from kronbit.state.migration import up_to_date
 from kronbit.state.validation import check_outline, checked_leaves, plain
-from kronbit.step.schedule import first_preconditioned_step
+from kronbit.step.schedule import AFTER_ALL_TURNS, first_preconditioned_step
 from kronbit.step.state_plan import StatePlan
 
 
@@ -51,8 +50,8 @@ class Entry:
 
     def lacks_roots(self) -> bool:
         """True if the parameter should be preconditioned at ``step`` but is not."""
-        due = self.step >= first_preconditioned_step(self.config)
-        return bool(self.blocks) and self.product_bits == 0 and due
+        due_at = first_preconditioned_step(self.config, AFTER_ALL_TURNS)
+        return bool(self.blocks) and self.product_bits == 0 and self.step >= due_at
 
 
 @dataclass(frozen=True)

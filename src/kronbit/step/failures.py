@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
+from torch import Tensor
 
 from kronbit.blocks.batches import Part, rows_of
 from kronbit.blocks.gradients import StepGradients
@@ -80,16 +81,27 @@ def writable(gradients: StepGradients, config: Config) -> Iterator[StepGradients
     if not config.keep_gradients:
         yield gradients
         return
-
-    def put_back() -> None:
-        for p, grad in zip(gradients.params, gradients.grads, strict=True):
-            p.grad = grad
-
-    with cleaning_up(put_back):
-        copies = [grad.clone() for grad in gradients.grads]
-        for p, copy in zip(gradients.params, copies, strict=True):
-            p.grad = copy
+    copies = [grad.clone() for grad in gradients.grads]
+    with swapped(gradients.params, copies):
         yield gradients._replace(grads=copies)
+
+
+@contextmanager
+def swapped(params: Collection[Tensor], grads: Iterable[Tensor | None]) -> Iterator[None]:
+    """Give parameters other gradients; give theirs back at the end."""
+    before = [p.grad for p in params]
+
+    def swap_back() -> None:
+        _set_gradients(params, before)
+
+    with cleaning_up(swap_back):
+        _set_gradients(params, grads)
+        yield
+
+
+def _set_gradients(params: Iterable[Tensor], grads: Iterable[Tensor | None]) -> None:
+    for p, grad in zip(params, grads, strict=False):
+        p.grad = grad
 
 
 class Progress:

@@ -5,15 +5,21 @@ Steps t count from 1. Unless ``stagger`` is set, all blocks of a parameter share
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
-from typing import TypeAlias
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from typing import Any, TypeAlias
 
+from torch import Tensor
+
+from kronbit.blocks.blocking import Blocking, Route
+from kronbit.blocks.gradients import StepGradients
 from kronbit.blocks.groups import Due, Turn
 from kronbit.config import Config
 
 FIRST_TURN: Turn = (0.0, False)
-LAST_TURN: Turn = (0.0, True)
 _SHARED_TURN = (FIRST_TURN,)
+# The last turn of a parameter in the first phase, and a turn after the last one of any parameter.
+_EARLIEST_LAST_TURN: Turn = (0.0, True)
+AFTER_ALL_TURNS: Turn = (1.0, True)
 
 # Either ``updates_at`` or ``refreshes_at``.
 Event: TypeAlias = Callable[[Config, int, Turn], bool]
@@ -51,7 +57,7 @@ def delay(config: Config, turn: Turn) -> int:
     return int(phase * max(config.update_every, config.refresh_every)) + 2 * right
 
 
-def first_preconditioned_step(config: Config, last: Turn = LAST_TURN) -> int:
+def first_preconditioned_step(config: Config, last: Turn = _EARLIEST_LAST_TURN) -> int:
     """Return the first step that preconditions: the first refresh at or after an update.
 
     A parameter waits until all its blocks have been refreshed, up to its last turn.
@@ -76,3 +82,41 @@ def due_blocks(config: Config, due_turns: Collection[Turn], turns: tuple[Turn, .
     possible = turns if config.stagger else _SHARED_TURN
     due = frozenset(due_turns).intersection(possible)
     return Due(config, None if len(due) == len(possible) else due) if due else None
+
+
+def next_step(state: Mapping[Tensor, Mapping[str, Any]], p: Tensor) -> int:
+    """Return t of a parameter at its next step."""
+    return state[p].get("step", 0) + 1 if p in state else 1
+
+
+def any_due(gradients: StepGradients, state: Mapping[Tensor, Any]) -> bool:
+    """True if an update or a refresh of unstaggered parameters falls on this step."""
+    # Compare options by identity: hashing them is slow.
+    steps = {
+        (id(config), next_step(state, p)): config
+        for p, config in zip(gradients.params, gradients.configs, strict=True)
+    }
+    return any(updates_at(config, t) or refreshes_at(config, t) for (_, t), config in steps.items())
+
+
+def expected_updates(
+    groups: Iterable[Mapping[str, Any]],
+    config_of: Callable[[Mapping[str, Any]], Config],
+    route: Route,
+    state: Mapping[Tensor, Mapping[str, Any]],
+    turns_of: Callable[[Tensor], tuple[Turn, ...] | None],
+) -> Iterator[Tensor]:
+    """Yield parameters whose statistics the next step updates, if they have a gradient.
+
+    A staggered parameter with unknown turns is always yielded.
+    """
+    for group in groups:
+        config = config_of(group)
+        known: dict[tuple[int, int], bool] = {}  # nearly always one entry, False
+        for p in group["params"]:
+            turns = turns_of(p) if config.stagger else ()
+            key = next_step(state, p), id(turns)
+            if key not in known:
+                known[key] = turns is None or bool(turns_at(updates_at, config, key[0], turns))
+            if known[key] and isinstance(route(p, config), Blocking):
+                yield p

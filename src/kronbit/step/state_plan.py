@@ -8,14 +8,14 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from kronbit.blocks.blocking import Blocking
+from kronbit.blocks.blocking import Blocking, Route
 from kronbit.blocks.groups import Member, Turn
 from kronbit.config import CUT_OPTIONS, FORMAT_OPTIONS, Config
 from kronbit.distributed.exchange import Exchange
 from kronbit.distributed.sharding import first_rows
 from kronbit.factors import Factors
-from kronbit.gpu.product_precision import FLOAT32
 from kronbit.linalg.backend import backend
+from kronbit.linalg.precision import FLOAT32
 from kronbit.rules import Algorithm
 from kronbit.step.preconditioner import Preconditioner
 
@@ -43,7 +43,7 @@ class StatePlan:
         params: Iterable[tuple[Tensor, Config]],
         algorithm: Algorithm,
         options: Config,
-        route: Callable[[Tensor, Config], Blocking | str],
+        route: Route,
         exchange: Exchange,
     ) -> None:
         members: dict[torch.device, list[Member]] = {}

@@ -11,9 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kronbit.blocks.blocking import Blocking
 from kronbit.blocks.gradients import StepGradients
-from kronbit.blocks.groups import Due, Turn
+from kronbit.blocks.groups import Due
 from kronbit.config import Config
 from kronbit.gpu.measured import Measured
 from kronbit.statistics import Statistics
@@ -221,10 +220,14 @@ class StepPlan:
             and all(device.holds(gradients.grads) for device in self.devices)
         )
 
-    def schedule(self) -> bool:
-        """Look up what is due at this step; return True if state will be written."""
+    def schedule(self) -> None:
+        """Look up what is due at this step."""
         for device in self.devices:
             device.schedule()
+
+    @property
+    def writes(self) -> bool:
+        """True if this step updates or refreshes anything."""
         return any(device.updates or device.refreshes for device in self.devices)
 
     @contextmanager
@@ -264,45 +267,6 @@ class StepPlan:
         """Forget the progress of the step, which is complete."""
         for device in self.devices:
             device.preconditioner.progress.settle()
-
-
-def is_due(gradients: StepGradients, state: Mapping[Tensor, Any]) -> bool:
-    """True if an update or a refresh of unstaggered parameters falls on this step."""
-    # Compare options by identity: hashing them is slow.
-    steps = {
-        (id(config), state[p].get("step", 0) if p in state else 0): config
-        for p, config in zip(gradients.params, gradients.configs, strict=True)
-    }
-    return any(
-        updates_at(config, step + 1) or refreshes_at(config, step + 1)
-        for (_, step), config in steps.items()
-    )
-
-
-def expected_updates(
-    groups: Iterable[Mapping[str, Any]],
-    config_of: Callable[[Mapping[str, Any]], Config],
-    route: Callable[[Tensor, Config], Blocking | str],
-    state: Mapping[Tensor, Mapping[str, Any]],
-    plan: StatePlan | None,
-) -> Iterator[Tensor]:
-    """Yield parameters whose statistics the next step updates, if they have a gradient.
-
-    A staggered parameter that is not in the plan has unknown turns and is always yielded.
-    """
-    for group in groups:
-        config = config_of(group)
-        known: dict[tuple[int, int], bool] = {}  # nearly always one entry, False
-        for p in group["params"]:
-            turns: tuple[Turn, ...] | None = ()
-            if config.stagger:
-                turns = None if plan is None else plan.turns(p)
-            step = state[p].get("step", 0) if p in state else 0
-            key = step, id(turns)
-            if key not in known:
-                known[key] = turns is None or bool(turns_at(updates_at, config, step + 1, turns))
-            if known[key] and isinstance(route(p, config), Blocking):
-                yield p
 
 
 def refuse_nonfinite(

@@ -10,8 +10,8 @@ from kronbit.blocks.blocking import Blocking, route
 from kronbit.blocks.gradients import plain_dtypes
 from kronbit.blocks.groups import Due, Member
 from kronbit.config import FORMAT_OPTIONS, Config
-from kronbit.gpu.product_precision import BF16X3, HALF
 from kronbit.kernels.launch import compile_together
+from kronbit.linalg.precision import BF16X3, HALF
 from kronbit.rules import Algorithm
 from kronbit.statistics import GradientStatistics
 from kronbit.step.nonfinite import NonfiniteGuard

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kronbit.lab.errors import LabError
+from kronbit.lab.files import make_folder, write_bytes
 from kronbit.lab.quantisation.errors import contraction, rectification, singular_values
 from kronbit.lab.quantisation.report import ErrorReport, Study, Tell
 from kronbit.lab.report import drawing
-from kronbit.lab.training.files import make_folder, write_bytes
 from kronbit.quantization.mappings import codebook
 
 if TYPE_CHECKING:

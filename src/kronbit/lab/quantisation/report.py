@@ -14,12 +14,12 @@ from torch import Tensor
 
 from kronbit.config import FORMAT_KEY, STATISTICS_KEY, Config
 from kronbit.factors import Factors, make_method
+from kronbit.lab.checkpoints import checkpoints
 from kronbit.lab.errors import LabError, lab_error
 from kronbit.lab.quantisation import errors
 from kronbit.lab.quantisation.errors import Deviation, Statistic, StorageErrors
-from kronbit.lab.training.checkpoints import checkpoints
 from kronbit.linalg.precision import full_precision
-from kronbit.reporting.summary import named_parameters
+from kronbit.messages import named_parameters
 from kronbit.state import loading
 from kronbit.state.validation import check_outline, checked_leaves
 from kronbit.step.schedule import refreshes_at, updates_at

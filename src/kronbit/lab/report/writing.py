@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from kronbit.lab.errors import LabError
+from kronbit.lab.files import make_folder, write_bytes
 from kronbit.lab.report import numbers, outcomes
 from kronbit.lab.report.figures import PARTS, draw_figures, peak_kind
 from kronbit.lab.report.outcomes import Column, Outcome
 from kronbit.lab.report.runs import Run, by_recipe
-from kronbit.lab.training.files import make_folder, write_bytes
 
 _RESULTS = (
     Column("seed", "seed", numbers.count_text),

@@ -11,11 +11,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from kronbit.lab.checkpoints import checkpoints
 from kronbit.lab.errors import LabError, lab_error
+from kronbit.lab.files import make_folder, write_json
 from kronbit.lab.optimizers import variant
 from kronbit.lab.recipe import Recipe, find_recipe, recipe_from
-from kronbit.lab.training.checkpoints import checkpoints
-from kronbit.lab.training.files import make_folder, write_json
 from kronbit.lab.training.loop import Interrupted, Training
 from kronbit.lab.training.measures import hardware, versions
 from kronbit.lab.training.summary import summarise

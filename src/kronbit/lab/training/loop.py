@@ -18,16 +18,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from kronbit.lab import checkpoints
 from kronbit.lab.data import Setting, open_data
 from kronbit.lab.errors import LabError, import_optional, lab_error
+from kronbit.lab.files import append_line, shorten
 from kronbit.lab.models import build
 from kronbit.lab.optimizers import make_optimizer
 from kronbit.lab.precision import DTYPES
 from kronbit.lab.randomness import seed_of
 from kronbit.lab.recipe import Recipe
 from kronbit.lab.schedules import factor, warmup_steps
-from kronbit.lab.training import checkpoints, passes
-from kronbit.lab.training.files import append_line, shorten
+from kronbit.lab.training import passes
 from kronbit.lab.training.measures import PeakMemory, StepTimer, allocated_earlier
 from kronbit.lab.training.shadow import Shadow
 from kronbit.lab.training.terminal import Terminal

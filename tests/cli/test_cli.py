@@ -28,8 +28,8 @@ from support.ranks import run_script_on_ranks
 
 from kronbit.cli import run
 from kronbit.cli.options import output_folder
+from kronbit.lab import checkpoints
 from kronbit.lab.recipe import recipe_names
-from kronbit.lab.training import checkpoints
 
 SMALL = ["--set", "steps=40", "--set", "batch=20", "--set", "eval_every=20"]
 SMALL += ["--set", "model.width=8"]

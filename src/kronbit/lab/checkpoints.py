@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from kronbit.lab.errors import LabError, lab_error
-from kronbit.lab.training.files import replaced
+from kronbit.lab.files import replaced
 
 FORMAT = 1
 

@@ -235,6 +235,15 @@ class Wrapper(Optimizer):
 
     base: Optimizer
 
+    def _given_state(self, state_dict: Any) -> dict[str, Any]:
+        """Return a copy of a state dict that is to be loaded, changed by the pre-hooks."""
+        if not isinstance(state_dict, Mapping):
+            raise ValueError(f"a state dict must be a dict; got {type(state_dict).__name__}")
+        given: dict[str, Any] = dict(state_dict)
+        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
+            given = pre_hook(self, given) or given
+        return given
+
     # Schedulers, scalers and trainers may read, change and replace the param groups of either
     # optimizer.
     @property

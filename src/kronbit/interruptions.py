@@ -33,8 +33,3 @@ def run_then(body: Callable[[], object], cleanup: Callable[[], None]) -> None:
     except BaseException:
         cleanup()
         raise
-
-
-def run_to_completion(action: Callable[[], None]) -> None:
-    """Run an action to completion, even if Ctrl-C arrives. action must be idempotent."""
-    run_then(lambda: None, action)

@@ -28,7 +28,6 @@ from kronbit.rules import Algorithm
 from kronbit.state.base_state import BaseLoader
 from kronbit.state.binding import StateKeeper, blocks_of
 from kronbit.state.loading import fill, read
-from kronbit.state.validation import copied
 from kronbit.statistics import GradientStatistics, Statistics
 from kronbit.step.failures import Stage, refuse_capture, report_failure, swapped, writable
 from kronbit.step.nonfinite import NonfiniteGuard
@@ -287,9 +286,7 @@ class SecondOrder(Wrapper):
             ValueError: If the checkpoint does not fit. The message names the key, and the
                 optimizer is unchanged.
         """
-        state_dict = copied(state_dict)
-        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
-            state_dict = pre_hook(self, state_dict) or state_dict
+        state_dict = self._given_state(state_dict)
         configs = [self._groups.config_of(group) for group in self.param_groups]
         checkpoint = read(state_dict, self.param_groups, configs, self._statistics.name)
         checkpoint = checkpoint.owned_by(self._ranks.owns)

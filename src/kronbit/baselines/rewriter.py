@@ -24,7 +24,7 @@ from kronbit.messages import parameter_name
 from kronbit.rules import graft_scale
 from kronbit.state.base_state import BaseLoader
 from kronbit.state.loading import Checkpoint, Entry
-from kronbit.state.validation import check_outline, checked_leaves, copied
+from kronbit.state.validation import check_outline, checked_leaves
 
 
 class Rewriter(Wrapper, ABC):
@@ -169,9 +169,7 @@ class Rewriter(Wrapper, ABC):
             ValueError: If an entry is missing or does not match. The message names its key, and
                 the optimizer is unchanged.
         """
-        state_dict = copied(state_dict)
-        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
-            state_dict = pre_hook(self, state_dict) or state_dict
+        state_dict = self._given_state(state_dict)
         for key in ("state", "param_groups", "common", "base"):
             if key not in state_dict:
                 raise ValueError(

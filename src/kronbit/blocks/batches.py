@@ -12,7 +12,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from kronbit.blocks.groups import Due, Group
+from kronbit.blocks.groups import DueMembers, Group
 from kronbit.config import Config, Format
 from kronbit.factors import Batch, Factors
 from kronbit.linalg.backend import backend
@@ -93,7 +93,7 @@ def portion_of(parts: Sequence[Part]) -> Portion:
     return parts, batch, members[0] if len(members) == 1 else torch.cat(members)
 
 
-def due_parts(groups: Sequence[Group], due: Mapping[int, Due]) -> Iterator[Part]:
+def due_parts(groups: Sequence[Group], due: DueMembers) -> Iterator[Part]:
     """Yield the rows that are due, on both sides."""
     for group in groups if due else ():
         for right in (False, True):

@@ -83,6 +83,10 @@ class Due:
     turns: frozenset[Turn] | None = None
 
 
+# The members that are due, by index.
+DueMembers: TypeAlias = Mapping[int, Due]
+
+
 @dataclass
 class Group:
     """Blocks of one shape (m, n) and one format.
@@ -106,7 +110,7 @@ class Group:
     number: Tensor
     pieces: dict[tuple[int, int], tuple[Any, ...]] = field(init=False, default_factory=dict)
 
-    def runs(self, wanted: Mapping[int, Due], right: bool) -> Iterator[tuple[slice, Config]]:
+    def runs(self, wanted: DueMembers, right: bool) -> Iterator[tuple[slice, Config]]:
         """Yield maximal ranges of rows of one side that are due with equal options."""
         start, current = 0, None
         for span in self.spans:
@@ -234,6 +238,7 @@ class DeviceStacks:
         graft_ratio: ‖G‖ / ‖Ĝ‖ of each member when it was last preconditioned, on the device.
         ungrafted: Number of times that F received G because Ĝ had overflowed, on the device.
         refreshed: Members with a root that is not the identity.
+        outer_products: Cache of ``statistics.gradients``: the tables of kernels.
     """
 
     def __init__(
@@ -244,6 +249,7 @@ class DeviceStacks:
         self.graft_ratio = torch.ones(len(members), dtype=torch.float32, device=device)
         self.ungrafted = torch.zeros((), dtype=torch.int64, device=device)
         self.refreshed: set[int] = set()
+        self.outer_products: Any = None
 
     def held_bytes(self, member: int) -> int:
         """Return the bytes of G and Ĝ of a member in float32."""

@@ -152,21 +152,10 @@ def plan(
     from kronbit.lab.plan.planning import make_plan, to_json
     from kronbit.lab.plan.table import show as show_plan
 
-    result = make_plan(
-        model,
-        batch=batch,
-        length=seq,
-        image=image,
-        gpu=gpu,
-        optimizer=optimizer,
-        order=order,
-        base=base,
-        dtype=dtype,
-        amp=amp,
-        checkpointing=checkpointing,
-        measured=measured,
-        settings=parse_settings(settings or ()),
-    )
+    given: dict[str, Any] = {"batch": batch, "length": seq, "image": image, "dtype": dtype}
+    given |= {"amp": amp, "base": base, "gpu": gpu, "optimizer": optimizer, "order": order}
+    given |= {"checkpointing": checkpointing, "measured": measured}
+    result = make_plan(model, settings=parse_settings(settings or ()), **given)
     if as_json:
         print(json.dumps(to_json(result), indent=1))
     else:

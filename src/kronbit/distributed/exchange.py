@@ -5,7 +5,7 @@ Results are gathered, so that every rank has the whole state again. Ordinary ste
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -17,7 +17,7 @@ from kronbit.distributed.collectives import Link, gather
 from kronbit.messages import warn
 
 if TYPE_CHECKING:
-    from kronbit.blocks.groups import DeviceStacks, Due
+    from kronbit.blocks.groups import DeviceStacks, DueMembers
 
 _LARGE = 64  # smallest order that is worth sending: computing smaller rows is faster
 
@@ -54,7 +54,7 @@ class Exchange:
     def shared(
         self,
         stacks: DeviceStacks,
-        due: Mapping[int, Due],
+        due: DueMembers,
         norms: Tensor,
         wanted: Callable[[str], bool],
     ) -> Iterator[None]:
@@ -106,7 +106,7 @@ class Exchange:
         self.received += gather(streams, link, stacks.workspace)
 
     def _same_gradients(
-        self, link: Link, stacks: DeviceStacks, due: Mapping[int, Due], norms: Tensor
+        self, link: Link, stacks: DeviceStacks, due: DueMembers, norms: Tensor
     ) -> bool:
         """True if all ranks have the same gradients. Raises an error if their work differs."""
         values = norms[: len(stacks.members)].cpu().numpy().tobytes()
@@ -138,7 +138,7 @@ def _shares(parts: Iterable[Part], link: Link) -> list[list[Part]]:
     return divide((part for part in parts if part.factors.order >= _LARGE), link.ranks)
 
 
-def _describe(stacks: DeviceStacks, due: Mapping[int, Due]) -> bytes:
+def _describe(stacks: DeviceStacks, due: DueMembers) -> bytes:
     """Describe the work of a step: ranks with the same description do the same work."""
     matrices = [member.blocking.matrices for member in stacks.members]
     configs = list({id(blocks.config): blocks.config for blocks in due.values()}.values())

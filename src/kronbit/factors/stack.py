@@ -15,7 +15,7 @@ from kronbit.factors.cholesky import Cholesky
 from kronbit.factors.dense import Dense
 from kronbit.factors.eigen import Eigen
 from kronbit.factors.storage import Layout, Leaves, MatrixStorage, is_root
-from kronbit.interruptions import run_to_completion
+from kronbit.interruptions import run_then
 from kronbit.linalg.backend import backend
 
 if TYPE_CHECKING:
@@ -284,7 +284,7 @@ class Batch:
                 replace()
             self.replaced = accepted
 
-        run_to_completion(write)
+        run_then(lambda: None, write)  # to completion, even if Ctrl-C arrives
         return accepted
 
 

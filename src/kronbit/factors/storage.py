@@ -91,7 +91,7 @@ class RowStorage:
         if self.quantizer.bits == 32:
             return {self.plain: X}
         by = backend(X.device)
-        codes, scales, diagonal = by.encode_rows(X, self.diagonal, *_parameters(self.quantizer))
+        codes, scales, diagonal = by.encode_rows(X, self.diagonal, _parameters(self.quantizer))
         leaves = {} if diagonal is None else {f"{self.prefix}diagonal": diagonal}
         return leaves | {f"{self.prefix}codes": codes, f"{self.prefix}scales": scales}
 
@@ -104,7 +104,7 @@ class RowStorage:
         codes, scales = self._rows(leaves)
         diagonal = leaves[f"{self.prefix}diagonal"] if self.diagonal else None
         by, parameters = backend(codes.device), _parameters(self.quantizer)
-        return by.decode_rows(codes, scales, diagonal, *parameters)
+        return by.decode_rows(codes, scales, diagonal, parameters)
 
     def operand(self, slices: Sequence[Mapping[str, Tensor]], order: int) -> Operand:
         """D: return an operand of matrices without a separate diagonal."""
@@ -113,7 +113,7 @@ class RowStorage:
         if self.quantizer.bits == 32:
             return by.operand(joined([leaves[self.plain] for leaves in slices], order), 1.0)
         rows = list(map(self._rows, slices))
-        return by.operand_of_rows(rows, order, *_parameters(self.quantizer))
+        return by.operand_of_rows(rows, order, _parameters(self.quantizer))
 
     def _rows(self, leaves: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         return leaves[f"{self.prefix}codes"], leaves[f"{self.prefix}scales"]
@@ -162,7 +162,7 @@ class CompactStorage:
         if triangle:
             leaves[f"{self.prefix}diagonal"] = X.diagonal(dim1=-2, dim2=-1).clone()
         parameters = _parameters(self.quantizer, tile)
-        encoded = backend(X.device).encode_triangle(X, triangle, *parameters, tile is not None)
+        encoded = backend(X.device).encode_triangle(X, triangle, parameters, tile is not None)
         names = ("codes", "scales", "top_scales")
         return leaves | {f"{self.prefix}{n}": leaf for n, leaf in zip(names, encoded, strict=True)}
 
@@ -176,7 +176,7 @@ class CompactStorage:
         parameters = _parameters(self.quantizer, self.tile(order))
         mirrored = self.structure == "symmetric"
         return backend(codes.device).decode_triangle(
-            codes, scales, tops, diagonal, mirrored, *parameters, out=out
+            codes, scales, tops, diagonal, mirrored, parameters, out
         )
 
     def operand(self, slices: Sequence[Mapping[str, Tensor]], order: int) -> Operand:
@@ -186,7 +186,7 @@ class CompactStorage:
 
 
 @cache
-def _parameters(quantizer: Quantizer, tile: int | None = None) -> tuple[int, str, int]:
+def _parameters(quantizer: Quantizer, tile: int | None = None) -> reference.Parameters:
     """Return bits, mapping and block size. With tiles, a row of a tile is a block."""
     bits, mapping, block_size = quantizer.parameters
     return bits, mapping, tile or block_size

@@ -87,8 +87,8 @@ class GroupedProducts:
             held = torch.empty(size, dtype=half.held, device=self._device)
             begin = held.data_ptr() - tables.offsets[chunk.blocks[0]] * held.element_size()
             self.set_buffers(scratch.data_ptr(), begin, norms)
-            self._products(chunk, addresses, half, self._squares)
-            self._products(chunk, addresses, self._precision, sums, compare=True)
+            self._products(chunk, addresses, half, None)
+            self._products(chunk, addresses, self._precision, sums)
             del held
         of_members = sums.new_zeros(len(self._scales), 3)
         members, starts, stops = tables.members.long().unbind(1)
@@ -99,7 +99,7 @@ class GroupedProducts:
         """Launch the kernels that write G̃ over the gradients. Allocates nothing."""
         for wave in self._tables.waves:
             for chunk in wave.chunks:
-                self._products(chunk, addresses, self._precision, self._squares)
+                self._products(chunk, addresses, self._precision, None)
             self._graft(wave, addresses)
             self._write(wave, addresses)
 
@@ -121,7 +121,7 @@ class GroupedProducts:
                 self._move(scatter, span, wide, addresses, *scales)
             return
         for chunk in wave.chunks:
-            self._products(chunk, addresses, self._precision, self._squares)
+            self._products(chunk, addresses, self._precision, None)
             self._move(scatter, chunk.strips, chunk.wide, addresses, *scales)
 
     def _move(
@@ -141,21 +141,19 @@ class GroupedProducts:
         launch(kernel, (len(strips),), *arguments, **constants)
 
     def _products(
-        self,
-        chunk: Chunk,
-        addresses: AddressTable,
-        precision: Precision,
-        sums: Tensor,
-        compare: bool = False,
+        self, chunk: Chunk, addresses: AddressTable, precision: Precision, sums: Tensor | None
     ) -> None:
-        """Compute Ĝ of a chunk's blocks into the held stack, and the sums of each program."""
+        """Compute Ĝ of a chunk's blocks into the held stack, and ‖Ĝ‖² of each program.
+
+        If ``sums`` is given, compare with Ĝ in the held stack instead; see ``compare``.
+        """
         if not chunk.wide:
             precision = replace(precision, direct=False)
         self._restore(chunk, addresses, precision)
         if not precision.direct:
             to_X = precision.precise, self._anchors[precision.precise]
             self._move(kernels.gather_kernel, chunk.strips, chunk.wide, addresses, *to_X)
-        self._passes(chunk, addresses, precision, sums, compare)
+        self._passes(chunk, addresses, precision, sums)
 
     def _restore(self, chunk: Chunk, addresses: AddressTable, precision: Precision) -> None:
         """Restore the roots of a chunk's blocks into the scratch."""
@@ -175,12 +173,7 @@ class GroupedProducts:
             launch(kernels.roots_kernel, (len(programs),), *arguments, **constants)
 
     def _passes(
-        self,
-        chunk: Chunk,
-        addresses: AddressTable,
-        precision: Precision,
-        sums: Tensor,
-        compare: bool,
+        self, chunk: Chunk, addresses: AddressTable, precision: Precision, sums: Tensor | None
     ) -> None:
         """Compute Ĝ of a chunk's blocks from X or G."""
         programs = self._tables.programs[chunk.tiles]
@@ -192,7 +185,7 @@ class GroupedProducts:
             constants = {"SOURCE": source, "TARGET": target, "BY_LEFT": by.left}
             constants |= {"BY_RIGHT": by.right, "PRECISE": precision.precise}
             constants |= {"DIRECT": precision.direct and number == 1, "LAST": last}
-            constants |= {"COMPARE": last and compare, **self._tables.shape}
-            arguments = *tables, *scratch, sums, chunk.square
+            constants |= {"COMPARE": last and sums is not None, **self._tables.shape}
+            arguments = *tables, *scratch, self._squares if sums is None else sums, chunk.square
             launch(kernels.pass_kernel, (len(programs),), *arguments, **constants)
             source, target = target, source

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -94,12 +95,8 @@ def _launch(
     """Launch a kernel on tensors whose elements have the given size."""
     lengths = [tensor.nbytes // len(tensor) // size for tensor in lists[0]]
     programs = min(_PROGRAMS, -(-max(lengths) // _ELEMENTS))
-    arguments = [value for values in [*lists, lengths] for value in _filled(values)]
+    # Lists are padded with their first value, up to the number that a kernel takes.
+    filled = ([*values, *values[:1] * (MOST - len(values))] for values in [*lists, lengths])
     constants |= {"ELEMENTS": _ELEMENTS, "COUNT": len(lengths)}
     flags = accepted.view(torch.uint8)
-    launch(kernel, (programs, len(flags)), flags, *arguments, **constants)
-
-
-def _filled(values: list[Any]) -> list[Any]:
-    """Pad values with the first one, up to the number that a kernel takes."""
-    return [*values, *values[:1] * (MOST - len(values))]
+    launch(kernel, (programs, len(flags)), flags, *chain(*filled), **constants)

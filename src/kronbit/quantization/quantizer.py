@@ -116,7 +116,7 @@ class Quantizer:
         return reference.dequantize(q.codes, q.scales, *self.parameters, length)
 
     @property
-    def parameters(self) -> tuple[int, str, int]:
+    def parameters(self) -> reference.Parameters:
         """Return bits, mapping and block size, in the order in which kernels take them."""
         return self.bits, self.mapping, self.block_size
 

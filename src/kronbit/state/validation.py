@@ -24,13 +24,6 @@ _KINDS: dict[str, tuple[type, ...]] = {
 _FLOATS = frozenset((torch.float32, torch.bfloat16, torch.float16, torch.float64))
 
 
-def copied(state_dict: Any) -> dict[str, Any]:
-    """Return a shallow copy of a state dict, which hooks may change."""
-    if not isinstance(state_dict, Mapping):
-        raise ValueError(f"a state dict must be a dict; got {type(state_dict).__name__}")
-    return dict(state_dict)
-
-
 def check_outline(
     state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], prefix: str = ""
 ) -> None:

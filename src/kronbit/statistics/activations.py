@@ -22,13 +22,13 @@ from torch.utils.hooks import RemovableHandle
 
 from kronbit.blocks.batches import Part
 from kronbit.blocks.blocking import Blocking, route
-from kronbit.blocks.groups import DeviceStacks, Due
+from kronbit.blocks.groups import DeviceStacks, DueMembers
 from kronbit.config import Config
 from kronbit.distributed.collectives import copy_all
 from kronbit.linalg.precision import full_precision
 from kronbit.linalg.products import multiply, operand
 from kronbit.messages import warn
-from kronbit.statistics.base import MatrixOf, Statistics, rows_in_batch, zeros_for
+from kronbit.statistics.base import MatrixOf, ParamOf, Statistics, rows_in_batch, zeros_for
 from kronbit.statistics.hooks import SavedInput, register_hooks, was_reset
 from kronbit.statistics.layers import Layer, find_layers
 
@@ -233,12 +233,8 @@ class ActivationStatistics(Statistics):
     # --------------------------------------------------------------------------------- updating
 
     def source(
-        self,
-        stacks: DeviceStacks,
-        measured: Measured,
-        due: Mapping[int, Due],
-        param: Callable[[int], Tensor],
-    ) -> tuple[Mapping[int, Due], MatrixOf]:
+        self, stacks: DeviceStacks, measured: Measured, due: DueMembers, param: ParamOf
+    ) -> tuple[DueMembers, MatrixOf]:
         """Return the members whose layers have rows, and the function for M, a mean over rows."""
         layers = {i: self._layers[param(i)] for i in due}
         self._all_reduce(list(layers.values()))

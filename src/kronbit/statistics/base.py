@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -13,7 +13,7 @@ from kronbit.blocks.batches import Part, order_of
 
 if TYPE_CHECKING:
     from kronbit.blocks.blocking import Blocking
-    from kronbit.blocks.groups import DeviceStacks, Due
+    from kronbit.blocks.groups import DeviceStacks, DueMembers
     from kronbit.config import Config
     from kronbit.gpu.measured import Measured
 
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 # Returns M of a batch of rows: float32 (k, n, n), zero beyond the order of a row. The caller may
 # write to it. May be called again for rows that failed.
 MatrixOf: TypeAlias = "Callable[[Sequence[Part]], Tensor]"
+# Returns the parameter of a member.
+ParamOf: TypeAlias = "Callable[[int], Tensor]"
 
 
 class Statistics:
@@ -54,19 +56,15 @@ class Statistics:
         return nullcontext(grads)
 
     def source(
-        self,
-        stacks: DeviceStacks,
-        measured: Measured,
-        due: Mapping[int, Due],
-        param: Callable[[int], Tensor],
-    ) -> tuple[Mapping[int, Due], MatrixOf]:
+        self, stacks: DeviceStacks, measured: Measured, due: DueMembers, param: ParamOf
+    ) -> tuple[DueMembers, MatrixOf]:
         """Return the members that can be updated, with options and blocks, and the function for M.
 
         Args:
             stacks: State of the device's members.
             measured: Gradients of the members.
             due: Members to update, with their options and blocks.
-            param: Returns the parameter of a member.
+            param: The members' parameters.
         """
         raise NotImplementedError
 

@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from kronbit.blocks.batches import Part
 from kronbit.blocks.blocking import Blocking, route
 from kronbit.blocks.gradients import GradientBlocks
-from kronbit.blocks.groups import DeviceStacks, Due
+from kronbit.blocks.groups import DeviceStacks, DueMembers
 from kronbit.config import Config
 from kronbit.distributed.sharding import local
 from kronbit.gpu.measured import Measured
 from kronbit.linalg.products import multiply, operand
-from kronbit.statistics.base import MatrixOf, Statistics, rows_in_batch, zeros_for
-
-if TYPE_CHECKING:
-    from kronbit.gpu.outer_products import OuterProducts
+from kronbit.statistics.base import MatrixOf, ParamOf, Statistics, rows_in_batch, zeros_for
 
 
 class GradientStatistics(Statistics):
@@ -29,43 +24,25 @@ class GradientStatistics(Statistics):
     name = "gradients"
     takes_shards = True
 
-    def __init__(self) -> None:
-        self._tables: weakref.WeakKeyDictionary[DeviceStacks, OuterProducts] = (
-            weakref.WeakKeyDictionary()
-        )
-
-    def __getstate__(self) -> dict[str, Any]:
-        # Tables belong to stacks, which are not copied.
-        return {name: value for name, value in self.__dict__.items() if name != "_tables"}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _tables=weakref.WeakKeyDictionary())
-
     def route(self, p: Tensor, config: Config) -> Blocking | str:
         """Return how a parameter is cut, or why it is left to the base optimizer."""
         return route(tuple(local(p).shape if config.blocks == "local" else p.shape), config)
 
     def source(
-        self,
-        stacks: DeviceStacks,
-        measured: Measured,
-        due: Mapping[int, Due],
-        param: Callable[[int], Tensor],
-    ) -> tuple[Mapping[int, Due], MatrixOf]:
+        self, stacks: DeviceStacks, measured: Measured, due: DueMembers, param: ParamOf
+    ) -> tuple[DueMembers, MatrixOf]:
         """Return all members that are due, and the function for M."""
         return due, self.outer_products(stacks, measured, due)
 
-    def outer_products(
-        self, stacks: DeviceStacks, measured: Measured, due: Mapping[int, Due]
-    ) -> MatrixOf:
+    def outer_products(self, stacks: DeviceStacks, measured: Measured, due: DueMembers) -> MatrixOf:
         """Return the function for M, with kernels if they can read all gradients that are due."""
         addresses, members = measured.addresses, stacks.members
         if addresses is not None and all(map(addresses.values.__getitem__, due)):
             from kronbit.gpu.outer_products import OuterProducts
 
-            if stacks not in self._tables:
-                self._tables[stacks] = OuterProducts(members, stacks.device)
-            return partial(self._tables[stacks].of, addresses.tensor, measured.finite)
+            if stacks.outer_products is None:
+                stacks.outer_products = OuterProducts(members, stacks.device)
+            return partial(stacks.outer_products.of, addresses.tensor, measured.finite)
         return partial(_by_torch, GradientBlocks(members, measured.grads), measured.finite)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -91,17 +92,13 @@ def swapped(params: Collection[Tensor], grads: Iterable[Tensor | None]) -> Itera
     """Give parameters other gradients; give theirs back at the end."""
     before = [p.grad for p in params]
 
-    def swap_back() -> None:
-        _set_gradients(params, before)
+    def give(grads: Iterable[Tensor | None]) -> None:
+        for p, grad in zip(params, grads, strict=False):
+            p.grad = grad
 
-    with cleaning_up(swap_back):
-        _set_gradients(params, grads)
+    with cleaning_up(partial(give, before)):
+        give(grads)
         yield
-
-
-def _set_gradients(params: Iterable[Tensor], grads: Iterable[Tensor | None]) -> None:
-    for p, grad in zip(params, grads, strict=False):
-        p.grad = grad
 
 
 class Progress:

@@ -6,7 +6,7 @@ the rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import chain
@@ -29,7 +29,7 @@ from kronbit.blocks.batches import (
     rows_of,
 )
 from kronbit.blocks.gradients import GradientBlocks
-from kronbit.blocks.groups import DeviceStacks, Due, Group, Member, Turn, chunks
+from kronbit.blocks.groups import DeviceStacks, Due, DueMembers, Group, Member, Turn, chunks
 from kronbit.distributed.exchange import Exchange
 from kronbit.factors import is_root, is_statistic
 from kronbit.gpu.measured import Measured
@@ -124,7 +124,7 @@ class Preconditioner:
     # ------------------------------------------------------------------------ statistics, roots
 
     @full_precision()
-    def update(self, measured: Measured, due: Mapping[int, Due], M_of: MatrixOf) -> None:
+    def update(self, measured: Measured, due: DueMembers, M_of: MatrixOf) -> None:
         """Run PU on L and R with their M. Waits for the device.
 
         Args:
@@ -135,7 +135,7 @@ class Preconditioner:
         with self.exchange.shared(self.stacks, due, measured.norms, is_statistic):
             self._update_assigned(measured.finite, due, M_of)
 
-    def _update_assigned(self, finite: Tensor, due: Mapping[int, Due], M_of: MatrixOf) -> None:
+    def _update_assigned(self, finite: Tensor, due: DueMembers, M_of: MatrixOf) -> None:
         """Run PU on the rows of this rank; retry rows where a factorisation failed."""
         if self._chain is None:
             self._chain = backend(self.stacks.device).chain(self.stacks.device, self._graphs)
@@ -185,7 +185,7 @@ class Preconditioner:
 
         return map(portion_of, batches(wanted, self.stacks.workspace, cost, mixed))
 
-    def _first_updates(self, due: Mapping[int, Due]) -> Iterable[Portion]:
+    def _first_updates(self, due: DueMembers) -> Iterable[Portion]:
         if not self.progress.failed():
             return self._cut_due(due, UPDATE, attempt=0)
         assigned = self.exchange.assigned(due_parts(self.stacks.groups, due))
@@ -193,7 +193,7 @@ class Preconditioner:
 
     def _cut_due(
         self,
-        due: Mapping[int, Due],
+        due: DueMembers,
         cost: Cost | Callable[[Part], Cost],
         attempt: int | None = None,
     ) -> list[Portion]:
@@ -209,7 +209,7 @@ class Preconditioner:
         return self._cuts.obtain(key, cut)[1]
 
     @full_precision()
-    def refresh(self, measured: Measured, due: Mapping[int, Due]) -> None:
+    def refresh(self, measured: Measured, due: DueMembers) -> None:
         """Run PIRU on L̂ and R̂ of the blocks that are due. Waits for the device.
 
         The error of products in reduced precision is measured on the gradients. A staggered member
@@ -228,7 +228,7 @@ class Preconditioner:
         unmeasured = staggered - at_last_turn - new
         self.products.choose(measured, [i for i in due if i not in unmeasured], new)
 
-    def _refresh_assigned(self, due: Mapping[int, Due]) -> None:
+    def _refresh_assigned(self, due: DueMembers) -> None:
         """Run PIRU on the rows of this rank; retry failed rows with more damping."""
         attempt, failed = 0, self._refresh(self._cut_due(due, refresh_cost))
         while failed := _repairable(failed, attempt, roots=True):

@@ -16,6 +16,10 @@ if TYPE_CHECKING:
 _EARLY = 0.1  # fraction of steps that are cut off: their losses would flatten all later ones
 _LATE = 0.25  # fraction of steps before the close-up
 _BESIDE: Any = {"textcoords": "offset points", "va": "center", "fontsize": 8.5}  # for annotate()
+_DASHED: Any = {"color": drawing.INK, "linewidth": 0.9, "linestyle": (0, (4, 3)), "zorder": 1.5}
+_BOX: Any = {"orientation": "horizontal", "patch_artist": True, "manage_ticks": False}
+_RING: Any = {"marker": "o", "markersize": 7.5, "markerfacecolor": "none", "zorder": 4}
+_CROSS: Any = {"marker": "X", "markeredgecolor": "white", "clip_on": False, "zorder": 5}
 # Parts of the memory of an optimizer: key in the summary, name and color.
 PARTS = (
     ("parameters", "parameters", drawing.GREY),
@@ -187,17 +191,11 @@ def _mark_diverged(axes: Axes, line: _Line, axis: _Axis) -> None:
         return
     last = max(curve.finite - 1, 0)
     (left, right), (low, high) = axes.get_xlim(), axes.get_ylim()
-    axes.plot(
-        min(max(getattr(curve, axis)[last], left), right),
-        min(max(curve.mean[last], low), high) if curve.finite else 0.5,
-        marker="X",
-        markersize=6 if line.thin else 9,
-        markerfacecolor=line.outcome.color,
-        markeredgecolor="white",
-        clip_on=False,
-        zorder=5,
-        transform=axes.transData if curve.finite else axes.get_xaxis_transform(),
-    )
+    x = min(max(getattr(curve, axis)[last], left), right)
+    y = min(max(curve.mean[last], low), high) if curve.finite else 0.5
+    place = axes.transData if curve.finite else axes.get_xaxis_transform()
+    size, color = 6 if line.thin else 9, line.outcome.color
+    axes.plot(x, y, transform=place, markersize=size, markerfacecolor=color, **_CROSS)
 
 
 def _frame_losses(axes: Axes, lines: Sequence[_Line]) -> None:
@@ -226,22 +224,14 @@ def _frame_validation(axes: Axes, lines: Sequence[_Line]) -> str | None:
         return None
     final, first = base.losses.mean[-1], math.inf
     if math.isfinite(final):
-        axes.axhline(final, color=drawing.INK, linewidth=0.9, linestyle=(0, (4, 3)), zorder=1.5)
+        axes.axhline(final, **_DASHED)
     for outcome, losses, _ in lines:
         step = losses.first_at_most(final) if math.isfinite(final) else None
         if outcome is base or step is None:
             continue
         first = min(first, step)
-        axes.plot(
-            step,
-            losses.mean[losses.steps.index(step)],
-            marker="o",
-            markersize=7.5,
-            markerfacecolor="none",
-            markeredgecolor=outcome.color,
-            markeredgewidth=1.4,
-            zorder=4,
-        )
+        value = losses.mean[losses.steps.index(step)]
+        axes.plot(step, value, markeredgecolor=outcome.color, markeredgewidth=1.4, **_RING)
     _frame_late(axes, lines, start=0.8 * first)
     return f" Dashed: the last loss of {base.label}; rings: first points at which others reach it."
 
@@ -362,19 +352,18 @@ def _times(compared: Sequence[Outcome]) -> drawing.Drawing | None:
     low, high = min(min(times) for _, times in rows), max(max(times) for _, times in rows)
     drawing.log_scale(axes, "x", within=high / low < 100)
     for place, (outcome, times) in enumerate(rows):
-        color = outcome.color
+        color = {"color": outcome.color}
+        median = "white" if drawing.is_dark(outcome.color) else "black"
         axes.boxplot(
             times,
             positions=[place],
-            orientation="horizontal",
             widths=0.5,
-            patch_artist=True,
-            manage_ticks=False,
-            boxprops={"facecolor": color, "edgecolor": color},
-            medianprops={"color": "white" if drawing.is_dark(color) else "black", "linewidth": 1.6},
-            whiskerprops={"color": color},
-            capprops={"color": color},
-            flierprops={"marker": "|", "markeredgecolor": color, "alpha": 0.55},
+            boxprops={"facecolor": outcome.color, "edgecolor": outcome.color},
+            medianprops={"color": median, "linewidth": 1.6},
+            whiskerprops=color,
+            capprops=color,
+            flierprops={"marker": "|", "markeredgecolor": outcome.color, "alpha": 0.55},
+            **_BOX,
         )
     beside = {**_BESIDE, "xycoords": axes.get_yaxis_transform(), "ha": "right"}
     for right, name in ((36, "median"), (68, "mean")):  # columns at distances in points

@@ -45,4 +45,4 @@ audit:
 	env -u PIP_CONSTRAINT -u PIP_BUILD_CONSTRAINT $(PYTHON) .ci/audit
 
 clean:
-	rm -rf .venv .venv-wheel .venv-audit dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-wheel .venv-audit build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -1,71 +1,29 @@
-"""Plans match real optimizers, the memory that autograd saves, and measurements."""
+"""Plans match real optimizers and measurements."""
 
 from __future__ import annotations
 
 import io
 import json
 import sys
-from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from rich.console import Console
+from support.planned import mlp
 from torch import Tensor, nn
-from torch.nn import functional
 
 from kronbit import CASPR, KFAC, AdaBK, Shampoo
 from kronbit.lab.errors import LabError
-from kronbit.lab.plan.activations import Estimate, Passes, trace
+from kronbit.lab.plan.activations import Estimate, Passes
 from kronbit.lab.plan.networks import PRESETS, resolve_model
 from kronbit.lab.plan.planning import make_plan, parse_size, to_json
 from kronbit.lab.plan.rows import CONTEXT, WAYS
 from kronbit.lab.plan.table import show
 
-MLP, HERE = "tests.lab.test_plan:mlp", Path(__file__).parent
+MLP, HERE = "support.planned:mlp", Path(__file__).parent
 MEASURED = HERE.parents[1] / "results" / "memory" / "llama7b_memory_h200.json"
-
-
-# ------------------------------------------------------------------------------------- networks
-
-
-def mlp() -> nn.Module:
-    return nn.Sequential(nn.Linear(96, 160), nn.ReLU(), nn.Linear(160, 70))
-
-
-class Convolutional(nn.Module):
-    """A small vision network."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Conv2d(3, 16, 3, padding=1)
-        self.norm = nn.BatchNorm2d(16)
-        self.second = nn.Conv2d(16, 24, 3, stride=2)
-        self.head = nn.Linear(24, 10)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.second(functional.max_pool2d(self.norm(self.first(x)).relu(), 2))
-        return self.head(functional.layer_norm(functional.gelu(y).mean((2, 3)), (24,)))
-
-
-class Attending(nn.Module):
-    """An attention layer, written by hand or by ``nn.MultiheadAttention``."""
-
-    def __init__(self, heads: int = 4, width: int = 64, module: bool = False) -> None:
-        super().__init__()
-        self.heads = heads
-        self.table = nn.Embedding(11, width)
-        self.attention = nn.MultiheadAttention(width, heads, batch_first=True) if module else None
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.table(tokens)
-        if self.attention is not None:
-            return self.attention(x, x, x, need_weights=False)[0]
-        q = x.unflatten(-1, (self.heads, -1)).transpose(1, 2)
-        y = functional.scaled_dot_product_attention(q, q, q, is_causal=True)
-        return y.transpose(1, 2).flatten(2)
 
 
 class Peeking(nn.Module):
@@ -81,23 +39,6 @@ class Peeking(nn.Module):
 
 def no_module() -> int:
     return 3
-
-
-on_meta = torch.device("meta")
-
-
-def saved_on_cpu(model: nn.Module, loss: Callable[[], Tensor]) -> int:
-    """Return the bytes that autograd saves, each storage once, without parameters."""
-    known = {p.untyped_storage().data_ptr() for p in (*model.parameters(), *model.buffers())}
-    saved: dict[int, Tensor] = {}
-
-    def keep(tensor: Tensor) -> Tensor:
-        saved[tensor.untyped_storage().data_ptr()] = tensor
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        loss()
-    return sum(t.untyped_storage().nbytes() for key, t in saved.items() if key not in known)
 
 
 # ---------------------------------------------------------------------------------- second order
@@ -160,89 +101,7 @@ def test_workspace_counts_only_beyond_activations() -> None:
     assert tight.row("32").workspace == 4 * 11 * 160**2
 
 
-# ----------------------------------------------------------------------------------- activations
-
-
-def test_saved_activations_match_a_count_by_hand() -> None:
-    with on_meta:
-        model = mlp()
-    traced = trace(model, Passes((96,), tokens=False), 128)
-    # log_softmax keeps its result, not the output of the MLP.
-    inputs, hidden, log_probabilities = 96, 160, 70
-    targets, loss_and_weight = 8 * 128, 8
-    assert (
-        traced.saved == 4 * 128 * (inputs + hidden + log_probabilities) + targets + loss_and_weight
-    )
-    # At the end only the gradients are left.
-    assert traced.curve[-1] - 4 * sum(p.numel() for p in model.parameters()) < traced.saved
-    assert traced.peak >= traced.saved
-    assert all(p.grad is None for p in model.parameters())
-
-
-@pytest.mark.parametrize("amp", ["off", "bf16"])
-@pytest.mark.parametrize(
-    ("make", "shape"), [(mlp, (96,)), (Convolutional, (3, 32, 32))], ids=["mlp", "convolutional"]
-)
-def test_saved_activations_match_autograd(
-    make: Callable[[], nn.Module], shape: tuple[int, ...], amp: str
-) -> None:
-    with on_meta:
-        model = make()
-    passes = Passes(shape, False, amp)
-    traced = trace(model, passes, 64)
-    real = make()
-
-    def loss() -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16, enabled=amp != "off"):
-            return passes.loss(real, 64)
-
-    # The trace includes the loss, which no node of autograd saves.
-    assert traced.saved == pytest.approx(saved_on_cpu(real, loss), rel=0.02)
-
-
-@pytest.mark.parametrize("module", [False, True])
-def test_attention_keeps_no_scores(module: bool) -> None:
-    with on_meta:
-        model = Attending(module=module)
-    saved = [trace(model, Passes((length,), tokens=True), 2).saved for length in (512, 1024, 2048)]
-    assert saved[2] - saved[1] == 2 * (saved[1] - saved[0])  # linear in the length
-    if not module:  # tokens, targets, q = k = v, the output, its log softmax; a sum per row
-        assert saved[0] == 2 * 512 * (8 + 8 + 3 * 4 * 64 + 4 * 4) + 8
-
-
-def test_dropout_keeps_bytes() -> None:
-    with on_meta:
-        model = nn.Sequential(nn.Linear(64, 256), nn.Dropout(0.5), nn.Linear(256, 8))
-    with_dropout = trace(model, Passes((64,), tokens=False), 128).saved
-    model[1].p = 0.0
-    without = trace(model, Passes((64,), tokens=False), 128).saved
-    assert with_dropout - without == 128 * 256
-
-
-def tiny_gpt(**options: Any) -> nn.Module:
-    from kronbit.lab.models import build
-
-    sizes = {"n_embd": 64, "n_layer": 4, "n_head": 4, "vocab_size": 128, "n_positions": 64}
-    return build("gpt2", **{**sizes, **options})
-
-
-def test_two_batch_sizes_predict_others_and_checkpointing_saves_memory() -> None:
-    with on_meta:
-        model = tiny_gpt()
-    passes = Passes((64,), tokens=True)
-    plain = Estimate(model, passes, 4)
-    assert plain.peak_at(32) == trace(model, passes, 32).peak
-    assert plain.peak_at(1) == trace(model, passes, 1).peak
-    model.gradient_checkpointing_enable()
-    checkpointed = Estimate(model, passes, 4)
-    assert checkpointed.peak_at(32) == trace(model, passes, 32).peak
-    assert checkpointed.first.saved < plain.first.saved / 2
-    assert checkpointed.peak_at(32) < plain.peak_at(32)
-    # The gradients of the first pass are kept during the second.
-    gradients = 4 * sum(p.numel() for p in model.parameters())
-    again = trace(model, replace(passes, repeated=True), 4)
-    assert again.saved == checkpointed.first.saved
-    assert again.peak >= gradients + again.saved
+# ---------------------------------------------------------------------------------- measurements
 
 
 def test_the_plan_of_llama_7b_matches_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -484,6 +343,6 @@ def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: P
 
 
 def test_models_without_layers_have_no_rows_of_layers() -> None:
-    plan = make_plan("tests.lab.test_plan:Attending", batch=2, length=32)
+    plan = make_plan("support.planned:Attending", batch=2, length=32)
     assert not any(row.key.startswith("kfac") for row in plan.rows)
     assert plan.notes[0].startswith("K-FAC and AdaBK are left out: K-FAC finds nothing")

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from kronbit.lab.quantisation.errors import Statistic, synthetic_matrix
+from kronbit.lab.quantization.errors import Statistic, synthetic_matrix
 from kronbit.lab.training.measures import hardware, versions
 from kronbit.quantization import Quantizer
 

@@ -31,7 +31,7 @@ from training_tables import (
     time_to_target,
 )
 
-from kronbit.lab.quantisation.tables import PRINTED
+from kronbit.lab.quantization.tables import PRINTED
 from kronbit.lab.report.numbers import MISSING
 
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md")))

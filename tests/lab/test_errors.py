@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from kronbit import KFAC, Config, Shampoo
 from kronbit.lab.errors import LabError
-from kronbit.lab.quantisation.errors import (
+from kronbit.lab.quantization.errors import (
     KEPT,
     Deviation,
     Statistic,
@@ -30,13 +30,13 @@ from kronbit.lab.quantisation.errors import (
     static_table,
     synthetic_matrix,
 )
-from kronbit.lab.quantisation.report import (
+from kronbit.lab.quantization.report import (
     Held,
     checkpoint_errors,
     read_preconditioners,
     synthetic_errors,
 )
-from kronbit.lab.quantisation.tables import show_errors
+from kronbit.lab.quantization.tables import show_errors
 from kronbit.optimizer import SecondOrder
 
 
@@ -320,7 +320,7 @@ def test_unreadable_checkpoints_are_named(tmp_path: Path) -> None:
 
 
 def test_figures_are_drawn(tmp_path: Path) -> None:
-    from kronbit.lab.quantisation.figures import draw_errors
+    from kronbit.lab.quantization.figures import draw_errors
 
     drawn: list[str] = []
     paths = draw_errors(synthetic_errors(64, bits=(4,)), tmp_path / "figures", drawn.append)

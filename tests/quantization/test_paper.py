@@ -8,15 +8,15 @@ from sklearn.datasets import load_digits
 from torch import nn
 
 from kronbit import Shampoo
-from kronbit.lab.quantisation.errors import (
+from kronbit.lab.quantization.errors import (
     Deviation,
     Statistic,
     StorageErrors,
     static_table,
     synthetic_matrix,
 )
-from kronbit.lab.quantisation.report import read_preconditioners
-from kronbit.lab.quantisation.tables import PRINTED
+from kronbit.lab.quantization.report import read_preconditioners
+from kronbit.lab.quantization.tables import PRINTED
 
 
 def trained() -> list[Statistic]:

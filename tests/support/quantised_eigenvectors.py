@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kronbit.lab.quantisation.errors import Statistic, restored_vectors
+from kronbit.lab.quantization.errors import Statistic, restored_vectors
 from kronbit.quantization import Quantizer
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kronbit.config import Config
 from kronbit.factors import Batch, Factors
-from kronbit.lab.quantisation.errors import Statistic, restored_vectors, synthetic_matrix
+from kronbit.lab.quantization.errors import Statistic, restored_vectors, synthetic_matrix
 from kronbit.quantization import Quantizer
 
 ROUNDING = 1e-6  # relative rounding error of float64 powers of matrices

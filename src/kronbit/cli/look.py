@@ -84,8 +84,8 @@ def errors(
     as_json: options.Json = False,
 ) -> None:
     """Show the quantisation errors of preconditioners: the paper's tables and figures."""
-    from kronbit.lab.quantisation.report import checkpoint_errors, synthetic_errors
-    from kronbit.lab.quantisation.tables import show_errors
+    from kronbit.lab.quantization.report import checkpoint_errors, synthetic_errors
+    from kronbit.lab.quantization.tables import show_errors
 
     widths = tuple(bits or (4, 8))
     if not set(widths) <= {3, 4, 6, 8}:
@@ -99,7 +99,7 @@ def errors(
             result = checkpoint_errors(checkpoint, matrices=matrices, **shared)
         written = []
         if out is not None:
-            from kronbit.lab.quantisation.figures import draw_errors
+            from kronbit.lab.quantization.figures import draw_errors
 
             written = draw_errors(result, out, tell=status.update)
     if as_json:

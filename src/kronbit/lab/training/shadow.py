@@ -18,7 +18,7 @@ from kronbit.config import Config
 from kronbit.distributed.sharding import is_distributed
 from kronbit.factors.dense import decay_weights
 from kronbit.lab.errors import LabError
-from kronbit.lab.quantisation.errors import Deviation, Statistic, deviations
+from kronbit.lab.quantization.errors import Deviation, Statistic, deviations
 from kronbit.optimizer import SecondOrder
 from kronbit.step.schedule import refreshes_at, updates_at
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from kronbit.lab.errors import LabError
 from kronbit.lab.files import make_folder, write_bytes
-from kronbit.lab.quantisation.errors import contraction, rectification, singular_values
-from kronbit.lab.quantisation.report import ErrorReport, Study, Tell
+from kronbit.lab.quantization.errors import contraction, rectification, singular_values
+from kronbit.lab.quantization.report import ErrorReport, Study, Tell
 from kronbit.lab.report import drawing
 from kronbit.quantization.mappings import codebook
 

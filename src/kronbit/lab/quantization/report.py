@@ -16,8 +16,8 @@ from kronbit.config import FORMAT_KEY, STATISTICS_KEY, Config
 from kronbit.factors import Factors, make_method
 from kronbit.lab.checkpoints import checkpoints
 from kronbit.lab.errors import LabError, lab_error
-from kronbit.lab.quantisation import errors
-from kronbit.lab.quantisation.errors import Deviation, Statistic, StorageErrors
+from kronbit.lab.quantization import errors
+from kronbit.lab.quantization.errors import Deviation, Statistic, StorageErrors
 from kronbit.linalg.precision import full_precision
 from kronbit.messages import named_parameters
 from kronbit.state import loading

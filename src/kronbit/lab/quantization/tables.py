@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from kronbit.lab.quantisation.errors import KEPT, Deviation, StorageErrors
-from kronbit.lab.quantisation.report import ErrorReport
+from kronbit.lab.quantization.errors import KEPT, Deviation, StorageErrors
+from kronbit.lab.quantization.report import ErrorReport
 from kronbit.lab.report.numbers import MISSING
 from kronbit.lab.report.tables import new_table
 

@@ -24,7 +24,7 @@ class BoundedCache(dict[K, V]):
     def obtain(self, key: K, make: Callable[[], V]) -> V:
         """Return the value of a key. Before a missing value is made, evict others if needed."""
         if key not in self:
-            while len(self) >= self.size:
+            while 0 < len(self) >= self.size:
                 del self[next(iter(self))]
                 if self._on_eviction is not None:
                     self._on_eviction()

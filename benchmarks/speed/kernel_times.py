@@ -59,14 +59,15 @@ def measure(k: int, n: int) -> dict[str, dict[str, float]]:
     A = A @ A.mT / n
     figures: dict[str, dict[str, float]] = {}
     for bits in (4, 8):
-        codes, scales, _ = quantiser.encode(V, False, bits, "linear2", 64)
-        moved = V.numel() * (4 + bits / 8 + 4 / 64)
         reference = Quantizer(bits)
+        code_format = reference.code_format
+        codes, scales, _ = quantiser.encode(V, False, code_format)
+        moved = V.numel() * (4 + bits / 8 + 4 / 64)
         encoded = reference.encode(V)
         for name, call in {
-            f"quantise {bits}-bit": lambda b=bits: quantiser.encode(V, False, b, "linear2", 64),
-            f"dequantise {bits}-bit": lambda c=codes, s=scales, b=bits: quantiser.decode(
-                c, s, None, b, "linear2", 64
+            f"quantise {bits}-bit": lambda f=code_format: quantiser.encode(V, False, f),
+            f"dequantise {bits}-bit": lambda c=codes, s=scales, f=code_format: quantiser.decode(
+                c, s, None, f
             ),
             f"quantise {bits}-bit, torch": lambda r=reference: r.encode(V),
             f"dequantise {bits}-bit, torch": lambda r=reference, q=encoded: r.decode(q, n),

@@ -235,8 +235,8 @@ class Wrapper(Optimizer):
 
     base: Optimizer
 
-    def _given_state(self, state_dict: Any) -> dict[str, Any]:
-        """Return a copy of a state dict that is to be loaded, changed by the pre-hooks."""
+    def _state_dict_to_load(self, state_dict: Any) -> dict[str, Any]:
+        """Return a shallow copy of a state dict, after the pre-hooks have run."""
         if not isinstance(state_dict, Mapping):
             raise ValueError(f"a state dict must be a dict; got {type(state_dict).__name__}")
         given: dict[str, Any] = dict(state_dict)

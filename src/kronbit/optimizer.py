@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from itertools import repeat
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, overload
 
 import torch
@@ -29,7 +28,7 @@ from kronbit.state.base_state import BaseLoader
 from kronbit.state.binding import StateKeeper, blocks_of
 from kronbit.state.loading import fill, read
 from kronbit.statistics import GradientStatistics, Statistics
-from kronbit.step.failures import Stage, refuse_capture, report_failure, swapped, writable
+from kronbit.step.failures import Stage, refuse_capture, report_failure, set_gradients, writable
 from kronbit.step.nonfinite import NonfiniteGuard
 from kronbit.step.schedule import any_due, expected_updates
 from kronbit.step.state_plan import StatePlan
@@ -136,31 +135,36 @@ class SecondOrder(Wrapper):
             self._after_step(plan)
             return loss  # inside report_failure: an interrupt here must say that the step counts
 
-    # Seams: an algorithm may write another direction, and step the parameters that it names itself.
+    # Seams: an algorithm may supply the direction, and may step some parameters instead of F.
 
     def _rewrite(self, device: DevicePlan) -> None:
         """Write the direction, G̃, over the gradients of a device."""
         device.precondition()
 
-    def _stepped_here(self) -> Collection[Tensor]:
-        """Return the parameters that ``_step_here`` steps. F steps all others."""
+    def _params_not_for_base(self) -> Sequence[Tensor]:
+        """Return the parameters that ``_step_params`` steps. F steps all others."""
         return ()
 
-    def _step_here(self, params: Collection[Tensor]) -> None:
+    def _step_params(self, params: Sequence[Tensor]) -> None:
         """Step these parameters, after F. ``p.grad`` holds the direction, or None."""
 
     def _take_step(self) -> None:
-        """Take F's step, W, s ← F(W, s, G̃), and that of the parameters that F does not step."""
-        here = self._stepped_here()
-        if not here:
+        """Step F, W, s ← F(W, s, G̃), then the parameters that the algorithm steps itself."""
+        params = self._params_not_for_base()
+        if not params:
             self.base.step()
             return
-        with swapped(here, repeat(None)):  # F skips parameters without a gradient
+        grads = [p.grad for p in params]
+
+        def step_others() -> None:
+            set_gradients(params, [None] * len(params))  # F skips parameters without a gradient
             self.base.step()
-        self._step_here(here)
+
+        run_then(step_others, partial(set_gradients, params, grads))
+        self._step_params(params)
 
     def _count_and_step(self, plan: StepPlan, stage: Stage) -> None:
-        """Count and take the step: both or neither, even if F fails or Ctrl-C arrives."""
+        """Take the step, and count it only if it completes, even if F fails or Ctrl-C arrives."""
         steps = [entry["step"] for entry in plan.entries]
 
         def count_and_step() -> None:
@@ -286,7 +290,7 @@ class SecondOrder(Wrapper):
             ValueError: If the checkpoint does not fit. The message names the key, and the
                 optimizer is unchanged.
         """
-        state_dict = self._given_state(state_dict)
+        state_dict = self._state_dict_to_load(state_dict)
         configs = [self._groups.config_of(group) for group in self.param_groups]
         checkpoint = read(state_dict, self.param_groups, configs, self._statistics.name)
         checkpoint = checkpoint.owned_by(self._ranks.owns)

@@ -109,7 +109,7 @@ class ParamGroups:
         self._base, self._config, self._statistics = base, config, statistics
         options = {name: getattr(config, name) for name in GROUP_OPTIONS}
         self.defaults = {**options, FORMAT_KEY: FORMAT, STATISTICS_KEY: statistics.name}
-        self._known: BoundedCache[Any, Config] = BoundedCache(0)  # by option values, and configs
+        self._known: BoundedCache[Any, Config] = BoundedCache(1)  # by option values, and configs
 
     def config_of(self, group: Mapping[str, Any]) -> Config:
         """Return the options of a group."""
@@ -117,7 +117,8 @@ class ParamGroups:
             return self._known[_VALUES(group)]
         except (KeyError, TypeError):  # a new group, a missing option, or an unhashable value
             config = self._config.for_group(group)
-        self._known.size = 4 * len(self._base.param_groups)  # schedules leave old values behind
+        # Two keys for each group, and as many old ones, which schedules leave behind.
+        self._known.size = 4 * len(self._base.param_groups)
         config = self._known.obtain(config, lambda: config)
         with suppress(KeyError, TypeError):
             self._known.obtain(_VALUES(group), lambda: config)

@@ -103,6 +103,6 @@ def test_outer_products_read_gradients_in_place(mixed: bool, kernels: torch.devi
         assert M.shape == expected.shape
         assert (M - expected).abs().max() <= 1e-6 * expected.abs().max()
         count += len(M)
-    assert preconditioner.stacks.outer_products is not None
+    assert preconditioner.stacks.outer_product_tables is not None
     assert (max(map(len, orders)) > 1) == mixed
     assert count == sum(2 * len(preconditioner.stacks.members[i].blocking) for i in due)

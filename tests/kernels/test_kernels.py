@@ -41,17 +41,18 @@ def test_codes_and_values_are_bitwise_equal(
     X = torch.randn(2, n, n)
     X[0, 0] = 0
     X[1, 0, 0] = 1e-40
-    reference, parameters = Quantizer(bits, mapping, block_size), (bits, mapping, block_size)
+    reference = Quantizer(bits, mapping, block_size)
+    code_format = reference.code_format
     for stack in (X, X.mT):
         expected = reference.encode(stack)
-        actual = quantiser.encode(stack.to(kernels), False, parameters)
+        actual = quantiser.encode(stack.to(kernels), False, code_format)
         assert torch.equal(actual[0].cpu(), expected.codes)
         assert torch.equal(actual[1].cpu(), expected.scales)
-        back = quantiser.decode(actual[0], actual[1], None, parameters)
+        back = quantiser.decode(actual[0], actual[1], None, code_format)
         assert torch.equal(back.cpu(), reference.decode(expected, n))
         larger = n + 70
         stacks = [(actual[0][:1], actual[1][:1]), actual[:2]]
-        parts = quantiser.decode_operand(stacks, larger, parameters)
+        parts = quantiser.decode_operand(stacks, larger, code_format)
         whole = padded_by_identity(back, larger)
         assert relative_error(parts.float()[1:], whole) < 2**-21
         side = parts.hi.shape[-1]
@@ -59,12 +60,12 @@ def test_codes_and_values_are_bitwise_equal(
         assert not parts.hi[1:, larger:].any()
         assert not parts.hi[1:, :, larger:side].any()
     exact_diagonal = X.diagonal(dim1=-2, dim2=-1).clone()
-    codes, scales, diagonal = quantiser.encode(X.to(kernels), True, parameters)
+    codes, scales, diagonal = quantiser.encode(X.to(kernels), True, code_format)
     assert torch.equal(diagonal.cpu(), exact_diagonal)
     X.diagonal(dim1=-2, dim2=-1).zero_()
     whole = reference.decode(reference.encode(X), n)
     whole.diagonal(dim1=-2, dim2=-1).copy_(exact_diagonal)
-    back = quantiser.decode(codes, scales, diagonal, parameters)
+    back = quantiser.decode(codes, scales, diagonal, code_format)
     assert torch.equal(back.cpu(), whole)
 
 
@@ -73,7 +74,7 @@ def test_a_nan_makes_a_scale_that_is_refused(kernels: torch.device) -> None:
 
     X = torch.ones(1, 20, 20, device=kernels)
     X[0, 3, 3] = torch.nan
-    _, scales, _ = quantiser.encode(X, False, (4, "linear2", 64))
+    _, scales, _ = quantiser.encode(X, False, Quantizer(4).code_format)
     assert (~torch.isfinite(scales)).sum() == 1
 
 

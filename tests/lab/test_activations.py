@@ -91,8 +91,6 @@ def test_dropout_keeps_bytes() -> None:
 
 
 def tiny_gpt(**options: Any) -> nn.Module:
-    from kronbit.lab.models import build
-
     sizes = {"n_embd": 64, "n_layer": 4, "n_head": 4, "vocab_size": 128, "n_positions": 64}
     return build("gpt2", **{**sizes, **options})
 
@@ -118,7 +116,10 @@ def test_two_batch_sizes_predict_others_and_checkpointing_saves_memory() -> None
 
 @pytest.mark.parametrize("make", [Convolutional, partial(build, "resnet34")])
 def test_the_peak_matches_torchs_memory_tracker(make: Callable[[], nn.Module]) -> None:
-    """The tracker runs on fake tensors of the CPU, where networks without attention run alike."""
+    """The tracker runs on fake tensors of the CPU, where networks without attention run alike.
+
+    It is private to torch. If a new version moves it, adapt this test.
+    """
     passes = Passes((3, 32, 32), tokens=False)
     with on_meta:
         counted = trace(make(), passes, 8).peak

@@ -66,8 +66,9 @@ def note_of(error: BaseException) -> str:
 
 def assert_consistent(state: Any, before: Any, after: Any) -> None:
     """Check that every statistic and every root is either the old one or the new one."""
-    assert any(key.startswith("block") for entry in state.values() for key in entry)
+    assert any(key.startswith("block") for entry in before.values() for key in entry)
     for index, entry in state.items():
+        assert entry.keys() == before[index].keys()
         for key in [key for key in entry if key.startswith("block")]:
             for side, leaves in entry[key].items():
                 for root in (False, True):

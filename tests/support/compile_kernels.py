@@ -71,23 +71,23 @@ def compile_only(self, *args, grid, warmup, **options):  # type: ignore[no-untyp
 def launch_matrix_kernels(n: int) -> None:
     """Launch the kernels that work on stacks of matrices of order n."""
     for bits in (3, 4, 6, 8):
-        X, parameters = torch.randn(1, n, n), (bits, "linear2", 64)
-        codes, scales, diagonal = quantiser.encode(X, True, parameters)
-        quantiser.decode(codes, scales, diagonal, parameters)
-        quantiser.encode(X.mT, False, parameters)
-        quantiser.decode(codes, scales, None, parameters)
-        quantiser.decode_operand([(codes, scales)], n, parameters)
+        X, code_format = torch.randn(1, n, n), reference.CodeFormat(bits, "linear2", 64)
+        codes, scales, diagonal = quantiser.encode(X, True, code_format)
+        quantiser.decode(codes, scales, diagonal, code_format)
+        quantiser.encode(X.mT, False, code_format)
+        quantiser.decode(codes, scales, None, code_format)
+        quantiser.decode_operand([(codes, scales)], n, code_format)
         for block, tiled in ((64, True), (32, True), (64, False)):
             scales = compact.block_scales(X, True, block, tiled)
-            storage = bits, "linear2", block
-            codes = compact.nearest_codes(X, scales, True, storage, tiled)
+            code_format = reference.CodeFormat(bits, "linear2", block)
+            codes = compact.nearest_codes(X, scales, True, code_format, tiled)
             scale_codes, tops = reference.quantize_scales(scales)
             for mirrored in (True, False):
-                compact.decode(codes, scale_codes, tops, torch.ones(1, n), mirrored, storage)
+                compact.decode(codes, scale_codes, tops, torch.ones(1, n), mirrored, code_format)
         compact.round_scales_(torch.ones(1, 300))
         scales = compact.block_scales(X.mT, False, 64, False)
-        codes = compact.nearest_codes(X.mT, scales, False, storage, False)
-        compact.decode(codes, *reference.quantize_scales(scales), None, False, storage)
+        codes = compact.nearest_codes(X.mT, scales, False, code_format, False)
+        compact.decode(codes, *reference.quantize_scales(scales), None, False, code_format)
     for bound in (1.0, torch.ones(1), None):
         a = split(torch.randn(1, n, n), bound)
     multiply(a, a)

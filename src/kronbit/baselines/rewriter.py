@@ -169,7 +169,7 @@ class Rewriter(Wrapper, ABC):
             ValueError: If an entry is missing or does not match. The message names its key, and
                 the optimizer is unchanged.
         """
-        state_dict = self._given_state(state_dict)
+        state_dict = self._state_dict_to_load(state_dict)
         for key in ("state", "param_groups", "common", "base"):
             if key not in state_dict:
                 raise ValueError(

@@ -83,7 +83,7 @@ class Due:
     turns: frozenset[Turn] | None = None
 
 
-# The members that are due, by index.
+# The index of a member -> what is due of it.
 DueMembers: TypeAlias = Mapping[int, Due]
 
 
@@ -238,7 +238,7 @@ class DeviceStacks:
         graft_ratio: ‖G‖ / ‖Ĝ‖ of each member when it was last preconditioned, on the device.
         ungrafted: Number of times that F received G because Ĝ had overflowed, on the device.
         refreshed: Members with a root that is not the identity.
-        outer_products: Cache of ``statistics.gradients``: the tables of kernels.
+        outer_product_tables: Tables of the kernels for M; created at the first update.
     """
 
     def __init__(
@@ -249,7 +249,7 @@ class DeviceStacks:
         self.graft_ratio = torch.ones(len(members), dtype=torch.float32, device=device)
         self.ungrafted = torch.zeros((), dtype=torch.int64, device=device)
         self.refreshed: set[int] = set()
-        self.outer_products: Any = None
+        self.outer_product_tables: Any = None
 
     def held_bytes(self, member: int) -> int:
         """Return the bytes of G and Ĝ of a member in float32."""

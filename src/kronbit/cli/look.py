@@ -152,10 +152,18 @@ def plan(
     from kronbit.lab.plan.planning import make_plan, to_json
     from kronbit.lab.plan.table import show as show_plan
 
-    given: dict[str, Any] = {"batch": batch, "length": seq, "image": image, "dtype": dtype}
-    given |= {"amp": amp, "base": base, "gpu": gpu, "optimizer": optimizer, "order": order}
-    given |= {"checkpointing": checkpointing, "measured": measured}
-    result = make_plan(model, settings=parse_settings(settings or ()), **given)
+    network: Any = {"batch": batch, "length": seq, "image": image, "dtype": dtype, "amp": amp}
+    result = make_plan(
+        model,
+        gpu=gpu,
+        optimizer=optimizer,
+        order=order,
+        base=base,
+        checkpointing=checkpointing,
+        measured=measured,
+        settings=parse_settings(settings or ()),
+        **network,
+    )
     if as_json:
         print(json.dumps(to_json(result), indent=1))
     else:

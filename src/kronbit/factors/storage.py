@@ -91,7 +91,7 @@ class RowStorage:
         if self.quantizer.bits == 32:
             return {self.plain: X}
         by = backend(X.device)
-        codes, scales, diagonal = by.encode_rows(X, self.diagonal, _parameters(self.quantizer))
+        codes, scales, diagonal = by.encode_rows(X, self.diagonal, self.quantizer.code_format)
         leaves = {} if diagonal is None else {f"{self.prefix}diagonal": diagonal}
         return leaves | {f"{self.prefix}codes": codes, f"{self.prefix}scales": scales}
 
@@ -103,8 +103,9 @@ class RowStorage:
             return leaves[self.plain]
         codes, scales = self._rows(leaves)
         diagonal = leaves[f"{self.prefix}diagonal"] if self.diagonal else None
-        by, parameters = backend(codes.device), _parameters(self.quantizer)
-        return by.decode_rows(codes, scales, diagonal, parameters)
+        return backend(codes.device).decode_rows(
+            codes, scales, diagonal, self.quantizer.code_format
+        )
 
     def operand(self, slices: Sequence[Mapping[str, Tensor]], order: int) -> Operand:
         """D: return an operand of matrices without a separate diagonal."""
@@ -112,8 +113,7 @@ class RowStorage:
         by = backend(next(iter(slices[0].values())).device)
         if self.quantizer.bits == 32:
             return by.operand(joined([leaves[self.plain] for leaves in slices], order), 1.0)
-        rows = list(map(self._rows, slices))
-        return by.operand_of_rows(rows, order, _parameters(self.quantizer))
+        return by.operand_of_rows(list(map(self._rows, slices)), order, self.quantizer.code_format)
 
     def _rows(self, leaves: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         return leaves[f"{self.prefix}codes"], leaves[f"{self.prefix}scales"]
@@ -161,8 +161,8 @@ class CompactStorage:
         leaves: Leaves = {}
         if triangle:
             leaves[f"{self.prefix}diagonal"] = X.diagonal(dim1=-2, dim2=-1).clone()
-        parameters = _parameters(self.quantizer, tile)
-        encoded = backend(X.device).encode_triangle(X, triangle, parameters, tile is not None)
+        code_format = _code_format(self.quantizer, tile)
+        encoded = backend(X.device).encode_triangle(X, triangle, code_format, tile is not None)
         names = ("codes", "scales", "top_scales")
         return leaves | {f"{self.prefix}{n}": leaf for n, leaf in zip(names, encoded, strict=True)}
 
@@ -173,10 +173,10 @@ class CompactStorage:
         )
         diagonal = None if self.structure == "square" else leaves[f"{self.prefix}diagonal"]
         order = codes.shape[1] if diagonal is None else diagonal.shape[1]
-        parameters = _parameters(self.quantizer, self.tile(order))
+        code_format = _code_format(self.quantizer, self.tile(order))
         mirrored = self.structure == "symmetric"
         return backend(codes.device).decode_triangle(
-            codes, scales, tops, diagonal, mirrored, parameters, out
+            codes, scales, tops, diagonal, mirrored, code_format, out
         )
 
     def operand(self, slices: Sequence[Mapping[str, Tensor]], order: int) -> Operand:
@@ -186,10 +186,10 @@ class CompactStorage:
 
 
 @cache
-def _parameters(quantizer: Quantizer, tile: int | None = None) -> reference.Parameters:
-    """Return bits, mapping and block size. With tiles, a row of a tile is a block."""
-    bits, mapping, block_size = quantizer.parameters
-    return bits, mapping, tile or block_size
+def _code_format(quantizer: Quantizer, tile: int | None) -> reference.CodeFormat:
+    """Return the format of codes in tiles: a row of a tile is a block."""
+    code_format = quantizer.code_format
+    return code_format if tile is None else code_format._replace(block_size=tile)
 
 
 @cache

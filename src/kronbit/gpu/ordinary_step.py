@@ -145,7 +145,7 @@ class GroupedProducts:
     ) -> None:
         """Compute Ĝ of a chunk's blocks into the held stack, and ‖Ĝ‖² of each program.
 
-        If ``sums`` is given, compare with Ĝ in the held stack instead; see ``compare``.
+        If ``sums`` is given, leave the held stack unchanged, and write sums for ``compare``.
         """
         if not chunk.wide:
             precision = replace(precision, direct=False)
@@ -162,7 +162,7 @@ class GroupedProducts:
         squares = codebook(SCALE_MAPPING, SCALE_BITS, self._device)
         for kind, number in chunk.roots:
             programs = self._tables.programs[number]
-            bits, mapping, block_size = kind.quantizer.parameters
+            bits, mapping, block_size = kind.quantizer.code_format
             # At 32 bits there are no codes; any tensor will do.
             table = codebook(mapping, bits, self._device) if bits < 32 else self._squares
             constants = {"PRECISE": precision.precise, "DIRECT": precision.direct, "BITS": bits}

@@ -10,7 +10,7 @@ V = TypeVar("V")
 
 
 class BoundedCache(dict[K, V]):
-    """A dict of at most ``size`` values, in which a new value evicts the oldest ones.
+    """A dict of at most ``size`` values (at least 1), in which a new value evicts the oldest ones.
 
     If ``keep_used``, a value counts as new whenever ``obtain`` returns it, so that the least
     recently used value is evicted. ``on_eviction`` is called after an eviction.
@@ -24,7 +24,7 @@ class BoundedCache(dict[K, V]):
     def obtain(self, key: K, make: Callable[[], V]) -> V:
         """Return the value of a key. Before a missing value is made, evict others if needed."""
         if key not in self:
-            while 0 < len(self) >= self.size:
+            while len(self) >= max(self.size, 1):
                 del self[next(iter(self))]
                 if self._on_eviction is not None:
                     self._on_eviction()

@@ -22,7 +22,7 @@ from kronbit.kernels.quantization import (
 )
 from kronbit.quantization import reference
 from kronbit.quantization.mappings import codebook, thresholds
-from kronbit.quantization.reference import SCALE_BITS, SCALE_MAPPING, Parameters, block_count
+from kronbit.quantization.reference import SCALE_BITS, SCALE_MAPPING, CodeFormat, block_count
 
 _PER_TOP = tl.constexpr(reference.SCALES_PER_TOP)
 _BY_ROWS = 16
@@ -227,10 +227,10 @@ def round_scales_(scales: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def nearest_codes(
-    X: Tensor, scales: Tensor, triangle: bool, parameters: Parameters, tiled: bool
+    X: Tensor, scales: Tensor, triangle: bool, code_format: CodeFormat, tiled: bool
 ) -> Tensor:
     """Return packed codes of (k, n, n) with given scales; see ``block_scales``."""
-    (k, n, _), (bits, mapping, block) = X.shape, parameters
+    (k, n, _), (bits, mapping, block) = X.shape, code_format
     runs, count, constants = _runs(n, triangle, block, tiled)
     length = reference.packed_length(block if tiled else n, bits)
     shape = (count // block, block) if tiled else (n,)
@@ -242,13 +242,13 @@ def nearest_codes(
 
 
 def encode(
-    X: Tensor, triangle: bool, parameters: Parameters, tiled: bool
+    X: Tensor, triangle: bool, code_format: CodeFormat, tiled: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Q: return codes, codes of the scales, and tops; see ``linalg.backend``."""
-    kept = block_scales(X, triangle, parameters[-1], tiled)
+    kept = block_scales(X, triangle, code_format.block_size, tiled)
     scales, tops = round_scales_(kept)
     # The codes are nearest for the stored scales, not for the exact ones.
-    return nearest_codes(X, kept, triangle, parameters, tiled), scales, tops
+    return nearest_codes(X, kept, triangle, code_format, tiled), scales, tops
 
 
 def decode(
@@ -257,11 +257,11 @@ def decode(
     tops: Tensor,
     diagonal: Tensor | None,
     mirrored: bool,
-    parameters: Parameters,
+    code_format: CodeFormat,
     out: Tensor | None = None,
 ) -> Tensor:
     """D: restore the result of ``encode``; see ``linalg.backend``."""
-    tiled, (bits, mapping, block_size) = codes.dim() == 4, parameters
+    tiled, (bits, mapping, block_size) = codes.dim() == 4, code_format
     k, n = codes.shape[:2] if diagonal is None else diagonal.shape
     if out is None:
         out = torch.empty(k, n, n, dtype=torch.float32, device=codes.device)

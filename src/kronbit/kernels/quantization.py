@@ -15,7 +15,7 @@ from torch import Tensor
 from kronbit.kernels.launch import launch
 from kronbit.kernels.split import Split, empty_split, store_parts
 from kronbit.quantization.mappings import codebook, thresholds
-from kronbit.quantization.reference import Parameters, block_count, packed_length
+from kronbit.quantization.reference import CodeFormat, block_count, packed_length
 
 _ROWS, _COLUMNS = 16, 256  # rows per program; columns per program that restores
 
@@ -143,24 +143,24 @@ def _encode_kernel(
 
 
 def decode(
-    codes: Tensor, scales: Tensor, diagonal: Tensor | None, parameters: Parameters
+    codes: Tensor, scales: Tensor, diagonal: Tensor | None, code_format: CodeFormat
 ) -> Tensor:
     """D: restore contiguous codes and scales (k, n, ...); see ``linalg.backend``."""
     k, n = codes.shape[:2]
     out = torch.empty(k, n, n, dtype=torch.float32, device=codes.device)
-    _decode(codes, scales, diagonal, (out,) * 3, 0, n, n, parameters)
+    _decode(codes, scales, diagonal, (out,) * 3, 0, n, n, code_format)
     return out
 
 
 def decode_operand(
-    stacks: Sequence[tuple[Tensor, Tensor]], order: int, parameters: Parameters
+    stacks: Sequence[tuple[Tensor, Tensor]], order: int, code_format: CodeFormat
 ) -> Split:
     """D: restore stacks as one operand; no element may be far above 1. See ``linalg.backend``."""
     shape = sum(len(codes) for codes, _ in stacks), order, order
     out = empty_split(shape, stacks[0][0].device)
     first, side = 0, out.hi.shape[-1]
     for codes, scales in stacks:
-        _decode(codes, scales, None, out[:3], first, order, side, parameters)
+        _decode(codes, scales, None, out[:3], first, order, side, code_format)
         first += len(codes)
     return out
 
@@ -173,9 +173,9 @@ def _decode(
     first: int,
     order: int,
     side: int,
-    parameters: Parameters,
+    code_format: CodeFormat,
 ) -> None:
-    (k, n), (bits, mapping, block_size) = codes.shape[:2], parameters
+    (k, n), (bits, mapping, block_size) = codes.shape[:2], code_format
     table = codebook(mapping, bits, codes.device)
     tensors = codes, scales, scales if diagonal is None else diagonal, table, *out
     numbers = first, n, order, side, codes.shape[-1], scales.shape[-1]
@@ -186,10 +186,10 @@ def _decode(
 
 
 def encode(
-    X: Tensor, diagonal: bool, parameters: Parameters
+    X: Tensor, diagonal: bool, code_format: CodeFormat
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Q: return codes, scales and diagonal of a stack, maybe transposed; see ``linalg.backend``."""
-    (k, n, _), (bits, mapping, block_size) = X.shape, parameters
+    (k, n, _), (bits, mapping, block_size) = X.shape, code_format
     codes = torch.empty(k, n, packed_length(n, bits), dtype=torch.uint8, device=X.device)
     scales = torch.empty(k, n, block_count(n, block_size), dtype=torch.float32, device=X.device)
     diagonals = torch.empty(k, n, dtype=torch.float32, device=X.device) if diagonal else None

@@ -12,7 +12,7 @@ from torch import Tensor
 from kronbit.kernels import guard
 from kronbit.kernels.polynomial import Polynomial
 from kronbit.quantization import reference
-from kronbit.quantization.reference import Parameters
+from kronbit.quantization.reference import CodeFormat
 
 if TYPE_CHECKING:
     from kronbit.kernels.cholesky import Chain
@@ -26,7 +26,7 @@ Operand: TypeAlias = "Tensor | Split"
 class Backend:
     """Functions on stacks of float32 matrices on one device, in torch: the backends' contract.
 
-    Q and D quantise and restore, with the parameters of a quantiser.
+    Q and D quantise and restore codes of a format.
     """
 
     # True if kernels do the work. Then operands are copies, so that matrices may be overwritten,
@@ -240,7 +240,7 @@ class Backend:
 
     @staticmethod
     def encode_rows(
-        X: Tensor, diagonal: bool, parameters: Parameters
+        X: Tensor, diagonal: bool, code_format: CodeFormat
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Q by rows: return codes, scales and diagonal of a stack, which may be overwritten.
 
@@ -250,42 +250,41 @@ class Backend:
         if diagonal:
             diagonals = X.diagonal(dim1=-2, dim2=-1).clone()
             X.diagonal(dim1=-2, dim2=-1).zero_()
-        return *reference.quantize(X, *parameters), diagonals
+        return *reference.quantize(X, *code_format), diagonals
 
     @staticmethod
     def decode_rows(
-        codes: Tensor, scales: Tensor, diagonal: Tensor | None, parameters: Parameters
+        codes: Tensor, scales: Tensor, diagonal: Tensor | None, code_format: CodeFormat
     ) -> Tensor:
         """D by rows: return a new stack (k, n, n), with the given diagonal unless it is None."""
-        X = reference.dequantize(codes, scales, *parameters, codes.shape[-2])
+        X = reference.dequantize(codes, scales, *code_format, codes.shape[-2])
         if diagonal is not None:
             X.diagonal(dim1=-2, dim2=-1).copy_(diagonal)
         return X
 
     @staticmethod
     def operand_of_rows(
-        stacks: Sequence[tuple[Tensor, Tensor]], order: int, parameters: Parameters
+        stacks: Sequence[tuple[Tensor, Tensor]], order: int, code_format: CodeFormat
     ) -> Operand:
         """D by rows: return stacks as one operand, padded and concatenated as by ``joined``."""
-        return joined([Backend.decode_rows(*s, None, parameters) for s in stacks], order)
+        return joined([Backend.decode_rows(*s, None, code_format) for s in stacks], order)
 
     @staticmethod
     def encode_triangle(
-        X: Tensor, triangle: bool, parameters: Parameters, tiled: bool
+        X: Tensor, triangle: bool, code_format: CodeFormat, tiled: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Q: return codes, codes of the scales (k, blocks), and scales of the scales.
 
         X is (k, n, n), and may be transposed. If ``triangle`` is true, only elements below the
         diagonal count. Blocks are parts of rows: of square tiles if ``tiled``, else of the matrix.
         """
-        block_size = parameters[-1]
         if triangle:
-            X = lower_tiles(X, block_size) if tiled else X.tril(-1)
-        exact = reference.block_scales(X, block_size)
+            X = lower_tiles(X, code_format.block_size) if tiled else X.tril(-1)
+        exact = reference.block_scales(X, code_format.block_size)
         scales, tops = reference.quantize_scales(exact.flatten(1))
         # The codes are nearest for the stored scales, not for the exact ones.
         kept = reference.dequantize_scales(scales, tops).view_as(exact)
-        return reference.nearest_codes(X, kept, *parameters), scales, tops
+        return reference.nearest_codes(X, kept, *code_format), scales, tops
 
     @staticmethod
     def decode_triangle(
@@ -294,7 +293,7 @@ class Backend:
         tops: Tensor,
         diagonal: Tensor | None,
         mirrored: bool,
-        parameters: Parameters,
+        code_format: CodeFormat,
         out: Tensor | None = None,
     ) -> Tensor:
         """D: restore the result of ``encode_triangle``: ``codes``, ``scales`` and ``tops``.
@@ -306,7 +305,8 @@ class Backend:
         tiled = codes.dim() == 4
         order = codes.shape[1] if diagonal is None else diagonal.shape[1]
         scales = reference.dequantize_scales(scales, tops).view(*codes.shape[:-1], -1)
-        X = reference.dequantize(codes, scales, *parameters, parameters[-1] if tiled else order)
+        length = code_format.block_size if tiled else order
+        X = reference.dequantize(codes, scales, *code_format, length)
         if diagonal is not None:
             X = from_lower_tiles(X, order) if tiled else X
             if mirrored:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -107,18 +108,18 @@ class Quantizer:
         """Quantise finite float32 values without the checks, and so without a host sync."""
         if self.bits == 32:
             return Quantized(x.clone(), x.new_empty(*x.shape[:-1], 0))
-        return Quantized(*reference.quantize(x, *self.parameters))
+        return Quantized(*reference.quantize(x, *self.code_format))
 
     def decode(self, q: Quantized, length: int) -> Tensor:
         """Restore values without the checks of ``dequantize``, as a new float32 tensor."""
         if self.bits == 32:
             return q.codes.clone()
-        return reference.dequantize(q.codes, q.scales, *self.parameters, length)
+        return reference.dequantize(q.codes, q.scales, *self.code_format, length)
 
-    @property
-    def parameters(self) -> reference.Parameters:
-        """Return bits, mapping and block size, in the order in which kernels take them."""
-        return self.bits, self.mapping, self.block_size
+    @cached_property
+    def code_format(self) -> reference.CodeFormat:
+        """Bits, mapping and block size, as functions on codes take them."""
+        return reference.CodeFormat(self.bits, self.mapping, self.block_size)
 
     def lengths(self, length: int) -> tuple[int, int]:
         """Return the lengths of the codes and of the scales of a row of ``length`` elements."""

@@ -7,7 +7,7 @@ with it. No temporary is larger than twice the float32 input.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TypeAlias
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,8 +15,14 @@ from torch.nn import functional
 
 from kronbit.quantization.mappings import CODEBOOKS, THRESHOLDS
 
-# Bits b, below 32, mapping R, and block size.
-Parameters: TypeAlias = tuple[int, str, int]
+
+class CodeFormat(NamedTuple):
+    """Bits b (below 32), mapping R, and block size."""
+
+    bits: int
+    mapping: str
+    block_size: int
+
 
 # Codes are packed as a little-endian bit stream. A word is the shortest run of codes that fills
 # whole bytes: bits -> (codes in a word, bytes in a word).

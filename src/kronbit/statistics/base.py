@@ -64,7 +64,7 @@ class Statistics:
             stacks: State of the device's members.
             measured: Gradients of the members.
             due: Members to update, with their options and blocks.
-            param: The members' parameters.
+            param: Returns the parameter of a member.
         """
         raise NotImplementedError
 

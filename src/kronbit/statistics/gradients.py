@@ -40,9 +40,9 @@ class GradientStatistics(Statistics):
         if addresses is not None and all(map(addresses.values.__getitem__, due)):
             from kronbit.gpu.outer_products import OuterProducts
 
-            if stacks.outer_products is None:
-                stacks.outer_products = OuterProducts(members, stacks.device)
-            return partial(stacks.outer_products.of, addresses.tensor, measured.finite)
+            if stacks.outer_product_tables is None:
+                stacks.outer_product_tables = OuterProducts(members, stacks.device)
+            return partial(stacks.outer_product_tables.of, addresses.tensor, measured.finite)
         return partial(_by_torch, GradientBlocks(members, measured.grads), measured.finite)
 
 

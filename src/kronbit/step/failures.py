@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -83,22 +83,15 @@ def writable(gradients: StepGradients, config: Config) -> Iterator[StepGradients
         yield gradients
         return
     copies = [grad.clone() for grad in gradients.grads]
-    with swapped(gradients.params, copies):
+    with cleaning_up(partial(set_gradients, gradients.params, gradients.grads)):
+        set_gradients(gradients.params, copies)
         yield gradients._replace(grads=copies)
 
 
-@contextmanager
-def swapped(params: Collection[Tensor], grads: Iterable[Tensor | None]) -> Iterator[None]:
-    """Give parameters other gradients; give theirs back at the end."""
-    before = [p.grad for p in params]
-
-    def give(grads: Iterable[Tensor | None]) -> None:
-        for p, grad in zip(params, grads, strict=False):
-            p.grad = grad
-
-    with cleaning_up(partial(give, before)):
-        give(grads)
-        yield
+def set_gradients(params: Iterable[Tensor], grads: Iterable[Tensor | None]) -> None:
+    """Replace the gradients of parameters."""
+    for p, grad in zip(params, grads, strict=True):
+        p.grad = grad
 
 
 class Progress:

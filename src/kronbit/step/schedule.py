@@ -17,9 +17,8 @@ from kronbit.config import Config
 
 FIRST_TURN: Turn = (0.0, False)
 _SHARED_TURN = (FIRST_TURN,)
-# The last turn of a parameter in the first phase, and a turn after the last one of any parameter.
-_EARLIEST_LAST_TURN: Turn = (0.0, True)
-AFTER_ALL_TURNS: Turn = (1.0, True)
+_EARLIEST_LAST_TURN: Turn = (0.0, True)  # of a parameter in the first phase
+AFTER_ALL_TURNS: Turn = (1.0, True)  # later than the last turn of every parameter
 
 # Either ``updates_at`` or ``refreshes_at``.
 Event: TypeAlias = Callable[[Config, int, Turn], bool]

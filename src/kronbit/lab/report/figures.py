@@ -16,10 +16,6 @@ if TYPE_CHECKING:
 _EARLY = 0.1  # fraction of steps that are cut off: their losses would flatten all later ones
 _LATE = 0.25  # fraction of steps before the close-up
 _BESIDE: Any = {"textcoords": "offset points", "va": "center", "fontsize": 8.5}  # for annotate()
-_DASHED: Any = {"color": drawing.INK, "linewidth": 0.9, "linestyle": (0, (4, 3)), "zorder": 1.5}
-_BOX: Any = {"orientation": "horizontal", "patch_artist": True, "manage_ticks": False}
-_RING: Any = {"marker": "o", "markersize": 7.5, "markerfacecolor": "none", "zorder": 4}
-_CROSS: Any = {"marker": "X", "markeredgecolor": "white", "clip_on": False, "zorder": 5}
 # Parts of the memory of an optimizer: key in the summary, name and color.
 PARTS = (
     ("parameters", "parameters", drawing.GREY),
@@ -194,8 +190,8 @@ def _mark_diverged(axes: Axes, line: _Line, axis: _Axis) -> None:
     x = min(max(getattr(curve, axis)[last], left), right)
     y = min(max(curve.mean[last], low), high) if curve.finite else 0.5
     place = axes.transData if curve.finite else axes.get_xaxis_transform()
-    size, color = 6 if line.thin else 9, line.outcome.color
-    axes.plot(x, y, transform=place, markersize=size, markerfacecolor=color, **_CROSS)
+    look: Any = {"ms": 6 if line.thin else 9, "mfc": line.outcome.color, "mec": "white"}
+    axes.plot(x, y, "X", clip_on=False, zorder=5, transform=place, **look)
 
 
 def _frame_losses(axes: Axes, lines: Sequence[_Line]) -> None:
@@ -224,14 +220,14 @@ def _frame_validation(axes: Axes, lines: Sequence[_Line]) -> str | None:
         return None
     final, first = base.losses.mean[-1], math.inf
     if math.isfinite(final):
-        axes.axhline(final, **_DASHED)
+        axes.axhline(final, color=drawing.INK, linewidth=0.9, linestyle=(0, (4, 3)), zorder=1.5)
     for outcome, losses, _ in lines:
         step = losses.first_at_most(final) if math.isfinite(final) else None
         if outcome is base or step is None:
             continue
         first = min(first, step)
         value = losses.mean[losses.steps.index(step)]
-        axes.plot(step, value, markeredgecolor=outcome.color, markeredgewidth=1.4, **_RING)
+        axes.plot(step, value, "o", ms=7.5, mfc="none", mec=outcome.color, mew=1.4, zorder=4)
     _frame_late(axes, lines, start=0.8 * first)
     return f" Dashed: the last loss of {base.label}; rings: first points at which others reach it."
 
@@ -352,18 +348,19 @@ def _times(compared: Sequence[Outcome]) -> drawing.Drawing | None:
     low, high = min(min(times) for _, times in rows), max(max(times) for _, times in rows)
     drawing.log_scale(axes, "x", within=high / low < 100)
     for place, (outcome, times) in enumerate(rows):
-        color = {"color": outcome.color}
-        median = "white" if drawing.is_dark(outcome.color) else "black"
+        color = outcome.color
         axes.boxplot(
             times,
             positions=[place],
+            orientation="horizontal",
             widths=0.5,
-            boxprops={"facecolor": outcome.color, "edgecolor": outcome.color},
-            medianprops={"color": median, "linewidth": 1.6},
-            whiskerprops=color,
-            capprops=color,
-            flierprops={"marker": "|", "markeredgecolor": outcome.color, "alpha": 0.55},
-            **_BOX,
+            patch_artist=True,
+            manage_ticks=False,
+            boxprops={"facecolor": color, "edgecolor": color},
+            medianprops={"color": "white" if drawing.is_dark(color) else "black", "linewidth": 1.6},
+            whiskerprops={"color": color},
+            capprops={"color": color},
+            flierprops={"marker": "|", "markeredgecolor": color, "alpha": 0.55},
         )
     beside = {**_BESIDE, "xycoords": axes.get_yaxis_transform(), "ha": "right"}
     for right, name in ((36, "median"), (68, "mean")):  # columns at distances in points

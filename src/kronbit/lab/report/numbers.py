@@ -67,13 +67,15 @@ def bytes_text(value: float) -> str:
 @_formatter
 def time_text(value: float) -> str:
     """Format milliseconds or seconds, without the unit."""
-    return f"{value:,.{2 if value < 10 else 1 if value < 1000 else 0}f}"
+    digits = 2 if value < 10 else 1 if value < 1000 else 0
+    return f"{value:,.{digits}f}"
 
 
 @_formatter
 def degrees_text(value: float) -> str:
     """Format an angle in degrees."""
-    return f"{value:.{3 if value < 1 else 2 if value < 10 else 1}f}°"
+    digits = 3 if value < 1 else 2 if value < 10 else 1
+    return f"{value:.{digits}f}°"
 
 
 @_formatter

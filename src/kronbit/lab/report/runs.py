@@ -136,8 +136,8 @@ def find_runs(paths: Sequence[Path]) -> list[Run]:
         files = list(path.glob("run.json")) or list(path.glob("*/run.json"))
         if not files:
             raise LabError(f"{path} holds no run: neither it nor a folder in it has a run.json")
-        of_path = [read_run(file.parent) for file in files]
-        for run in sorted(of_path, key=lambda run: (position(run.variant), run.variant, run.seed)):
+        runs_in_path = [read_run(file.parent) for file in files]
+        for run in sorted(runs_in_path, key=lambda r: (position(r.variant), r.variant, r.seed)):
             runs.setdefault(run.folder.resolve(), run)
     return list(runs.values())
 

@@ -51,7 +51,7 @@ def write_report(runs: Sequence[Run], folder: Path, title: str, command: str) ->
     if not runs:
         raise LabError("no runs to report on: name the folder of a run or a comparison")
     make_folder(folder)
-    sections = [_section(recipe, of_recipe) for recipe, of_recipe in by_recipe(runs).items()]
+    sections = [_section(recipe, recipe_runs) for recipe, recipe_runs in by_recipe(runs).items()]
     files: dict[str, bytes] = {}
     for section in sections:
         name = re.sub(r"[^\w.-]+", "_", section["recipe"]).strip("._") or "recipe"

@@ -104,13 +104,8 @@ def run_trial(
         LabError: If the run is impossible, or data, a package or space on the disk is missing.
         Interrupted: If the user wants to stop.
     """
-    origin = {
-        "format": FORMAT,
-        "label": trial.label,
-        "variant": trial.key,
-        "command": trial.command,
-        **_machine(world),
-    }
+    names = {"label": trial.label, "variant": trial.key, "command": trial.command}
+    origin = {"format": FORMAT, **names, **_machine(world)}
     if not resume and checkpoints(folder):
         raise LabError(f"{folder} has checkpoints of another run: choose another --out")
     training = Training(trial.recipe, folder, world)  # raises before anything is written

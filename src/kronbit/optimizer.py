@@ -28,7 +28,7 @@ from kronbit.state.base_state import BaseLoader
 from kronbit.state.binding import StateKeeper, blocks_of
 from kronbit.state.loading import fill, read
 from kronbit.statistics import GradientStatistics, Statistics
-from kronbit.step.failures import Stage, refuse_capture, report_failure, set_gradients, writable
+from kronbit.step.failures import Stage, refuse_capture, report_failure, without_gradients, writable
 from kronbit.step.nonfinite import NonfiniteGuard
 from kronbit.step.schedule import any_due, expected_updates
 from kronbit.step.state_plan import StatePlan
@@ -148,28 +148,14 @@ class SecondOrder(Wrapper):
     def _step_params(self, params: Sequence[Tensor]) -> None:
         """Step these parameters, after F. ``p.grad`` holds the direction, or None."""
 
-    def _take_step(self) -> None:
-        """Step F, W, s ← F(W, s, G̃), then the parameters that the algorithm steps itself."""
-        params = self._params_not_for_base()
-        if not params:
-            self.base.step()
-            return
-        grads = [p.grad for p in params]
-
-        def step_others() -> None:
-            set_gradients(params, [None] * len(params))  # F skips parameters without a gradient
-            self.base.step()
-
-        run_then(step_others, partial(set_gradients, params, grads))
-        self._step_params(params)
-
     def _count_and_step(self, plan: StepPlan, stage: Stage) -> None:
         """Take the step, and count it only if it completes, even if F fails or Ctrl-C arrives."""
-        steps = [entry["step"] for entry in plan.entries]
+        steps, params = [entry["step"] for entry in plan.entries], self._params_not_for_base()
 
         def count_and_step() -> None:
             plan.set_steps(t + 1 for t in steps)  # before F's step, as hooks of F expect
-            self._take_step()
+            without_gradients(params, self.base.step)
+            self._step_params(params)
             stage.complete = True
 
         def settle_or_undo() -> None:
@@ -256,9 +242,9 @@ class SecondOrder(Wrapper):
     def _expect_statistics(self) -> None:
         """Tell the statistics which parameters are due for an update at the next step."""
         if self._statistics.collects:
-            of_groups = self.param_groups, self._groups.config_of, self._statistics.route
-            turns_of = self._keeper.turns_of
-            self._statistics.expect(expected_updates(*of_groups, self.state, turns_of))
+            given = self._groups.config_of, self._statistics.route, self.state
+            updates = expected_updates(self.param_groups, *given, self._keeper.turns_of)
+            self._statistics.expect(updates)
 
     # ---------------------------------------------------------------------------------- state
 

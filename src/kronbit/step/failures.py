@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -13,7 +13,7 @@ from kronbit.blocks.batches import Part, rows_of
 from kronbit.blocks.gradients import StepGradients
 from kronbit.config import Config
 from kronbit.factors import Batch, Factors
-from kronbit.interruptions import cleaning_up
+from kronbit.interruptions import cleaning_up, run_then
 
 _AGAIN = (
     "Once the cause is removed, step() can be called again (with several ranks: load the last "
@@ -83,13 +83,26 @@ def writable(gradients: StepGradients, config: Config) -> Iterator[StepGradients
         yield gradients
         return
     copies = [grad.clone() for grad in gradients.grads]
-    with cleaning_up(partial(set_gradients, gradients.params, gradients.grads)):
-        set_gradients(gradients.params, copies)
+    with cleaning_up(partial(_set_gradients, gradients.params, gradients.grads)):
+        _set_gradients(gradients.params, copies)
         yield gradients._replace(grads=copies)
 
 
-def set_gradients(params: Iterable[Tensor], grads: Iterable[Tensor | None]) -> None:
-    """Replace the gradients of parameters."""
+def without_gradients(params: Sequence[Tensor], step: Callable[[], object]) -> None:
+    """Take a step of F while these parameters have no gradient, so that F skips them."""
+    if not params:
+        step()
+        return
+    grads = [p.grad for p in params]
+
+    def step_others() -> None:
+        _set_gradients(params, [None] * len(params))
+        step()
+
+    run_then(step_others, partial(_set_gradients, params, grads))
+
+
+def _set_gradients(params: Iterable[Tensor], grads: Iterable[Tensor | None]) -> None:
     for p, grad in zip(params, grads, strict=True):
         p.grad = grad
 

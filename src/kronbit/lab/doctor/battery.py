@@ -278,7 +278,9 @@ def fsdp2(subject: Subject, device: torch.device) -> None:
     finally:
         torch.set_num_threads(threads)
     with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(_rank, (subject, folder), _RANKS)  # type: ignore[attr-defined, no-untyped-call]
+        # Forked ranks end without destructors: on exit, threads of gloo may abort a spawned rank.
+        start: Any = torch.multiprocessing.start_processes  # type: ignore[attr-defined]
+        start(_rank, (subject, folder), _RANKS, start_method="forkserver")
         sharded = torch.load(Path(folder) / "sharded.pt", weights_only=True)
     largest = _distance(sharded, model.parameters())
     _require(largest < 1e-5, f"differs from one process by up to {largest:.1e}")
